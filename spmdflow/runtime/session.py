@@ -11,6 +11,7 @@ process ends with status 1 after the cause has been written (runtime/verdict.py,
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import sys
 import threading
@@ -104,7 +105,9 @@ def run_session(
 def _join(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         thread.join(_JOIN_SECONDS)
-        assert not thread.is_alive(), f"thread {thread.name} has not ended"
+        if thread.is_alive():
+            faulthandler.dump_traceback()
+            raise AssertionError(f"thread {thread.name} has not ended; stacks stand above")
 
 
 def _start_controller(

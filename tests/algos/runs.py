@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from spmdflow.checkpoint import read_tensors
-from tests import forked
 from tests.metrics_page import unknown_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +49,7 @@ def torchrun(
     return start([*launcher, *words, f"run.dir={run_dir}", *small, *settings], log_of(run_dir))
 
 
-def run_forked(
+def run_ranks(
     run_dir: Path,
     *settings: str,
     num_ranks: int,
@@ -58,10 +57,9 @@ def run_forked(
     small: Sequence[str] = SMALL,
     seconds: float = 290,
 ) -> None:
-    """The whole run, whose status is 0, without starting Python anew (tests/forked.py)."""
-    words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
-    log = log_of(run_dir)
-    forked.torchrun([*words, f"run.dir={run_dir}", *small, *settings], log, seconds=seconds)
+    """The whole run under torchrun, whose status is 0."""
+    process = torchrun(run_dir, *settings, num_ranks=num_ranks, script=script, small=small)
+    assert finish(process, seconds=seconds) == 0, log_of(run_dir).read_text()[-4000:]
 
 
 def start(

@@ -13,7 +13,7 @@ from spmdflow.controller.script import run_flow
 from tests.algos.runs import (
     ROOT,
     check_same_numbers,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -59,7 +59,7 @@ def test_two_ranks_give_the_numbers_of_one_process(name: str, tmp_path: Path) ->
     run_dir = tmp_path / "two"
     small = (*SMALL, *SCRIPTS[name])
 
-    run_forked(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=small)
+    run_ranks(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=small)
     two = check_same_numbers(run_dir, one, COMPARED)
     assert [step["step"] for step in two] == [0, 1, 2]
     assert two[1]["actor/grad_norm"] > 0
@@ -119,6 +119,6 @@ def test_reinforce_pp_has_its_baseline_variant_by_name(tmp_path: Path) -> None:
 def test_script_learns_the_bundled_task(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    run_forked(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=())
+    run_ranks(run_dir, num_ranks=2, script=ROOT / "algos" / f"{name}.py", small=())
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps_of(run_dir) if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

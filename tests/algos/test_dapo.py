@@ -14,7 +14,7 @@ from spmdflow.errors import RowError
 from tests.algos.runs import (
     ROOT,
     check_same_numbers,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -85,7 +85,7 @@ def test_two_ranks_refill_with_the_same_rows_and_give_the_same_numbers(
 ) -> None:
     run_dir = tmp_path / "run"
 
-    run_forked(run_dir, *settings, num_ranks=2, script=DAPO, small=SMALL)
+    run_ranks(run_dir, *settings, num_ranks=2, script=DAPO, small=SMALL)
     steps = check_same_numbers(run_dir, in_one_process, COMPARED)
     assert [step["step"] for step in steps] == [0, 1, 2]
 
@@ -119,7 +119,7 @@ def test_long_responses_lose_score_after_the_groups_were_chosen(tmp_path: Path) 
 def test_dapo_learns_the_bundled_task(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    run_forked(run_dir, num_ranks=2, script=DAPO, small=())
+    run_ranks(run_dir, num_ranks=2, script=DAPO, small=())
     steps = steps_of(run_dir)
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

@@ -21,7 +21,7 @@ from spmdflow.errors import ConfigError
 from tests.algos.runs import (
     ROOT,
     check_same_numbers,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 from tests.algos.test_own_roles import JUDGES, MODEL
@@ -70,7 +70,7 @@ def test_two_ranks_give_the_numbers_of_one_process(tmp_path: Path) -> None:
     one = run(tmp_path / "one", teacher)
     run_dir = tmp_path / "two"
 
-    run_forked(run_dir, teacher, "placement=split", num_ranks=2, script=SCRIPT, small=SMALL)
+    run_ranks(run_dir, teacher, "placement=split", num_ranks=2, script=SCRIPT, small=SMALL)
     two = check_same_numbers(run_dir, one, COMPARED)
     assert [step["step"] for step in two] == [0, 1, 2]
     assert two[1]["actor/grad_norm"] > 0 and two[1]["actor/reference_kl"] > 0

@@ -23,7 +23,7 @@ from tests.algos.runs import (
     check_same_numbers,
     last_checkpoint,
     numbers_of,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -195,7 +195,7 @@ def compare(tmp_path: Path, *words: str, num_ranks: int, shared: tuple[str, ...]
     """A run on several ranks has the numbers of one process."""
     one = run(tmp_path / "one", *shared)
 
-    run_forked(tmp_path / "many", *shared, *words, num_ranks=num_ranks, script=SCRIPT, small=SMALL)
+    run_ranks(tmp_path / "many", *shared, *words, num_ranks=num_ranks, script=SCRIPT, small=SMALL)
     check_same_numbers(tmp_path / "many", one, COMPARED, rel=1e-4, abs=1e-5)
 
 

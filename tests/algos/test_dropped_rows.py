@@ -12,7 +12,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RewardError
-from tests.algos.runs import ROOT, check_prediction, finish, log_of, run_forked, steps_of, torchrun
+from tests.algos.runs import ROOT, check_prediction, finish, log_of, run_ranks, steps_of, torchrun
 
 GRPO = ROOT / "algos" / "grpo.py"
 SMALL = (
@@ -94,7 +94,7 @@ def test_a_run_in_which_too_many_rows_fail_ends_with_the_first_failure(tmp_path:
 @pytest.mark.slow
 def test_two_ranks_count_and_refuse_as_one(in_one_process: Path, tmp_path: Path) -> None:
     words = settings(tmp_path, "23", "drop 90%")
-    run_forked(tmp_path / "run", *words, num_ranks=2, script=GRPO, small=SMALL)
+    run_ranks(tmp_path / "run", *words, num_ranks=2, script=GRPO, small=SMALL)
     check_prediction(tmp_path / "run")
     one, two = steps_of(in_one_process)[:2], steps_of(tmp_path / "run")[:2]
     for name in ("reward/dropped", "reward/dropped_share", "reward/mean"):

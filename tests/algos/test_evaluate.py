@@ -22,7 +22,7 @@ from tests.algos.runs import (
     last_checkpoint,
     log_of,
     numbers_of,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -164,7 +164,7 @@ def test_two_ranks_evaluate_as_one(trained: Path, alone: Path, tmp_path: Path) -
     run_dir = tmp_path / "run"
     model = f"actor.model.path={trained}/checkpoints/step-2"
 
-    run_forked(run_dir, PROMPTS, model, num_ranks=2, script=SCRIPT, small=())
+    run_ranks(run_dir, PROMPTS, model, num_ranks=2, script=SCRIPT, small=())
     assert rows_of(run_dir) == rows_of(alone)
     (one,), (two,) = steps_of(alone), steps_of(run_dir)
     assert {name: two[name] for name in ESTIMATES} == {name: one[name] for name in ESTIMATES}
@@ -182,7 +182,7 @@ def test_vllm_on_two_ranks_evaluates_as_the_builtin_generator(
     model = f"actor.model.path={trained}/checkpoints/step-2"
     vllm = ("actor.rollout.engine=vllm", f"actor.rollout.layout={layout}", PROMPTS, model)
 
-    run_forked(tmp_path / "run", *vllm, num_ranks=2, script=SCRIPT, small=())
+    run_ranks(tmp_path / "run", *vllm, num_ranks=2, script=SCRIPT, small=())
     (step,) = steps_of(tmp_path / "run")
     assert step["rollout/weights_verified"] == 1
     # one draw for both engines: other tokens only where logits are equal in all but their last bits

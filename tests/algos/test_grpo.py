@@ -17,7 +17,7 @@ from tests.algos.runs import (
     ROOT,
     SCRIPT,
     check_same_numbers,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -60,7 +60,7 @@ def test_groups_over_two_ranks_give_the_numbers_of_one_process(
     run_dir = tmp_path / "run"
     settings = (f"placement={placement}", "run.profile_steps=2 on 0")
 
-    run_forked(run_dir, *settings, num_ranks=2, script=GRPO, small=SMALL)
+    run_ranks(run_dir, *settings, num_ranks=2, script=GRPO, small=SMALL)
     steps = check_same_numbers(run_dir, in_one_process, COMPARED)
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert steps[1]["actor/grad_norm"] > 0
@@ -124,6 +124,6 @@ def test_script_reads_as_a_diff_against_ppo() -> None:
 def test_grpo_learns_the_bundled_task(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    run_forked(run_dir, num_ranks=2, script=GRPO, small=())
+    run_ranks(run_dir, num_ranks=2, script=GRPO, small=())
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps_of(run_dir) if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

@@ -11,7 +11,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RewardError
-from tests.algos.runs import ROOT, check_prediction, run_forked, steps_of
+from tests.algos.runs import ROOT, check_prediction, run_ranks, steps_of
 
 AGENT = ROOT / "algos" / "grpo_agent.py"
 SMALL = (
@@ -92,7 +92,7 @@ def test_run_ends_if_too_many_episodes_fail(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rows_of_episodes_move_as_planned_to_a_reference_on_other_ranks(tmp_path: Path) -> None:
     words = (*SMALL, "placement=standalone", "eval_every=0")
-    run_forked(tmp_path, *words, num_ranks=2, script=AGENT, small=())
+    run_ranks(tmp_path, *words, num_ranks=2, script=AGENT, small=())
 
     check_prediction(tmp_path)
     assert all(step["transfer/bytes"] > 0 for step in steps_of(tmp_path))
@@ -110,7 +110,7 @@ def test_actor_plays_the_same_games_whatever_trains_and_generates(tmp_path: Path
     played = {}
     for name, own in ENGINES.items():
         folder = tmp_path / name.replace(" ", "-")
-        run_forked(folder, *SMALL, "eval_every=0", *own, num_ranks=2, script=AGENT, small=())
+        run_ranks(folder, *SMALL, "eval_every=0", *own, num_ranks=2, script=AGENT, small=())
         check_prediction(folder)
         first, second = steps_of(folder)
         assert max(first["rollout/drift_max"], second["rollout/drift_max"]) < 1e-5, name
@@ -131,7 +131,7 @@ def test_the_game_is_learned_and_a_coin_is_not(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     coin = f"actor.rollout.episode.environment={tmp_path}/broken.py:shuffled"
     for name, own in (("game", ()), ("coin", (coin,))):
-        run_forked(tmp_path / name, *words, *own, num_ranks=2, script=AGENT, small=(), seconds=900)
+        run_ranks(tmp_path / name, *words, *own, num_ranks=2, script=AGENT, small=(), seconds=900)
 
     assert json.loads((tmp_path / "game" / "prediction.json").read_text())["bytes_agree"]
     rewards = [step["reward/mean"] for step in steps_of(tmp_path / "game")]

@@ -10,7 +10,7 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
-from tests.algos.runs import ROOT, check_prediction, run_forked, steps_of
+from tests.algos.runs import ROOT, check_prediction, run_ranks, steps_of
 
 ASYNC = ROOT / "algos" / "grpo_async.py"
 SMALL = (
@@ -72,7 +72,7 @@ def test_samples_are_one_update_old_and_weights_arrive_as_they_were_sent(
     weighted = "actor.update.old_log_probs=recompute"  # auto: the ratio itself is of older weights
     words = (*settings, weighted)
 
-    run_forked(run_dir, *words, num_ranks=num_ranks, script=ASYNC, small=SMALL)
+    run_ranks(run_dir, *words, num_ranks=num_ranks, script=ASYNC, small=SMALL)
     check_prediction(run_dir)
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
@@ -103,6 +103,6 @@ def test_policy_and_generator_on_common_ranks_are_refused_with_what_to_do(tmp_pa
 def test_grpo_async_learns_the_bundled_task(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    run_forked(run_dir, num_ranks=2, script=ASYNC, small=(), seconds=600)
+    run_ranks(run_dir, num_ranks=2, script=ASYNC, small=(), seconds=600)
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps_of(run_dir) if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

@@ -1,8 +1,8 @@
 """Runs that are harmed again and again, anywhere, end as an undisturbed run does, in every bit.
 
-A chain is one run with 12 points at which a rank or torchrun gets a signal: while ranks start,
-generate, prepare, learn, evaluate or save, under --max-restarts (which goes on by itself) or
-without (the command is given again). The points are drawn from the chain's number.
+A chain is one run with 12 points (by default 6) at which a rank or torchrun gets a signal: while
+ranks start, generate, prepare, learn, evaluate or save, under --max-restarts (which goes on by
+itself) or without (the command is given again). The points are drawn from the chain's number.
 
     scripts/slow.sh tests/algos/test_interrupted.py     # 17 more chains, 204 points
 """
@@ -37,10 +37,9 @@ from tests.algos.runs import (
 )
 
 PROGRAM = Path(__file__).parent / "programs" / "interrupted.py"
-NUM_POINTS, DEFAULT, CHAINS = 12, 27, range(100, 117)
-NUM_STEPS = dict.fromkeys(CHAINS, 4 * NUM_POINTS) | {DEFAULT: 32}
-"""No point is more than three steps behind the one before, and SIGTERM lets two seconds pass: it
-comes to a rank once in the default chain."""
+DEFAULT, CHAINS = 27, range(100, 117)
+NUM_POINTS = dict.fromkeys(CHAINS, 2 * len(PHASES)) | {DEFAULT: len(PHASES)}
+"""No point is more than three steps behind the one before, and SIGTERM lets two seconds pass."""
 SETTINGS = (
     *SMALL,
     "save_every=1",
@@ -51,9 +50,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal
 
 
 def points_of(chain: int) -> list[Point]:
-    """Each phase twice, in any order."""
+    """Each phase equally often, in any order."""
     draw = random.Random(chain)
-    phases = list(PHASES) * (NUM_POINTS // len(PHASES))
+    phases = list(PHASES) * (NUM_POINTS[chain] // len(PHASES))
     draw.shuffle(phases)
     found = []
     for phase in phases:
@@ -67,7 +66,7 @@ def points_of(chain: int) -> list[Point]:
 
 def settings_of(chain: int) -> tuple[str, ...]:
     """Of its run."""
-    return (*SETTINGS, f"total_steps={NUM_STEPS[chain]}")
+    return (*SETTINGS, f"total_steps={4 * NUM_POINTS[chain]}")
 
 
 def harmed(run_dir: Path, chain: int) -> list[dict[str, Any]]:
@@ -77,7 +76,7 @@ def harmed(run_dir: Path, chain: int) -> list[dict[str, Any]]:
     points.write_text(json.dumps([vars(point) for point in points_of(chain)]))
     hits.touch()
     status = 1
-    for _ in range(NUM_POINTS + 1):
+    for _ in range(NUM_POINTS[chain] + 1):
         before = len(hits.read_text().splitlines())
         restarts = draw.choice((0, 3))
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -113,7 +112,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 @pytest.mark.parametrize(
     "chain", [DEFAULT, *(pytest.param(chain, marks=pytest.mark.slow) for chain in CHAINS)]
 )
-def test_a_run_harmed_twelve_times_anywhere_ends_in_the_same_bits(
+def test_a_run_harmed_again_and_again_anywhere_ends_in_the_same_bits(
     chain: int, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     run_dir, (alone, process) = tmp_path / "run", undisturbed(chain)
@@ -123,7 +122,7 @@ def test_a_run_harmed_twelve_times_anywhere_ends_in_the_same_bits(
 
     print(f"\nchain {chain}:", dict(Counter(hit["reached"] for hit in hits)), end=" ")
     print("restarted:", sum(hit["attempt"] > 0 for hit in hits))
-    assert len(hits) == NUM_POINTS
+    assert len(hits) == NUM_POINTS[chain]
     assert last_checkpoint(run_dir) == last_checkpoint(alone)
     assert numbers_of(run_dir) == numbers_of(alone)
 

@@ -21,7 +21,7 @@ from tests.algos.runs import (
     check_prediction,
     log_of,
     numbers_of,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps on two ranks."""
     run_dir = tmp_path_factory.mktemp("lora") / "two"
-    run_forked(run_dir, "total_steps=2", num_ranks=2, script=SCRIPT, small=SMALL)
+    run_ranks(run_dir, "total_steps=2", num_ranks=2, script=SCRIPT, small=SMALL)
     return run_dir
 
 

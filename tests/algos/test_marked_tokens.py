@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import ROOT, check_prediction, run_forked, steps_of
+from tests.algos.runs import ROOT, check_prediction, run_ranks, steps_of
 from tests.algos.test_own_roles import MODEL
 
 PROGRAM = ROOT / "tests" / "algos" / "programs" / "marked_tokens.py"
@@ -57,7 +57,7 @@ def test_two_ranks_give_the_numbers_of_one_process(surrogate: str, tmp_path: Pat
 
     settings = (str(YAML), *SMALL, *more)
 
-    run_forked(tmp_path / "two", num_ranks=2, script=PROGRAM, small=settings)
+    run_ranks(tmp_path / "two", num_ranks=2, script=PROGRAM, small=settings)
     check_prediction(tmp_path / "two")
     for mine, other in zip(one, steps_of(tmp_path / "two", own=("share",)), strict=True):
         for key in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/covariant_share"):

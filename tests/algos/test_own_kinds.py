@@ -26,7 +26,7 @@ from tests.algos.runs import (
     SMALL,
     check_prediction,
     numbers_of,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 from tests.pages import blocks_of
@@ -55,8 +55,8 @@ def test_kind_of_a_user_is_a_short_file(name: str, most: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_ppo_with_both_on_two_ranks_gives_the_numbers_of_fsdp(tmp_path: Path) -> None:
-    run_forked(tmp_path / "given", str(YAML), *SETTINGS, num_ranks=2)
-    run_forked(tmp_path / "own", str(YAML), *SETTINGS, *KINDS, num_ranks=2, script=OWN)
+    run_ranks(tmp_path / "given", str(YAML), *SETTINGS, num_ranks=2)
+    run_ranks(tmp_path / "own", str(YAML), *SETTINGS, *KINDS, num_ranks=2, script=OWN)
 
     steps = list(zip(steps_of(tmp_path / "given"), steps_of(tmp_path / "own"), strict=True))
     assert len(steps) == 2

@@ -22,7 +22,7 @@ SHORT = ("total_steps=2", "eval_every=2", "save_every=2", f"data.eval_prompts={N
 
 def stage(name: str, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
     """Run algos/<name>.py in this process."""
-    words = [*SHORT, *settings, f"run.dir={run_dir}"]
+    words = [*settings, *SHORT, f"run.dir={run_dir}"]
     loaded = load(ROOT / "algos" / f"{name}.py", None, words)
     assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return steps_of(run_dir)

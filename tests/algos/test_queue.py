@@ -27,7 +27,7 @@ from tests.algos.runs import (
     last_checkpoint,
     log_of,
     ranks_of,
-    run_forked,
+    run_ranks,
     start,
     steps_of,
     torchrun,
@@ -140,7 +140,7 @@ def test_a_kept_step_with_rows_of_several_versions_runs_again_to_the_same_bits(
 ) -> None:
     run_dir, capsule = tmp_path / "run", tmp_path / "run" / "capsules" / "step-5"
     words = (*TAIL, "total_steps=8", "save_every=0", "run.capture_step=5")
-    run_forked(run_dir, *words, num_ranks=2, script=QUEUED, small=())
+    run_ranks(run_dir, *words, num_ranks=2, script=QUEUED, small=())
     (kept,) = (step for step in trained_of(run_dir) if step["step"] == 5)
     assert any(len(set(row)) > 1 for row in kept["versions"]), "no row went on over a sync"
 

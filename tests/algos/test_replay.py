@@ -19,7 +19,7 @@ from tests.algos.runs import (
     SCRIPT,
     SMALL,
     finish,
-    run_forked,
+    run_ranks,
     start,
     steps_of,
 )
@@ -103,7 +103,7 @@ def test_a_folder_without_a_capsule_is_refused(
 @pytest.mark.slow
 def test_step_of_two_ranks_runs_again_to_the_same_bits_and_in_one_process(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "replay.log"
-    run_forked(run_dir, *SETTINGS, "actor.engine.kind=zero3", num_ranks=2)
+    run_ranks(run_dir, *SETTINGS, "actor.engine.kind=zero3", num_ranks=2)
     capsule = str(run_dir / "capsules" / "step-2")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

@@ -37,7 +37,7 @@ from tests.algos.runs import (
     log_of,
     numbers_of,
     ranks_of,
-    run_forked,
+    run_ranks,
     steps_of,
     torchrun,
     wait_for_step,
@@ -149,7 +149,7 @@ def test_a_finished_run_started_again_does_nothing(whole):
 @pytest.fixture(scope="module")
 def whole_on_ranks(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("ranks") / "run"
-    run_forked(run_dir, *SETTINGS, num_ranks=2)
+    run_ranks(run_dir, *SETTINGS, num_ranks=2)
     return run_dir
 
 
@@ -170,7 +170,7 @@ def test_kill_9_of_a_rank_and_a_restart_give_the_same_bits(step, victim, whole_o
     assert finish(process, seconds=30) != 0
     assert ranks_of(run_dir) == []
 
-    run_forked(run_dir, *SETTINGS, num_ranks=2)
+    run_ranks(run_dir, *SETTINGS, num_ranks=2)
 
     assert last_checkpoint(run_dir) == last_checkpoint(whole_on_ranks)
     assert numbers_of(run_dir) == numbers_of(whole_on_ranks)
@@ -242,7 +242,7 @@ def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_p
     assert saved == [f"step-{last}"], log_of(run_dir).read_text()[-3000:]
 
     more = (f"total_steps={last + 2}", *settings)
-    run_forked(run_dir, *more, num_ranks=2)
+    run_ranks(run_dir, *more, num_ranks=2)
 
     assert [step["step"] for step in steps_of(run_dir)] == list(range(last + 3))
     check_prediction(run_dir)
@@ -264,7 +264,7 @@ def test_3d_run_in_two_parts_equals_one_in_every_bit(tmp_path: Path) -> None:
     )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for run_dir, total in ((whole, 6), (parts, 2), (parts, 6)):
-        run_forked(run_dir, *layouts, f"total_steps={total}", num_ranks=4)
+        run_ranks(run_dir, *layouts, f"total_steps={total}", num_ranks=4)
 
     assert numbers_of(whole) == numbers_of(parts)
     assert last_checkpoint(whole) == last_checkpoint(parts)

@@ -18,7 +18,7 @@ from tests.algos.runs import (
     SMALL,
     check_prediction,
     numbers_of,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -98,7 +98,7 @@ def test_two_ranks_give_the_numbers_of_one_process(
 ) -> None:
     run_dir = tmp_path / "run"
 
-    run_forked(run_dir, *settings, num_ranks=2, script=SAFE, small=TINY)
+    run_ranks(run_dir, *settings, num_ranks=2, script=SAFE, small=TINY)
     check_prediction(run_dir)
     for one, two in zip(in_one_process, steps_of(run_dir), strict=True):
         for name in COMPARED:  # float32 sums in another order
@@ -170,7 +170,7 @@ def test_cost_model_scores_and_is_where_the_cost_critic_starts(tmp_path: Path) -
 def test_reward_rises_while_the_cost_is_driven_below_its_limit(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    run_forked(run_dir, num_ranks=2, script=SAFE, small=())
+    run_ranks(run_dir, num_ranks=2, script=SAFE, small=())
     steps = steps_of(run_dir)[1:]
     first, last = steps[:3], steps[-3:]
     mean = {name: [sum(s[name] for s in part) / 3 for part in (first, last)] for name in COMPARED}

@@ -20,7 +20,7 @@ from tests.algos.runs import (
     check_same_numbers,
     last_checkpoint,
     numbers_of,
-    run_forked,
+    run_ranks,
     steps_of,
 )
 
@@ -129,7 +129,7 @@ def test_two_ranks_give_the_numbers_of_one_process(
     words = [f"{role}.engine.{setting}" for setting in settings]
     one = run(script, tmp_path / "one")
 
-    run_forked(tmp_path / "two", *words, num_ranks=2, script=script, small=SMALL[script])
+    run_ranks(tmp_path / "two", *words, num_ranks=2, script=script, small=SMALL[script])
     names = (f"{role}/loss", f"{role}/grad_norm", "eval/loss", "eval/margin")
     check_same_numbers(tmp_path / "two", one, names, rel=1e-4, abs=1e-5)
 

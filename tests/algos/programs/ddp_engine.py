@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from spmdflow import EngineKind, OptimizerConfig, Sharding, WorkerContext, register_engine
+from spmdflow import (
+    EngineKind,
+    EngineOption,
+    OptimizerConfig,
+    Sharding,
+    WorkerContext,
+    register_engine,
+)
 from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig
 from spmdflow.objectives.loss import Loss
@@ -27,6 +34,7 @@ from spmdflow.workers.sharding import read_weights
         "DistributedDataParallel: everything whole on every rank",
         # no rank divides anything; each step all-reduces the gradients, which is two reductions
         Sharding(optimizer=False, reductions=2),
+        options={"bucket_view": EngineOption("gradients lie in DDP's buckets, not beside them")},
         packs=True,  # the module does: it is given whole micro-batches
     )
 )
@@ -51,7 +59,11 @@ class DDPEngine(TrainEngine):
             self.module.requires_grad_(False)
             return
         self.optimizer = TorchOptimizer(optimizer, total_optimizer_steps)
-        self.ddp = DistributedDataParallel(self.module, process_group=self.dp_group)
+        self.ddp = DistributedDataParallel(
+            self.module,
+            process_group=self.dp_group,
+            gradient_as_bucket_view="bucket_view" in cfg.options,
+        )
         steps = self.optimizer.torch_class(self.module.parameters(), **self.optimizer.arguments)
         self.optimizer.use(steps)  # makes its moments: checkpoints look alike from the start
 

@@ -102,6 +102,7 @@ def run_case(layout: str, run_dir: Path, *more: str) -> None:
         f"placement={placement}",
         f"total_steps={STEPS}",
         "eval_every=0",
+        "run.keep_checkpoints=9",
         "data.prompts_per_step=32",
         "actor.update.mini_batch_size=16",
         "critic.update.mini_batch_size=16",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 from spmdflow.runtime.process import AGENT_MARK, Process, launched_seconds
@@ -44,6 +45,8 @@ def test_restarted_rank_counts_from_the_start_of_its_torchrun() -> None:
     )
     assert restarted.stdout is not None
     rank = int(restarted.stdout.readline())
+    while not Path(f"/proc/{rank}/cmdline").read_bytes().startswith(b"sleep"):
+        time.sleep(0.001)  # between fork and exec a process has no environment to read
     found = launched_seconds(rank)
     os.killpg(restarted.pid, signal.SIGKILL)
     restarted.communicate()
