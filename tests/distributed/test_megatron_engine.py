@@ -174,5 +174,5 @@ def test_every_family_in_every_layout_with_every_option_equals_hugging_face(
     tmp_path: Path,
 ) -> None:
     found = equalities(measure(tmp_path, ranks=8, part="all", seconds=1700))
-    assert len(found) == 8 * 6 * 3 - 6
+    assert len(found) == 9 * 6 * 3 - 6
     require_equal(found)
