@@ -108,17 +108,24 @@ class EnvironmentPool:
                 call = {"run": number, "seconds": self._seconds, "row": self._calls[number].row}
                 process.send(call | enter(number))
 
-    def advance(self, seconds: float, *, wake: int | None = None) -> list[Ended]:
+    def advance(
+        self, seconds: float, *, wake: int, faults: Callable[[], Mapping[int, str]]
+    ) -> list[Ended]:
         """Wait so long at most, or until a process or the file descriptor `wake` has something to
-        read; the episodes that ended."""
+        read; the episodes that ended.
+
+        faults(): episodes to end, and why; asked after the processes, so that an episode that
+        fails as it is cut off fails by what it was cut off for.
+        """
         poll = select.poll()
         for process in self._processes:
             poll.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
-        if wake is not None:
-            poll.register(wake, select.POLLIN)
+        poll.register(wake, select.POLLIN)
         poll.poll(max(0.0, seconds * 1000))
-        for process in list(self._processes):
-            messages, end = process.read()
+        read = [(process, *process.read()) for process in self._processes]
+        for number, cause in faults().items():
+            self._fail(number, cause)
+        for process, messages, end in read:
             for message in messages:
                 self._record(process, message)
             if end is not None:
@@ -129,16 +136,16 @@ class EnvironmentPool:
         ended, self._ended = self._ended, []
         return ended
 
-    def fail(self, number: int, cause: str) -> None:
+    def close(self) -> None:
+        """Kill all processes; harmless when repeated."""
+        self._kill(list(self._processes))
+
+    def _fail(self, number: int, cause: str) -> None:
         """End a running episode: it failed."""
         for process in self._processes:
             if number in process.running:
                 process.send({"cancel": number})
                 self._calls[number].causes.append(cause)
-
-    def close(self) -> None:
-        """Kill all processes; harmless when repeated."""
-        self._kill(list(self._processes))
 
     def _start_missing(self) -> None:
         while len(self._processes) < self._num_processes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -212,37 +212,36 @@ class _Lead:
     def look(self, is_over: Callable[[], bool], *, idle: bool) -> News:
         """Start, end and hear episodes; waits for something new if idle and not over."""
         self._pool.hand_out(self._enter)
-        wake = self._endpoint.wake
         seconds = _IDLE_SECONDS if idle and not is_over() else 0.0
-        heard = self._pool.advance(seconds, wake=wake.fileno())
-        with suppress(BlockingIOError):
-            wake.recv(1 << 16)
-        asked = list(self._new_items())
-        floods = {item.number: item.cause for item in asked if isinstance(item, Flood)}
-        for ended in heard:
-            if ended.cause:  # one that flooded may say how its client was cut off
-                ended = ended._replace(cause=floods.get(ended.number, ended.cause))
+        asked: list[Draw] = []
+        wake = self._endpoint.wake.fileno()
+        for ended in self._pool.advance(seconds, wake=wake, faults=partial(self._hear, asked)):
             self._end(ended)
         added = []
         for item in asked:
             if self._names.get(item.number) != item.name:
                 continue  # of an episode that has ended
-            if isinstance(item, Flood):
-                self._pool.fail(item.number, item.cause)
-                continue
             self._asked.append(item)
             added.append((item.number, item.ids, item.turn, item.max_new_tokens))
         aborted, self._aborted = self._aborted, []
         gone, self._ended = self._ended, []
         return News(added, aborted, gone, is_over())
 
-    def _new_items(self) -> Iterator[Draw | Flood]:
-        """What the endpoint has for episodes that have not ended."""
+    def _hear(self, asked: list[Draw]) -> dict[int, str]:
+        """Add what running episodes ask for; those that flooded the endpoint -> why they failed."""
+        with suppress(BlockingIOError):
+            self._endpoint.wake.recv(1 << 16)
+        floods = {}
         with suppress(queue.Empty):
             while True:
                 item = self._endpoint.inbox.get_nowait()
-                if self._names.get(item.number) == item.name:
-                    yield item
+                if self._names.get(item.number) != item.name:
+                    continue
+                if isinstance(item, Flood):
+                    floods[item.number] = item.cause
+                else:
+                    asked.append(item)
+        return floods
 
     def added(self, request: int) -> None:
         """The generator has taken the next request."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import select
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +21,7 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.episodes.pool import Ended, EnvironmentPool
 from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.run import Episode, EpisodeRunner
 from spmdflow.plan.replay import Replay
@@ -195,6 +198,26 @@ def test_fault_of_an_environment_is_named(
     assert episode.scores is None
     assert CAUSES[does] in episode.cause
     assert f'"does": "{does}"' in episode.cause
+
+
+def test_an_episode_that_fails_as_it_is_cut_off_says_what_it_was_cut_off_for() -> None:
+    pool = EnvironmentPool(EpisodeConfig(environment=f"{ENVIRONMENTS}:cut_off", num_processes=1))
+    told = {"base_url": "", "model": "", "api_key": ""}
+    _listener, wake = socket.socketpair()
+    pool.begin({7: {"digit": 3}})
+    ended: list[Ended] = []
+    until = time.monotonic() + 60
+    while not ended and time.monotonic() < until:
+        pool.hand_out(lambda number: told)
+        (process,) = pool._processes
+        select.select([process], [], [], 30)  # its failure can be read before the endpoint tells
+        cause = {7: "flooded"} if process.running else {}
+        ended = pool.advance(0, wake=wake.fileno(), faults=cause.copy)
+    pool.close()
+
+    assert [each.number for each in ended] == [7]
+    assert "cut_off' flooded" in ended[0].cause
+    assert 'row: {"digit": 3}' in ended[0].cause
 
 
 def test_faults_harm_no_other_episode(

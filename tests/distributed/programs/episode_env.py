@@ -34,6 +34,11 @@ def said(digit: int, turn: int) -> str:
     return ("higher", "lower lower", "digit 7")[(digit + turn) % 3]
 
 
+async def cut_off(row: dict[str, Any], **_: str) -> float:
+    """Fails as one whose client is refused does."""
+    raise ConnectionError("the other side has left")
+
+
 async def faulty(row: dict[str, Any], *, base_url: str, model: str, api_key: str) -> Any:
     """Plays one turn, and then does what the row says."""
     does = row.get("does", "")
