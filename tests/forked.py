@@ -33,21 +33,13 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def torchrun(
-    arguments: Sequence[str],
-    log: Path,
-    *,
-    seconds: float,
-    variables: Mapping[str, str] | None = None,
-) -> None:
+def torchrun(arguments: Sequence[str], log: Path, *, seconds: float) -> None:
     """`torchrun --standalone *arguments` of a program in a file, its output in log.
 
     AssertionError with the end of log if its status is not 0 or it takes longer.
     """
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = fork_server().Process(
-        target=_agent, args=(list(arguments), log, {**os.environ, **own, **(variables or {})})
-    )
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = fork_server().Process(target=_agent, args=(list(arguments), log, variables))
     process.start()
     try:
         process.join(seconds)

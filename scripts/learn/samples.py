@@ -105,8 +105,8 @@ def _judged(folder: Path) -> list[dict[str, Text]]:
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    scores = scores_of(model, tokenizer, [("", text) for pair in PAIRS for text in pair])
     texts = [text for pair in PAIRS for text in pair]
+    scores = scores_of(model, tokenizer, [("", text) for text in texts])
     both = [
         {"text": text, "score": round(score, 3)}
         for text, score in zip(texts, scores.tolist(), strict=True)

@@ -10,12 +10,7 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import (
-    ROOT,
-    check_same_numbers,
-    run_ranks,
-    steps_of,
-)
+from tests.algos.runs import ROOT, check_same_numbers, run_ranks, steps_of
 
 SMALL = (
     "data.prompts_per_step=6",

@@ -11,12 +11,7 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RowError
-from tests.algos.runs import (
-    ROOT,
-    check_same_numbers,
-    run_ranks,
-    steps_of,
-)
+from tests.algos.runs import ROOT, check_same_numbers, run_ranks, steps_of
 
 DAPO = ROOT / "algos" / "dapo.py"
 ROWS = 16

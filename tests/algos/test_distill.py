@@ -18,12 +18,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
-from tests.algos.runs import (
-    ROOT,
-    check_same_numbers,
-    run_ranks,
-    steps_of,
-)
+from tests.algos.runs import ROOT, check_same_numbers, run_ranks, steps_of
 from tests.algos.test_own_roles import JUDGES, MODEL
 from tests.rollout_reference import LLAMA
 

@@ -13,13 +13,7 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import (
-    ROOT,
-    SCRIPT,
-    check_same_numbers,
-    run_ranks,
-    steps_of,
-)
+from tests.algos.runs import ROOT, SCRIPT, check_same_numbers, run_ranks, steps_of
 
 GRPO = ROOT / "algos" / "grpo.py"
 OWN = ROOT / "tests" / "algos" / "programs" / "own_estimator.py"

@@ -16,14 +16,7 @@ from spmdflow import export
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import CheckpointError, ConfigError
-from tests.algos.runs import (
-    ROOT,
-    check_prediction,
-    log_of,
-    numbers_of,
-    run_ranks,
-    steps_of,
-)
+from tests.algos.runs import ROOT, check_prediction, log_of, numbers_of, run_ranks, steps_of
 
 SCRIPT = ROOT / "algos" / "grpo.py"
 MODEL = ROOT / "algos" / "arithmetic" / "model"

@@ -14,15 +14,7 @@ from safetensors.torch import load_file, save_file
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.replay import compare, main
-from tests.algos.runs import (
-    ROOT,
-    SCRIPT,
-    SMALL,
-    finish,
-    run_ranks,
-    start,
-    steps_of,
-)
+from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, run_ranks, start, steps_of
 
 SETTINGS = ("total_steps=3", "eval_every=2", "save_every=1", "run.capture_step=2")
 MODEL = ROOT / "algos" / "arithmetic" / "model"
