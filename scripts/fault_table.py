@@ -154,7 +154,7 @@ def _cut_network(run: Run) -> None:
 
 
 CALL = r"faulty\.check \(call \d+, compute lane\)"
-WAITS = rf"WARNING.*{CALL} runs for .* it waits for rank"
+WAITS = rf"WARNING.*{CALL} runs for .* the call waits for rank"
 ANY = r".*\(call \d+"
 FAULTS = [
     Fault("stop_0", "rank 0 stopped (SIGSTOP)", r"run failed: rank 0: the controller's .*stopped.*"
@@ -314,7 +314,7 @@ def _where(run: Run, line: str) -> str:
             if where := facts["where"] or ":".join(own) or facts["line"]:
                 return str(where)
     *_, found = ["", *re.findall(r"(?:it is|seen|collective) at (\S+:\d+ in \w+)", line)]
-    culprit = re.search(r"it waits for rank (\d+): its process", line)
+    culprit = re.search(r"the call waits for rank (\d+): its process", line)
     if culprit:
         stacks = stacks_path(run.run_dir, int(culprit[1]))
         run.wait(lambda: bool(line_in_stacks(stacks)), 5.0)

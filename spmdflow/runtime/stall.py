@@ -221,7 +221,7 @@ class Stalls:
         name = f"{order.label} (call {order.number}, {order.lane} lane)"
         parts = [f"{name} runs for {seconds:.0f} s ({usual})"]
         parts += [f"{named(of)} {text}" for text, of in groups.items()]
-        parts += [f"it waits for {named(ranks)}: {why}"] if ranks else []
+        parts += [f"the call waits for {named(ranks)}: {why}"] if ranks else []
         return parts + ([f"called at {order.line}"] if order.line else [])
 
     def _tell(self, sent: Sent, seconds: float, now: float, *, is_first: bool) -> None:

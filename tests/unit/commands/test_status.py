@@ -43,7 +43,7 @@ def test_live_run_is_told_with_its_step_calls_ranks_and_lines(tmp_path: Path) ->
     assert lines[2] == "actor.update (call 4, compute lane) runs for 30 s (median 0.1 s)"
     assert f"  rank 0 in a collective: {HERE}" in lines
     assert f"  rank 1 running: {HERE}" in lines
-    assert f"  it waits for rank 1: it is at {HERE}; rank 0 in a collective, waiting" in lines
+    assert f"  the call waits for rank 1: it is at {HERE}; rank 0 in a collective, waiting" in lines
 
 
 def test_panel_has_the_steps_the_call_that_runs_and_those_that_are_done(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_call_is_printed_after_a_minute_with_stacks_and_again_when_twice_as_long
 
     first, second = caplog.messages
     assert first.startswith("actor.update (call 1, compute lane) runs for 60 s (no call before it)")
-    assert f"it waits for rank 1: it is at {HERE}" in first
+    assert f"the call waits for rank 1: it is at {HERE}" in first
     assert "runs for 120 s" in second and session.shown == [[]]
     assert session.failures == []  # no median: nothing is known of its length
 
@@ -62,7 +62,7 @@ def test_usually_fast_call_that_stalls_once_is_told_and_goes_on(
     session.answer(sent, 0, 1, seconds=75.0)
 
     assert session.failures == [] and session.shown == [[]]
-    assert f"it waits for rank 1: it is at {HERE}" in caplog.messages[0]
+    assert f"the call waits for rank 1: it is at {HERE}" in caplog.messages[0]
 
 
 def test_rank_that_is_stopped_ends_the_run_after_75_s(tmp_path: Path) -> None:
