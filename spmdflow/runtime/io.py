@@ -187,12 +187,14 @@ class Io:
         """Wait until pending is done; RunFailed if the session is over."""
         if self._worker == threading.get_ident():
             refuse_to_wait(pending)
+        is_over = False
         while not pending.done:
-            if not self.thread.is_alive():
+            if is_over:
                 raise RunFailed(
                     f"{pending.label}: the session is over; expected all ranks to answer"
                 )
             pending.sleep(1.0)
+            is_over = not self.thread.is_alive()  # before `done`: it may resolve this and end
 
     def _work(self) -> None:
         """Handle all orders and messages that are there."""

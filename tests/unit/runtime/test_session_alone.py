@@ -113,6 +113,24 @@ def test_transfers_run_beside_calls_in_their_order(run: Any) -> None:
     assert [what for what, _ in ran if "transfer" in what] == ["transfer 1", "transfer 2"]
 
 
+def test_a_session_whose_io_thread_ends_while_the_script_looks_has_ended_well(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_done = Pending.done.fget
+    assert is_done is not None
+
+    def look(pending: Pending) -> bool:
+        """As on a busy machine: between this look and the next line the session ends."""
+        found = is_done(pending)
+        if pending.label == "end" and not found:
+            time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(Pending, "done", property(look))
+
+    assert run(lambda transport: None) == []
+
+
 def test_rows_that_never_come_are_missed_at_the_limit(run: Any) -> None:
     def script(transport: Transport) -> None:
         assert call(transport, 1, awaits=1).result() == {0: {"there": False}}
