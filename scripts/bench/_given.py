@@ -48,12 +48,11 @@ def evaluate(
     ones = [Options(np.ones(len(front.costs), dtype=np.int64), front.costs) for front in fronts]
     best = best_of_partition(ones, len(ones))
     assert best is not None
-    chosen = {
-        names[number]: table.entries[number].cut.one(entry)
-        for block, front, pick in zip(blocks, fronts, best[1])
-        for number, entry in zip(block, front.entries[pick].tolist())
-    }
-    return _assemble_given(dataflow, hardware, pools, chosen)
+    found = []
+    for block, front, pick, (_, ranks) in zip(blocks, fronts, best[1], pools):
+        choices = table.choices(block, len(ranks), front.entries[pick])
+        found.append(place_pool(dataflow, hardware, choices, ranks))
+    return placed_of(dataflow, found)
 
 
 def memory_floor(
@@ -94,6 +93,6 @@ def _assemble_given(
                     f"{role}: got strategy {strategies[role]} = {strategies[role].num_ranks} "
                     f"ranks, expected {len(ranks)}, the size of its pool; change a size"
                 )
-        ordered = {m.name: strategies[m.name] for m in dataflow.models if m.name in roles}
-        found.append(place_pool(dataflow, hardware, ordered, ranks))
+        choices = [(m, strategies[m.name]) for m in dataflow.models if m.name in roles]
+        found.append(place_pool(dataflow, hardware, choices, ranks))
     return placed_of(dataflow, found)

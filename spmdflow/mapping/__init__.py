@@ -9,7 +9,8 @@ predicted seconds of every call by cause. Nothing is run.
 Algorithm 2 (`dataflow`, `table`): strategies of a model on n ranks are t * p * d = n, t inside a
 node, p at most the pool's nodes, and t_g, p_g for generation. Models that share a pool choose
 together, because their resident memory adds up and the KV cache gets what is left; a set of models
-therefore has a Pareto front of vectors (seconds of each stage). Algorithm 1 (`search`, `auto`):
+therefore has a Pareto front of vectors (seconds of each stage). Where a set does not fit otherwise,
+parts that may move are in host memory between calls (`residency`). Algorithm 1 (`search`, `auto`):
 every set partition of the models and every allocation of ranks not below the memory floor, exactly,
 by Pareto fronts and bounds. Ranks may stay idle, and pipeline stages may be uneven.
 

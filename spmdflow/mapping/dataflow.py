@@ -86,6 +86,8 @@ class Engine(Precision):
     dtype: str = "bfloat16"
     moved: tuple[str, ...] = ()
     """Parts in host memory between calls: some of parameters, gradients, optimizer."""
+    may_move: bool = False
+    """Whether more parts may be offloaded where a pool does not fit without."""
     moments: int = 2
     """Float32 values that the optimizer keeps for each weight: 2 for Adam."""
     step_copies: int = 0
@@ -282,6 +284,8 @@ def strategies_on(
         fitting = wanted[wanted % (tp * pp * max(engine.shard_size, 1)) == 0]
         if model.engine.layout is None:
             fitting = fitting[pp <= np.maximum(fitting // hardware.gpus_per_node, 1)]
+        if not len(fitting):
+            continue
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
             fits = fitting[fitting % max(gen_tp * gen_pp, 1) == 0]
             for recompute in recomputes:

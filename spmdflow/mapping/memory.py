@@ -33,6 +33,8 @@ from spmdflow.mapping.seconds import (
 )
 from spmdflow.weights.ranks import BUCKET_BYTES
 
+KEPT_WHILE_TRAINING = {"flat", "adapter"}
+"""Values of rollout.weights with which the generator's own weights stay during updates."""
 LOGIT_BYTES = 8
 """Bytes for each logit beside itself: divided by the temperature, and its softmax, in float32."""
 
@@ -104,7 +106,7 @@ def held_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
     are sent.
     """
     rollout = model.rollout
-    if rollout is None or (kind == "train" and rollout.weights not in ("flat", "adapter")):
+    if rollout is None or (kind == "train" and rollout.weights not in KEPT_WHILE_TRAINING):
         return 0.0 * cut.dp
     return _own_weights(model, cut)
 

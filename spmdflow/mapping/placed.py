@@ -61,6 +61,8 @@ class PlacedPool:
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
     strategies: Mapping[str, Strategy]
+    moved: Mapping[str, tuple[str, ...]]
+    """Parts that are offloaded, by model."""
     stage_seconds: Mapping[str, float]
     """Sum of the pool's calls of each stage."""
     memory_bytes: float
@@ -70,6 +72,11 @@ class PlacedPool:
 
     def __str__(self) -> str:
         return f"{{{', '.join(self.roles)}}}@{len(self.ranks)}"
+
+    def cut_of(self, role: str) -> str:
+        """Such as t8p1d2-offload(optimizer)."""
+        moved = "+".join(self.moved.get(role, ()))
+        return f"{self.strategies[role]}" + f"-offload({moved})" * bool(moved)
 
 
 @dataclass(frozen=True)
@@ -191,27 +198,21 @@ def assemble(
     pools: list[PlacedPool] = []
     for place in sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place])):
         start = sum(len(pool.ranks) for pool in pools)
-        strategies = {
-            table.entries[number].model.name: table.entries[number].cut.one(entry)
-            for number, entry in zip(blocks[place], rows[place].tolist())
-        }
-        pools.append(
-            place_pool(
-                table.dataflow, table.hardware, strategies, range(start, start + sizes[place])
-            )
-        )
+        choices = table.choices(blocks[place], sizes[place], rows[place])
+        ranks = range(start, start + sizes[place])
+        pools.append(place_pool(table.dataflow, table.hardware, choices, ranks))
     return placed_of(table.dataflow, pools)
 
 
 def place_pool(
     dataflow: Dataflow,
     hardware: Hardware,
-    strategies: Mapping[str, Strategy],
+    choices: Sequence[tuple[Model, Strategy]],
     ranks: Sequence[int],
 ) -> PlacedPool:
     """A pool of models with these strategies, whether or not they fit."""
-    members = {name: (dataflow.model(name), strategy) for name, strategy in strategies.items()}
-    memory = pool_memory(list(members.values()), dataflow, hardware)
+    members = {model.name: (model, strategy) for model, strategy in choices}
+    memory = pool_memory(choices, dataflow, hardware)
     resident = sum(total(resident_bytes(*member)) for member in members.values())
     estimates: dict[int, CallSeconds] = {}
     stages = dict.fromkeys(dataflow.stages, 0.0)
@@ -228,9 +229,10 @@ def place_pool(
         estimates[number] = found
         stages[call.stage] += found.seconds
     return PlacedPool(
-        roles=tuple(strategies),
+        roles=tuple(members),
         ranks=tuple(ranks),
-        strategies=dict(strategies),
+        strategies={model.name: strategy for model, strategy in choices},
+        moved={model.name: model.engine.moved for model, _ in choices if model.engine.moved},
         stage_seconds=stages,
         memory_bytes=max((total(parts) for parts in memory.values()), default=float(resident)),
         estimates=estimates,
@@ -265,7 +267,7 @@ def explain(ranking: Ranking, *, count: int = 10) -> str:
     ]
     for number, placed in enumerate(ranking.best[:count], 1):
         lines.append(_line(number, placed, best))
-        cuts = (f"{role} {one}" for pool in placed.pools for role, one in pool.strategies.items())
+        cuts = (f"{role} {pool.cut_of(role)}" for pool in placed.pools for role in pool.roles)
         lines.append(f"      {', '.join(cuts)}")
     return "\n".join(lines)
 

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
+import numpy as np
+
 from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
@@ -21,7 +23,7 @@ from spmdflow.mapping.memory import (
     pool_memory,
     state_bytes,
 )
-from spmdflow.mapping.seconds import generation_parts, sequence_bytes, total
+from spmdflow.mapping.seconds import Parts, generation_parts, sequence_bytes, total
 
 Members = Sequence[tuple[Model, Strategy]]
 Moved = tuple[tuple[str, str], ...]
@@ -94,6 +96,25 @@ def _rank(found: Residency) -> tuple[float, float]:
     return (0.0 if found.fits else found.peak_bytes), found.seconds
 
 
+def residencies(model: Model, cut: Strategy) -> list[Model]:
+    """The model with each choice of what it offloads; `choose_residency` has the same."""
+    if not model.engine.may_move:
+        return [model]
+    parts = [part for part in _movable_bytes(model, cut) if part != "gradients"]
+    freed = ("gradients",) * ("gradients" in _movable_bytes(model, cut))
+    chosen = chain.from_iterable(combinations(parts, n) for n in range(len(parts) + 1))
+    return [replace(model, engine=replace(model.engine, moved=(*some, *freed))) for some in chosen]
+
+
+def _movable_bytes(model: Model, cut: Strategy) -> Parts:
+    stays = model.rollout is not None and model.rollout.weights != "copy"
+    return {
+        part: size
+        for part, size in state_bytes(model, cut).items()
+        if np.any(size > 0) and not (stays and part == "parameters")  # generation reads them
+    }
+
+
 def choose_weights(ways: Mapping[str, Residency]) -> str:
     """Which rollout.weights gives the fastest step; the first of equal ones."""
     return min(ways, key=lambda way: _rank(ways[way]))
@@ -114,11 +135,10 @@ class _Pool:
         parts, gradients = [], []
         for name in self.open:
             model, cut = self.members[name]
-            stays = model.rollout is not None and model.rollout.weights != "copy"
-            for part, size in state_bytes(model, cut).items():
-                if part == "gradients" and size > 0:
+            for part, size in _movable_bytes(model, cut).items():
+                if part == "gradients":
                     gradients.append((name, part))
-                elif size > 0 and not (stays and part == "parameters"):  # generation reads them
+                else:
                     parts.append((float(size), name, part))
         largest = [(name, part) for _, name, part in sorted(parts, reverse=True)[:MOST_PARTS]]
         chosen = chain.from_iterable(combinations(largest, n) for n in range(len(largest) + 1))

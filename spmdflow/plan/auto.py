@@ -25,7 +25,7 @@ import yaml
 from spmdflow.config.leaf import parts_of
 from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import has_engine, roles_of
-from spmdflow.config.schema import EngineConfig, RolloutConfig
+from spmdflow.config.schema import AUTO, EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
@@ -39,6 +39,7 @@ from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.workload import simulated
 
 _SCORING = "preparation"
+_ALL_ROWS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,15 @@ def _open(model: Model, cfg: Any) -> Model:
         engine = replace(engine, layout=_sizes(key, part.engine.layout, EngineConfig.layout))
     if hasattr(cfg, model.name):
         sizes = sizes_of(f"{model.name}.engine.layout", part.engine.layout)
-        engine = replace(engine, shard_size=sizes.shard, virtual_size=sizes.virtual)
+        engine = replace(
+            engine,
+            shard_size=sizes.shard,
+            virtual_size=sizes.virtual,
+            may_move=part.engine.residency == AUTO,
+        )
     if rollout is not None and not rollout.facts.fixed_cache:
-        rollout = replace(rollout, kv_cache_bytes=None)  # it depends on the ranks that are found
+        every = rollout.max_batch_size or _ALL_ROWS  # of a replica: it depends on its ranks
+        rollout = replace(rollout, kv_cache_bytes=None, min_batch_size=every)
     if rollout is not None and rollout.facts.cuts_model:
         cut = _sizes("actor.rollout.layout", part.rollout.layout, RolloutConfig.layout)
         rollout = replace(rollout, layout=cut)
@@ -269,6 +276,9 @@ def auto_plain(found: Automatic) -> dict[str, Any]:
                 "ratio": placed.seconds / best.seconds,
                 "pools": placed.to_config(),
                 "layouts": placed.engine_overrides(),
+                "offloaded": {
+                    role: list(parts) for pool in placed.pools for role, parts in pool.moved.items()
+                },
                 "stage_seconds": dict(placed.stage_seconds),
                 "limit": list(placed.limit),
                 "why": "" if placed is best else reason(placed, best),

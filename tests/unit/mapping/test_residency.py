@@ -6,15 +6,19 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
+import pytest
 from bench._dataflows import llama, ppo
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmdflow.mapping.dataflow import Dataflow, Model, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.memory import pool_memory
-from spmdflow.mapping.placed import call_seconds
+from spmdflow.mapping.placed import call_seconds, place_pool
 from spmdflow.mapping.residency import Share, choose_residency
+from spmdflow.mapping.table import CostTable
+from tests.unit.mapping_reference import strategies
 
 A100 = load_hardware("a100_80gb")
 SMALL = llama("small", 6, 1024, 2816, 8, 8)
@@ -110,6 +114,40 @@ def test_what_moves_fits_if_anything_does_and_nothing_that_fits_is_faster(
     assert found.fits == fits == bool(fitting)
     if fitting:
         assert seconds <= min(fitting) * (1 + 1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(gigabytes=st.floats(0.4, 4.0), names=st.sampled_from([("actor", "critic"), ("actor",)]))
+@example(gigabytes=1.5, names=("actor", "critic"))
+def test_search_keeps_a_front_that_fits_and_else_finds_what_plans_of_all_strategies_do(
+    gigabytes: float, names: tuple[str, ...]
+) -> None:
+    hardware, whole = cramped(gigabytes), flow(None)
+    calls = tuple(call for call in whole.calls if call.model in names)
+    kept = Dataflow(tuple(map(whole.model, names)), calls)
+    moving = (replace(m, engine=replace(m.engine, may_move=True)) for m in kept.models)
+    opened, block = Dataflow(tuple(moving), calls), tuple(range(len(names)))
+
+    before, found = (
+        CostTable(each, hardware, [2]).front(block, 2, alone=True) for each in (kept, opened)
+    )
+
+    if len(before.costs):
+        assert all(map(np.array_equal, vars(before).values(), vars(found).values()))
+        return
+    seconds = []
+    for cuts in itertools.product(*(strategies(model, 2, hardware) for model in kept.models)):
+        pool = list(zip(kept.models, cuts))
+        plan = choose_residency(
+            pool, kept, hardware, open_models=names, shares={"actor": Share(1.0)}
+        )
+        if plan.fits:
+            placed = [
+                (replace(m, engine=replace(m.engine, moved=plan.parts_of(m.name))), cut)
+                for m, cut in pool
+            ]
+            seconds.append(sum(place_pool(kept, hardware, placed, range(2)).stage_seconds.values()))
+    assert found.costs[:, 0].tolist() == pytest.approx(sorted(seconds)[:1])
 
 
 def test_nothing_moves_where_all_fits_and_a_cache_is_no_larger_than_its_rows() -> None:

@@ -26,6 +26,7 @@ from spmdflow.plan.__main__ import FINE, main
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.comparison import compare_run
 from spmdflow.plan.report import plan
+from spmdflow.plan.residency import choose_by_plan
 from spmdflow.program import prepare
 from tests.unit.checkpoint_files import seal_settings
 from tests.unit.plan.test_command import large
@@ -147,6 +148,35 @@ def test_models_that_fit_nowhere_are_refused_with_the_world_that_would(tmp_path:
 
     with pytest.raises(ConfigError, match=r"placement: got 8 ranks .* expected at least about"):
         found("ppo", 8, *words)
+
+
+@pytest.mark.parametrize(
+    ("engine", "generator", "num_layers"),
+    [("fsdp", "vllm", 60), ("megatron", "vllm", 60), ("megatron", "builtin", 40)],
+)
+def test_models_that_need_host_memory_are_placed_and_their_plan_takes_as_long(
+    engine: str, generator: str, num_layers: int, tmp_path: Path
+) -> None:
+    words = [w for w in large(tmp_path) if "layout" not in w and "kv_cache" not in w]
+    for name in ("actor", "judge"):
+        path = tmp_path / name / "config.json"
+        sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40}
+        sizes |= {"num_key_value_heads": 8, "num_hidden_layers": num_layers}
+        path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    roles = ("actor", "critic", "reference", "reward")
+    words += [f"{role}.engine.kind={engine}" for role in roles]
+    words.append(f"actor.rollout.engine={generator}")
+    with pytest.raises(ConfigError, match=r"placement: got 8 ranks"):
+        found("ppo", 8, *words, *(f"{role}.engine.residency=keep" for role in roles))
+
+    loaded, auto = found("ppo", 8, *words)
+
+    hardware, best = load_hardware("h100"), auto.mapping.best[0]
+    choose_by_plan(loaded.script, auto.cfg, 8, hardware)
+    report = plan(loaded.script, auto.cfg, settings_of(8, node_size=8, backend="nccl"), hardware)
+    assert report.problems == [] and any(pool.moved for pool in best.pools)
+    # the plan counts the rows that travel, and the weights by edge
+    assert report.prediction.seconds == pytest.approx(best.seconds, rel=0.05)
 
 
 def test_calls_of_the_search_are_those_of_the_script() -> None:
