@@ -2,7 +2,8 @@
 
 The agent is torchrun's own, with torchrun's arguments, and its ranks are its children, as after
 the command; but starting Python anew costs five seconds of a core for each rank, which a test of
-engines need not pay. Whole runs and tests of processes start the command.
+numbers need not pay. A test of processes (their command lines, their memory, what kills them, an
+order of sets that differs between ranks) starts the command.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def fork_server() -> ForkServerContext:
 
 
 def torchrun(arguments: Sequence[str], log: Path, *, seconds: float) -> None:
-    """`torchrun --standalone *arguments` of a program in a file, its output in log.
+    """`torchrun --standalone *arguments` in the root of the checkout, its output in log.
 
     AssertionError with the end of log if its status is not 0 or it takes longer.
     """
@@ -66,11 +67,17 @@ def _agent(arguments: list[str], log: Path, variables: Mapping[str, str]) -> Non
     options = parse_args([*words, *arguments])  # what --standalone stands for
     config = config_from_args(options)[0]
     config.start_method = "fork"
-    elastic_launch(config, _rank)(options.training_script, options.training_script_args)
+    words = options.training_script_args
+    elastic_launch(config, _rank)(options.module, options.training_script, words)
 
 
-def _rank(program: str, words: list[str]) -> None:
+def _rank(is_module: bool, program: str, words: list[str]) -> None:
     """The agent waits for a return where all is well: the program must not call os._exit."""
     sys.argv = [program, *words]
-    sys.path.insert(0, str(Path(program).parent))
-    runpy.run_path(program, run_name="__main__")
+    sys.path.insert(0, str(ROOT if is_module else Path(program).parent))
+    run = runpy.run_module if is_module else runpy.run_path
+    try:
+        run(program, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from spmdflow.checkpoint import read_tensors
+from tests import forked
 from tests.metrics_page import unknown_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -57,9 +58,10 @@ def run_ranks(
     small: Sequence[str] = SMALL,
     seconds: float = 290,
 ) -> None:
-    """The whole run under torchrun, whose status is 0."""
-    process = torchrun(run_dir, *settings, num_ranks=num_ranks, script=script, small=small)
-    assert finish(process, seconds=seconds) == 0, log_of(run_dir).read_text()[-4000:]
+    """The whole run, whose status is 0, without starting Python anew (tests/forked.py)."""
+    words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
+    log = log_of(run_dir)
+    forked.torchrun([*words, f"run.dir={run_dir}", *small, *settings], log, seconds=seconds)
 
 
 def start(
