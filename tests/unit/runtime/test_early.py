@@ -33,7 +33,7 @@ class Judging(Worker):
 
     def __init__(self, cfg: Any, context: WorkerContext) -> None:
         super().__init__(cfg, context)
-        self.closed = threading.Event()
+        self.closed, self.num_rests = threading.Event(), 0
 
     @register(transfer_mode="DP_PROTO", writes=("number",))
     def make(self, batch: TensorDict) -> TensorDict:
@@ -43,13 +43,17 @@ class Judging(Worker):
     @register(transfer_mode="DP_PROTO", reads=("number",), writes=("late",))
     def compute(self, batch: TensorDict) -> TensorDict:
         """late: whether the judge had not begun after a while."""
-        late = torch.full((3,), not BEGUN.wait(20))
+        late = torch.full((3,), not BEGUN.wait(50))
         return TensorDict({"late": late}, batch_size=[3])
 
     @register(transfer_mode="DP_PROTO", writes=("rested",))
     def rest(self, batch: TensorDict) -> TensorDict:
-        """Takes 0.4 s."""
+        """Takes 0.4 s; the second time until nothing waits for rows that are made later."""
         time.sleep(0.4)
+        self.num_rests += 1
+        until = time.monotonic() + 60
+        while self.num_rests > 1 and early_threads() and time.monotonic() < until:
+            time.sleep(0.01)
         return TensorDict({"rested": torch.ones(3)}, batch_size=[3])
 
     @register(transfer_mode="DP_PROTO", reads=("number",), writes=("twice",), early="judge")
@@ -63,7 +67,7 @@ class Judging(Worker):
         """2 * number, or what the settings want: an error, or nothing before the end."""
         BEGUN.set()
         if self.cfg == "wait":
-            self.closed.wait(20)
+            self.closed.wait(250)
         elif self.cfg:
             raise ValueError(self.cfg)
         assert call.row_ids.tolist() == IDS.tolist()
@@ -96,25 +100,34 @@ class Reporter:
         """Not looked at."""
 
 
+def early_threads() -> list[threading.Thread]:
+    """Those in which an early method waits for its rows, or runs."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("early-")]
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No thread outlives a rank that was closed."""
     BEGUN.clear()
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("early-")]
+    assert not early_threads()
 
 
 def run(
     run_dir: Path,
     *methods: str,
     cfg: str = "",
-    seconds: float = 5.0,
+    seconds: float = 60.0,
     arrival: RowCondition | None = None,
     made_by: int = 2,
+    made_before: bool = False,
 ) -> tuple[RankState, list[Failure]]:
-    """All commands wait in the lane before the first one runs. made_by: the call of the rows."""
+    """All commands wait in the lane before the first one runs.
+
+    made_by: the call of the rows; made_before: the others come when these calls have ended.
+    """
     settings = RankSettings(0, torch.device("cpu"), 0, seconds, run_dir)
-    groups, transport = GroupTable(0, timeout_seconds=5), CountedTransport(None, seconds=5)
+    groups, transport = GroupTable(0, timeout_seconds=60), CountedTransport(None, seconds=60)
     state, reporter = RankState(settings, groups, transport, arrival), Reporter()
     reporter.lane.operations = state.operations()
     spawn = {"operation": "spawn", "name": "judging", "config": cfg, "total_steps": 1}
@@ -129,6 +142,9 @@ def run(
     for name in methods:
         commands.append(call | {"method": name, "inputs": inputs[name]} | early.get(name, {}))
     for number, payload in enumerate(commands, start=1):
+        if made_before and number == made_by + 1:
+            reporter.lane.put(None)
+            reporter.lane.run()
         reporter.lane.put(Command(number, number, COMPUTE, "test", 60.0, payload))
     reporter.lane.put(None)
     reporter.lane.run()
@@ -179,7 +195,7 @@ def test_rows_that_never_come_fail_the_call_at_its_limit_and_leave_no_thread(
 
 
 def test_early_method_beyond_the_limit_of_a_call_is_named(tmp_path: Path) -> None:
-    state, failures = run(tmp_path, "make", "double", cfg="wait", seconds=0.3)
+    state, failures = run(tmp_path, "make", "double", cfg="wait", seconds=0.3, made_before=True)
 
     (failure,) = failures
     assert failure.cause == (
@@ -191,10 +207,10 @@ def test_early_method_beyond_the_limit_of_a_call_is_named(tmp_path: Path) -> Non
 
 def test_run_that_fails_while_it_judges_leaves_at_once(tmp_path: Path) -> None:
     arrival = RowCondition()
-    threading.Thread(target=lambda: BEGUN.wait(20) and arrival.end(Unwound())).start()
+    threading.Thread(target=lambda: BEGUN.wait(60) and arrival.end(Unwound())).start()
     start = time.monotonic()
 
-    state, failures = run(tmp_path, "make", "double", cfg="wait", seconds=60, arrival=arrival)
+    state, failures = run(tmp_path, "make", "double", cfg="wait", seconds=250, arrival=arrival)
     state.close()
 
-    assert failures == [] and time.monotonic() - start < 10
+    assert failures == [] and time.monotonic() - start < 100

@@ -22,7 +22,7 @@ def run_python(program: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=200,
     )
 
 
@@ -47,11 +47,13 @@ def test_restarted_rank_counts_from_the_start_of_its_torchrun() -> None:
     rank = int(restarted.stdout.readline())
     while not Path(f"/proc/{rank}/cmdline").read_bytes().startswith(b"sleep"):
         time.sleep(0.001)  # between fork and exec a process has no environment to read
+    before = Process.of(os.getpid()).age_seconds()
     found = launched_seconds(rank)
+    after = Process.of(os.getpid()).age_seconds()
     os.killpg(restarted.pid, signal.SIGKILL)
     restarted.communicate()
 
-    assert abs(found - Process.of(os.getpid()).age_seconds()) < 1.0
+    assert before <= found <= after  # the age of this process, which started the wrapper
     assert launched_seconds(os.getpid()) >= found
 
 

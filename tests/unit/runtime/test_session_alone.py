@@ -35,7 +35,7 @@ class Ranks:
 
         def call(payload: dict[str, Any], number: int) -> dict[str, Any]:
             awaited = payload["awaits"]
-            there = arrival.wait_until(lambda: awaited <= len(self.arrived), 1)
+            there = arrival.wait_until(lambda: awaited <= len(self.arrived), payload["seconds"])
             self._note(f"call {number}")
             return {"there": there}
 
@@ -61,12 +61,12 @@ def run(tmp_path: Path) -> Any:
 
 def move(transport: Transport, number: int, **payload: float) -> Pending:
     command = {"operation": "move", **payload}
-    return transport.submit(Order(number, "transfer", f"transfer {number}", {0: command}, 5.0))
+    return transport.submit(Order(number, "transfer", f"transfer {number}", {0: command}, 60.0))
 
 
-def call(transport: Transport, number: int, *, awaits: int) -> Pending:
-    command = {"operation": "call", "awaits": awaits}
-    return transport.submit(Order(number, "compute", f"call {number}", {0: command}, 5.0))
+def call(transport: Transport, number: int, *, awaits: int, seconds: float = 50.0) -> Pending:
+    command = {"operation": "call", "awaits": awaits, "seconds": seconds}
+    return transport.submit(Order(number, "compute", f"call {number}", {0: command}, 60.0))
 
 
 def test_transfer_brings_rows_before_the_call_that_waits_for_them(run: Any) -> None:
@@ -133,7 +133,8 @@ def test_a_session_whose_io_thread_ends_while_the_script_looks_has_ended_well(
 
 def test_rows_that_never_come_are_missed_at_the_limit(run: Any) -> None:
     def script(transport: Transport) -> None:
-        assert call(transport, 1, awaits=1).result() == {0: {"there": False}}
+        late = call(transport, 1, awaits=1, seconds=1.0)
+        assert late.result() == {0: {"there": False}}
 
     ran = run(script)
 
