@@ -4,9 +4,12 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("shared-machine", deadline=None)  # other work may hold a core
+# Other work may hold a core. The same examples each time: whoever looks for new ones says
+# --hypothesis-profile search.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("shared-machine", settings.get_profile("search"), derandomize=True)
 settings.load_profile("shared-machine")
 
 

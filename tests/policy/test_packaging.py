@@ -35,7 +35,7 @@ print(json.dumps(found))
 
 def packed_files(tree: Path) -> set[str]:
     program = [sys.executable, "-W", "ignore", "-c", "import setuptools\n" + LIST_FILES]
-    done = subprocess.run(program, cwd=tree, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, cwd=tree, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

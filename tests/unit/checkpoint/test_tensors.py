@@ -138,10 +138,11 @@ def test_a_file_of_another_program_is_refused(tmp_path):
 
 def test_a_full_disk_is_named_with_bytes_free_and_leaves_no_part(tmp_path):
     tensors = {"a": torch.zeros(5000)}
-    if os.fork() == 0:  # a limit on file size cannot be lifted again in this process
+    child = os.fork()  # a limit on file size cannot be lifted again in this process
+    if child == 0:
         os._exit(write_beyond_limit(tmp_path / "actor" / "rank-0", tensors))
 
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert list((tmp_path / "actor").iterdir()) == []
 
 

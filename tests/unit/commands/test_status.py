@@ -103,11 +103,15 @@ def test_status_file_holds_the_newest_state_and_asks_for_stacks_once(tmp_path: P
     file = StatusFile(tmp_path, lambda: asked.append(time.monotonic()))
     (tmp_path / "stacks-wanted").touch()
     file.put({"step": 1})
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while not asked and time.monotonic() < until:
         time.sleep(0.01)
 
     assert json.loads((tmp_path / STATUS_FILE).read_text()) == {"step": 1}
     file.put({"step": 2})
+    while json.loads((tmp_path / STATUS_FILE).read_text()) == {"step": 1}:
+        assert time.monotonic() < until
+        time.sleep(0.01)
     file.close()
+    file._thread.join(60)  # close() itself does not wait for a disk that hangs
     assert len(asked) == 1 and list(tmp_path.iterdir()) == []

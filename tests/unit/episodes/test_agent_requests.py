@@ -33,7 +33,7 @@ def replay(name: str, *, may_fork: bool = False) -> tuple[list[tuple[int, str]],
     try:
         _, told = endpoint.open(0, recorder)
         place = urlsplit(told["base_url"])
-        client = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
+        client = http.client.HTTPConnection(place.hostname, place.port, timeout=100)
         headers = program["headers"] | {"authorization": f"Bearer {told['api_key']}"}
 
         def ask(body: dict[str, Any]) -> tuple[int, str]:
@@ -45,7 +45,7 @@ def replay(name: str, *, may_fork: bool = False) -> tuple[list[tuple[int, str]],
             for turn in program["turns"]:
                 coming = pool.submit(ask, turn["body"])
                 coming.add_done_callback(lambda _: endpoint.inbox.put(None))
-                while (draw := endpoint.inbox.get(timeout=20)) is not None:
+                while (draw := endpoint.inbox.get(timeout=100)) is not None:
                     draw.done(words(tokenizer, turn["says"]))
                 answers.append(coming.result())
         client.close()

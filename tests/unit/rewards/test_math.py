@@ -73,7 +73,7 @@ def test_answer_that_takes_long_to_compare_is_not_equal_within_the_limit(answer:
 
     assert found["score"] == 0
     # three limits of 1 s and the library's import on a busy machine; without one: for ever
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100
 
 
 @needs_library

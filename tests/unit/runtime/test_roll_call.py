@@ -20,7 +20,7 @@ from spmdflow.runtime.rendezvous import (
 
 
 def start(
-    store: dist.Store, ranks: list[StartingRank], *, seconds: float = 10.0
+    store: dist.Store, ranks: list[StartingRank], *, seconds: float = 60.0
 ) -> list[dist.Store]:
     """What `own_store` gives to each of the ranks, which run side by side."""
     with ThreadPoolExecutor(len(ranks)) as pool:

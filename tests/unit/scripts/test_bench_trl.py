@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -12,12 +13,14 @@ import pytest
 from tests.policy.house import REPOSITORY
 
 BURNING = """
-import sys, time
-for _ in range(3):
+import pathlib, sys, time
+for number in range(3):
     end = time.process_time() + 0.3
     while time.process_time() < end:
         pass
     print("step", file=open(sys.argv[1], "a"))
+    while not pathlib.Path(f"{sys.argv[1]}-{number}").exists():
+        time.sleep(0.01)  # until somebody has looked, however busy the machine
     time.sleep(0.1)
 """
 
@@ -51,10 +54,20 @@ def test_prompts_of_the_second_setting_have_their_lengths_and_no_end(tmp_path: P
     assert load("_products").products(work) > 0
 
 
-def test_steps_of_a_program_are_timed_with_its_cpu_seconds(tmp_path: Path) -> None:
+def test_steps_of_a_program_are_timed_with_its_cpu_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [sys.executable, "-c", BURNING, str(tmp_path / "steps")]
+    module, looks = load("_steps"), count()
+    cpu_seconds = module.cpu_seconds
 
-    steps = load("_steps").run_watched(
+    def look(pid: int) -> float:
+        seconds = cpu_seconds(pid)
+        (tmp_path / f"steps-{next(looks)}").touch()
+        return seconds
+
+    monkeypatch.setattr(module, "cpu_seconds", look)
+    steps = module.run_watched(
         command, tmp_path / "steps", tmp_path / "log", cwd=tmp_path, more={}
     )
 

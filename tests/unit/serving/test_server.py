@@ -46,7 +46,7 @@ def listening(status: int, answer: str) -> Iterator[tuple[str, list[tuple[str, s
 
 def test_each_call_is_the_route_and_body_that_vllm_takes() -> None:
     with listening(200, '{"world_size": 4}') as (url, asked):
-        server = VllmServer(url + "/", seconds=5)
+        server = VllmServer(url + "/", seconds=60)
         workers = server.num_workers()
         server.init_weight_transfer_engine({"facts": {"port": 1}})
         server.pause()
@@ -80,7 +80,7 @@ def test_refusal_says_what_came_and_how_to_start_a_server(
 ) -> None:
     with listening(status, answer) as (url, _):
         with pytest.raises(WeightSyncError, match=problem) as caught:
-            VllmServer(url, seconds=5).start_weight_update()
+            VllmServer(url, seconds=60).start_weight_update()
 
     assert "VLLM_SERVER_DEV_MODE=1" in str(caught.value)
     assert '{"backend": "spmdflow"}' in str(caught.value)
@@ -91,10 +91,10 @@ def test_server_that_is_not_there_is_an_error_that_names_it() -> None:
         pass
 
     with pytest.raises(WeightSyncError, match=f"weight server {url}: got .*refused"):
-        VllmServer(url, seconds=5).num_workers()
+        VllmServer(url, seconds=60).num_workers()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "tcp://host:1", "http://"])
 def test_address_of_another_form_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
-        VllmServer(url, seconds=5)
+        VllmServer(url, seconds=60)

@@ -76,7 +76,7 @@ def connected(name: str, num_workers: int) -> tuple[Connection, dist.TCPStore]:
         kind=kind,
         layout=asdict(layout),
         architecture=asdict(ARCH),
-        seconds=20.0,
+        seconds=60.0,
     )
     return Connection(**json.loads(json.dumps(connection.to_facts()))), store
 
@@ -115,7 +115,7 @@ def test_every_worker_gets_every_tensor_whole_and_trainers_get_nothing(
 
     with ThreadPoolExecutor(len(everyone)) as pool:
         jobs = [pool.submit(one_rank, connection, store, rank, dtype) for rank in everyone]
-        seen = dict(zip(everyone, [job.result(60) for job in jobs], strict=True))
+        seen = dict(zip(everyone, [job.result(200) for job in jobs], strict=True))
 
     for worker in connection.workers:
         found = seen[worker]
@@ -210,8 +210,8 @@ def test_program_that_leaves_is_an_error_and_not_a_wait() -> None:
     with ThreadPoolExecutor(2) as pool:
         trainer = pool.submit(connection.join, 0, store)
         worker = pool.submit(connection.join, 1)
-        wire = trainer.result(30)
-        worker.result(30)
+        wire = trainer.result(100)
+        worker.result(100)
         del worker  # with it its end of the wire
 
         with pytest.raises(WeightSyncError, match="nothing from rank 1 on rank 0"):

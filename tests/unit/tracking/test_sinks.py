@@ -235,7 +235,7 @@ def run_program(program, run_dir, variables):
     assert done.returncode == 0, done.stderr
 
 
-def wait_until(condition, *, seconds=30.0):
+def wait_until(condition, *, seconds=120.0):
     """W&B's own process writes beside ours, and after it."""
     limit = time.monotonic() + seconds
     while not condition():

@@ -92,9 +92,10 @@ def test_a_full_disk_leaves_the_file_valid_and_is_named(tmp_path):
     TraceWriter(path).write([Span(0, "compute", "a", 0, 1)])
     size = path.stat().st_size
 
-    if os.fork() == 0:  # a limit on file size cannot be lifted again in this process
+    child = os.fork()  # a limit on file size cannot be lifted again in this process
+    if child == 0:
         os._exit(write_beyond_limit(path, size + 100))
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert labels(path) == ["a"]
 
 

@@ -53,7 +53,7 @@ def test_lane_runs_its_commands_in_order_until_the_end() -> None:
     for number in range(200):
         told.lane.put(command(number))
     told.lane.put(None)
-    told.thread.join(5)
+    told.thread.join(60)
 
     assert told.ended.is_set()
     assert told.answers == list(range(200))
@@ -85,7 +85,7 @@ def test_wait_for_rows_ends_with_the_session() -> None:
     threading.Timer(0.05, rows.end, [Unwound()]).start()
 
     with pytest.raises(Unwound):
-        rows.wait_until(lambda: False, 5)
+        rows.wait_until(lambda: False, 60)
 
 
 def test_wait_for_rows_ends_when_they_are_there_or_at_its_limit() -> None:
@@ -97,5 +97,5 @@ def test_wait_for_rows_ends_when_they_are_there_or_at_its_limit() -> None:
 
     threading.Timer(0.05, arrive).start()
 
-    assert rows.wait_until(arrived.is_set, 5)
+    assert rows.wait_until(arrived.is_set, 60)
     assert not rows.wait_until(lambda: False, 0.01)
