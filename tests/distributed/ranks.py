@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 from tests.forked import fork_server
 
-_AFTERMATH_SECONDS = 5.0
+_AFTERMATH_SECONDS = 30.0
 """Once a rank has failed the others get this long to tell why they fail."""
 
 

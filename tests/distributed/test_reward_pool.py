@@ -17,9 +17,10 @@ import pytest
 
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
+from spmdflow.rewards import process
 from spmdflow.rewards.pool import RewardPool
 
-LIMIT = 0.75  # seconds: far above what a sample takes on a busy machine, and no long wait
+LIMIT = 1.5  # seconds: far above what a sample takes on a busy machine, and no long wait
 
 FUNCTIONS = '''
 import os, re, signal, subprocess, sys, time
@@ -47,13 +48,19 @@ def score(prompt, response, row):
     if response == "pause":
         time.sleep(0.02)
     if response == "nap":
-        time.sleep(0.3)
+        time.sleep(0.6)
     facts = {
         "pid": os.getpid(), "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "torch": "torch" in sys.modules, "child": child,
     }
     return {"score": float(row.get("n", 0))} | facts
 '''
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a process needs a while to tell its stack."""
+    monkeypatch.setattr(process, "_STACK_SECONDS", 30.0)
 
 
 @pytest.fixture
@@ -95,8 +102,8 @@ def refusal(name: str, what: str, *, number: int, response: str) -> str:
 
 
 def assert_gone(pids: set[int]) -> None:
-    """No such process, or only its entry, within two seconds."""
-    limit = time.monotonic() + 2
+    """No such process, or only its entry, within a while."""
+    limit = time.monotonic() + 30
     while any(map(_is_alive, pids)):
         assert time.monotonic() < limit, [pid for pid in pids if _is_alive(pid)]
         time.sleep(0.01)
@@ -130,7 +137,7 @@ def test_scores_keep_the_order_and_both_processes_work(pool):
     ],
 )
 def test_bad_sample_is_named_with_cause_and_place_and_the_pool_goes_on(
-    pool, function, response, what, line
+    patience, pool, function, response, what, line
 ):
     with pytest.raises(RewardError) as caught:
         score(pool, ["", "", response, "", response, ""])
@@ -219,7 +226,7 @@ def test_hung_process_is_killed_with_its_children_and_replaced(lenient):
 def test_process_killed_while_idle_is_replaced_without_blame(pool, caplog):
     (result,) = score(pool, [""])
     os.kill(int(result["pid"]), signal.SIGKILL)
-    time.sleep(0.1)
+    assert_gone({int(result["pid"])})
 
     assert [result["score"] for result in score(pool, ["", ""])] == [0, 1]
     assert [r.getMessage() for r in caplog.records] == [
@@ -242,7 +249,7 @@ def test_pool_of_a_thread_that_blocks_sigterm_neither_blocks_nor_dies_of_it(func
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        with RewardPool(function, 1, sample_seconds=5) as pool:
+        with RewardPool(function, 1, sample_seconds=60) as pool:
             results.extend(score(pool, [""]))
             os.kill(int(results[0]["pid"]), signal.SIGTERM)
             results.extend(score(pool, [""]))

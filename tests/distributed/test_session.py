@@ -41,13 +41,13 @@ def _round_trips(run_dir: str) -> dict[str, Any]:
 
     def main(transport: Transport) -> None:
         everywhere = to_all(transport, {"operation": "note"})
-        first = transport.submit(Order(1, "compute", "a.note", everywhere, 10.0))
+        first = transport.submit(Order(1, "compute", "a.note", everywhere, 60.0))
         seen["replies"] = first.result()
         seen["done"] = first.done
         one = {2: {"operation": "echo", "value": {"a": [1, None, 2.5, b"x"]}}}
-        seen["echo"] = transport.submit(Order(2, "compute", "a.echo", one, 10.0)).result()
+        seen["echo"] = transport.submit(Order(2, "compute", "a.echo", one, 60.0)).result()
         collective = to_all(transport, {"operation": "sum"})
-        seen["sum"] = transport.submit(Order(3, "compute", "a.sum", collective, 10.0)).result()
+        seen["sum"] = transport.submit(Order(3, "compute", "a.sum", collective, 60.0)).result()
 
     status = run_session(main, operations, settings_for(Path(run_dir)))
     return seen | {"status": status}
@@ -72,24 +72,27 @@ def _order_of_events(run_dir: str) -> dict[str, Any]:
         def release(_: Any) -> None:
             events.append("done 1")
             order = Order(
-                5, "transfer", "release", released, 10.0, lambda _: events.append("done 5")
+                5, "transfer", "release", released, 60.0, lambda _: events.append("done 5")
             )
             seen["released"] = transport.submit(order)
 
-        slow = to_all(transport, {"operation": "note", "sleep": 0.3})
+        seen_at_once = Path(run_dir) / "seen"
+        slow = to_all(transport, {"operation": "note", "file": str(seen_at_once)})
+        held = to_all(transport, {"operation": "note", "rank": 1, "after": 5})
         quick = to_all(transport, {"operation": "note"})
         released = {1: {"operation": "note"}}
         pending = [
-            transport.submit(Order(1, "compute", "a.slow", slow, 10.0, release)),
-            transport.submit(Order(2, "compute", "a.slow", slow, 10.0)),
-            transport.submit(Order(3, "compute", "a.quick", quick, 10.0)),
+            transport.submit(Order(1, "compute", "a.slow", slow, 60.0, release)),
+            transport.submit(Order(2, "compute", "a.held", held, 60.0)),
+            transport.submit(Order(3, "compute", "a.quick", quick, 60.0)),
         ]
         transport.post(lambda: events.append("posted"))
         seen["pending at once"] = not any(one.done for one in pending)
+        seen_at_once.touch()
         pending[-1].result()
         seen["released"] = seen["released"].result()
         logs = transport.submit(
-            Order(6, "compute", "a.log", to_all(transport, {"operation": "log"}), 9.0)
+            Order(6, "compute", "a.log", to_all(transport, {"operation": "log"}), 60.0)
         )
         seen["logs"] = {rank: reply["log"] for rank, reply in logs.result().items()}
 
@@ -145,7 +148,7 @@ def _on_a_subset(run_dir: str) -> dict[str, Any]:
     def main(transport: Transport) -> None:
         seen["size"] = transport.world_size
         orders = {1: {"operation": "note"}, 3: {"operation": "note"}}
-        seen["replies"] = transport.submit(Order(1, "compute", "a.note", orders, 10.0)).result()
+        seen["replies"] = transport.submit(Order(1, "compute", "a.note", orders, 60.0)).result()
 
     if dist.get_rank() in (1, 3):
         run_session(main, operations, settings_for(Path(run_dir), ranks=(1, 3)))
@@ -170,7 +173,7 @@ def _errors_before_sending(run_dir: str) -> list[str]:
             except MessageError as err:
                 caught.append(str(err))
         good = {0: {"operation": "echo", "value": 1}}
-        transport.submit(Order(2, "compute", "a.echo", good, 1.0)).result()
+        transport.submit(Order(2, "compute", "a.echo", good, 60.0)).result()
 
     run_session(main, operations, settings_for(Path(run_dir)))
     return caught
@@ -194,15 +197,15 @@ def _stop_by_sigterm(run_dir: str) -> list[Any]:
 
     def main(transport: Transport) -> None:
         everywhere = to_all(transport, {"operation": "note", "sleep": 0.05})
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not transport.stop_requested and time.monotonic() < deadline:
-            transport.submit(Order(1, "compute", "a.note", everywhere, 10.0)).result()
+            transport.submit(Order(1, "compute", "a.note", everywhere, 60.0)).result()
         seen.append(transport.stop_requested)
 
     def with_sigterm(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
         if rank == 1:
             threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
-        return operations(rank, arrival)
+        return operations(rank, arrival)  # signals are the session's by now
 
     run_session(main, with_sigterm, settings_for(Path(run_dir)))
     return seen
@@ -211,11 +214,7 @@ def _stop_by_sigterm(run_dir: str) -> list[Any]:
 def test_sigterm_without_a_failure_asks_the_script_to_stop(
     spawn_ranks: Spawn, tmp_path: Path
 ) -> None:
-    start = time.monotonic()
-    seen = spawn_ranks(_stop_by_sigterm, 2, str(tmp_path))
-
-    assert seen == [[True], []]
-    assert time.monotonic() - start < 15
+    assert spawn_ranks(_stop_by_sigterm, 2, str(tmp_path)) == [[True], []]
 
 
 def _storm(run_dir: str, orders: int) -> dict[str, Any]:
@@ -234,7 +233,7 @@ def _storm(run_dir: str, orders: int) -> dict[str, Any]:
                 waiting.append(transport.submit(_note(number, rank, released)))
 
             commands = {rank: {"operation": "echo", "value": number}, 0: {"operation": "note"}}
-            pending = transport.submit(Order(number, "compute", "a.echo", commands, 30.0, release))
+            pending = transport.submit(Order(number, "compute", "a.echo", commands, 60.0, release))
             if number % 3 == 0:
                 pending.result()
 
@@ -247,7 +246,7 @@ def _storm(run_dir: str, orders: int) -> dict[str, Any]:
         work(0)
         other.join()
         everywhere = to_all(transport, {"operation": "note"})
-        transport.submit(Order(0, "compute", "a.note", everywhere, 30.0)).result()
+        transport.submit(Order(0, "compute", "a.note", everywhere, 60.0)).result()
         for one in list(waiting):
             one.result()
 
@@ -257,7 +256,7 @@ def _storm(run_dir: str, orders: int) -> dict[str, Any]:
 
 def _note(number: int, rank: int, released: list[int]) -> Order:
     commands = {rank: {"operation": "note"}}
-    return Order(number, "transfer", "r", commands, 30.0, lambda _: released.append(number))
+    return Order(number, "transfer", "r", commands, 60.0, lambda _: released.append(number))
 
 
 def test_thousands_of_orders_from_two_threads_and_from_on_done_all_arrive_once_in_order(

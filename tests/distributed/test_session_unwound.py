@@ -52,7 +52,7 @@ def _order(transport: Transport, operation: str, lane: str = "compute", **payloa
 
 
 def _raise_in_script(transport: Transport) -> None:
-    _order(transport, "rest", seconds=1.5)
+    _order(transport, "rest", seconds=4.5)
     raise KeyError("in the script")
 
 
@@ -92,7 +92,7 @@ def _run_all(folder: str) -> list[tuple[str, dict[str, Any], float, float]]:
     for name, (script, _) in SCRIPTS.items():
         payload_groups.append(dist.new_group([0, 1, 2]))
         # calls that are let through after an error in the script may take longer than this
-        executor._LAST_RESORT_SECONDS = 1.0 if name == "script" else 60.0
+        executor._LAST_RESORT_SECONDS = 4.0 if name == "script" else 60.0
         settings = settings_for(Path(folder) / name, unwinds=True)
         start = time.monotonic()
         with pytest.raises(RunFailed) as caught:
@@ -117,7 +117,7 @@ def test_failed_session_reaches_every_rank_as_an_exception_and_the_program_goes_
     for found in by_rank:
         for (text, record, seconds, total), (_, expected) in zip(found, SCRIPTS.values()):
             assert expected in text and record["cause"] in text
-            assert record["traceback"] and total == 3.0 and seconds < 8.0, (text, seconds)
+            assert record["traceback"] and total == 3.0 and seconds < 30.0, (text, seconds)
     assert by_rank[0][0][0] == by_rank[2][0][0]
     assert '"kind": "script"' in (tmp_path / "script" / "failure.json").read_text()
 

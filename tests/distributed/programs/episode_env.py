@@ -15,7 +15,10 @@ from spmdflow.envs.client import ChatClient, EndpointError
 async def scripted(
     row: dict[str, Any], *, base_url: str, model: str, api_key: str, sleeps: int = 0
 ) -> float | None:
-    """Three turns, what the environment says being decided by the row; sleeps: seed, 0: none."""
+    """Three turns, what the environment says being decided by the row; sleeps: seed, 0: none.
+
+    A row may name a file that is awaited before the last turn.
+    """
     pauses = random.Random(f"{sleeps} {row['digit']} {base_url[-12:]}")
     messages = [{"role": "user", "content": "guess"}]
     score = 0.0
@@ -23,6 +26,8 @@ async def scripted(
         for turn in range(3):
             if sleeps:
                 await asyncio.sleep(pauses.random() * 0.02)
+            while turn == 2 and not os.path.exists(row.get("last_turn_after", "/")):
+                await asyncio.sleep(0.01)
             reply = await client.chat(messages, max_tokens=2)
             score += str(reply["content"]).count(str(row["digit"] % 10))
             messages += [reply, {"role": "user", "content": said(row["digit"], turn)}]

@@ -142,7 +142,11 @@ def test_refusal_needs_neither_torch_nor_a_process_group() -> None:
     environment = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
 
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
     assert done.stdout == "2 []\n", done.stderr

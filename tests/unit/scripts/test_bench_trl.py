@@ -67,9 +67,7 @@ def test_steps_of_a_program_are_timed_with_its_cpu_seconds(
         return seconds
 
     monkeypatch.setattr(module, "cpu_seconds", look)
-    steps = module.run_watched(
-        command, tmp_path / "steps", tmp_path / "log", cwd=tmp_path, more={}
-    )
+    steps = module.run_watched(command, tmp_path / "steps", tmp_path / "log", cwd=tmp_path, more={})
 
     assert len(steps) == 2
     for step in steps:
