@@ -28,6 +28,12 @@ def _ranks(agent: int) -> dict[int, int]:
     return found
 
 
+def _watches(pid: int) -> bool:
+    """Whether a rank has begun to watch the others: until they have met it blocks SIGTERM."""
+    blocked = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+    return bool(int(blocked, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.parametrize(
     ("victim", "seconds"),
     [
@@ -46,7 +52,8 @@ def test_rank_that_is_killed_in_the_start_is_named_with_its_signal(
     run = torchrun(run_dir, "total_steps=2", num_ranks=3)
     try:
         until = time.monotonic() + 60.0
-        while len(ranks := _ranks(run.pid)) < 3 and time.monotonic() < until:
+        while len(ranks := _ranks(run.pid)) < 3 or not all(map(_watches, ranks.values())):
+            assert time.monotonic() < until
             time.sleep(0.01)
         time.sleep(seconds)
         os.kill(ranks[victim], signal.SIGKILL)
