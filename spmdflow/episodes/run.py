@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmdflow.config.episode import EpisodeConfig
-from spmdflow.episodes.endpoint import Draw, Endpoint, Flood
+from spmdflow.episodes.endpoint import Draw, Endpoint
 from spmdflow.episodes.pool import Ended, EnvironmentPool
 from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
 from spmdflow.parallel.group import all_gather_plain
@@ -220,7 +220,8 @@ class _Lead:
         added = []
         for item in asked:
             if self._names.get(item.number) != item.name:
-                continue  # of an episode that has ended
+                item.done(None)  # of an episode that has ended
+                continue
             self._asked.append(item)
             added.append((item.number, item.ids, item.turn, item.max_new_tokens))
         aborted, self._aborted = self._aborted, []
@@ -235,12 +236,10 @@ class _Lead:
         with suppress(queue.Empty):
             while True:
                 item = self._endpoint.inbox.get_nowait()
-                if self._names.get(item.number) != item.name:
-                    continue
-                if isinstance(item, Flood):
-                    floods[item.number] = item.cause
-                else:
+                if isinstance(item, Draw):
                     asked.append(item)
+                elif self._names.get(item.number) == item.name:
+                    floods[item.number] = item.cause
         return floods
 
     def added(self, request: int) -> None:

@@ -1,0 +1,66 @@
+"""Episodes that end while their requests are under way: no request is left without an answer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+from urllib.parse import urlsplit
+
+import pytest
+
+from spmdflow.episodes.endpoint import Endpoint
+from spmdflow.episodes.pool import Ended, EnvironmentPool
+from spmdflow.episodes.recorder import Limits, Recorder
+from spmdflow.episodes.run import _Lead
+from tests.unit.episodes.test_conversation import text_tokenizer
+
+
+class EndingPool:
+    """Its one episode sends requests, and ends as the first one comes."""
+
+    def __init__(self, endpoint: Endpoint, num_requests: int) -> None:
+        self._endpoint, self._num_requests = endpoint, num_requests
+        self.clients: list[http.client.HTTPConnection] = []
+        self._running = [0]
+
+    def hand_out(self, enter: Callable[[int], dict[str, str]]) -> None:
+        told = {} if self.clients else enter(0)
+        for _ in range(self._num_requests if told else 0):
+            place, key = urlsplit(told["base_url"]), f"Bearer {told['api_key']}"
+            client = http.client.HTTPConnection(str(place.hostname), place.port, timeout=2.0)
+            body = json.dumps({"prompt": "a"})
+            client.request("POST", f"{place.path}/completions", body, {"authorization": key})
+            self.clients.append(client)
+
+    def advance(self, seconds: float, *, wake: int, faults: Callable[[], object]) -> list[Ended]:
+        while self._running and not self._all_are_there():
+            time.sleep(0.001)
+        faults()
+        ended, self._running = self._running, []
+        return [Ended(number, None, "gone") for number in ended]
+
+    def _all_are_there(self) -> bool:
+        (episode,) = self._endpoint._episodes.values()
+        return episode.under_way == self._num_requests and not self._endpoint.inbox.empty()
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_requests_of_an_episode_that_ends_as_they_come_are_cut_off(num_requests: int) -> None:
+    tokenizer = text_tokenizer()
+    limits = Limits(9, max_prompt_tokens=9, max_new_tokens=9, may_fork=True)
+    new_recorder = partial(Recorder, tokenizer, (tokenizer.eos_token_id,), limits)
+    endpoint = Endpoint(tokenizer, max_connections=4)
+    pool = EndingPool(endpoint, num_requests)
+    lead = _Lead(cast(EnvironmentPool, pool), endpoint, new_recorder)
+
+    for client in pool.clients:  # the turn of the second comes when its episode has ended
+        while endpoint.inbox.empty():
+            time.sleep(0.001)
+        assert lead.look(lambda: True, idle=True).added == []
+        with pytest.raises(http.client.RemoteDisconnected):
+            client.getresponse()
+    endpoint.close()
