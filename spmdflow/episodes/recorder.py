@@ -149,25 +149,23 @@ class Recorder:
         message = reply_of(shown, ask.tools, self._tokenizer, raw=raw, read_calls=self._read_calls)
         if message.get("tool_calls"):
             reason = "tool_calls"
-        segment = turn.segment
-        if segment is None:
-            segment = Segment(turn.fresh, tools=ask.tools)
-            self.segments.append(segment)
-        else:
-            segment.tokens += turn.fresh
-            segment.mask += [False] * len(turn.fresh)
-            segment.log_probs += [0.0] * len(turn.fresh)
-            segment.versions += [-1] * len(turn.fresh)
+        old = turn.segment or Segment(turn.fresh, tools=ask.tools)
+        fresh = turn.fresh if turn.segment else []
         called = [each["function"] for each in message.get("tool_calls", ())]
-        segment.calls.append([[each["name"], each["arguments"]] for each in called])
-        segment.tokens += tokens
-        segment.mask += [True] * len(tokens)
-        segment.log_probs += kept.log_probs.tolist()
-        segment.versions += kept.versions.tolist()
-        if ask.messages:
-            segment.messages, segment.text = [*ask.messages, message], turn.text
-        else:
-            segment.messages, segment.text = [], turn.text + text
+        new = Segment(
+            old.prompt,
+            old.tokens + fresh + tokens,
+            old.mask + [False] * len(fresh) + [True] * len(tokens),
+            old.log_probs + [0.0] * len(fresh) + kept.log_probs.tolist(),
+            old.versions + [-1] * len(fresh) + kept.versions.tolist(),
+            [*ask.messages, message] if ask.messages else [],
+            turn.text if ask.messages else turn.text + text,
+            old.tools,
+            [*old.calls, [[each["name"], each["arguments"]] for each in called]],
+        )
+        # replaced, never changed: another thread reads it if the episode ends meanwhile
+        segments = [new if each is old else each for each in self.segments]
+        self.segments = segments if turn.segment else [*segments, new]
         return message, kept, reason
 
     def longest(self) -> Segment | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,30 @@ def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         "episodes: requests have the field 'temperature', which is ignored"
     ]
+
+
+class Watched:
+    """Log-probs of a reply, which is being recorded while another thread looks."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __getitem__(self, place: slice) -> Watched:
+        return self
+
+    def tolist(self) -> list[float]:
+        seen = self._recorder.longest()
+        assert seen is not None
+        self.sizes = [len(x) for x in (seen.tokens, seen.mask, seen.log_probs, seen.versions)]
+        return [-0.5, -0.5]
+
+
+def test_an_episode_that_ends_while_a_reply_is_recorded_has_rows_of_one_length() -> None:
+    recorder = recorder_of(text_tokenizer(), max_prompt_tokens=99)
+    say(recorder, chat("a"), "b")
+    log_probs = Watched(recorder)
+    ask = chat("a", "b", "c")
+
+    recorder.finish(ask, recorder.begin(ask), replace(drawn_of([40, 41]), log_probs=log_probs))
+
+    assert log_probs.sizes == [1, 1, 1, 1]
