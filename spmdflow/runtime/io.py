@@ -301,6 +301,7 @@ class Io:
     # ---- clocks
 
     def _tick(self, now: float) -> None:
+        self._work()  # first: a process that was stopped has not read what came meanwhile
         with self._lock:
             for rank in self._hub.cut_endless():
                 self._guarded(self._verdict.add_endless, rank)
@@ -309,9 +310,9 @@ class Io:
                 for rank in self._peers.staying():
                     self._guarded(self._probe, rank)
                 self._status.put(self._stalls.state(now))
-            self._guarded(self._watch.look, now, self._probe)
             if not self._verdict.failures:
-                self._guarded(self._stalls.look, now)
+                self._guarded(self._stalls.look, now)  # first: it notices that time was lost
+            self._guarded(self._watch.look, now, self._probe)
             if self._verdict.is_due(now):
                 self._end_failed_run(now)
 

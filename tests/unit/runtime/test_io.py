@@ -1,0 +1,87 @@
+"""The controller's process does not run for a while: what it knows is old, what came is unread."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spmdflow.runtime import io as io_module
+from spmdflow.runtime.io import Io
+from spmdflow.runtime.order import Order, Pending
+from spmdflow.runtime.peers import Peers
+from spmdflow.runtime.process import Process
+from spmdflow.runtime.rendezvous import SessionSettings
+from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Endpoint, Hub, Kind
+
+
+class Controller:
+    """Turns of an io thread, one by one, and the socket of its only rank."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run_id, me = os.urandom(RUN_ID_BYTES), Process.of(os.getpid())
+        self.hub, self._stopped = Hub(run_id), 0.0
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._stopped)
+        monkeypatch.setattr(io_module, "time", clock)
+        monkeypatch.setattr(Io, "_end_failed_run", lambda io, now: None)  # else this process ends
+        self.io = Io(
+            self.hub, peers=Peers({0: me}, own_rank=0), settings=SessionSettings(run_dir, (0,))
+        )
+        self.rank = Endpoint(LOCAL_ADDRESS, 0, run_id=run_id, context=self.hub.context)
+        self.say(Kind.HELLO)
+        while not self.io.met.done:
+            self.io._step()
+
+    def say(self, kind: Kind, body: Any = None) -> None:
+        """The rank says something; it has come, but nobody has read it."""
+        self.rank.send(self.rank.seal(kind, body))
+        select.select([self.hub.descriptor], [], [], 2.0)
+
+    def submit(self, seconds: float) -> tuple[int, Pending]:
+        """An order's ticket, and its reply."""
+        pending = self.io.submit(Order(1, "transfer", "transfer 1", {0: {}}, seconds))
+        return max(self.io._ledger.open), pending
+
+    def stop(self, seconds: float) -> None:
+        """What a process sees that was stopped so long: the clock has gone on."""
+        self._stopped += seconds
+
+    def close(self) -> None:
+        self.io._status.close()
+        self.rank.close()
+        self.hub.close()
+        self.hub.terminate()
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+    found = Controller(tmp_path, monkeypatch)
+    yield found
+    found.close()
+
+
+def test_a_reply_that_came_while_the_controller_was_stopped_is_not_late(
+    controller: Controller,
+) -> None:
+    ticket, pending = controller.submit(1.0)
+    controller.say(Kind.REPLY, [ticket, {}, [0.0, 0.0]])
+    controller.stop(5.0)
+    controller.io._step()
+
+    assert pending.done and not controller.io.has_failed
+
+
+def test_limits_of_calls_do_not_count_the_time_in_which_the_whole_job_was_stopped(
+    controller: Controller,
+) -> None:
+    _, pending = controller.submit(60.0)
+    controller.stop(300.0)
+    controller.io._step()
+
+    assert not pending.done and not controller.io.has_failed
