@@ -149,11 +149,13 @@ def find_latest(run_dir: Path) -> CheckpointInfo | None:
     CheckpointError if what `latest` names is missing or damaged.
     """
     folder = run_dir / "checkpoints"
-    sealed, name = _sealed(folder), _latest_or_none(folder)
-    if name is None and not sealed:
+    latest, sealed = _latest_or_none(folder), _sealed(folder)
+    if latest is None and not sealed:
         return None
-    name = name or sealed[-1]
+    name = latest or sealed[-1]
     if name not in sealed:
+        if latest != _latest_or_none(folder):  # a live run has sealed another one meanwhile
+            return find_latest(run_dir)
         raise CheckpointError(
             f"checkpoint: {folder / 'latest'} names {name!r}, expected one of {sealed}; "
             f"write one of these into it, or delete it for the newest"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from spmdflow.checkpoint import run_dir
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     check_file_sizes,
@@ -73,6 +74,24 @@ def test_the_newest_k_are_kept(tmp_path):
 
     assert names(tmp_path) == ["latest", "step-4", "step-5"]
     assert latest_step(tmp_path) == 5
+
+
+@pytest.mark.parametrize("looks", ["_sealed", "_latest_or_none"])
+def test_a_live_run_may_seal_while_its_latest_checkpoint_is_looked_for(
+    tmp_path, monkeypatch, looks
+):
+    save(tmp_path, 1)
+    look, left = getattr(run_dir, looks), [2]
+
+    def seal_behind(folder: Path) -> Any:
+        found = look(folder)
+        while left:  # sealing looks too
+            save(tmp_path, left.pop(), keep=1 + (looks == "_sealed"))
+        return found
+
+    monkeypatch.setattr(run_dir, looks, seal_behind)
+
+    assert find_latest(tmp_path).step in (1, 2)
 
 
 def test_a_run_set_back_by_hand_keeps_what_latest_names(tmp_path):
