@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,11 @@ class RunFiles:
     @property
     def is_live(self) -> bool:
         """Whether a run writes here now: ranks rewrite status.json every few seconds."""
-        path = self.path / "status.json"
-        if not path.exists() or self.failures:
+        try:
+            written = (self.path / "status.json").stat().st_mtime
+        except FileNotFoundError:
             return False
-        return time.time() - path.stat().st_mtime < _LIVE_SECONDS
+        return not self.failures and time.time() - written < _LIVE_SECONDS
 
     @property
     def missing(self) -> list[str]:
@@ -95,8 +97,11 @@ class RunFiles:
     @cached_property
     def stacks(self) -> Mapping[str, str]:
         """File -> the stacks that a rank wrote."""
-        paths = (path for path in self._named("stacks-rank*.txt") if path.stat().st_size)
-        return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths}
+        found = {}
+        for path in self._named("stacks-rank*.txt"):
+            with suppress(FileNotFoundError):  # a run that ends removes those that are empty
+                found[path.name] = path.read_text(encoding="utf-8", errors="replace")
+        return {name: text for name, text in found.items() if text}
 
     def needed_metrics(self) -> Sequence[Record]:
         """The records of metrics.jsonl; DataError if there are none."""

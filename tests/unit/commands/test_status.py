@@ -115,3 +115,34 @@ def test_status_file_holds_the_newest_state_and_asks_for_stacks_once(tmp_path: P
     file.close()
     file._thread.join(60)  # close() itself does not wait for a disk that hangs
     assert len(asked) == 1 and list(tmp_path.iterdir()) == []
+
+
+class EndingRun(RunFiles):
+    """Files of a run that ends, and removes its empty ones, once their names are known."""
+
+    def _named(self, pattern: str) -> list[Path]:
+        found = super()._named(pattern)
+        for path in found:
+            path.unlink()
+        return found
+
+
+def test_a_run_that_ends_while_its_files_are_listed_has_no_stacks(tmp_path: Path) -> None:
+    (tmp_path / "stacks-rank0.txt").touch()
+
+    assert EndingRun(tmp_path).stacks == {}
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_not_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class EndingFile(type(tmp_path)):  # type: ignore[misc]
+        """Is removed once somebody has seen it."""
+
+        def exists(self) -> bool:
+            return super().exists() and self.unlink() is None
+
+    files = RunFiles(EndingFile(tmp_path))
+    (tmp_path / STATUS_FILE).touch()
+
+    assert files.is_live == (tmp_path / STATUS_FILE).exists()
