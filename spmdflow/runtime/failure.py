@@ -27,7 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from spmdflow.errors import RunFailed, SpmdflowError
+from spmdflow.checkpoint.disk import RunDirLock
+from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +148,11 @@ def call_within(seconds: float, function: Callable[[], object]) -> None:
 
 def remove_old_reports(run_dir: Path) -> None:
     """Remove failure reports of an earlier start of this run, which would look like new ones."""
-    for pattern in ("failure.json", "failure-rank*.json", "stacks-*", "status.json"):
-        for path in run_dir.glob(pattern):
-            path.unlink(missing_ok=True)
+    with contextlib.suppress(ConfigError, OSError), contextlib.ExitStack() as held:
+        held.callback(RunDirLock(run_dir).release)  # ConfigError: a live run has it
+        for pattern in ("failure.json", "failure-rank*.json", "stacks-*", "status.json"):
+            for path in run_dir.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def _facts(failure: Failure) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from spmdflow.checkpoint.disk import RunDirLock
 from spmdflow.data.store import RowCondition
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Pending, Transport
@@ -139,3 +140,15 @@ def test_rows_that_never_come_are_missed_at_the_limit(run: Any) -> None:
     ran = run(script)
 
     assert ran == [("call 1", "MainThread")]
+
+
+def test_a_second_start_in_the_folder_of_a_live_run_leaves_its_stacks(
+    run: Any, tmp_path: Path
+) -> None:
+    lock, stacks = RunDirLock(tmp_path), tmp_path / "stacks-rank7.txt"
+    stacks.write_text("of the live run, whose faulthandler has this file open")
+
+    run(lambda transport: None)
+    lock.release()
+
+    assert stacks.exists()
