@@ -27,8 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from spmdflow.checkpoint.disk import RunDirLock
-from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
+from spmdflow.errors import RunFailed, SpmdflowError
 
 logger = logging.getLogger(__name__)
 
@@ -144,15 +143,6 @@ def call_within(seconds: float, function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def remove_old_reports(run_dir: Path) -> None:
-    """Remove failure reports of an earlier start of this run, which would look like new ones."""
-    with contextlib.suppress(ConfigError, OSError), contextlib.ExitStack() as held:
-        held.callback(RunDirLock(run_dir).release)  # ConfigError: a live run has it
-        for pattern in ("failure.json", "failure-rank*.json", "stacks-*", "status.json"):
-            for path in run_dir.glob(pattern):
-                path.unlink(missing_ok=True)
 
 
 def _facts(failure: Failure) -> dict[str, Any]:

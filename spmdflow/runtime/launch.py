@@ -33,11 +33,11 @@ from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.parallel.device import own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.executor import Operation, failure_of
-from spmdflow.runtime.failure import as_record, remove_old_reports, write_failure
+from spmdflow.runtime.failure import as_record, write_failure
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.order import InprocTransport, Transport, stop_on_sigterm
 from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.session import run_session
+from spmdflow.runtime.session import remove_old_reports, run_session
 from spmdflow.transfer.lane import CountedTransport
 
 logger = logging.getLogger(__name__)

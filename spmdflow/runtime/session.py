@@ -16,14 +16,16 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from torch import distributed as dist
 
+from spmdflow.checkpoint.disk import RunDirLock
 from spmdflow.data.store import RowCondition
-from spmdflow.errors import ProtocolError, RunFailed
+from spmdflow.errors import ConfigError, ProtocolError, RunFailed
 from spmdflow.runtime.comm import Comm
 from spmdflow.runtime.executor import Operation, failure_of
-from spmdflow.runtime.failure import remove_old_reports, run_failed
+from spmdflow.runtime.failure import run_failed
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Transport
 from spmdflow.runtime.peers import Peers
@@ -100,6 +102,15 @@ def run_session(
     if comm.cause is not None:
         raise run_failed(comm.cause)
     return 0
+
+
+def remove_old_reports(run_dir: Path) -> None:
+    """Remove failure reports of an earlier start of this run, which would look like new ones."""
+    with contextlib.suppress(ConfigError, OSError), contextlib.ExitStack() as held:
+        held.callback(RunDirLock(run_dir).release)  # ConfigError: a live run has it
+        for pattern in ("failure.json", "failure-rank*.json", "stacks-*", "status.json"):
+            for path in run_dir.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:

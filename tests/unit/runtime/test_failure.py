@@ -15,11 +15,11 @@ from spmdflow.runtime.failure import (
     as_record,
     first_cause,
     noting,
-    remove_old_reports,
     report,
     write_failure,
 )
 from spmdflow.runtime.process import Process, describe_status
+from spmdflow.runtime.session import remove_old_reports
 
 DIED = Failure("death", 2, "process 9 killed by SIGKILL", "actor.update_actor", 8, "compute")
 STOPPED = Failure("stopped", 1, "process 8 is stopped")
