@@ -64,11 +64,15 @@ def disk_errors(doing: str, path: Path, what: str = "checkpoint") -> Iterator[No
 logger = logging.getLogger(__name__)
 
 
+LOCK_FILE = ".lock"
+"""In RUN_DIR, from its first run on."""
+
+
 class RunDirLock:
     """Held from construction to `release`. ConfigError if another live process holds it."""
 
     def __init__(self, run_dir: Path) -> None:
-        path = run_dir / ".lock"
+        path = run_dir / LOCK_FILE
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch import distributed as dist
 
-from spmdflow.checkpoint.disk import RunDirLock
+from spmdflow.checkpoint.disk import LOCK_FILE, RunDirLock
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, ProtocolError, RunFailed
 from spmdflow.runtime.comm import Comm
@@ -107,7 +107,8 @@ def run_session(
 def remove_old_reports(run_dir: Path) -> None:
     """Remove failure reports of an earlier start of this run, which would look like new ones."""
     with contextlib.suppress(ConfigError, OSError), contextlib.ExitStack() as held:
-        held.callback(RunDirLock(run_dir).release)  # ConfigError: a live run has it
+        if (run_dir / LOCK_FILE).exists():
+            held.callback(RunDirLock(run_dir).release)  # ConfigError: a live run has it
         for pattern in ("failure.json", "failure-rank*.json", "stacks-*", "status.json"):
             for path in run_dir.glob(pattern):
                 path.unlink(missing_ok=True)
