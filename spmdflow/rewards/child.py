@@ -68,7 +68,8 @@ def open_channel(socket_fd: int, lifeline_fd: int, stack_fd: int) -> socket.sock
     _end_with_pool(lifeline_fd)
     _show_stacks(stack_fd)
     _limit_memory()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whole lines, at once
+    # whole lines, at once; with PYTHONUNBUFFERED each piece of a line would be written by itself
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.set_inheritable(socket_fd, False)
     return socket.socket(fileno=socket_fd)
 

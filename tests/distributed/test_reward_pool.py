@@ -45,6 +45,9 @@ def score(prompt, response, row):
         time.sleep(60)
     if response == "hold":  # never gives up the GIL
         re.match("(a+)+$", "a" * 60 + "b")
+    if response == "talk":
+        for n in range(500):
+            print("line", n, "ends")
     if response == "pause":
         time.sleep(0.02)
     if response == "nap":
@@ -174,6 +177,18 @@ def test_exception_is_raised_with_the_traceback_of_the_function(
     assert trace.startswith(f'  File "{function[:-6]}", line ')
     assert line in trace
     assert "spmdflow" not in trace
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_that_processes_print_beside_each_other_stay_whole(
+    function, monkeypatch, capfd, unbuffered
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with RewardPool(function, 2, sample_seconds=60) as pool:
+        score(pool, ["talk"] * 20)
+
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("talk")]
+    assert sorted(lines) == sorted(f"line {n} ends" for n in range(500) for _ in range(20))
 
 
 def test_limit_is_for_each_sample_and_not_for_the_samples_sent_together(function):
