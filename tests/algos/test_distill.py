@@ -153,7 +153,6 @@ def test_reward_model_scores_each_token_as_transformers_does(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_student_comes_near_the_teacher_and_a_control_does_not_move(tmp_path: Path) -> None:
     settings = ("total_steps=20", "eval_every=10", "run.sample_every=0", "save_every=0")
     short = ("total_steps=60", "eval_every=0", "save_every=60")

@@ -28,7 +28,6 @@ from tests.algos.runs import (
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(os.getuid() != 0, reason="mounts file systems: needs root"),
 ]
 SETTINGS = ("total_steps=5", "save_every=1", "eval_every=2", "run.keep_checkpoints=9")

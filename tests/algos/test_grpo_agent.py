@@ -104,7 +104,6 @@ ENGINES = {"usual": (), "megatron": MEGATRON, "vllm": VLLM, "megatron and vllm":
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_actor_plays_the_same_games_whatever_trains_and_generates(tmp_path: Path) -> None:
     """Trainer and generator share two ranks; the seeds of a turn know no rank and no engine."""
     played = {}

@@ -53,7 +53,6 @@ def test_kind_of_a_user_is_a_short_file(name: str, most: int) -> None:
     assert len((PROGRAMS / f"{name}.py").read_text().splitlines()) <= most
 
 
-@pytest.mark.timeout(600)
 def test_ppo_with_both_on_two_ranks_gives_the_numbers_of_fsdp(tmp_path: Path) -> None:
     run_ranks(tmp_path / "given", str(YAML), *SETTINGS, num_ranks=2)
     run_ranks(tmp_path / "own", str(YAML), *SETTINGS, *KINDS, num_ranks=2, script=OWN)

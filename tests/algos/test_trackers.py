@@ -19,7 +19,6 @@ SMALL = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_run_and_its_resumption_reach_every_installed_tracker(tmp_path: Path) -> None:
     names = [name for name in TRACKERS if importlib.util.find_spec(name)]
     assert "tensorboard" in names

@@ -74,7 +74,6 @@ def test_any_number_of_micro_batches_is_among_the_compared(results: dict) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ALL)
 def test_all_gradients_of_an_engine_equal_a_single_process(
     everything: dict[str, Any], kind: str

@@ -122,7 +122,6 @@ def test_merged_adapters_generate_as_transformers_with_the_merged_model(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_merged_adapters_generate_the_same_in_vllm(
     spawn_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
@@ -132,7 +131,6 @@ def test_merged_adapters_generate_the_same_in_vllm(
     judge(found, victim=WHOLE)
 
 
-@pytest.mark.timeout(400)
 def test_adapters_in_vllm_generate_as_transformers_with_the_merged_model(
     spawn_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
@@ -147,7 +145,6 @@ def test_adapters_in_vllm_generate_as_transformers_with_the_merged_model(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_adapters_of_a_model_that_vllm_cuts_over_two_ranks_generate_the_same(
     spawn_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

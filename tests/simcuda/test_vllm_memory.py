@@ -48,7 +48,6 @@ def planned(name: str, size: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_plan_counts_the_bytes_that_vllm_does(simulated: Simulated) -> None:
     words = [f"{name}:{size}" for name, sizes in SIZES.items() for size in sizes]

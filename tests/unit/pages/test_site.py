@@ -36,7 +36,6 @@ def test_every_setting_of_every_script_has_a_heading_and_its_default(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_site_is_built_without_a_broken_link_and_has_everything(tmp_path: Path) -> None:
     out = tmp_path / "site"
     command = [sys.executable, str(ROOT / "scripts" / "make_site.py"), "--out", str(out)]
