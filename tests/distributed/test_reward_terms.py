@@ -133,3 +133,29 @@ def test_pool_that_is_closed_while_it_scores_ends_all_that_ask_it(terms):
     assert not any(thread.is_alive() for thread in asking)
     assert caught == ["reward.function: got the end of its run while it scored"] * 2
     assert pool._processes == [] and all(each.poll() is not None for each in processes)
+
+
+FORKS = """
+import os
+def score(prompt, response, row):
+    os.fork()
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("on_error", ["raise", "drop"])
+def test_a_function_that_forks_and_lets_the_child_return_is_refused(
+    tmp_path: Path, on_error: str
+) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    name = f"{tmp_path}/forks.py:score"
+
+    with RewardPool(name, 1, on_error=on_error) as pool, pytest.raises(RewardError) as caught:
+        for _ in range(50):
+            pool.score(["1+2="] * 64, ["3"] * 64, [{}] * 64)
+
+    assert str(caught.value) == (
+        f"reward.function {name!r} forked, and its child returned as well; expected one return "
+        f"for each sample; end the child with os._exit(0), or start it with subprocess\n"
+        f"function: {tmp_path}/forks.py:3"
+    )
