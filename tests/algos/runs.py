@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -181,3 +182,10 @@ def ranks_of(run_dir: Path) -> list[int]:
             if b"spmdflow.run" in words and f"run.dir={run_dir}".encode() in words:
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def kill_ranks(run_dir: Path) -> None:
+    """kill -9 of every process of a run, torchrun too; some may end by themselves meanwhile."""
+    for pid in ranks_of(run_dir):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

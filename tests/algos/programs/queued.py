@@ -1,11 +1,13 @@
 """Trains from a queue and writes down what it trained: RUN_DIR/trained.jsonl, a line a step.
 
-With lr so small that the policy hardly changes, lengths are draws from one distribution.
+With lr so small that the policy hardly changes, lengths are draws from one distribution. A step
+whose number is the ending of a file beside RUN_DIR (RUN_DIR.hold-6) begins when that is removed.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from spmdflow import (
@@ -15,19 +17,38 @@ from spmdflow import (
     PolicyWorker,
     RewardWorker,
     compute_advantages,
+    register,
 )
 from spmdflow.data.ragged import rows_of
+
+SHORT_TURNS, FEW = 2, 3
+
+
+class Unhurried(GeneratorWorker):
+    """In its first turns it draws a few tokens: rows are under way at the sync however long a step
+    takes, if the generator has room for fewer rows than are begun."""
+
+    @register(transfer_mode="ONE_TO_ALL")
+    def go_on(self, turn: int) -> None:
+        """A turn between two steps."""
+        if turn > SHORT_TURNS:
+            super().go_on(turn)
+            return
+        for _ in range(FEW):
+            self.rows_ahead._draw()
 
 
 def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
     actor = flow.spawn(PolicyWorker, cfg.actor)
-    generator = flow.spawn(GeneratorWorker, cfg.actor)
+    generator = flow.spawn(Unhurried, cfg.actor)
     reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)
     weights = flow.connect(actor, generator)
     queue = flow.queue(prompts, weights, max_staleness=cfg.max_staleness)
 
     for step in flow.steps(cfg.total_steps):
+        while Path(f"{cfg.run.dir}.hold-{step.number}").exists():
+            time.sleep(0.02)
         batch = next(queue)
         found = batch.fetch("prompt_text", "token_versions")
         batch |= actor.compute_log_prob(batch)
