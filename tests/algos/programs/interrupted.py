@@ -40,6 +40,7 @@ class Harm:
 
     def __init__(self, points: list[Point], hits: Path) -> None:
         self._hits, self._seen, self._before = hits, 0, ""
+        self._launcher = os.getppid()
         self._phase, number = "start-up", len(hits.read_text().splitlines())
         self._point = points[number] if number < len(points) else None
         if self._point is not None and self._point.rank != int(os.environ["RANK"]):
@@ -77,7 +78,7 @@ class Harm:
         hit = asdict(point) | {"reached": self._phase, "attempt": attempt}
         with self._hits.open("a") as file:
             file.write(json.dumps(hit) + "\n")
-        os.kill(os.getppid() if point.victim == "launcher" else os.getpid(), point.number)
+        os.kill(self._launcher if point.victim == "launcher" else os.getpid(), point.number)
 
 
 def main() -> int:
