@@ -35,6 +35,8 @@ SMALL = (
     "run.sample_every=0",
     "save_every=0",
 )
+LIMIT = 800.0
+"""Seconds after which a run or a wait counts as hung, on a slow machine with other work too."""
 
 
 def torchrun(
@@ -57,7 +59,7 @@ def run_ranks(
     num_ranks: int,
     script: Path = SCRIPT,
     small: Sequence[str] = SMALL,
-    seconds: float = 290,
+    seconds: float = LIMIT,
 ) -> None:
     """The whole run, whose status is 0, without starting Python anew (tests/forked.py)."""
     words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
@@ -88,7 +90,7 @@ def log_of(run_dir: Path) -> Path:
     return run_dir.with_name(run_dir.name + ".log")
 
 
-def finish(process: subprocess.Popen[str], *, seconds: float) -> int:
+def finish(process: subprocess.Popen[str], *, seconds: float = LIMIT) -> int:
     """Wait for torchrun; what is left after the limit is killed with its process group."""
     try:
         return process.wait(seconds)
@@ -97,14 +99,14 @@ def finish(process: subprocess.Popen[str], *, seconds: float) -> int:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_for_step(run_dir: Path, step: int, *, seconds: float) -> None:
+def wait_for_step(run_dir: Path, step: int, *, seconds: float = LIMIT) -> None:
     """Until metrics.jsonl has the step."""
     wait_until(
         lambda: any(done["step"] >= step for done in steps_of(run_dir)), run_dir, seconds=seconds
     )
 
 
-def wait_until(condition: Callable[[], bool], run_dir: Path, *, seconds: float) -> None:
+def wait_until(condition: Callable[[], bool], run_dir: Path, *, seconds: float = LIMIT) -> None:
     """Until condition() holds; after the limit the end of the run's log is shown."""
     limit = time.monotonic() + seconds
     while not condition():
@@ -171,7 +173,7 @@ def last_checkpoint(run_dir: Path) -> dict[str, bytes]:
 
 
 def ranks_of(run_dir: Path) -> list[int]:
-    """Pids of the processes of a run, by its directory on their command line."""
+    """Pids of the processes of a run, torchrun's too, by its directory on their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -179,7 +181,7 @@ def ranks_of(run_dir: Path) -> list[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"spmdflow.run" in words and f"run.dir={run_dir}".encode() in words:
+            if f"run.dir={run_dir}".encode() in words:
                 found.append(int(entry.name))
     return sorted(found)
 

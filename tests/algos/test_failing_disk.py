@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.algos.runs import (
+    LIMIT,
     SCRIPT,
     SMALL,
     finish,
@@ -80,7 +81,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    assert finish(torchrun(run_dir, *SETTINGS, num_ranks=2), seconds=200) == 0
+    assert finish(torchrun(run_dir, *SETTINGS, num_ranks=2)) == 0
     return run_dir
 
 
@@ -141,14 +142,14 @@ def test_run_whose_disk_fails_says_so_keeps_what_is_sealed_and_continues_to_the_
 ) -> None:
     harm, heal, said = FAULTS[name]
     process = disk.torchrun()
-    limit = time.monotonic() + 150
+    limit = time.monotonic() + LIMIT
     while not (sealed(disk).is_dir() and latest(disk) == sealed(disk).name):
         assert time.monotonic() < limit and process.poll() is None, disk.log.read_text()[-3000:]
         time.sleep(0.005)
     kept = contents(sealed(disk))
 
     harm(disk)
-    status = finish(process, seconds=100)
+    status = finish(process)
     text = disk.log.read_text()
     heal(disk)
 
@@ -160,7 +161,7 @@ def test_run_whose_disk_fails_says_so_keeps_what_is_sealed_and_continues_to_the_
     assert int(latest(disk).removeprefix("step-")) >= SEALED
     assert contents(sealed(disk)) == kept
 
-    assert finish(disk.torchrun(), seconds=150) == 0, disk.log.read_text()[-5000:]
+    assert finish(disk.torchrun()) == 0, disk.log.read_text()[-5000:]
     assert last_checkpoint(disk.seen) == last_checkpoint(whole)
     assert numbers_of(disk.seen) == numbers_of(whole)
 

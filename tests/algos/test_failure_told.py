@@ -41,7 +41,7 @@ CALL, LINE = "batch = actor.mine(batch)", '{}["nothing"]'
 
 def told(run_dir: Path, script: Path, *settings: str) -> list[str]:
     """Lines that the run wrote from the failure on, without torchrun's own."""
-    assert finish(torchrun(run_dir, *settings, num_ranks=2, script=script), seconds=150) != 0
+    assert finish(torchrun(run_dir, *settings, num_ranks=2, script=script)) != 0
     log = log_of(run_dir).read_text()
     assert "ERROR" not in log.partition("RUN FAILED")[0], "the report tells it, once"
     return log.partition("=" * 88)[2].partition("=" * 88)[0].strip().splitlines()

@@ -103,6 +103,6 @@ def test_policy_and_generator_on_common_ranks_are_refused_with_what_to_do(tmp_pa
 def test_grpo_async_learns_the_bundled_task(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    run_ranks(run_dir, num_ranks=2, script=ASYNC, small=(), seconds=600)
+    run_ranks(run_dir, num_ranks=2, script=ASYNC, small=())
     accuracy = {s["step"]: s["eval/accuracy"] for s in steps_of(run_dir) if "eval/accuracy" in s}
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2

@@ -35,6 +35,7 @@ from tests.algos.matrix import (
     settings_of,
 )
 from tests.algos.programs.matrix import ALGOS, run_all
+from tests.algos.runs import LIMIT
 from tests.distributed.ranks import RanksFailed, run_ranks
 from tests.distributed.replayed import check_planned_bytes
 
@@ -125,7 +126,7 @@ def check_run(folder: Path, run: Combination) -> None:
     check_planned_bytes(ALGOS / f"{run.script}.py", folder / str(run))
 
 
-def run_group(folder: Path, runs: Sequence[Combination], *, seconds: float = 280) -> None:
+def run_group(folder: Path, runs: Sequence[Combination], *, seconds: float = LIMIT) -> None:
     """The runs and their references in one world, as large as the largest: imports count once."""
     wanted = list(dict.fromkeys([*map(one_rank, runs), *runs]))
     wanted = [run for run in wanted if not (folder / str(run) / "metrics.jsonl").exists()]
@@ -142,7 +143,7 @@ def run_each(folder: Path, runs: Sequence[Combination]) -> dict[Combination, str
     left = list(runs)
     while left:
         try:
-            run_group(folder, left[:7], seconds=600)
+            run_group(folder, left[:7])
             left = left[7:]
         except RanksFailed as err:
             done = [run for run in left if len(steps_of(folder, run)) == num_steps(run)]

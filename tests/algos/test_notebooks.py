@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.algos.runs import LIMIT
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 
@@ -31,7 +33,7 @@ def run(path: Path, folder: Path) -> list[str]:
         env=os.environ | more,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout.splitlines()

@@ -198,7 +198,7 @@ def test_zero_stages_from_settings_alone_give_the_numbers_of_fsdp(tmp_path: Path
     run_dir = tmp_path / "run"
     kinds = ("actor.engine.kind=zero1", "critic.engine.kind=zero2", "reference.engine.kind=zero1")
 
-    status = finish(torchrun(run_dir, *SETTINGS, *kinds, num_ranks=2), seconds=200)
+    status = finish(torchrun(run_dir, *SETTINGS, *kinds, num_ranks=2))
 
     assert status == 0, log_of(run_dir).read_text()[-3000:]
     for one, other in zip(given, steps_of(run_dir), strict=True):

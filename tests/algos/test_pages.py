@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.algos.runs import LIMIT
 from tests.pages import ROOT, blocks_of, run_page
 
 PAGES = sorted(
@@ -26,7 +27,7 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
-    assert run_page(page, tmp_path, seconds=250) == []
+    assert run_page(page, tmp_path, seconds=LIMIT) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -16,7 +16,7 @@ def test_run_with_placement_auto_writes_its_pools_and_how_the_prediction_went(
     run_dir = tmp_path / "run"
     settings = ("placement=auto", "total_steps=2", "eval_every=0", "save_every=0")
 
-    status = finish(torchrun(run_dir, *settings, num_ranks=2), seconds=120)
+    status = finish(torchrun(run_dir, *settings, num_ranks=2))
 
     log = log_of(run_dir).read_text()
     assert status == 0, log[-3000:]

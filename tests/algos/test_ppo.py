@@ -15,6 +15,7 @@ import yaml
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from tests.algos.runs import (
+    LIMIT,
     ROOT,
     SCRIPT,
     SMALL,
@@ -57,7 +58,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_on_ranks(run_dir: Path, *settings: str) -> Path:
-    status = finish(torchrun(run_dir, *SETTINGS, *settings, num_ranks=2), seconds=200)
+    status = finish(torchrun(run_dir, *SETTINGS, *settings, num_ranks=2))
     assert status == 0, log_of(run_dir).read_text()[-3000:]
     check_prediction(run_dir)
     return run_dir
@@ -163,4 +164,4 @@ def test_exit_status_is_0_for_help_and_2_for_a_refusal(
 
 def run_module(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "spmdflow.run", str(SCRIPT), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)

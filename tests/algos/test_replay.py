@@ -99,12 +99,10 @@ def test_step_of_two_ranks_runs_again_to_the_same_bits_and_in_one_process(tmp_pa
     capsule = str(run_dir / "capsules" / "step-2")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-    again = finish(
-        start([sys.executable, *words, "-m", "spmdflow.replay", capsule], log), seconds=200
-    )
+    again = finish(start([sys.executable, *words, "-m", "spmdflow.replay", capsule], log))
     assert again == 0, log.read_text()[-3000:]
     words = ["-m", "spmdflow", "replay", "--inproc", capsule]
-    alone = finish(start([sys.executable, *words], log), seconds=200)
+    alone = finish(start([sys.executable, *words], log))
 
     assert alone == 0, log.read_text()[-3000:]
     reports = [line for line in log.read_text().splitlines() if line.startswith("replay: ")]

@@ -99,7 +99,7 @@ def test_two_ranks_score_as_one_and_a_pair_of_one_replica_scores_once(
     words = [rewards(tmp_path), f"reward.model.path={tmp_path}/judge"]
     words += judge if engine == "megatron" else []
 
-    run_ranks(tmp_path / "run", *words, num_ranks=2, script=GRPO, small=SMALL, seconds=280)
+    run_ranks(tmp_path / "run", *words, num_ranks=2, script=GRPO, small=SMALL)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2 * 32
     assert len(set(calls)) == (1 if engine == "megatron" else 2)  # one pool for a tp group
