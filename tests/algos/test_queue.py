@@ -64,7 +64,7 @@ TAIL = (
     "eval_every=0",
     "run.sample_every=0",
 )
-FEW_AT_ONCE = "actor.rollout.max_batch_size=4"
+FEW_AT_ONCE = "actor.rollout.max_batch_size=16"
 """So few rows that step s never draws all that was begun; programs/queued.py leaves the others."""
 
 
