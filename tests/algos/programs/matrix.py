@@ -21,7 +21,7 @@ def run_all(out: str, runs: tuple[tuple[str, str, str, str, int], ...]) -> None:
     """What every rank does."""
     for run in map(Combination._make, runs):
         settings = list(settings_of(run, f"{out}/{run}"))
-        loaded = load(ALGOS / f"{run.script}.py", None, [*settings, "run.call_seconds=120"])
+        loaded = load(ALGOS / f"{run.script}.py", None, [*settings, "run.call_seconds=600"])
         check(loaded.cfg, run.world)
         run_flow(loaded.script, loaded.cfg, ranks=tuple(range(run.world)))
         dist.barrier()
