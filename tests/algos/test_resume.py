@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,8 @@ from tests.hub import TOKEN, files_of, serve
 STEPS = 4
 SAMPLED = "data.eval_prompts=16 x 2 samples"
 SETTINGS = (f"total_steps={STEPS}", "save_every=1", "eval_every=2", SAMPLED)
+HELD = ROOT / "tests" / "algos" / "programs" / "held.py"
+"""PPO whose last step waits as long as there is the file of `hold`: it is killed before its end."""
 POINTS = random.Random(20).sample(range(12, 62), 17)
 """Orders after which a run is interrupted: any call of any step, saving included."""
 
@@ -153,6 +156,20 @@ def whole_on_ranks(tmp_path_factory):
     return run_dir
 
 
+def hold(run_dir: Path) -> Path:
+    """Keep a run from beginning its last step until the file is removed."""
+    path = run_dir.with_name(f"{run_dir.name}.hold-{STEPS}")
+    path.touch()
+    return path
+
+
+def start_held(run_dir: Path, *rendezvous: str) -> subprocess.Popen[str]:
+    words = (str(SCRIPT.with_suffix(".yaml")), *SMALL, *SETTINGS)
+    return torchrun(
+        run_dir, num_ranks=2, script=HELD, small=words, rendezvous=("--standalone", *rendezvous)
+    )
+
+
 @pytest.mark.parametrize(
     ("step", "victim"),
     [
@@ -163,14 +180,16 @@ def whole_on_ranks(tmp_path_factory):
 )
 def test_kill_9_of_a_rank_and_a_restart_give_the_same_bits(step, victim, whole_on_ranks, tmp_path):
     run_dir = tmp_path / "run"
-    process = torchrun(run_dir, *SETTINGS, num_ranks=2)
+    held = hold(run_dir)
+    process = start_held(run_dir)
     wait_for_step(run_dir, step)
     pids = [pid for pid in ranks_of(run_dir) if pid != process.pid]
     os.kill(pids[victim], signal.SIGKILL)
     assert finish(process, seconds=100) != 0
     assert ranks_of(run_dir) == []
 
-    run_ranks(run_dir, *SETTINGS, num_ranks=2)
+    held.unlink()
+    assert finish(start_held(run_dir)) == 0, log_of(run_dir).read_text()[-4000:]
 
     assert last_checkpoint(run_dir) == last_checkpoint(whole_on_ranks)
     assert numbers_of(run_dir) == numbers_of(whole_on_ranks)
@@ -198,11 +217,12 @@ def test_killed_rank_under_max_restarts_goes_on_by_itself_to_the_same_bits(
     moment, victim, whole_on_ranks, tmp_path
 ):
     run_dir = tmp_path / "run"
-    restarting = ("--standalone", "--max-restarts=2")
-    process = torchrun(run_dir, *SETTINGS, num_ranks=2, rendezvous=restarting)
+    held = hold(run_dir)
+    process = start_held(run_dir, "--max-restarts=2")
     moment(run_dir)
     pids = [pid for pid in ranks_of(run_dir) if pid != process.pid]
     os.kill(pids[victim], signal.SIGKILL)
+    held.unlink()
 
     assert finish(process) == 0, log_of(run_dir).read_text()[-4000:]
     assert ranks_of(run_dir) == []
