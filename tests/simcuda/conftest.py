@@ -15,13 +15,17 @@ from tests.simcuda.device.build import BuildError, library
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 Simulated = Callable[..., str]
+SECONDS = 1500
+"""Only ends what hangs: a busy machine needs minutes to compile, and for some of the programs."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test of this folder is marked."""
+    """Every test of this folder is marked; the first of a file waits for the compiler too."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.simcuda)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(2 * SECONDS))
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +42,7 @@ def simulated() -> Simulated:
     def run(
         *words: str | Path,
         log: Path | None = None,
-        seconds: float = 200,
+        seconds: float = SECONDS,
         transformer_engine: bool = False,
     ) -> str:
         paths = [str(HERE / "device" / "site"), str(ROOT)]

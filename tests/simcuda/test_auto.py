@@ -27,7 +27,6 @@ def test_model_and_data_are_all_that_a_run_on_one_gpu_needs(
     said = simulated(
         *(*torchrun, "-m", "spmdflow.run", "grpo", *needed, *short),
         "actor.update.mini_batch_size=64",
-        seconds=280,
     )
 
     cfg = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -124,7 +123,7 @@ def test_weights_are_copied_for_graphs_where_a_second_copy_fits_and_else_read_in
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     run = (f"run.hardware={hardware}", f"run.dir={tmp_path / 'run'}")
 
-    said = simulated(*torchrun, "-m", "spmdflow.run", "ppo", *SMALL, *settings, *run, seconds=280)
+    said = simulated(*torchrun, "-m", "spmdflow.run", "ppo", *SMALL, *settings, *run)
 
     cfg = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert cfg["actor"]["rollout"]["weights"] == way

@@ -24,9 +24,7 @@ def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
 ) -> None:
     if chosen == WITH_VLLM and find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    output = simulated(
-        *("-m", "pytest", *QUIET, "-k", chosen, "tests/gpu/test_hybrid_engine.py"), seconds=290
-    )
+    output = simulated(*("-m", "pytest", *QUIET, "-k", chosen, "tests/gpu/test_hybrid_engine.py"))
 
     assert f"{number} passed" in output and "skipped" not in output
 

@@ -16,7 +16,7 @@ from tests.simcuda.programs.planted import BUGS
 def noticed(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Bug -> how it was noticed, "" if it was not; under "" the program without a bug."""
     program = Path(__file__).parent / "programs" / "planted.py"
-    output = simulated(program, tmp_path_factory.mktemp("planted"), seconds=290)
+    output = simulated(program, tmp_path_factory.mktemp("planted"))
     return dict(json.loads(output.splitlines()[-1]))
 
 

@@ -85,7 +85,7 @@ def test_recipe_makes_a_step_with_a_tiny_model(
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
     files = (ROOT / "algos" / f"{script}.py", ROOT / "algos" / f"{name}.yaml")
 
-    simulated(*torchrun, "-m", "spmdflow.run", *files, *words, seconds=280)
+    simulated(*torchrun, "-m", "spmdflow.run", *files, *words)
 
     run = tmp_path / "run"
     cfg = yaml.safe_load((run / "config.yaml").read_text())

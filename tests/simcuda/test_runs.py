@@ -27,7 +27,7 @@ def start(simulated: Simulated, folder: Path, *wanted: str, **more: bool) -> Sta
         return {}
     num_ranks = max(RUNS[name][1] for name in names)
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
-    simulated(*torchrun, PROGRAM, folder, *names, log=folder / "log", seconds=290, **more)
+    simulated(*torchrun, PROGRAM, folder, *names, log=folder / "log", **more)
     return read(folder / "log")
 
 

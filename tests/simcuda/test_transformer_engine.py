@@ -30,7 +30,7 @@ def found(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Fou
         pytest.skip("the megatron extra is not installed")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
     folder = tmp_path_factory.mktemp("te")
-    output = simulated(*torchrun, PROGRAM, folder, seconds=280, transformer_engine=True)
+    output = simulated(*torchrun, PROGRAM, folder, transformer_engine=True)
     return list(json.loads(output.splitlines()[-1]))
 
 

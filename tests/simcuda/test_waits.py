@@ -55,7 +55,7 @@ def log(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("waits")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     names = [f"{name}, {steps} steps" for name in ONE_STEP for steps in STEPS]
-    simulated(*torchrun, PROGRAM, folder, *names, log=folder / "log", seconds=280)
+    simulated(*torchrun, PROGRAM, folder, *names, log=folder / "log")
     return folder / "log"
 
 

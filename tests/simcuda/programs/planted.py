@@ -177,7 +177,7 @@ def main() -> int:
         function, code = changed(bug)
         assert function.__code__ != code
     found = {
-        name: noticed(lambda name=name: run_ranks(follow_with, 2, name, path, seconds=60))
+        name: noticed(lambda name=name: run_ranks(follow_with, 2, name, path, seconds=280))
         for name in ("", *BUGS)
     }
     print(json.dumps(found))

@@ -144,7 +144,7 @@ def main() -> int:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    limit = datetime.timedelta(seconds=200)
+    limit = datetime.timedelta(seconds=1400)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
     if rank == 0:
         write_deep(folder / "deep")

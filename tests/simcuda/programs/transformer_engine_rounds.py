@@ -216,7 +216,7 @@ def main() -> int:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=60), folder)
+    world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=600), folder)
     world.make_groups([case.layout for case in (*CASES, BFLOAT16)])
     if rank == 0:
         write_models(folder)
