@@ -15,8 +15,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "session_drill.py"
-OUT_SECONDS = 15.0
-START_SECONDS = 90.0
+OUT_SECONDS = 50.0
+"""Less than a rank's last resort (60 s) and than until anything would end by itself."""
+KILLED_BY_TORCHRUN = "forcefully exiting"
+"""What torchrun writes where a rank has not ended 30 s after SIGTERM."""
+START_SECONDS = 240.0
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -60,9 +63,10 @@ class Drill:
         os.kill(pid, number)
 
     def wait_until_out(self) -> None:
-        """Every process of this run is gone in time, and torchrun says that it failed."""
+        """Every process of this run ends in time, of itself, and torchrun says that it failed."""
         self._wait(lambda: not self.alive(), OUT_SECONDS, "all processes to end")
-        assert all(torchrun.wait(5) != 0 for torchrun in self.torchruns)
+        assert all(torchrun.wait(60) != 0 for torchrun in self.torchruns)
+        assert KILLED_BY_TORCHRUN not in self.log(), self.log()
 
     def alive(self) -> list[int]:
         """Processes with our mark, zombies excepted (they have no environment)."""

@@ -1,4 +1,4 @@
-"""Every way to go, in every place: out within 15 s, the culprit named, no process left.
+"""Every way to go, in every place: soon out, the culprit named, no process left.
 
 Each case is a real torchrun with three ranks. The default part is one case of each kind; the
 whole matrix is marked slow.
@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.drill import TORCHRUN, Drill
+
+LONG, LIMIT = 600.0, 10.0
+"""Limits of the call: one that nobody reaches, and one after which a stopped rank is named."""
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ MATRIX = [
 def test_rank_that_fails_is_named_and_everything_ends(
     drill: Drill, where: str, how: str, victim: int
 ) -> None:
-    drill.start(where, "wait" if how == "kill" else how, victim, 60.0)
+    drill.start(where, "wait" if how == "kill" else how, victim, LONG)
     if how == "kill":
         drill.signal_rank(victim, signal.SIGKILL)
     drill.wait_until_out()
@@ -74,7 +77,7 @@ def test_rank_that_fails_is_named_and_everything_ends(
 
 
 def test_error_in_the_script_is_shown_with_its_traceback(drill: Drill) -> None:
-    drill.start("idle", "exception", 0, 60.0)
+    drill.start("idle", "exception", 0, LONG)
     drill.wait_until_out()
 
     failure = drill.failure()
@@ -92,7 +95,7 @@ def test_error_in_the_script_is_shown_with_its_traceback(drill: Drill) -> None:
     ],
 )
 def test_ranks_end_when_torchrun_is_killed(drill: Drill, where: str) -> None:
-    drill.start(where, "wait", 1, 60.0)
+    drill.start(where, "wait", 1, LONG)
     drill.torchruns[0].kill()
     drill.wait_until_out()
 
@@ -113,7 +116,7 @@ def test_ranks_end_when_torchrun_is_killed(drill: Drill, where: str) -> None:
 def test_stopped_rank_is_named_at_the_limit_of_the_call(
     drill: Drill, where: str, victim: int
 ) -> None:
-    drill.start(where, "wait", victim, 4.0)
+    drill.start(where, "wait", victim, LIMIT)
     drill.signal_rank(victim, signal.SIGSTOP)
     drill.wait_until_out()
 
@@ -124,7 +127,7 @@ def test_stopped_rank_is_named_at_the_limit_of_the_call(
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_without_a_failure_ends_every_rank(drill: Drill) -> None:
-    drill.start("compute", "wait", 1, 10.0)
+    drill.start("compute", "wait", 1, LONG)
     drill.torchruns[0].terminate()
     drill.wait_until_out()
 
@@ -134,7 +137,7 @@ def test_sigterm_to_torchrun_without_a_failure_ends_every_rank(drill: Drill) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["compute", "idle"])
 def test_ctrl_c_ends_every_rank(drill: Drill, where: str) -> None:
-    drill.start(where, "wait", 1, 60.0)
+    drill.start(where, "wait", 1, LONG)
     drill.torchruns[0].send_signal(signal.SIGINT)
     drill.wait_until_out()
 

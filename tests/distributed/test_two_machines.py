@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.drill import TORCHRUN, Drill
+from tests.distributed.test_failure_drill import LIMIT, LONG
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,7 +62,7 @@ def drill(tmp_path: Path, machines: list[list[str]]) -> Iterator[Drill]:
 
 @pytest.mark.parametrize("victim", [3, 1])
 def test_rank_that_dies_is_named_with_its_end(drill: Drill, victim: int) -> None:
-    drill.start("compute", "wait", victim, 60.0)
+    drill.start("compute", "wait", victim, LONG)
     drill.signal_rank(victim, signal.SIGKILL)
     drill.wait_until_out()
 
@@ -71,7 +72,7 @@ def test_rank_that_dies_is_named_with_its_end(drill: Drill, victim: int) -> None
 
 
 def test_controller_that_dies_is_named_on_both_machines(drill: Drill) -> None:
-    drill.start("idle", "wait", 0, 60.0)
+    drill.start("idle", "wait", 0, LONG)
     drill.signal_rank(0, signal.SIGKILL)
     drill.wait_until_out()
 
@@ -83,7 +84,7 @@ def test_controller_that_dies_is_named_on_both_machines(drill: Drill) -> None:
 def test_stopped_rank_of_the_other_machine_is_named_and_killed_by_its_neighbour(
     drill: Drill,
 ) -> None:
-    drill.start("compute", "wait", 3, 4.0)
+    drill.start("compute", "wait", 3, LIMIT)
     drill.signal_rank(3, signal.SIGSTOP)
     drill.wait_until_out()
 

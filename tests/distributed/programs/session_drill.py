@@ -27,6 +27,8 @@ from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 
 RUN_DIR, WHERE, HOW = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+LONG_SECONDS = 600.0
+"""Nothing lasts as long: the test has ended everything before."""
 LANE = WHERE
 VICTIM, SECONDS = int(sys.argv[4]), float(sys.argv[5])
 
@@ -35,15 +37,15 @@ def main(transport: Transport) -> None:
     """The script: a call that works, then the one during which it happens."""
     ranks = range(transport.world_size)
     warm = dict.fromkeys(ranks, {"operation": "meet"})
-    transport.submit(Order(1, "compute", "actor.meet", warm, 30.0)).result()
+    transport.submit(Order(1, "compute", "actor.meet", warm, LONG_SECONDS)).result()
     if WHERE == "idle":
         harm = {VICTIM: {"operation": "harm_later"}}
-        transport.submit(Order(2, "compute", "actor.harm_later", harm, 30.0)).result()
+        transport.submit(Order(2, "compute", "actor.harm_later", harm, LONG_SECONDS)).result()
         for rank in ranks:
             (RUN_DIR / f"running-{rank}").touch()
         if HOW == "exception":
             raise RuntimeError("drill in the script")
-        time.sleep(60)
+        time.sleep(LONG_SECONDS)
     else:
         harm = dict.fromkeys(ranks, {"operation": "harm"})
         transport.submit(Order(2, LANE, "actor.harm", harm, SECONDS)).result()
@@ -65,19 +67,32 @@ def operations_of(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
 
     def harm_later(payload: dict[str, Any], number: int) -> dict[str, Any]:
         if HOW == "exit":
-            threading.Timer(0.5, os._exit, (7,)).start()
+            threading.Thread(target=_exit_when_all_are_there, daemon=True).start()
         return {}
 
     return {"meet": meet, "harm": harm, "harm_later": harm_later}
 
 
 def _harm() -> None:
-    time.sleep(0.3)  # let the others arrive in the collective
+    _await_all()
     if HOW == "exception":
         raise RuntimeError("drill in a lane")
     if HOW == "exit":
         os._exit(7)
-    time.sleep(60)
+    time.sleep(LONG_SECONDS)
+
+
+def _exit_when_all_are_there() -> None:
+    _await_all()
+    os._exit(7)
+
+
+def _await_all() -> None:
+    """Until every rank is where it should be, and a while more: into the collective."""
+    files = [RUN_DIR / f"running-{rank}" for rank in range(dist.get_world_size())]
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+    time.sleep(0.3)
 
 
 if __name__ == "__main__":
@@ -91,7 +106,7 @@ if __name__ == "__main__":
     settings = SessionSettings(
         run_dir=RUN_DIR,
         ranks=tuple(world),
-        start_seconds=60.0,
+        start_seconds=LONG_SECONDS,
         call_seconds=SECONDS,
         heartbeat_seconds=2.0,
     )
