@@ -21,15 +21,25 @@ def _ranks(agent: int) -> dict[int, int]:
     """Pid of each rank that an agent has started."""
     found = {}
     for file in Path(f"/proc/{agent}/task").glob("*/children"):
-        for pid in file.read_text().split():
+        for pid in _children(file):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found |= {int(word[5:]): int(pid) for word in words if word.startswith(b"RANK=")}
+                found |= {int(word[5:]): pid for word in words if word.startswith(b"RANK=")}
     return found
 
 
+def _children(of_thread: Path) -> list[int]:
+    """None of a thread that has ended."""
+    with contextlib.suppress(OSError):
+        return list(map(int, of_thread.read_text().split()))
+    return []
+
+
 def _watches(pid: int) -> bool:
-    """Whether a rank has begun to watch the others: until they have met it blocks SIGTERM."""
+    """Whether a rank watches the others (until they have met it blocks SIGTERM) and knows where
+    to write what it sees: torch is loaded once the settings are."""
+    if "libtorch_cpu" not in Path(f"/proc/{pid}/maps").read_text():
+        return False
     blocked = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
     return bool(int(blocked, 16) >> (signal.SIGTERM - 1) & 1)
 
@@ -51,14 +61,14 @@ def test_rank_that_is_killed_in_the_start_is_named_with_its_signal(
     run_dir = tmp_path / "run"
     run = torchrun(run_dir, "total_steps=2", num_ranks=3)
     try:
-        until = time.monotonic() + 60.0
+        until = time.monotonic() + 240.0
         while len(ranks := _ranks(run.pid)) < 3 or not all(map(_watches, ranks.values())):
             assert time.monotonic() < until
             time.sleep(0.01)
         time.sleep(seconds)
         os.kill(ranks[victim], signal.SIGKILL)
     finally:
-        status = finish(run, seconds=60)
+        status = finish(run, seconds=240)
 
     assert status == 1
     files = [run_dir / "failure.json"]
