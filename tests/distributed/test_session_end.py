@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,8 +29,8 @@ def test_rank_with_another_secret_ends_the_run_within_seconds(
     tmp_path: Path, secrets: list[str | None]
 ) -> None:
     outcomes = watch_ranks(
-        with_secret, 2, str(tmp_path), secrets, seconds=120
-    )  # a start may take 300
+        with_secret, 2, str(tmp_path), secrets, seconds=280
+    )  # a start may take 600
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     assert "SPMDFLOW_SECRET" in (tmp_path / "failure-rank1.json").read_text()
@@ -38,31 +39,31 @@ def test_rank_with_another_secret_ends_the_run_within_seconds(
 def _forever(run_dir: str, operation: str) -> int:
     def main(transport: Transport) -> None:
         everywhere = to_all(transport, {"operation": operation})
-        transport.submit(Order(1, "compute", "a.work", everywhere, 1.0)).result()
+        transport.submit(Order(1, "compute", "a.work", everywhere, 3.0)).result()
 
     return run_session(main, _endless, settings_for(Path(run_dir)))
 
 
 def _endless(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
     def only_rank_1(payload: dict[str, Any], number: int) -> dict[str, Any]:
-        time.sleep(60.0 if rank == 1 else 0.0)
+        time.sleep(600.0 if rank == 1 else 0.0)
         return {}
 
     return {"hang": only_rank_1}
 
 
 def test_call_beyond_its_limit_ends_the_run_and_names_rank_and_method(tmp_path: Path) -> None:
-    outcomes = watch_ranks(_forever, 2, str(tmp_path), "hang", seconds=120)
+    outcomes = watch_ranks(_forever, 2, str(tmp_path), "hang")
     text = (tmp_path / "failure.json").read_text()
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
-    for part in ('"rank": 1', '"method": "work"', '"kind": "deadline"', "limit of 1 s"):
+    for part in ('"rank": 1', '"method": "work"', '"kind": "deadline"', "limit of 3 s"):
         assert part in text
     assert "only_rank_1" in (tmp_path / "stacks-rank1.txt").read_text()
 
 
 def test_unknown_operation_ends_the_run_naming_the_known_ones(tmp_path: Path) -> None:
-    watch_ranks(_forever, 2, str(tmp_path), "walk", seconds=120)
+    watch_ranks(_forever, 2, str(tmp_path), "walk")
 
     text = (tmp_path / "failure.json").read_text()
     assert ProtocolError.__name__ in text and "'walk'" in text and "hang" in text
@@ -80,7 +81,7 @@ def _broken_on_done(run_dir: str) -> int:
 
 
 def test_error_in_on_done_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    outcomes = watch_ranks(_broken_on_done, 2, str(tmp_path), seconds=120)
+    outcomes = watch_ranks(_broken_on_done, 2, str(tmp_path))
     text = (tmp_path / "failure.json").read_text()
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
@@ -99,7 +100,7 @@ def _wait_in_on_done(run_dir: str) -> int:
 
 
 def test_waiting_inside_on_done_is_an_error_and_no_deadlock(tmp_path: Path) -> None:
-    outcomes = watch_ranks(_wait_in_on_done, 2, str(tmp_path), seconds=120)
+    outcomes = watch_ranks(_wait_in_on_done, 2, str(tmp_path))
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     assert "a.second: its result was asked for" in (tmp_path / "failure.json").read_text()
@@ -138,7 +139,7 @@ def test_script_that_calls_exit_with_0_ends_the_run_well(
 
 
 def test_script_that_calls_exit_with_a_status_fails_the_run(tmp_path: Path) -> None:
-    outcomes = watch_ranks(_exit_in_script, 2, str(tmp_path), 3, seconds=120)
+    outcomes = watch_ranks(_exit_in_script, 2, str(tmp_path), 3)
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     assert "SystemExit: 3" in (tmp_path / "failure.json").read_text()
@@ -152,7 +153,7 @@ def _error_at_start(run_dir: str) -> int:
 
 
 def test_error_while_a_rank_prepares_ends_the_run(tmp_path: Path) -> None:
-    outcomes = watch_ranks(_error_at_start, 2, str(tmp_path), seconds=120)
+    outcomes = watch_ranks(_error_at_start, 2, str(tmp_path))
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     assert "ZeroDivisionError" in (tmp_path / "failure.json").read_text()
@@ -160,12 +161,13 @@ def test_error_while_a_rank_prepares_ends_the_run(tmp_path: Path) -> None:
 
 def _one_is_missing(run_dir: str) -> str:
     settings = SessionSettings(run_dir=Path(run_dir), ranks=(0, 1), start_seconds=2.0)
-    if dist.get_rank() == 1:
-        time.sleep(4.0)
-        return ""
-    with pytest.raises(DeadlineError) as caught:
-        run_session(one_round, operations, settings)
-    return str(caught.value)
+    text = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(DeadlineError) as caught:
+            run_session(one_round, operations, settings)
+        text = str(caught.value)
+    dist.barrier()  # the other one is there all the time
+    return text
 
 
 def test_rank_that_does_not_come_is_named_after_the_limit(
@@ -173,4 +175,6 @@ def test_rank_that_does_not_come_is_named_after_the_limit(
 ) -> None:
     text = spawn_ranks(_one_is_missing, 2, str(tmp_path))[0]
 
-    assert "ranks [1] did not come within 2 s" in text and "run.start_seconds (now 2)" in text
+    waited = re.search(r"ranks \[1\] did not come within (\d+) s", text)
+    assert waited and int(waited[1]) >= 2, text  # a busy machine looks later
+    assert "run.start_seconds (now 2)" in text

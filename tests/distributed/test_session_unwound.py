@@ -33,7 +33,7 @@ def _operations(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
         return {}
 
     def await_rows(payload: dict[str, Any], number: int) -> dict[str, Any]:
-        return {"there": arrival.wait_until(lambda: False, 60.0)}
+        return {"there": arrival.wait_until(lambda: False, 600.0)}
 
     def rest(payload: dict[str, Any], number: int) -> dict[str, Any]:
         time.sleep(payload["seconds"])
@@ -48,11 +48,11 @@ payload_groups: list[Any] = []
 
 def _order(transport: Transport, operation: str, lane: str = "compute", **payload: Any) -> Any:
     everywhere = to_all(transport, {"operation": operation, **payload})
-    return transport.submit(Order(1, lane, f"actor.{operation}", everywhere, 60.0))
+    return transport.submit(Order(1, lane, f"actor.{operation}", everywhere, 600.0))
 
 
 def _raise_in_script(transport: Transport) -> None:
-    _order(transport, "rest", seconds=4.5)
+    _order(transport, "rest", seconds=10.5)
     raise KeyError("in the script")
 
 
@@ -92,7 +92,7 @@ def _run_all(folder: str) -> list[tuple[str, dict[str, Any], float, float]]:
     for name, (script, _) in SCRIPTS.items():
         payload_groups.append(dist.new_group([0, 1, 2]))
         # calls that are let through after an error in the script may take longer than this
-        executor._LAST_RESORT_SECONDS = 4.0 if name == "script" else 60.0
+        executor._LAST_RESORT_SECONDS = 10.0 if name == "script" else 600.0
         settings = settings_for(Path(folder) / name, unwinds=True)
         start = time.monotonic()
         with pytest.raises(RunFailed) as caught:
@@ -117,7 +117,7 @@ def test_failed_session_reaches_every_rank_as_an_exception_and_the_program_goes_
     for found in by_rank:
         for (text, record, seconds, total), (_, expected) in zip(found, SCRIPTS.values()):
             assert expected in text and record["cause"] in text
-            assert record["traceback"] and total == 3.0 and seconds < 30.0, (text, seconds)
+            assert record["traceback"] and total == 3.0 and seconds < 200.0, (text, seconds)
     assert by_rank[0][0][0] == by_rank[2][0][0]
     assert '"kind": "script"' in (tmp_path / "script" / "failure.json").read_text()
 
@@ -141,7 +141,7 @@ def _hang(folder: str) -> None:
 
 @pytest.mark.slow
 def test_rank_that_does_not_come_back_ends_the_processes(tmp_path: Path) -> None:
-    outcomes = watch_ranks(_hang, 2, str(tmp_path), seconds=60)
+    outcomes = watch_ranks(_hang, 2, str(tmp_path))
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     text = (tmp_path / "failure.json").read_text()
