@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import resource
 import socket
 import sys
@@ -23,7 +24,7 @@ import pytest
 from torch import distributed as dist
 
 from spmdflow.parallel.message import decode, encode
-from spmdflow.runtime import session
+from spmdflow.runtime import session, wire
 from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.process import Process, node_identity
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind
@@ -34,6 +35,8 @@ from tests.zmtp import GREETING, MORE, frame, ready
 Spawn = Callable[..., list[Any]]
 MANY = 1500
 """Connections, of which rank 0 could keep about 950."""
+GREETING_SECONDS = 60
+"""What a stranger's greeting may take here: far more than a call on a busy machine."""
 
 
 class Attacker:
@@ -49,7 +52,7 @@ class Attacker:
     def write(self, key: str, value: Any) -> None:
         self.store.set(f"{self.prefix}/{key}", encode(value).hex())
 
-    def wait(self, key: str, seconds: float = 60.0) -> None:
+    def wait(self, key: str, seconds: float = 600.0) -> None:
         self.store.wait([key], timedelta(seconds=seconds))
 
     def learn(self) -> None:
@@ -126,14 +129,14 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
     found["descriptors"] = attacker.descriptors()
     for mine in idle:
         mine.close()
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 200
     while (grown := attacker.memory() - memory) >= 30 and time.monotonic() < limit:
         time.sleep(0.05)  # the endless message is cut at a look, and freed by libzmq's thread
     found["MB"] = grown
     attacker.store.set(f"{release}/go", "")
     attacker.wait(f"{release}/all here")
     try:
-        socket.create_connection(attacker.address, 1.0).close()
+        socket.create_connection(attacker.address, 60.0).close()
         found["still listens"] = True
     except OSError:
         found["still listens"] = False
@@ -173,7 +176,7 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
     connect = session.Endpoint
 
     def late(*arguments: Any, **more: Any) -> Any:
-        store.wait([f"{release}/go"], timedelta(seconds=60))
+        store.wait([f"{release}/go"], timedelta(seconds=600))
         return connect(*arguments, **more)
 
     def main(transport: Transport) -> None:
@@ -183,7 +186,7 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
             began = time.monotonic()
             found["calls"] += 1
             everywhere = to_all(transport, {"operation": "note"})
-            order = Order(found["calls"], "compute", "a.note", everywhere, 60.0)
+            order = Order(found["calls"], "compute", "a.note", everywhere, 600.0)
             assert len(transport.submit(order).result()) == 3
             found["longest"] = max(found["longest"], time.monotonic() - began)
             beside += store.check([f"{release}/crowd"])
@@ -192,6 +195,7 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "Endpoint", late if is_late else connect)
+        patch.setattr(wire, "_GREETING_MILLISECONDS", 1000 * GREETING_SECONDS)
         assert session.run_session(main, operations, settings) == 0
     return found
 
@@ -210,10 +214,8 @@ def test_whoever_reaches_the_port_gets_nothing_and_the_run_goes_on(
         assert attack["flood after"] == 0
         assert attack["descriptors after"] < 150
     for session_ in defended:
-        assert session_["calls"] > 100
-        assert session_["longest"] < 5.0, (
-            "a busy machine takes less, a stranger's greeting that long"
-        )
+        assert session_["calls"] >= 100
+        assert session_["longest"] < GREETING_SECONDS, "no call has waited for a greeting"
     assert not list(tmp_path.iterdir())
 
 
@@ -229,7 +231,7 @@ def _believed(run_dir: str) -> Any:
         ranks, secret = sessions[folder]
         dist.barrier()
         settings = settings_for(Path(run_dir) / folder, ranks=ranks, secret=secret)
-        return session.run_session(_never, operations, replace(settings, start_seconds=3.0))
+        return session.run_session(_never, operations, replace(settings, start_seconds=8.0))
     network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
     hubs = []
     for (ranks, _), key in zip(sessions.values(), (None, b"guessed"), strict=True):
@@ -238,7 +240,7 @@ def _believed(run_dir: str) -> Any:
         here = [run_id, Process.of(os.getpid()), {network: hubs[-1].bind("127.0.0.1")}, []]
         Attacker(store, ranks, 1).write("controller", here)
     dist.barrier()
-    heard, visited, until = 0, set[Hub](), time.monotonic() + 40.0
+    heard, visited, until = 0, set[Hub](), time.monotonic() + 400.0
     while len(visited) < len(hubs) and time.monotonic() < until:
         heard += sum(hub.receive() is not None for hub in hubs)
         visited |= {hub for hub in hubs if hub.any_lost()}
@@ -252,11 +254,11 @@ def _never(transport: Transport) -> None:
 
 
 def test_whoever_writes_the_store_is_not_obeyed_as_controller(tmp_path: Path) -> None:
-    outcomes = watch_ranks(_believed, 5, str(tmp_path), seconds=60)
+    outcomes = watch_ranks(_believed, 5, str(tmp_path))
 
     assert outcomes[4].value == {"heard": 0, "visited": 2}
     for folder, first in (("plain", 0), ("secret", 2)):
-        assert "ranks [4] did not come within 3 s" in str(outcomes[first].error)
+        assert re.search(r"ranks \[4\] did not come within \d+ s", str(outcomes[first].error))
         assert outcomes[first + 1].exit_code == 1
         text = (tmp_path / folder / f"failure-rank{first + 1}.json").read_text()
         assert "its connection is lost" in text and '"others": []' in text
