@@ -15,6 +15,7 @@ import pytest
 
 from spmdflow.checkpoint.run_dir import find_latest
 from tests.algos.runs import SCRIPT, SMALL, log_of, start
+from tests.distributed.ports import reserved_port
 from tests.unit.checkpoint_files import verify_checkpoint
 
 OWN_MOUNTS = ["unshare", "--mount", "sh", "-c"]
@@ -32,21 +33,18 @@ def can_mount(folder: Path) -> bool:
 class Nodes:
     """A run of ppo.py on two nodes of one rank each, which share the network and all but a disk."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, port: int) -> None:
+        self.run_dir, self._port = run_dir, port
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, *settings: str, own_run_dir: bool) -> None:
         """own_run_dir: the second node has a disk of its own at RUN_DIR."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         mount = f"mount -t tmpfs none {self.run_dir} && " if own_run_dir else ""
         for node, prefix in enumerate(([], [*OWN_MOUNTS, mount + 'exec "$0" "$@"'])):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
             torchrun += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--node-rank={node}"]
             run = ["-m", "spmdflow.run", str(SCRIPT), f"run.dir={self.run_dir}", *SMALL]
-            words = [*prefix, *torchrun, f"--master-port={port}", *run, *settings]
+            words = [*prefix, *torchrun, f"--master-port={self._port}", *run, *settings]
             self.agents.append(start(words, log_of(self.run_dir)))
 
     def wait_until_out(self, *, seconds: float) -> list[int]:
@@ -73,15 +71,16 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     run_dir.mkdir()
     if not can_mount(run_dir):
         pytest.skip("mount namespaces are not allowed here")
-    nodes = Nodes(run_dir)
-    yield nodes
-    nodes.end()
+    with reserved_port("127.0.0.1") as port:
+        nodes = Nodes(run_dir, port)
+        yield nodes
+        nodes.end()
 
 
 def test_a_node_with_another_run_dir_is_refused_before_models_are_built(nodes: Nodes) -> None:
     nodes.start("placement=split", "total_steps=2", "save_every=1", own_run_dir=True)
 
-    statuses = nodes.wait_until_out(seconds=120)
+    statuses = nodes.wait_until_out(seconds=600)
 
     host = socket.gethostname()
     assert 0 not in statuses
@@ -107,14 +106,14 @@ def test_a_run_dir_that_another_node_loses_ends_the_run_and_keeps_the_last_whole
         own_run_dir=False,
     )
     latest = nodes.run_dir / "checkpoints" / "latest"
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 240
     while not latest.exists():
         assert time.monotonic() < limit and nodes.agents[0].poll() is None, nodes.log()[-3000:]
         time.sleep(0.05)
     enter = ["nsenter", "--mount", "--target", str(nodes.agents[1].pid)]
     subprocess.run([*enter, "mount", "-t", "tmpfs", "none", str(latest.parent)], check=True)
 
-    statuses = nodes.wait_until_out(seconds=120)
+    statuses = nodes.wait_until_out(seconds=600)
 
     assert 0 not in statuses
     assert "RUN_DIR is not one folder that every node shares" in nodes.log()
