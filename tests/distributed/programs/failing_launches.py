@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +48,7 @@ def nan(prompt, response, row):
 
 def slow(prompt, response, row):
     open("{mark}", "w").close()
-    time.sleep(9)  # less than reward.sample_seconds, many times more than a run may take to end
+    time.sleep(90)  # less than reward.sample_seconds, many times more than a run may take to end
     return 0.0
 """
 
@@ -104,12 +104,14 @@ def made_in_python(out: Path, **reward: Any) -> Any:
     cfg.actor.update.mini_batch_size = 16
     cfg.actor.rollout.max_new_tokens = 4
     cfg.reward.function = reward.get("function", "spmdflow.rewards.arithmetic:exact_match")
+    cfg.reward.sample_seconds = 100.0
     cfg.total_steps, cfg.eval_every, cfg.save_every = 1, 0, 0
     cfg.run.dir, cfg.run.sample_every = str(out), 0
     return cfg
 
 
-def attempt(run: Callable[[], int]) -> dict[str, Any]:
+def attempt(run: Callable[[], int], expected: Sequence[int]) -> dict[str, Any]:
+    """expected: what the process holds afterwards; empty: nobody knows yet."""
     start = time.monotonic()
     seen: dict[str, Any] = {"record": {}}
     try:
@@ -119,7 +121,7 @@ def attempt(run: Callable[[], int]) -> dict[str, Any]:
     seen["seconds"] = time.monotonic() - start
     total = torch.ones(1)
     dist.all_reduce(total)
-    seen |= {"sum": float(total), "left": left()}
+    seen |= {"sum": float(total), "left": left(expected)}
     dist.barrier()  # nobody ends while another one counts
     return seen
 
@@ -169,7 +171,9 @@ def main() -> None:
             "algos/grpo.py", settings=[*SMALL, f"run.dir={out / 'named'}"], ranks=MEMBERS
         ),
     }
-    seen = {name: attempt(run) for name, run in launches.items()}
+    seen: dict[str, Any] = {}
+    for name, run in launches.items():
+        seen[name] = attempt(run, seen["script"]["left"] if seen else ())
     (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,18 +23,24 @@ from spmdflow.config.load import load
 from tests.distributed.programs.inside_torchrun import ROOT, script_of, toy_config, toy_main
 
 
-def left() -> list[int]:
-    """What this process holds now."""
-    gc.collect()
-    groups = dist.distributed_c10d._world.pg_map
-    counts: list[int] = []
-    for _ in range(50):  # torch's own threads end a moment after the group that they served
-        before = counts
-        counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
-        if counts == before:
-            break
+def left(expected: Sequence[int] = ()) -> list[int]:
+    """What this process holds now, once that is as expected or, if nothing is, has stayed the same.
+
+    torch's own threads end a moment after the group that they served.
+    """
+    counts, num_same, until = held(), 0, time.monotonic() + 60
+    while time.monotonic() < until and counts != list(expected) and num_same < 15:
         time.sleep(0.2)
-    return [*counts, len(groups)]
+        before, counts = counts, held()
+        num_same = 0 if expected or counts != before else num_same + 1
+    return counts
+
+
+def held() -> list[int]:
+    """Descriptors, threads and process groups."""
+    gc.collect()
+    counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+    return [*counts, len(dist.distributed_c10d._world.pg_map)]
 
 
 def main() -> None:
@@ -51,7 +58,7 @@ def main() -> None:
         assert spmdflow.launch(script_of(toy_main), toys) == 0
         ppo.cfg.run.dir = str(out / f"ppo-{number}")
         assert spmdflow.launch(ppo.script, ppo.cfg, ranks=(1, 2)) == 0
-        seen.append(left())
+        seen.append(left(seen[0]))
         (out / f"left-{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
