@@ -36,7 +36,7 @@ def run(environment: str, rows: list[dict[str, Any]], *, model: Path = MODEL) ->
     long = Limits(max_turns=64, max_prompt_tokens=1000, max_new_tokens=1000, may_fork=False)
     limits = LIMITS if model == MODEL else long
     generator = new_generator(max_batch_size=1, model=model)
-    runner = new_runner("", generator, environment=environment, seconds=60.0, limits=limits)
+    runner = new_runner("", generator, environment=environment, seconds=600.0, limits=limits)
     try:
         return runner.run(rows, SAMPLING, seed_of_turn)
     finally:

@@ -26,7 +26,7 @@ def faulty(prompt, response, row, *, bad="vanish"):
     if response == bad == "vanish":
         os._exit(7)
     if response == bad == "hang":
-        time.sleep(60)
+        time.sleep(600)
     if response == "hog":
         blocks = []
         while True:
@@ -34,6 +34,7 @@ def faulty(prompt, response, row, *, bad="vanish"):
     return {"score": len(prompt) * 0.1, "pid": os.getpid()}
 '''
 RESPONSES = ["", "a", "bcd", "vanish", "hang", "xy"] * 2
+LIMIT = 4.0  # seconds: far above what a sample takes on a busy machine, and no long wait
 
 
 @pytest.fixture
@@ -48,8 +49,10 @@ def terms(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def score(terms: object, responses: list[str], *, processes: int) -> list[dict[str, float]]:
-    with RewardPool(terms, processes, sample_seconds=1.5, on_error="zero") as pool:
+def score(
+    terms: object, responses: list[str], *, processes: int, seconds: float = LIMIT
+) -> list[dict[str, float]]:
+    with RewardPool(terms, processes, sample_seconds=seconds, on_error="zero") as pool:
         prompts = ["p" * number for number in range(len(responses))]
         return pool.score(prompts, responses, [{} for _ in responses])
 
@@ -77,7 +80,7 @@ def test_scores_have_the_same_bits_on_any_number_of_processes(terms):
 
 
 def test_message_names_the_function_that_failed_and_the_row(terms):
-    with RewardPool(terms, 2, sample_seconds=1.5) as pool:
+    with RewardPool(terms, 2, sample_seconds=LIMIT) as pool:
         with pytest.raises(RewardError) as caught:
             pool.score(["p"] * 3, ["a", "hang", "b"], [{"n": 1}] * 3, row_ids=[70, 71, 72])
 
@@ -87,7 +90,7 @@ def test_message_names_the_function_that_failed_and_the_row(terms):
 
 
 def test_function_that_takes_all_memory_fails_alone(terms):
-    results = score({"faulty": terms["faulty"]}, ["a", "hog", "b"], processes=1)
+    results = score({"faulty": terms["faulty"]}, ["a", "hog", "b"], processes=1, seconds=100.0)
 
     assert [result["errors"] for result in results] == [0, 1, 0]
     assert results[0]["pid"] == results[2]["pid"]  # a MemoryError, not a killed process
@@ -100,18 +103,18 @@ def test_library_that_stops_itself_by_a_signal_does_so_in_a_worker_process():
     slow = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{1000000!}"]
     responses = [r"\boxed{\frac{2}{4}}", *slow, r"\boxed{0.5}", r"\boxed{" + "(" * 900 + "}"]
 
-    with RewardPool("spmdflow.rewards.math:score(seconds=1)", 1, sample_seconds=150) as pool:
+    with RewardPool("spmdflow.rewards.math:score(seconds=5)", 1, sample_seconds=280) as pool:
         pool.score([""], ["0.5"], [{"answer": "1"}])  # imports the library
         start = time.monotonic()
         results = pool.score([""] * 5, responses, [{"answer": "1/2"}] * 5)
 
     assert [result["score"] for result in results] == [1, 0, 0, 1, 0]
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 200
 
 
 def test_pool_that_is_closed_while_it_scores_ends_all_that_ask_it(terms):
-    """The first caller scores, the second waits for its turn; each would take 15 s."""
-    pool, caught = RewardPool(terms, 2, sample_seconds=1.5, on_error="zero"), list[str]()
+    """The first caller scores, the second waits for its turn; each would take half an hour."""
+    pool, caught = RewardPool(terms, 2, sample_seconds=200.0, on_error="zero"), list[str]()
     processes = [process._popen for process in pool._processes]
 
     def ask() -> None:

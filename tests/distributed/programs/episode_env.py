@@ -62,9 +62,9 @@ async def faulty(row: dict[str, Any], *, base_url: str, model: str, api_key: str
         if does == "vanishes":
             os._exit(7)
         if does == "waits":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         if does == "hangs":
-            time.sleep(60)
+            time.sleep(600)
         if does == "floods":
             while True:
                 try:
