@@ -12,7 +12,7 @@ from tests.distributed.ranks import run_ranks
 
 @pytest.fixture(scope="session")
 def spawn_ranks() -> Callable[..., list[Any]]:
-    """spawn_ranks(function, world_size, *arguments, seconds=120) -> result of every rank.
+    """spawn_ranks(function, world_size, *arguments, seconds=840) -> result of every rank.
 
     function is module-level and runs in its own process on every rank of a gloo group, which is
     the default group; what any rank raises is raised here with every rank's traceback.

@@ -24,7 +24,9 @@ from torch import distributed as dist
 
 from tests.forked import fork_server
 
-_AFTERMATH_SECONDS = 30.0
+SECONDS = 840.0
+"""Only ends what hangs."""
+_AFTERMATH_SECONDS = 60.0
 """Once a rank has failed the others get this long to tell why they fail."""
 
 
@@ -45,7 +47,7 @@ class Outcome:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, seconds: float = 120.0
+    function: Callable[..., Any], world_size: int, *arguments: Any, seconds: float = SECONDS
 ) -> list[Any]:
     """function(*arguments) on every rank; the results by rank. RanksFailed if any fails."""
     outcomes = watch_ranks(function, world_size, *arguments, seconds=seconds)
@@ -56,7 +58,7 @@ def run_ranks(
 
 
 def watch_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, seconds: float = 120.0
+    function: Callable[..., Any], world_size: int, *arguments: Any, seconds: float = SECONDS
 ) -> list[Outcome]:
     """As `run_ranks` for ranks that are meant to fail: says how each one ended."""
     context = fork_server()

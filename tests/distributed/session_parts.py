@@ -20,7 +20,7 @@ from spmdflow.runtime.session import run_session
 
 def settings_for(run_dir: Path, **changes: Any) -> SessionSettings:
     ranks = changes.pop("ranks", tuple(range(dist.get_world_size())))
-    settings = {"start_seconds": 60.0, **changes}
+    settings = {"start_seconds": 600.0, **changes}
     return SessionSettings(run_dir=run_dir, ranks=ranks, **settings)
 
 
@@ -64,7 +64,7 @@ def to_all(transport: Transport, payload: dict[str, Any]) -> dict[int, dict[str,
 def with_secret(run_dir: str, secrets: list[str | None]) -> int:
     secret = secrets[dist.get_rank()]
     settings = settings_for(
-        Path(run_dir), secret=secret, heartbeat_seconds=2.0, start_seconds=300.0
+        Path(run_dir), secret=secret, heartbeat_seconds=2.0, start_seconds=600.0
     )
     return run_session(one_round, operations, settings)
 

@@ -19,7 +19,7 @@ MODEL = Path(__file__).parents[2] / "algos" / "arithmetic"
 def runs(tmp_path_factory, spawn_ranks):
     out = tmp_path_factory.mktemp("dataflow")
     files = (str(MODEL / "train.jsonl"), str(MODEL / "model"))
-    spawn_ranks(dataflow.run_all, 4, str(out), *files, seconds=240)
+    spawn_ranks(dataflow.run_all, 4, str(out), *files)
     return out
 
 
@@ -73,7 +73,7 @@ def test_only_what_the_script_fetches_passes_the_controller(runs):
 def test_method_that_writes_into_its_rows_ends_the_run_under_every_placement(tmp_path, placement):
     files = (str(MODEL / "train.jsonl"), str(MODEL / "model"))
 
-    watch_ranks(dataflow.run_in_place, 2, placement, str(tmp_path), *files, seconds=60)
+    watch_ranks(dataflow.run_in_place, 2, placement, str(tmp_path), *files)
 
     failure = json.loads((tmp_path / placement / "failure.json").read_text())
     assert "second.write: wrote into column 'number' in place" in json.dumps(failure)

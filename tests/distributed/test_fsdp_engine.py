@@ -44,7 +44,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def measure(tmp_path_factory: pytest.TempPathFactory, kinds: list[str]) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("engines")
     words = ["--nproc-per-node=4", str(PROGRAM), str(folder), *kinds]
-    torchrun(words, folder / "log.txt", seconds=580)
+    torchrun(words, folder / "log.txt", seconds=840)
     return json.loads((folder / "results.json").read_text())
 
 

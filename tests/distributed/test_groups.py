@@ -17,7 +17,7 @@ LAYOUT = Layout((0, 1, 2, 3), tp_size=2, pp_size=2, gen_tp_size=1)
 
 def on_each_rank() -> dict[str, Any]:
     rank = dist.get_rank()
-    table = GroupTable(rank, timeout_seconds=60)
+    table = GroupTable(rank, timeout_seconds=600)
     axes = ("tp", "pp", "dp", "replica", "micro_dp")
     groups = [ranks for axis in axes for ranks in LAYOUT.axis_groups(axis)]
     table.make([GroupSpec(ranks, "compute", "gloo") for ranks in groups])
@@ -49,7 +49,7 @@ def on_each_rank() -> dict[str, Any]:
 
 def test_groups_are_made_once_found_by_ranks_and_refused_to_others(spawn_ranks) -> None:
     together = {*LAYOUT.axis_groups("tp"), *LAYOUT.axis_groups("pp"), LAYOUT.ranks}
-    for rank, found in enumerate(spawn_ranks(on_each_rank, 4, seconds=60)):
+    for rank, found in enumerate(spawn_ranks(on_each_rank, 4)):
         assert found["specs"] == len(together) + 1  # dp has one rank: its own, when asked for
         for total, expected in found["sums"].values():
             assert total == expected

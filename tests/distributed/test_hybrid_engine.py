@@ -32,7 +32,7 @@ def run(folder: Path, names: tuple[str, ...], *, seconds: float) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("hybrid"), SMALL, seconds=280)
+    return run(tmp_path_factory.mktemp("hybrid"), SMALL, seconds=840)
 
 
 def check(ranks, case):

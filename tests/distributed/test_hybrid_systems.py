@@ -39,14 +39,14 @@ def measure(spawn_ranks: Any, world: int, models: tuple[str, ...], seconds: floa
 @pytest.fixture(scope="module")
 def four(spawn_ranks: Any) -> Measured:
     """Worlds of at most four ranks."""
-    return measure(spawn_ranks, 4, WORLD_4, seconds=240)
+    return measure(spawn_ranks, 4, WORLD_4, seconds=840)
 
 
 @pytest.fixture(scope="module")
 def other_models(spawn_ranks: Any) -> Measured:
     """Worlds of at most four ranks, the models that are left."""
     rest = tuple(name for name in MODELS if name not in WORLD_4)
-    return measure(spawn_ranks, 4, rest, seconds=240)
+    return measure(spawn_ranks, 4, rest, seconds=840)
 
 
 @pytest.fixture(scope="module")

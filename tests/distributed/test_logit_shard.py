@@ -68,7 +68,7 @@ def on_each_rank() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def shards(spawn_ranks: Callable[..., Any]) -> list[list[Tensor]]:
-    found = spawn_ranks(on_each_rank, RANKS, seconds=60)
+    found = spawn_ranks(on_each_rank, RANKS)
     return [[torch.tensor(values) for values in rank] for rank in found]
 
 

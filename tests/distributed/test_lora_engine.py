@@ -43,7 +43,7 @@ def measure(folder: str) -> dict[str, Any]:
     from fsdp_reference import write_models
 
     rank = dist.get_rank()
-    groups = GroupTable(rank, timeout_seconds=60)
+    groups = GroupTable(rank, timeout_seconds=600)
     pools = [tuple(range(dp)) for dp in (1, 2, 3, 4)] + [(member,) for member in (1, 2, 3)]
     pairs = [(0, 1), (0, 2), (1, 3), (2, 3)]
     groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in pools + pairs])
@@ -200,7 +200,7 @@ def measured(
     spawn_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What each of four ranks found."""
-    return spawn_ranks(measure, 4, str(tmp_path_factory.mktemp("models")), seconds=200)
+    return spawn_ranks(measure, 4, str(tmp_path_factory.mktemp("models")))
 
 
 @pytest.fixture(params=[f"{kind} {dp}" for kind, dp in POOLS])

@@ -47,7 +47,7 @@ def measure(
     from tests.rollout_reference import END, disagreements, num_close, reference, write_llama
 
     rank = dist.get_rank()
-    world = World(rank, GroupTable(rank, timeout_seconds=120), Path(folder))
+    world = World(rank, GroupTable(rank, timeout_seconds=600), Path(folder))
     world.groups.make([GroupSpec(POOL, "compute", "gloo")])
     if rank == 0:
         write_llama(world.folder / "untied", vocab_size=VOCABULARY, max_position_embeddings=512)
@@ -62,7 +62,7 @@ def measure(
     rollout = RolloutConfig(engine=generator, weights=weights, lora=lora)
     replica = Replica.of(layout, rank, world.groups) if gen_tp > 1 else Replica.alone()
     target, world = generator_of(rollout, path, CPU, replica), replace(world, rank=replica.ranks[0])
-    hybrid = BoxSync(engine, target, rank=rank, seconds=60, verify_every=1)
+    hybrid = BoxSync(engine, target, rank=rank, seconds=600, verify_every=1)
     found: dict[str, Any] = {"faults": [], "close": 0, "bytes": [], "responses": []}
     for number in range(3):
         update(engine, 2 * number)
@@ -127,7 +127,7 @@ def test_merged_adapters_generate_the_same_in_vllm(
 ) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     targets = ["all-linear"]
-    found = spawn_ranks(measure, 3, str(tmp_path), "vllm", "copy", targets, seconds=300)
+    found = spawn_ranks(measure, 3, str(tmp_path), "vllm", "copy", targets)
     judge(found, victim=WHOLE)
 
 
@@ -136,7 +136,7 @@ def test_adapters_in_vllm_generate_as_transformers_with_the_merged_model(
 ) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     targets = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
-    ranks = spawn_ranks(measure, 3, str(tmp_path), "vllm", "adapter", targets, seconds=300)
+    ranks = spawn_ranks(measure, 3, str(tmp_path), "vllm", "adapter", targets)
     for found in judge(ranks, victim=VICTIM):
         hidden, queries, keys, ffn = 64, 64, 32, 96
         sizes = 2 * (hidden + queries) + (hidden + keys) + 2 * (hidden + ffn)
@@ -150,4 +150,4 @@ def test_adapters_of_a_model_that_vllm_cuts_over_two_ranks_generate_the_same(
 ) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     words = str(tmp_path), "vllm", "adapter", ["all-linear"], 2
-    judge(spawn_ranks(measure, 3, *words, seconds=300), victim=VICTIM)
+    judge(spawn_ranks(measure, 3, *words), victim=VICTIM)

@@ -30,7 +30,7 @@ def measure(folder: Path, *, ranks: int, part: str, seconds: int) -> dict[str, A
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What four gloo ranks measured."""
-    return measure(tmp_path_factory.mktemp("megatron"), ranks=4, part="some", seconds=280)
+    return measure(tmp_path_factory.mktemp("megatron"), ranks=4, part="some", seconds=840)
 
 
 def equalities(results: dict[str, Any]) -> dict[str, dict[str, Any]]:

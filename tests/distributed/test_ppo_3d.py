@@ -55,7 +55,7 @@ def check(runs, case, *, reference="one"):
 def small(tmp_path_factory, spawn_ranks):
     out = tmp_path_factory.mktemp("ppo_3d")
     write_judge(out / "judge")
-    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL, *ppo_3d.MIXED), seconds=280)
+    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL, *ppo_3d.MIXED))
     return out
 
 

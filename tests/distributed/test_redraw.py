@@ -17,7 +17,7 @@ Drawn = dict[str, dict[str, list[dict[str, list[int]]]]]
 def drawn(tmp_path_factory: pytest.TempPathFactory, spawn_ranks: Any) -> Drawn:
     """Case -> phase and step -> the responses by row id of each of three generations."""
     out = tmp_path_factory.mktemp("redraw")
-    spawn_ranks(redraw.run_all, 4, str(out), seconds=240)
+    spawn_ranks(redraw.run_all, 4, str(out))
     return {case: json.loads(Path(out / f"{case}.json").read_text()) for case in redraw.CASES}
 
 

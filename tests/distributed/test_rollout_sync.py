@@ -18,7 +18,7 @@ TWIN = "model.layers.0.self_attn.k_proj.weight"
 def run_ranks(program: str, folder: Path) -> list[dict[str, Any]]:
     """What ranks 1 and 2 of three wrote."""
     words = ["--nproc-per-node=3", str(PROGRAMS / program), str(folder)]
-    torchrun(words, folder / "log.txt", seconds=280)
+    torchrun(words, folder / "log.txt", seconds=840)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (1, 2)]
 
 

@@ -50,7 +50,7 @@ def run_ranks(folder: Path, *arguments: str, seconds: int) -> list[dict[str, Any
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found in the checks of every day."""
-    return run_ranks(tmp_path_factory.mktemp("rollout_tp"), seconds=280)
+    return run_ranks(tmp_path_factory.mktemp("rollout_tp"), seconds=840)
 
 
 def judge_responses(found: list[dict[str, Any]], replicas: list[tuple[int, ...]]) -> None:

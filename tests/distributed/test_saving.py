@@ -41,7 +41,7 @@ def runs(
     """Folder of each case's checkpoint, and what each rank found when it loaded all of them."""
     out, names = tmp_path_factory.mktemp("saving"), request.param
     asked = (saving.NUM_RANKS, str(out), names, CELLS)
-    found = spawn_ranks(run_all_and_cells, *asked, seconds=280)
+    found = spawn_ranks(run_all_and_cells, *asked)
     return {name: out / name / "checkpoints" / "step-1" for name in names}, found
 
 

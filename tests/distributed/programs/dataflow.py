@@ -206,7 +206,7 @@ def cases(world: int) -> dict[str, tuple[Any, tuple[int, ...] | None]]:
 
 def config_of(name: str, placement: Any, out: Path, data: str, tokenizer: str) -> Config:
     cfg = Config(
-        run=RunConfig(dir=str(out / name), call_seconds=60, sample_every=0),
+        run=RunConfig(dir=str(out / name), call_seconds=600, sample_every=0),
         data=DataConfig(train_path=data, tokenizer_path=tokenizer, prompts_per_step=ROWS),
         placement=placement,
     )

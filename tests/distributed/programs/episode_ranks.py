@@ -100,7 +100,7 @@ def config_of(case: str, out: Path) -> Config:
         max_batch_size=32 if layout else 1,
         max_prompt_tokens=8,
         tokenizer_path=str(TASK / "model"),
-        episode=EpisodeConfig(environment, max_turns=8, seconds=60.0),
+        episode=EpisodeConfig(environment, max_turns=8, seconds=600.0),
     )
     data = DataConfig(
         train_path=str(TASK / "train.jsonl"),

@@ -71,7 +71,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    groups = GroupTable(rank, timeout_seconds=60)
+    groups = GroupTable(rank, timeout_seconds=600)
     pools = [tuple(range(dp)) for dp in range(1, MAX_DP + 1)]
     alone = [(member,) for member in range(1, MAX_DP)]
     pairs = [(0, 1), (0, 2), (1, 3), (2, 3)]

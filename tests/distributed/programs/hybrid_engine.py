@@ -222,9 +222,9 @@ def missed_reset(actor: ActorWorker) -> tuple[float | None, float | None]:
 
 
 def run(folder: Path, names: list[str]) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     rank, results = dist.get_rank(), {}
-    groups = GroupTable(rank, timeout_seconds=120)
+    groups = GroupTable(rank, timeout_seconds=600)
     for name in names:
         actor = actor_of(CASES[name], folder, rank, groups)
         results[name] = check_rounds(actor)

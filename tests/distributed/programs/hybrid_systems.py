@@ -97,7 +97,7 @@ def measure_all(models: tuple[str, ...]) -> list[dict[str, Any] | None]:
     """On every rank: what it saw of each setting; None where it does not take part."""
     warnings.filterwarnings("ignore")
     rank, found = dist.get_rank(), []
-    groups = GroupTable(rank, timeout_seconds=60)
+    groups = GroupTable(rank, timeout_seconds=600)
     for setting in settings(dist.get_world_size(), models):
         try:
             cost = setting.cost()
@@ -172,9 +172,9 @@ class Weights:
     def num_bytes(self, expected: int) -> int:
         """Unique storages of floats, their whole lengths.
 
-        gloo's threads let go of what they sent a moment later: up to a second to come to expected.
+        gloo's threads let go of what they sent a moment later: a while to come to expected.
         """
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + 60
         while (found := self._num_bytes()) != expected and time.monotonic() < deadline:
             time.sleep(0.001)
         return found

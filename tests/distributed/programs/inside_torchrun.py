@@ -175,7 +175,7 @@ def toy_config(run_dir: Path, placement: Any) -> Config:
         tokenizer_path=str(TASK / "model"),
         prompts_per_step=ROWS,
     )
-    return Config(RunConfig(dir=str(run_dir), call_seconds=60, sample_every=0), data, placement)
+    return Config(RunConfig(dir=str(run_dir), call_seconds=600, sample_every=0), data, placement)
 
 
 def state() -> dict[str, str]:

@@ -109,7 +109,7 @@ def run_case(layout: str, run_dir: Path, *more: str) -> None:
         "actor.engine.micro_batch=8 rows",
         "actor.optimizer.warmup_steps=3",
         "advantage.kl_coef=0.05",
-        "run.call_seconds=120",
+        "run.call_seconds=600",
         *more,
     ]
     loaded = load(ROOT / "algos" / "ppo.py", None, settings)

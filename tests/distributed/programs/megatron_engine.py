@@ -71,7 +71,7 @@ def main(folder: Path, part: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=60), folder)
+    world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=600), folder)
     ranks.OVERLAP_BUCKET = 4000  # elements: several buckets in a tiny model
     cases = ALL if part == "all" else SOME
     world.make_groups([case.layout for case in cases])

@@ -32,7 +32,7 @@ def run_modes(out: Path, *settings: str, ranks: tuple[int, ...]) -> None:
                 "actor.engine.micro_batch=64 tokens",
                 "advantage.kl_coef=0",
                 f"actor.update.old_log_probs={mode}",
-                "run.call_seconds=120",
+                "run.call_seconds=600",
                 *settings,
             ],
         )

@@ -109,7 +109,7 @@ def run_case(name: str, case: Case, out: Path) -> None:
         "actor.update.mini_batch_size=11",
         "critic.update.mini_batch_size=11",
         "actor.engine.micro_batch=3 rows",
-        "run.call_seconds=120",
+        "run.call_seconds=600",
         "actor.engine.kind=megatron",
         f"actor.engine.layout={case.train}",
         f"actor.rollout.engine={case.generator}",

@@ -55,7 +55,7 @@ def run_case(name: str, placement: str, num_ranks: int, out: Path, *more: str) -
         "actor.update.mini_batch_size=37",
         "critic.update.mini_batch_size=37",
         "actor.engine.micro_batch=5 rows",
-        "run.call_seconds=120",
+        "run.call_seconds=600",
         *(S2 if "s2" in name else ()),
         *more,
     ]

@@ -106,7 +106,7 @@ def sync_of(
     world: World, engine: FSDPEngine, generator: Generator, *, verify_every: int
 ) -> BoxSync:
     """From the trainer to this rank's generator."""
-    return BoxSync(engine, generator, rank=world.rank, seconds=60, verify_every=verify_every)
+    return BoxSync(engine, generator, rank=world.rank, seconds=600, verify_every=verify_every)
 
 
 def update(engine: FSDPEngine, seed: int) -> None:
@@ -306,7 +306,7 @@ def main(folder: Path, checks: Callable[[World], dict[str, Any]]) -> None:
     """Make the models and groups, run checks on the pool, write what each rank found."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    world = World(dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=120), folder)
+    world = World(dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=600), folder)
     world.groups.make([GroupSpec(POOL, "compute", "gloo")])
     if world.rank == 0:
         write_llama(folder / "untied", vocab_size=VOCABULARY, max_position_embeddings=512)

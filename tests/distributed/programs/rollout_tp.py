@@ -200,7 +200,7 @@ def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any
         total_optimizer_steps=10,
     )
     node = world.rank // 2  # so that both ranks of a node have the same shard of the generator
-    hybrid = BoxSync(engine, generator, rank=world.rank, seconds=60, verify_every=1, node=node)
+    hybrid = BoxSync(engine, generator, rank=world.rank, seconds=600, verify_every=1, node=node)
     found: dict[str, Any] = {"new": message(hybrid.sync)}
     update(engine, 1)
     generator.sleep(weights=True)
@@ -347,9 +347,9 @@ def all_checks(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def main(folder: Path, checks: Callable[[World], Iterator[tuple[str, dict[str, Any]]]]) -> None:
     """Make models and groups, run the checks, write what each rank found."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     torch.set_num_threads(1)
-    world = World(dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=120), folder)
+    world = World(dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=600), folder)
     for layout in (*LAYOUTS.values(), DATA_PARALLEL):
         axes = ("gen_tp", "gen_pp", "gen_replica", "dp")
         groups = [group for axis in axes for group in layout.axis_groups(axis)]

@@ -49,7 +49,7 @@ def settings_of(name: str, out: Path) -> Any:
         "data.prompts_per_step=16",
         "actor.update.mini_batch_size=8",
         "critic.update.mini_batch_size=8",
-        "run.call_seconds=120",
+        "run.call_seconds=600",
     ]
     return load(ROOT / "algos" / "ppo.py", None, words)
 
@@ -67,7 +67,7 @@ def engine_for(name: str, out: Path, *, model: Path | None = None) -> TrainEngin
     rank, cfg = dist.get_rank(), settings_of(name, out).cfg.actor
     cfg.model.path = str(model or cfg.model.path)
     layout = ActorWorker.layout_of(cfg, tuple(range(NUM_RANKS)))
-    groups = GroupTable(rank, timeout_seconds=60)
+    groups = GroupTable(rank, timeout_seconds=600)
     needed = ActorWorker.needed_groups(cfg, layout)
     groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in needed])
     context = WorkerContext(name, layout, rank, groups, torch.device("cpu"), seed=0, total_steps=4)

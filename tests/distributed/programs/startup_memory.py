@@ -129,7 +129,7 @@ def count_reads() -> list[int]:
 def measure(folder: Path, output: Path, cases: list[str]) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, groups = dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=300)
+    rank, groups = dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=600)
     found, reads = {}, count_reads()
     for case in ["fsdp:1:float32:trains", "megatron:t1:float32:trains", *cases]:
         kind, sizes, dtype, what = case.split(":")

@@ -55,7 +55,7 @@ def publish_rounds(
 
     server: program or serve, by the routes that generate.
     """
-    groups, found = GroupTable(dist.get_rank(), timeout_seconds=60), []
+    groups, found = GroupTable(dist.get_rank(), timeout_seconds=600), []
     for kind, layout in cases:
         worker = trainer_of(path, kind, layout, groups)
         worker.connect_server(url)
@@ -79,7 +79,7 @@ def publish_rounds(
 
 def publish_faults(path: str, url: str, name: str) -> list[str]:
     """What a stale tensor is answered with, once the server keeps it back."""
-    groups = GroupTable(dist.get_rank(), timeout_seconds=60)
+    groups = GroupTable(dist.get_rank(), timeout_seconds=600)
     worker = trainer_of(path, "fsdp", "t1", groups)
     worker.connect_server(url)
     if dist.get_rank() == 0:
@@ -100,7 +100,7 @@ def check_source(path: str, kind: str, layout: str) -> dict[str, Any]:
     """Our tensors as vLLM's own NCCL engine takes them, before anything is broadcast."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-    worker = trainer_of(path, kind, layout, GroupTable(dist.get_rank(), timeout_seconds=60))
+    worker = trainer_of(path, kind, layout, GroupTable(dist.get_rank(), timeout_seconds=600))
     worker.cfg.rollout.dtype = "bfloat16"
     ours = source_of(worker.engine, worker.context, worker.cfg)
     shapes = {each.name: torch.Size(each.shape) for each in parameters(ours.arch)}
@@ -122,7 +122,7 @@ def check_source(path: str, kind: str, layout: str) -> dict[str, Any]:
 
 def connect_only(path: str, url: str, backend: str = "spmdflow") -> str:
     """The error of a connection that cannot be made."""
-    groups = GroupTable(dist.get_rank(), timeout_seconds=60)
+    groups = GroupTable(dist.get_rank(), timeout_seconds=600)
     worker = trainer_of(path, "fsdp", "t1", groups)
     try:
         worker.connect_server(url, backend)
