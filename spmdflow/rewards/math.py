@@ -2,17 +2,18 @@ r"""Answers of mathematical problems (MATH, Hendrycks et al. 2021): LaTeX, equal
 
 Score range: 0 or 1. `row["answer"]` is the reference, as LaTeX or as a solution with \boxed{...}.
 Needs the extra "math": the library math-verify, which only this file imports, reads both answers
-and compares them. Its timeouts use SIGALRM, which works as worker processes run functions in their
+and compares them. The limit uses SIGPROF, which works as worker processes run functions in their
 main thread.
 """
 
 from __future__ import annotations
 
-import math
 import re
-import time
+import signal
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
+from types import FrameType
 from typing import Any
 
 from spmdflow.rewards.format import answer_part, behind_mark, grade, last_box
@@ -33,8 +34,8 @@ def score(
     """score = accuracy = 1 if the final answer equals the row's, else 0; answered: it has one.
 
     The final answer is in the last box, else after the last ####, else (unless strict) the library
-    searches the end of the text. seconds: approximate limit for reading and comparing; answers
-    that take longer count as not equal.
+    searches the end of the text. seconds: approximate limit for reading and comparing, of a
+    processor's time; answers that take longer count as not equal.
     """
     given = answer_of(response)
     if given is None and not strict:
@@ -67,20 +68,54 @@ def _plain(answer: str) -> str:
 
 
 def _equal(reference: str, given: str, seconds: int) -> bool:
-    from math_verify import verify
+    from math_verify import grader, parser, verify
 
-    end = time.monotonic() + seconds
-    wanted, found = _read(reference, seconds), _read(given, seconds)
-    for one, other in product(wanted, found):
-        left = math.ceil(end - time.monotonic())
-        if left > 0 and verify(one, other, timeout_seconds=left):
-            return True
-    return False
+    grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # the limit is ours
+
+    def compare() -> bool:
+        pairs = product(_read(reference), _read(given))
+        return any(verify(one, other, timeout_seconds=None) for one, other in pairs)
+
+    return _within(seconds, compare)
 
 
 @lru_cache(maxsize=4096)
-def _read(answer: str, seconds: int) -> tuple[Any, ...]:
+def _read(answer: str) -> tuple[Any, ...]:
     """What the library makes of an answer: sympy objects or text; empty if nothing."""
     from math_verify import parse
 
-    return tuple(parse(answer, parsing_timeout=seconds))
+    return tuple(parse(answer, parsing_timeout=None))
+
+
+_AGAIN_SECONDS = 0.1
+
+
+class _TooLong(BaseException):
+    """Not an Exception, so that no `except Exception` on the way keeps it."""
+
+
+def _within(seconds: float, work: Callable[[], bool]) -> bool:
+    """work(); False if it takes more of a processor's time: a busy machine changes no answer.
+
+    The signal comes again and again: Python drops what is raised inside of a destructor or of a
+    callback of the garbage collector.
+    """
+
+    def run() -> bool:
+        return work()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not run.__code__:
+            frame = frame.f_back
+        if frame is not None:  # else the work is over
+            raise _TooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
+    try:
+        return run()
+    except _TooLong:
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
