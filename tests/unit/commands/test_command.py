@@ -107,7 +107,7 @@ def test_doctor_finds_no_fault_of_its_own_where_everything_is_missing(tmp_path: 
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
     )
 
     assert (done.returncode, done.stderr) == (1, "")

@@ -146,7 +146,7 @@ def test_refusal_needs_neither_torch_nor_a_process_group() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
 
     assert done.stdout == "2 []\n", done.stderr

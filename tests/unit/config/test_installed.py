@@ -26,7 +26,7 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def python(*words: str, path: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONSAFEPATH": "1"}
     program = [sys.executable, *words]
-    return subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(program, capture_output=True, text=True, timeout=600, env=environment)
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo.py", "algos/ppo.py", "algos/ppo"])

@@ -189,7 +189,7 @@ def test_a_giant_model_is_planned_and_proved_in_seconds(
     found = planned(tmp_path, layout, kind=kind, sizes=GIANT, node_size=8, weights=weights)
 
     assert proved(found)
-    assert time.process_time() - started < 20, "about 2 s on an idle core"
+    assert time.process_time() - started < 60, "about 2 s on an idle core"
     assert set(found.received) == set(layout.ranks)
     assert found.edges and found.inter_bytes >= 0
 
@@ -213,7 +213,7 @@ def test_a_giant_generator_apart_is_planned_in_seconds(tmp_path: Path) -> None:
     found = planned(tmp_path, policy, kind="fsdp", sizes=GIANT, generator=generator)
 
     assert proved(found)
-    assert time.process_time() - started < 20, "about 3 s on an idle core"
+    assert time.process_time() - started < 60, "about 3 s on an idle core"
     assert set(found.received) == set(generator.ranks) and found.edges
 
 

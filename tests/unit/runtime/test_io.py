@@ -41,7 +41,7 @@ class Controller:
     def say(self, kind: Kind, body: Any = None) -> None:
         """The rank says something; it has come, but nobody has read it."""
         self.rank.send(self.rank.seal(kind, body))
-        select.select([self.hub.descriptor], [], [], 2.0)
+        select.select([self.hub.descriptor], [], [], 60.0)
 
     def submit(self, seconds: float) -> tuple[int, Pending]:
         """An order's ticket, and its reply."""

@@ -20,7 +20,7 @@ for number in range(3):
         pass
     print("step", file=open(sys.argv[1], "a"))
     while not pathlib.Path(f"{sys.argv[1]}-{number}").exists():
-        time.sleep(0.01)  # until somebody has looked, however busy the machine
+        time.sleep(0.05)  # until somebody has looked, however busy the machine
     time.sleep(0.1)
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,11 +88,12 @@ def test_refusal_says_what_came_and_how_to_start_a_server(
 
 
 def test_server_that_is_not_there_is_an_error_that_names_it() -> None:
-    with listening(200, "{}") as (url, _):
-        pass
+    with socket.socket() as held:  # nobody else is given its port, and nobody listens there
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
 
-    with pytest.raises(WeightSyncError, match=f"weight server {url}: got .*refused"):
-        VllmServer(url, seconds=60).num_workers()
+        with pytest.raises(WeightSyncError, match=f"weight server {url}: got .*refused"):
+            VllmServer(url, seconds=60).num_workers()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "tcp://host:1", "http://"])

@@ -230,12 +230,12 @@ def run_program(program, run_dir, variables):
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
 
-def wait_until(condition, *, seconds=120.0):
+def wait_until(condition, *, seconds=600.0):
     """W&B's own process writes beside ours, and after it."""
     limit = time.monotonic() + seconds
     while not condition():

@@ -145,14 +145,14 @@ def test_page_of_a_live_run_loads_itself_again_until_the_run_has_ended(run_dir: 
     words = [str(run_dir), "--follow", "--every", "0.05"]
     following = threading.Thread(target=main, args=(words,), daemon=True)
     following.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while not page.exists() and time.monotonic() < until:
         time.sleep(0.01)
     first = json.loads(Page(page).texts["summary"])
 
     Tracker(run_dir, last_step=3).write_metrics(4, {"reward/mean": 1.0})
     state.unlink()
-    following.join(30)
+    following.join(300)
 
     last = json.loads(Page(page).texts["summary"])
     assert (first["refresh"], first["runs"][0]["live"]) == (0.05, True)
