@@ -25,7 +25,7 @@ async def scripted(
     async with ChatClient(base_url, model=model, api_key=api_key) as client:
         for turn in range(3):
             if sleeps:
-                await asyncio.sleep(pauses.random() * 0.02)
+                await asyncio.sleep(pauses.random() * 0.1)
             while turn == 2 and not os.path.exists(row.get("last_turn_after", "/")):
                 await asyncio.sleep(0.01)
             reply = await client.chat(messages, max_tokens=2)
