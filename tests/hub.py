@@ -15,6 +15,8 @@ from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_token_that_may_write"
+PATIENT = {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+"""Variables of programs whose requests are counted: after 10 s they would ask once more."""
 
 
 def write_cached(cache: Path, repo: str, files: Mapping[str, bytes], commit: str = COMMIT) -> Path:

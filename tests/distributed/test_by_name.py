@@ -9,7 +9,7 @@ import yaml
 
 from tests.algos.runs import ROOT, SMALL, finish, log_of, start, steps_of
 from tests.distributed.drill import TORCHRUN
-from tests.hub import COMMIT, files_of, serve
+from tests.hub import COMMIT, PATIENT, files_of, serve
 
 SETTINGS = [word for word in SMALL if not word.startswith(("critic", "advantage"))]
 
@@ -36,7 +36,7 @@ def test_four_ranks_of_a_node_download_a_model_and_a_data_set_once(tmp_path: Pat
     }
     with serve(hub_has) as hub:
         variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        status = finish(start(words, log_of(run_dir), variables), seconds=840)
+        status = finish(start(words, log_of(run_dir), variables | PATIENT), seconds=840)
 
     assert status == 0, log_of(run_dir).read_text()[-3000:]
     fetched = {name: count for name, count in hub.asked.items() if name.startswith("GET")}

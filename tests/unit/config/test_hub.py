@@ -22,7 +22,7 @@ from spmdflow.config.load import load
 from spmdflow.config.location import to_yaml
 from spmdflow.errors import ConfigError
 from spmdflow.plan import __main__ as plan
-from tests.hub import COMMIT, files_of, serve, write_cached
+from tests.hub import COMMIT, PATIENT, files_of, serve, write_cached
 from tests.unit.config_folder import ACTOR, write_model
 
 OTHER = "f" * 40
@@ -197,7 +197,7 @@ def test_wait_for_another_process_that_downloads_has_a_limit(
 def online() -> dict[str, str]:
     """The environment without HF_HUB_OFFLINE."""
     own = {"PYTHONPATH": str(Path(__file__).parents[3]), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return {**{k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}, **own}
+    return {**{k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}, **own, **PATIENT}
 
 
 def python(code: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

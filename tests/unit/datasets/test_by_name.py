@@ -25,7 +25,7 @@ from spmdflow.datasets.scan import PromptSource, ScanReport, scan
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import CheckpointError, ConfigError, DataError
-from tests.hub import COMMIT, serve, write_cached
+from tests.hub import COMMIT, PATIENT, serve, write_cached
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "algos" / "arithmetic" / "model")
@@ -151,7 +151,9 @@ def test_download_takes_the_files_of_the_config_alone(cache: Path) -> None:
     with serve({"datasets/org/sums": repository()}) as hub:
         own["HF_ENDPOINT"] = hub.endpoint
         for _ in range(2):
-            subprocess.run([sys.executable, "-c", code], env={**os.environ, **own}, check=True)
+            subprocess.run(
+                [sys.executable, "-c", code], env={**os.environ, **own, **PATIENT}, check=True
+            )
 
     fetched = {name: count for name, count in hub.asked.items() if name.startswith("GET")}
     wanted = [name for name in repository() if not name.startswith("other")]
