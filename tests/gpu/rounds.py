@@ -50,7 +50,7 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
     if device == "cuda":
         torch.cuda.set_device(place)
     layout = ActorWorker.layout_of(cfg, ranks)
-    groups = GroupTable(rank, timeout_seconds=120)
+    groups = GroupTable(rank, timeout_seconds=600)
     backend = "nccl" if device == "cuda" else "gloo"
     needed, hosts = ActorWorker.needed_groups(cfg, layout), ActorWorker.host_groups(cfg, layout)
     groups.make([GroupSpec(group, "compute", backend) for group in needed])

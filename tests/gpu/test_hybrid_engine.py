@@ -51,7 +51,7 @@ def need(settings: dict[str, str], *, num_devices: int = 1) -> None:
 
 def check(path: str, settings: dict[str, str], *, dtype: str, num_devices: int) -> None:
     precision = {"model.dtype": dtype, "rollout.dtype": dtype}
-    for rank in run_ranks(follow, num_devices, "cuda", path, settings | precision, seconds=280):
+    for rank in run_ranks(follow, num_devices, "cuda", path, settings | precision):
         for found in rank:
             assert found["verified"] == 1
             assert found["gap"] <= TOLERANCE[dtype]
@@ -106,7 +106,7 @@ def test_a_stale_tensor_on_the_device_stops_the_sync_and_is_named(tmp_path: Path
     path = write_family(tmp_path / "model", "llama", max_position_embeddings=256)
     name = "model.layers.1.mlp.down_proj.weight"
 
-    (said,) = run_ranks(stale, 1, "cuda", path, WAYS[way], seconds=280)
+    (said,) = run_ranks(stale, 1, "cuda", path, WAYS[way])
 
     assert said.startswith("WeightSyncError") and f"got rollout tensor {name} with hash" in said
 
@@ -120,7 +120,7 @@ def test_kv_cache_and_moved_parts_leave_the_device_when_they_are_not_used(
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
     path = write_family(tmp_path / "model", "llama", max_position_embeddings=256, **sizes)
 
-    (found,) = run_ranks(phases, 1, "cuda", path, way | {"rollout.dtype": "bfloat16"}, seconds=280)
+    (found,) = run_ranks(phases, 1, "cuda", path, way | {"rollout.dtype": "bfloat16"})
 
     with capsys.disabled():
         print("\nbytes in use:", {name: f"{size:,}" for name, size in found.items()})
