@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,8 @@ _ABORT_SECONDS = 5.0
 """After reporting a failure a rank waits this long for ABORT, then ends by itself."""
 _STOPPED_SECONDS = 1.0
 """The same if the controller is stopped: it may be continued, but not for long."""
+_REMEMBERED_LOOKS = 8
+"""A neighbour wakes a stopped controller, that it may write its stacks, before it is killed."""
 _DYING_SECONDS = 0.05
 """A process closes its connections this long before its end can be seen."""
 _GONE_SECONDS = 0.3
@@ -92,6 +95,8 @@ class Comm:
         """Ranks of this node; known from the moment when all ranks are connected."""
         self._heard = time.monotonic()
         self._controller_lost = self._saw_stopped = False
+        self._was_stopped: deque[bool] = deque(maxlen=_REMEMBERED_LOOKS)
+        """Whether the controller was stopped, look by look."""
         self._failures: list[Failure] = []
         self.cause: Failure | None = None
         """Why the session failed, if this process outlives it."""
@@ -286,6 +291,7 @@ class Comm:
     def _check_controller(self, now: float) -> None:
         if self._is_controller or self._controller_lost:
             return
+        self._was_stopped.append(self._controller.is_stopped())
         if self._controller.has_ended():
             self._lost_controller(self._controller.end_cause_or_none() or "ended")
         elif self._silent() < LOOK_SECONDS:
@@ -315,6 +321,7 @@ class Comm:
         if self._is_controller or self._controller_lost:
             return
         self._controller_lost = True
+        self._saw_stopped |= any(self._was_stopped)
         cause = f"the controller's process {self._controller.pid}: {how}"
         known = self._controller.end_cause_or_none(_DYING_SECONDS)
         if known and known not in how:

@@ -62,6 +62,16 @@ class Drill:
         (pid,) = [pid for pid in self.alive() if mark in _environment(pid)]
         os.kill(pid, number)
 
+    def alive_ranks(self) -> list[int]:
+        """Those whose process is alive."""
+        marks = {rank: f"RANK={rank}".encode() for rank in range(self._world_size)}
+        found = [_environment(pid) for pid in self.alive()]
+        return [rank for rank, mark in marks.items() if any(mark in words for words in found)]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """As long as the end of a run may take."""
+        self._wait(condition, OUT_SECONDS, "what the test waits for")
+
     def wait_until_out(self) -> None:
         """Every process of this run ends in time, of itself, and torchrun says that it failed."""
         self._wait(lambda: not self.alive(), OUT_SECONDS, "all processes to end")

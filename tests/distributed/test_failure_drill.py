@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,23 @@ def test_stopped_rank_is_named_at_the_limit_of_the_call(
     for name in ["failure-rank1.json", "failure-rank2.json"] if victim == 0 else ["failure.json"]:
         failure = drill.failure(name)
         assert (failure["rank"], failure["kind"]) == (victim, "stopped"), failure
+
+
+@pytest.mark.slow
+def test_rank_that_does_not_run_while_its_neighbour_ends_a_stopped_controller_names_it_alike(
+    drill: Drill,
+) -> None:
+    drill.start("compute", "wait", 0, LIMIT)
+    drill.signal_rank(0, signal.SIGSTOP)
+    time.sleep(3.0)  # every rank has looked
+    drill.signal_rank(2, signal.SIGSTOP)
+    drill.wait_until(lambda: drill.alive_ranks() == [2])
+    drill.signal_rank(2, signal.SIGCONT)
+    drill.wait_until_out()
+
+    for name in ("failure-rank1.json", "failure-rank2.json"):
+        failure = drill.failure(name)
+        assert (failure["rank"], failure["kind"]) == (0, "stopped"), failure
 
 
 @pytest.mark.slow
