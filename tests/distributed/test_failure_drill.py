@@ -145,7 +145,7 @@ def test_rank_that_does_not_run_while_its_neighbour_ends_a_stopped_controller_na
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_without_a_failure_ends_every_rank(drill: Drill) -> None:
-    drill.start("compute", "wait", 1, LONG)
+    drill.start("compute", "wait", 1, LIMIT)  # else torchrun ends it
     drill.torchruns[0].terminate()
     drill.wait_until_out()
 
