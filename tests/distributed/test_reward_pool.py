@@ -20,7 +20,7 @@ from spmdflow.errors import ConfigError, RewardError
 from spmdflow.rewards import process
 from spmdflow.rewards.pool import RewardPool
 
-LIMIT = 1.5  # seconds: far above what a sample takes on a busy machine, and no long wait
+LIMIT = 3.0  # seconds: far above what a sample takes on a busy machine, and no long wait
 
 FUNCTIONS = '''
 import os, re, signal, subprocess, sys, time
@@ -51,7 +51,7 @@ def score(prompt, response, row):
     if response == "pause":
         time.sleep(0.02)
     if response == "nap":
-        time.sleep(0.6)
+        time.sleep(1.2)
     facts = {
         "pid": os.getpid(), "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "torch": "torch" in sys.modules, "child": child,
