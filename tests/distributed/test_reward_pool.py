@@ -20,7 +20,7 @@ from spmdflow.errors import ConfigError, RewardError
 from spmdflow.rewards import process
 from spmdflow.rewards.pool import RewardPool
 
-LIMIT = 3.0  # seconds: far above what a sample takes on a busy machine, and no long wait
+LIMIT = 2.5  # seconds: far above what a sample takes on a busy machine, and no long wait
 
 FUNCTIONS = '''
 import os, re, signal, subprocess, sys, time
@@ -51,7 +51,7 @@ def score(prompt, response, row):
     if response == "pause":
         time.sleep(0.02)
     if response == "nap":
-        time.sleep(1.2)
+        time.sleep(1.0)
     facts = {
         "pid": os.getpid(), "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "torch": "torch" in sys.modules, "child": child,
@@ -238,7 +238,10 @@ def test_hung_process_is_killed_with_its_children_and_replaced(lenient):
 def test_process_killed_while_idle_is_replaced_without_blame(pool, caplog):
     (result,) = score(pool, [""])
     os.kill(int(result["pid"]), signal.SIGKILL)
-    assert_gone({int(result["pid"])})
+    limit = time.monotonic() + 60
+    while not any(process.ended for process in pool._processes):  # its last thread, too
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
     assert [result["score"] for result in score(pool, ["", ""])] == [0, 1]
     assert [r.getMessage() for r in caplog.records] == [
