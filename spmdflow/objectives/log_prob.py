@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdflow.parallel.derivative import differentiable_once
 from spmdflow.parallel.product import product, product_over
 
 CHUNK_ELEMENTS = 1 << 24
@@ -177,6 +178,7 @@ class _Head(torch.autograd.Function):
         return sums[2] - most - log_sum, entropy
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
         """Gradients of the hidden states and of the weight; targets and task have none."""
         hidden, weight, targets, normaliser, entropy, *kept = ctx.saved_tensors

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdflow.parallel.derivative import differentiable_once
+
 _PIECES = (1024, 128, 32)
 """Rows that oneDNN takes at once. It compiles code for every new shape (milliseconds and 0.6 MB
 each), so numbers of tokens, which are never the same, are cut into pieces of these, or padded to
@@ -80,6 +82,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
+        if input.ndim == 1:
+            return self(input[None])[0]
         rows: Tensor = _Linear.apply(input.flatten(0, -2), self.weight, self.bias)  # type: ignore[no-untyped-call]
         return rows.unflatten(0, input.shape[:-1])
 
@@ -95,6 +99,7 @@ class _Linear(torch.autograd.Function):
         return found if bias is None else found.add_(bias)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias, where asked for."""
         x, weight = ctx.saved_tensors

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from spmdflow.parallel.derivative import differentiable_once
+
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -172,6 +174,7 @@ class _Rotation(torch.autograd.Function):
         return _rotated(x, cos, _halves(sin))
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Gradient of x alone; see the class."""
         cos, sin = ctx.saved_tensors

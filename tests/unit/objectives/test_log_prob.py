@@ -97,6 +97,33 @@ def test_frozen_head_gets_no_gradient_and_its_hidden_states_get_theirs(blocks: N
     torch.testing.assert_close(hidden.grad, expected, rtol=1e-5, atol=2e-6)
 
 
+def test_gradient_of_the_heads_gradient_is_refused(blocks: None) -> None:
+    hidden, weight, targets = sample()
+    log_probs = CausalOutput(hidden, weight, targets).log_probs()
+    (slope,) = torch.autograd.grad(log_probs.sum(), hidden, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.square().sum().backward()
+
+
+def test_padded_words_get_a_gradient_of_zero_whatever_their_memory_held(blocks: None) -> None:
+    hidden, weight, targets = sample()
+    padded = torch.cat([weight.detach(), torch.randn(5, HIDDEN)]).requires_grad_()
+    (expected,) = torch.autograd.grad(
+        CausalOutput(hidden, weight, targets).log_probs().sum(), weight
+    )
+    torch.use_deterministic_algorithms(True)  # fills memory that is only allocated with nan
+
+    try:
+        output = CausalOutput(hidden, padded, targets, vocab_size=WORDS)
+        (found,) = torch.autograd.grad(output.log_probs().sum(), padded)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert torch.equal(found[:WORDS], expected)
+    assert torch.equal(found[WORDS:], torch.zeros(5, HIDDEN))
+
+
 def test_bfloat16_head_sums_in_float32(blocks: None) -> None:
     hidden, weight, targets = sample(torch.bfloat16)
 

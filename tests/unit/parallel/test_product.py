@@ -124,3 +124,38 @@ def test_frozen_layers_get_no_gradient() -> None:
 
     assert layer.weight.grad is None
     assert layer.bias.grad is not None and x.grad is not None
+
+
+def test_one_vector_goes_through_a_linear_layer_as_through_pytorchs() -> None:
+    theirs = nn.Linear(6, 3)
+    ours = copy.deepcopy(theirs)
+    use_products(ours)
+    vector = draw(6)
+
+    found = ours(vector)
+
+    assert found.shape == (3,)
+    assert_close(found, theirs(vector))
+
+
+def test_gradient_of_a_linear_layers_gradient_is_refused_also_beside_another_term() -> None:
+    layer = nn.Linear(6, 3)
+    use_products(layer)
+    x = draw(5, 6).requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (slope.square().sum() + layer(x).sum()).backward()
+
+
+def test_first_derivatives_are_the_same_where_a_graph_of_them_is_asked_for() -> None:
+    layer = nn.Linear(6, 3)
+    use_products(layer)
+    x = draw(5, 6).requires_grad_()
+    of = (x, layer.weight, layer.bias)
+
+    plain = torch.autograd.grad(layer(x).sum(), of)
+    with_graph = torch.autograd.grad(layer(x).sum(), of, create_graph=True)
+
+    for expected, found in zip(plain, with_graph, strict=True):
+        assert torch.equal(found, expected)

@@ -121,6 +121,16 @@ def test_rotation_equals_that_of_transformers(family: str) -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-14)
 
 
+def test_gradient_of_a_rotations_gradient_is_refused() -> None:
+    query, key = torch.randn(2, 1, 3, 7, 8).requires_grad_()
+    angle = torch.randn(1, 7, 8)
+    turned, _ = rotate(query, key, angle.cos(), angle.sin())
+    (slope,) = torch.autograd.grad(turned.square().sum(), query, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.sum().backward()
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_loaded_model_rotates_by_itself_and_leaves_other_models_of_its_family_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.register import map_function, map_spec
 from spmdflow.workers.optimizer import ShardedOptimizer, learning_rate
-from spmdflow.workers.sharding import UNIT_BYTES, unit_layers
+from spmdflow.workers.sharding import UNIT_BYTES, Shard, merged, unit_layers
 
 
 @given(
@@ -199,3 +199,23 @@ def test_adamw_of_a_rank_with_only_empty_shards_still_counts_its_steps() -> None
     ours.step({"w": torch.zeros(0, 3)})
 
     assert ours.steps_done == 1
+
+
+def test_merged_weight_has_alpha_over_rank_times_b_a_added() -> None:
+    torch.manual_seed(0)
+    held = {
+        "layers.0.q_proj.weight": Shard(nn.Parameter(torch.randn(4, 3))),
+        "layers.0.q_proj.lora_A.weight": Shard(nn.Parameter(torch.randn(2, 3))),
+        "layers.0.q_proj.lora_B.weight": Shard(nn.Parameter(torch.randn(4, 2))),
+        "norm.weight": Shard(nn.Parameter(torch.randn(3))),
+    }
+    alpha = 16.0
+    rank = 2
+
+    blocks = merged(held, scale=alpha / rank, dtype=torch.float32, count=lambda num_bytes: None)
+    found = {name: tensor for name, tensor, _ in blocks}
+
+    weight, a, b, norm = (shard.local for shard in held.values())
+    assert list(found) == ["layers.0.q_proj.weight", "norm.weight"]
+    torch.testing.assert_close(found["layers.0.q_proj.weight"], weight + 8.0 * b @ a)
+    assert torch.equal(found["norm.weight"], norm)
