@@ -7,7 +7,7 @@ the cost (Dai et al. 2024), is the same code with other column names, so a batch
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from spmdflow.models.base import EngineWorker, axis_groups
 from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
-from spmdflow.rewards.pool import Result, RewardPool, weighted
+from spmdflow.rewards.pool import Judgement, Result, RewardPool, weighted
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.weights.architecture import Architecture
@@ -91,8 +91,9 @@ class RewardWorker(Worker):
         if by_model is None and self._model is not None:
             return None  # before the last stage
         begun, self.begun = self.begun, None
-        texts, found = self.judge(batch, self.call) if begun is None else begun.result()
-        results = self._sum_up(found, [] if by_model is None else self._weigh(by_model))
+        texts, judged = self.judge(batch, self.call) if begun is None else begun.result()
+        judgement = self._share_judgement(judged)
+        results = self._sum_up(judgement, by_model)
         drops = self._on_error.kind == "drop"
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
@@ -108,7 +109,7 @@ class RewardWorker(Worker):
                 valid,
                 limit=self._on_error.max_dropped_percent,
                 key=f"{self.role}.on_error",
-                first_failure=self._pool.first_failure if self._pool else "",
+                first_failure=judgement.first_failure,
             )
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
         scores[~valid] = torch.nan
@@ -123,10 +124,11 @@ class RewardWorker(Worker):
         made.set_non_tensor("score_terms", list(map(json.dumps, terms)))
         return made
 
-    def judge(self, batch: TensorDict, call: CallInfo) -> tuple[list[str], list[Result] | None]:
-        """Response texts and, on the rank that calls functions, {"score": weighted sum, ...} each.
+    def judge(self, batch: TensorDict, call: CallInfo) -> tuple[list[str], Judgement | None]:
+        """Response texts and, on the rank that calls functions, what these say of each row.
 
-        Runs beside other calls, while models generate or score: see `register`.
+        Runs in a thread of its own while models generate or score (see `register`), so all that it
+        finds out is in what it returns.
         """
         texts = decode_responses(batch, self._tokenizer)
         if self._pool is None:
@@ -167,18 +169,30 @@ class RewardWorker(Worker):
             rewards = rewards + put_at_last_token((scores - sums).float(), lengths).values()
         return ragged(rewards.float(), lengths_of(by_model))
 
-    def _sum_up(self, results: list[Result] | None, by_model: list[Result]) -> list[Result]:
-        """Each row's score of functions and model; the same floats on every rank of the group."""
+    def _share_judgement(self, judged: Judgement | None) -> Judgement:
+        """The judgement of the rank that called the functions, on every rank of its tp group."""
         if not self._has_functions:
-            return by_model
+            return Judgement(results=[])
         peers = self.context.layout.axis_group(self.context.rank, "tp")
         if len(peers) > 1:
             group = self.context.groups.get(peers, backend="gloo")
-            results = all_gather_plain(results, group)[0]
-        assert results is not None, "no rank of the group has asked the functions"
-        for result, judged in zip(results, by_model):
-            score = result["score"] + judged["score"]
-            result |= judged | {"score": score}
+            plain = None if judged is None else asdict(judged)
+            shared = all_gather_plain(plain, group)[0]
+            judged = None if shared is None else Judgement(**shared)
+        assert judged is not None, "no rank of the group has called the functions"
+        return judged
+
+    def _sum_up(self, judgement: Judgement, by_model: Tensor | None) -> list[Result]:
+        """Each row's score of functions and model; the same floats on every rank of the group."""
+        model_results = [] if by_model is None else self._weigh(by_model)
+        if not self._has_functions:
+            return model_results
+        if by_model is None:
+            return judgement.results
+        results = []
+        for of_functions, of_model in zip(judgement.results, model_results, strict=True):
+            score = of_functions["score"] + of_model["score"]
+            results.append(of_functions | of_model | {"score": score})
         return results
 
 
@@ -275,20 +289,20 @@ def count_dropped(
 ) -> dict[str, Metric]:
     """Metrics of the rows that failed, (B,) False in valid; all peers call it.
 
-    RewardError, on the first of them that has one, if more than `limit` percent of the rows of
-    this call failed, over all ranks.
+    RewardError, on the first of them with a failed row, if more than `limit` percent of the rows
+    of this call failed, over all ranks. first_failure: of this rank's rows.
     """
     counts = torch.zeros(2, len(peers))
     counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
     failed, rows = context.groups.reducer(peers)(counts).long()
     percent = 100 * int(failed.sum()) / max(int(rows.sum()), 1)
     first = peers[int(failed.bool().int().argmax())]
-    if percent > limit and first == context.rank and first_failure:
+    if percent > limit and first == context.rank:
+        cause = f"\nthe first failure: {first_failure}" if first_failure else ""
         raise RewardError(
             f"{key}: got {int(failed.sum())} failed rows among the {int(rows.sum())} of one "
             f"call ({percent:.3g} %), expected at most {limit:g} %; fix the function, or set a "
-            f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'\n"
-            f"the first failure: {first_failure}"
+            f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'{cause}"
         )
     count = float((~valid).sum())
     return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}

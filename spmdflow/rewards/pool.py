@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from spmdflow.config.reward import RewardTerm, on_error_of, reward_terms
@@ -27,6 +28,20 @@ _LOOK_SECONDS = 0.2  # a process that ends without closing its socket is noticed
 _LOG_EVERY = 100
 _EXCERPT_LETTERS = 200
 _OUTCOMES = {"raise": "", "zero": "scored 0", "drop": "dropped"}
+
+
+Result = dict[str, Any]
+"""Scores and further numbers of a sample by name, and "answer" as text or None."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What one call of `RewardPool.score` found out."""
+
+    results: list[Result]
+    """Of each sample, in order."""
+    first_failure: str = ""
+    """Why the first sample that failed did so; empty if none failed."""
 
 
 class RewardPool:
@@ -55,8 +70,6 @@ class RewardPool:
         self._num_processes = num_processes
         self._sample_seconds, self._start_seconds = sample_seconds, start_seconds
         self._strict, self._outcome = on_error == "raise", _OUTCOMES[on_error]
-        self.first_failure = ""
-        """Why the first sample of the last `score` failed; empty if none did."""
         self._processes: list[RewardProcess] = []
         self._closed, self._using = False, threading.RLock()
         self._num_errors = 0
@@ -85,7 +98,7 @@ class RewardPool:
         rows: Sequence[dict[str, Any]],
         *,
         row_ids: Sequence[int] | None = None,
-    ) -> list[Result]:
+    ) -> Judgement:
         """For each sample {"score": float, ...}, in order. Lengths must agree; may be 0.
 
         Of several functions the score is the weighted sum; each function's own score is there under
@@ -221,33 +234,38 @@ class RewardPool:
             work.give_back(list(process.pending))
         self._start_missing()
 
-    def _collect(self, work: Work, samples: Sequence[Any]) -> list[Result]:
-        self.first_failure = ""
+    def _collect(self, work: Work, samples: Sequence[Any]) -> Judgement:
+        first_failure = ""
         for number in sorted(work.failures):
-            self._report(number, work.failures[number], samples)
+            text = self._report(number, work.failures[number], samples)
+            first_failure = first_failure or text
         if not self._strict:
             for result in work.scores.values():
                 result["errors"] = 0.0
             work.scores |= {number: {"score": 0.0, "errors": 1.0} for number in work.failures}
         width = len(self._terms)
-        return [
+        results = [
             weighted(self._terms, [work.scores[first + n] for n in range(width)])
             for first in range(0, len(samples) * width, width)
         ]
+        return Judgement(results=results, first_failure=first_failure)
 
-    def _report(self, number: int, cause: str, samples: Sequence[Any]) -> None:
-        """Raise a failure, or log it: the first of each kind, and one in a hundred."""
+    def _report(self, number: int, cause: str, samples: Sequence[Any]) -> str:
+        """Raise a failure, or return its text, logged if it is the first of its kind.
+
+        Of the others, one in a hundred is logged.
+        """
         sample, function = divmod(number, len(self._terms))
         text = self._describe(cause, samples[sample], function)
         if self._strict:
             raise RewardError(text)
-        self.first_failure = self.first_failure or text
         self._num_errors += 1
         kind = (self._terms[function].function, cause.partition("\n")[0])
         if self._num_errors % _LOG_EVERY == 1 or kind not in self._causes:
             logger.warning("reward error %d, %s: %s", self._num_errors, self._outcome, text)
         if len(self._causes) < _LOG_EVERY:
             self._causes.add(kind)
+        return text
 
     def _describe(self, cause: str, sample: Sequence[Any], function: int) -> str:
         """The same text whichever rank and process the sample was on."""
@@ -307,10 +325,6 @@ class Work:
         if self._strict and self.failures:
             first = min(self.failures)
             self._waiting = deque(number for number in self._waiting if number < first)
-
-
-Result = dict[str, Any]
-"""Scores and further numbers of a sample by name, and "answer" as text or None."""
 
 
 def weighted(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Result:

@@ -91,7 +91,7 @@ def lenient(function: str) -> Iterator[RewardPool]:
 def score(pool: RewardPool, responses: list[str]) -> list[dict[str, float]]:
     """Sample n has the prompt "p<n>" and a row that says n."""
     prompts = [f"p{n}" for n in range(len(responses))]
-    return pool.score(prompts, responses, [{"n": n} for n in range(len(responses))])
+    return pool.score(prompts, responses, [{"n": n} for n in range(len(responses))]).results
 
 
 def refusal(name: str, what: str, *, number: int, response: str) -> str:
@@ -226,7 +226,7 @@ def test_errors_score_zero_are_counted_and_logged_once_of_each_kind(lenient, cap
 
 def test_hung_process_is_killed_with_its_children_and_replaced(lenient):
     before = {result["pid"] for result in score(lenient, ["pause"] * 20)}
-    (started,) = lenient.score([""], [""], [{"child": True}])
+    (started,) = lenient.score([""], [""], [{"child": True}]).results
 
     score(lenient, ["hang", "hang"])
     after = {result["pid"] for result in score(lenient, ["pause"] * 20)}
@@ -254,7 +254,7 @@ def test_stopped_process_that_reads_nothing_counts_as_too_slow(lenient):
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
 
-    results = lenient.score(["p" * 1_000_000] * 3, [""] * 3, [{"n": 1}] * 3)
+    results = lenient.score(["p" * 1_000_000] * 3, [""] * 3, [{"n": 1}] * 3).results
 
     assert [result["errors"] for result in results] == [1, 1, 0]
 
@@ -290,7 +290,7 @@ def test_processes_made_by_a_thread_outlive_it(function):
 def test_close_leaves_no_process_and_may_be_repeated(function):
     pool = RewardPool(function, 2)
     pids = {int(result["pid"]) for result in score(pool, ["pause"] * 20)}
-    (started,) = pool.score([""], [""], [{"child": True}])
+    (started,) = pool.score([""], [""], [{"child": True}]).results
 
     pool.close()
     pool.close()
@@ -387,7 +387,7 @@ def test_a_thousand_samples_take_less_than_the_target():
     with RewardPool.from_config(cfg) as pool:
         before = cpu_seconds(pool)
         for _ in range(10):
-            results = pool.score(["1+2="] * 1000, ["3"] * 1000, [{"answer": "3"}] * 1000)
+            results = pool.score(["1+2="] * 1000, ["3"] * 1000, [{"answer": "3"}] * 1000).results
         seconds = cpu_seconds(pool) - before
 
     assert results == [{"score": 1.0, "accuracy": 1.0}] * 1000

@@ -54,7 +54,7 @@ def score(
 ) -> list[dict[str, float]]:
     with RewardPool(terms, processes, sample_seconds=seconds, on_error="zero") as pool:
         prompts = ["p" * number for number in range(len(responses))]
-        return pool.score(prompts, responses, [{} for _ in responses])
+        return pool.score(prompts, responses, [{} for _ in responses]).results
 
 
 def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(terms):
@@ -106,7 +106,7 @@ def test_library_that_stops_itself_by_a_signal_does_so_in_a_worker_process():
     with RewardPool("spmdflow.rewards.math:score(seconds=5)", 1, sample_seconds=280) as pool:
         pool.score([""], ["0.5"], [{"answer": "1"}])  # imports the library
         start = time.monotonic()
-        results = pool.score([""] * 5, responses, [{"answer": "1/2"}] * 5)
+        results = pool.score([""] * 5, responses, [{"answer": "1/2"}] * 5).results
 
     assert [result["score"] for result in results] == [1, 0, 0, 1, 0]
     assert time.monotonic() - start < 200
