@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from spmdflow.checkpoint import StateFiles
-from spmdflow.checkpoint.disk import disk_errors
+from spmdflow.checkpoint.disk import disk_errors, sync_tree
 from spmdflow.checkpoint.export import MergedState, ModelExport
 from spmdflow.checkpoint.manifest import CheckpointInfo, order_of, read_manifest
 from spmdflow.checkpoint.run_dir import FOLDER, find_latest
@@ -99,6 +99,7 @@ def export(
             raise CheckpointError.of("export", got, "adapters", "leave --adapter out")
         read = MergedState(state, source) if has_adapters and not adapter else state
         ModelExport(read.plain, precision).write(read, folder, beside=beside)
+        sync_tree(folder)
     return role
 
 

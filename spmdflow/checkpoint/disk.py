@@ -33,6 +33,23 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def make_folders(path: Path) -> None:
+    """Make a folder and its missing parents; they are there after a power cut too."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync(folder.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync every file and folder below a folder, itself, and its name in its parent."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_symlink():
+            sync(path)
+    sync(folder)
+    sync(folder.parent)
+
+
 def sync(path: Path) -> None:
     """fsync a file, or a folder for its entries."""
     descriptor = os.open(path, os.O_RDONLY)

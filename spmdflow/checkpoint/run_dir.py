@@ -23,7 +23,13 @@ from typing import Any
 
 import yaml
 
-from spmdflow.checkpoint.disk import RunDirLock, disk_errors, sync, write_atomically
+from spmdflow.checkpoint.disk import (
+    RunDirLock,
+    disk_errors,
+    make_folders,
+    sync,
+    write_atomically,
+)
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     DamagedError,
@@ -88,7 +94,7 @@ def open_run_dir(
         )
     lock = None
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folders(path)
         lock = RunDirLock(path)
         checkpoint = newest_whole(path, verify)
         if checkpoint is not None:
@@ -262,7 +268,7 @@ class Checkpoints:
         unsealed = self.folder / f"step-{step}{_TMP}"
         with disk_errors("make", unsealed):
             _remove(unsealed)
-            unsealed.mkdir(parents=True)
+            make_folders(unsealed)
         return unsealed
 
     def seal(
@@ -363,7 +369,7 @@ def _link_exports(run_dir: Path, sealed: Path) -> None:
     """
     folder = run_dir / EXPORT
     try:
-        folder.mkdir(exist_ok=True)  # also says that a checkpoint has been sealed here
+        make_folders(folder)  # also says that a checkpoint has been sealed here
         for source in sorted(sealed.glob(f"*/{FOLDER}")):
             link, beside = folder / source.parent.name, folder / f"{source.parent.name}.tmp"
             beside.unlink(missing_ok=True)

@@ -37,6 +37,7 @@ from spmdflow.runtime.executor import FILES
 from spmdflow.runtime.failure import noting
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.runtime.process import launched_seconds
+from spmdflow.tracking.tracker import sync_records
 from spmdflow.transfer.worker import loads_any_layout
 
 logger = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class Saving:
         ]
         meta["frozen"] = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
         with noting(f"saving step {step}"):
+            sync_records(self._checkpoints.folder.parent)
             info = self._checkpoints.seal(step, meta, written)
         seconds = time.monotonic() - started
         self.ending.save_seconds = max(self.ending.save_seconds, seconds)

@@ -17,7 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from spmdflow.checkpoint.disk import disk_errors, write_atomically
+from spmdflow.checkpoint.disk import disk_errors, sync, write_atomically
 from spmdflow.errors import ConfigError
 from spmdflow.kind.registry import TRACKERS, Reference, resolve
 from spmdflow.tracking.progress import Sample
@@ -60,6 +60,7 @@ class Sink(ABC):  # what does nothing here is a choice of the subclass
 
 
 _RUN_ID = "tracker_id"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class Tracker:
@@ -70,8 +71,8 @@ class Tracker:
         are renamed, and sinks begin a new run. ConfigError if a sink does not start."""
         references = {name: TRACKERS.find(name) for name in trackers}
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.metrics_path = run_dir / "metrics.jsonl"
-        self.samples_path = run_dir / "samples.jsonl"
+        self.metrics_path = run_dir / METRICS
+        self.samples_path = run_dir / SAMPLES
         id_path = run_dir / _RUN_ID
         with disk_errors("write", id_path, "tracking"):
             if last_step < 0:
@@ -148,6 +149,16 @@ def _started(name: str, reference: Reference, run_dir: Path, last_step: int) -> 
 
 def _told(err: Exception) -> str:
     return f"{type(err).__name__}: {' '.join(str(err).split())}"
+
+
+def sync_records(run_dir: Path) -> None:
+    """Make the records written so far survive a power cut. A checkpoint is sealed after that, so
+    that a run which continues from it has the records of all steps before it."""
+    with disk_errors("write", run_dir, "tracking"):
+        for path in (run_dir / METRICS, run_dir / SAMPLES):
+            if path.exists():
+                sync(path)
+        sync(run_dir)
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
