@@ -12,10 +12,11 @@ Order of sealing: each rank hashes its files while it writes them, fsyncs and re
 controller's rank sees each at its full size (it reads none) -> manifest -> rename -> `latest` ->
 links in export -> old checkpoints removed.
 A kill or a power cut between any two of these leaves the old or the new checkpoint loadable:
-every file and every folder is fsynced before the next name points to it, metrics before `latest`. `run_dir` holds
-the rules of RUN_DIR itself: who may start, who continues, which settings; `disk` checks at the
-start that every rank sees it. Frozen models are not saved: the manifest has their folders and
-hashes (`tensors.model_hash`), and a resumed run reads them again.
+every file and every folder is fsynced before the next name points to it, metrics before `latest`.
+
+`run_dir` holds the rules of RUN_DIR itself: who may start, who continues, which settings; `disk`
+checks at the start that every rank sees it. Frozen models are not saved: the manifest has their
+folders and hashes (`tensors.model_hash`), and a resumed run reads them again.
 """
 
 from spmdflow.checkpoint.state import StateFiles
