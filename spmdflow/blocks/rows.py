@@ -51,8 +51,10 @@ def redistribute_rows(
         tuple((rank, (np.asarray(ids, np.int64) - base).tobytes()) for rank, ids in side.items())
         for side in (have, need)
     )
+    ranks = {*have, *need}
+    nodes = None if node_of is None else tuple((rank, node_of(rank)) for rank in sorted(ranks))
     try:
-        edges = _redistribute_again(*keys, node_of)
+        edges = _redistribute_again(*keys, nodes)
     except RowError:
         return _redistribute(have, need, node_of)  # whose message names the true ids
     return [RowEdge(edge.source, edge.destination, edge.ids + base) for edge in edges]
@@ -97,10 +99,15 @@ def _teams(direct: Sequence[RowEdge], node_of: NodeOf | None) -> Iterator[tuple[
 
 
 @lru_cache(maxsize=128)
-def _redistribute_again(have: _Key, need: _Key, node_of: NodeOf | None) -> list[RowEdge]:
-    """Cached: a step repeats the transfers of the step before, with all ids shifted."""
+def _redistribute_again(
+    have: _Key, need: _Key, nodes: tuple[tuple[int, int], ...] | None
+) -> list[RowEdge]:
+    """Cached: a step repeats the transfers of the step before, with all ids shifted.
+
+    nodes: (rank, its node) of every rank. Plain numbers: the cache keeps no session alive.
+    """
     held, needed = ({rank: np.frombuffer(ids, np.int64) for rank, ids in k} for k in (have, need))
-    return _redistribute(held, needed, node_of)
+    return _redistribute(held, needed, None if nodes is None else dict(nodes).__getitem__)
 
 
 def _redistribute(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -251,3 +253,23 @@ def test_each_round_is_a_right_plan_and_together_they_bring_what_is_needed(probl
     assert sum(len(edge.ids) for edges in rounds for edge in edges) == total
     for rank, ids in need.items():
         assert np.isin(ids, there.get(rank, [])).all()
+
+
+class Session:
+    """A session whose transport knows the nodes, as runtime.io.Io does."""
+
+    def node_of(self, rank: int) -> int:
+        """Four ranks on each node."""
+        return rank // 4
+
+
+def test_remembered_transfers_do_not_keep_an_ended_session_alive():
+    session = Session()
+    seen = weakref.ref(session)
+    edges = plan_rounds(arrays({0: [1, 2], 4: [1, 2]}), arrays({5: [2]}), node_of=session.node_of)
+
+    del session
+    gc.collect()
+
+    assert plain(edges[0]) == [(4, 5, [2])]
+    assert seen() is None
