@@ -293,6 +293,7 @@ class Checkpoints:
                     sealed = self.folder / f"step-{step}.{next(attempts)}"
                 unsealed.rename(sealed)
                 sync(self.folder)
+                sync(self.folder.parent)  # checkpoints/ itself may be new
                 write_atomically(self.folder / "latest", sealed.name.encode() + b"\n")
         except CheckpointError:
             shutil.rmtree(unsealed, ignore_errors=True)

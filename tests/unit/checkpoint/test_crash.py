@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from spmdflow.checkpoint.disk import sync, write_atomically
 from spmdflow.checkpoint.manifest import read_manifest
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.tracking.tracker import append_lines, cut_back, read_lines
@@ -120,3 +121,21 @@ def test_a_kill_at_any_operation_of_cutting_back_leaves_all_records_or_those_wan
             break
 
     assert seen == {5, 3}
+
+
+def test_run_dir_is_synced_for_the_entry_of_checkpoints_before_latest_names_the_first(tmp_path):
+    synced: list[str] = []
+
+    def on_event(frame: FrameType, event: str, function: Any) -> None:
+        if event == "call" and frame.f_code is sync.__code__:
+            synced.append(str(frame.f_locals["path"].relative_to(tmp_path)))
+        if event == "call" and frame.f_code is write_atomically.__code__:
+            synced.append(f"write {frame.f_locals['path'].name}")
+
+    sys.setprofile(on_event)
+    try:
+        save(tmp_path, 1)
+    finally:
+        sys.setprofile(None)
+
+    assert "." in synced[: synced.index("write latest")]
