@@ -60,18 +60,29 @@ class Evaluation:
             return {}
         self._evaluated_at = number
         self._caller.phase = "eval"
+        try:
+            return self._judge(stream, model, others, generate)
+        finally:
+            self._caller.phase = "train"
+
+    def _judge(
+        self,
+        stream: PromptStream,
+        model: WorkerGroup,
+        others: Sequence[WorkerGroup],
+        generate: Generate | None,
+    ) -> dict[str, float]:
+        """As `run`, once in a step and in the phase "eval"."""
         method = getattr(model.target.worker_class, "evaluation", None)
         if method is None:
-            found = self._score(stream, model, others, generate)
-        else:
-            found, rows = {}, stream.eval_batch()
-            for group in others:
-                columns = getattr(group.target.worker_class, "evaluation_columns", None)
-                if columns is not None:
-                    rows |= getattr(group, columns)(rows)
-            getattr(model, method)(rows, prefix="eval")
-        self._caller.phase = "train"
-        return found
+            return self._score(stream, model, others, generate)
+        rows = stream.eval_batch()
+        for group in others:
+            columns = getattr(group.target.worker_class, "evaluation_columns", None)
+            if columns is not None:
+                rows |= getattr(group, columns)(rows)
+        getattr(model, method)(rows, prefix="eval")
+        return {}
 
     def _score(
         self,

@@ -26,11 +26,13 @@ from spmdflow.runtime.order import InprocTransport
 from spmdflow.transfer.protocol import Answer, Protocol, register_protocol
 from tests.unit.toy_flow import (
     ROWS,
+    TASK,
     FrozenToyConfig,
     Other,
     Rank,
     Toy,
     ToyConfig,
+    draw,
     rank_of_one,
     share,
 )
@@ -342,6 +344,23 @@ def test_evaluation_without_held_out_prompts_is_an_error_before_the_first_step(
 ) -> None:
     with pytest.raises(ConfigError, match="^evaluate: got no held-out prompts, expected data.eval"):
         rank.flow.evaluate(toy)
+
+
+def test_evaluation_that_is_refused_and_caught_leaves_later_metrics_those_of_training(
+    tmp_path: Path,
+) -> None:
+    with rank_of_one(tmp_path, eval_path=str(TASK / "eval.jsonl")) as rank:
+        flow = rank.flow
+        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        for step in flow.steps(1):
+            with pytest.raises(ProtocolError, match="^flow.evaluate: got WorkerGroup"):
+                flow.evaluate(toy)
+            batch = draw(prompts, toy)
+            toy.measure(batch).metrics()
+            metrics = step.metrics(flow.caller.records)
+
+    assert metrics["toy/reported"] == ROWS
+    assert not [name for name in metrics if name.startswith("eval/")]
 
 
 def test_step_logs_metrics_of_calls_and_numbers_of_the_script(
