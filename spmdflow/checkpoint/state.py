@@ -150,7 +150,11 @@ class StateFiles:
             raise damaged(path, f"has sha256 {head.sha256}", facts)
         for key, stored in head.tensors.items():
             match = _KEY.fullmatch(key)
-            assert match is not None, (path, key)
+            if match is None:
+                raise CheckpointError(
+                    f"checkpoint: {path} holds a tensor named {key!r}, expected the name of a "
+                    f"tensor and its box, such as {key}[0:8]; write the file with write_state"
+                )
             pairs = (pair.split(":") for pair in match[2].split(",") if pair)
             box = Box(tuple((int(start), int(stop)) for start, stop in pairs))
             self._held.setdefault(match[1], []).append(_Held(box, path, stored))

@@ -108,11 +108,12 @@ def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
     """The keyword arguments of "(name=value, ...)", values being literals that JSON keeps."""
     try:
         tree = ast.parse(f"f{call or '()'}", mode="eval").body
-        assert isinstance(tree, ast.Call)
+        if not isinstance(tree, ast.Call):
+            raise ValueError("no call")
         found = {str(item.arg): ast.literal_eval(item.value) for item in tree.keywords}
         fits = not tree.args and None not in [item.arg for item in tree.keywords]
         fits = fits and json.loads(json.dumps(found, allow_nan=False)) == found
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, AssertionError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         fits = False
     if not fits:
         expected = "name=value with numbers, texts in quotes, True, False or None"

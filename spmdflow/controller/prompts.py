@@ -182,8 +182,11 @@ class DynamicSampling:
             raise RowError.of("dynamic sampling", got, self._num_rows, do)
 
     def batch(self) -> Batch:
-        """The full batch, in the order in which its prompts were drawn."""
-        assert self.is_full, (self._num_kept, self._num_rows)
+        """The full batch, in the order in which its prompts were drawn; RowError before that."""
+        if not self.is_full:
+            got = f"{self._num_kept} rows"
+            do = "call add(...) with further prompts while is_full is false"
+            raise RowError.of("DynamicSampling.batch", got, f"{self._num_rows} rows", do)
         return concatenate(self._kept)[: self._num_rows]
 
     def metrics(self) -> dict[str, Metric]:

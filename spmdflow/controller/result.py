@@ -40,20 +40,40 @@ class ColumnFacts:
         return self.lengths[np.searchsorted(self.ids, ids)]
 
 
-def facts_of(replies: Replies, answer: Mapping[int, Ids]) -> dict[str, ColumnFacts]:
-    """Dtype, row shape and lengths of the columns, from the replies of the answering ranks."""
+def facts_of(replies: Replies, answer: Mapping[int, Ids], *, label: str) -> dict[str, ColumnFacts]:
+    """Dtype, row shape and lengths of the columns, from the replies of the answering ranks.
+
+    label: the call that made them. ColumnError if two ranks made a column of different kinds.
+    """
     ranks = [rank for rank, ids in answer.items() if len(ids)] or list(answer)[:1]
     said = [replies[rank]["columns"] for rank in ranks]
     ids, first = np.unique(np.concatenate([answer[rank] for rank in ranks]), return_index=True)
     facts = {}
     for name, (plain, _) in said[0].items():
-        kinds = {rank: columns[name][0] for rank, columns in zip(ranks, said, strict=True)}
-        assert all(kind == plain for kind in kinds.values()), f"column {name}: ranks made {kinds}"
-        spec, lengths = ColumnSpec.from_plain(plain), None
+        spec = ColumnSpec.from_plain(plain)
+        for rank, columns in zip(ranks, said, strict=True):
+            other = ColumnSpec.from_plain(columns[name][0])
+            if other != spec:
+                raise _differing_column(label, name, {ranks[0]: spec, rank: other})
+        lengths = None
         if spec.kind != "dense":
             lengths = np.concatenate([columns[name][1] for columns in said])[first]
         facts[name] = ColumnFacts(spec, ids, lengths)
     return facts
+
+
+def _differing_column(label: str, name: str, specs: Mapping[int, ColumnSpec]) -> ColumnError:
+    """The error of a column that two ranks made differently; specs: what each of them made."""
+    made = " and ".join(
+        f"{spec.kind} {spec.dtype} of row shape {spec.row_shape} from rank {rank}"
+        for rank, spec in specs.items()
+    )
+    return ColumnError.of(
+        label,
+        f"the column {name!r} as {made}",
+        "the same dtype and row shape on every rank, whatever rows a rank has",
+        f"convert it where {label} makes it, such as {name}.float()",
+    )
 
 
 @dataclass(eq=False)
@@ -89,7 +109,7 @@ class RowResult:
 
     def learn(self, replies: Replies) -> None:
         """Take over what the ranks said of the rows, and release what waited for it (io thread)."""
-        self.facts = facts_of(replies, self.answer)
+        self.facts = facts_of(replies, self.answer, label=self.label)
         self.metrics = [replies[rank].get("metrics", {}) for rank in self.answer]
         self.done = True
         waiting, self.waiting = self.waiting, []

@@ -91,7 +91,10 @@ def read_transcript(path: Path) -> dict[str, Any]:
         got = f"no transcript ({err})"
         do = "give the RUN_DIR of a run that finished a step"
         raise DataError.of(path, got, "that of a launch's first steps", do) from err
-    assert isinstance(content, dict), path
+    if not isinstance(content, dict):
+        got = f"{type(content).__name__} instead of the records of steps"
+        do = "the file is damaged or of another program: give another RUN_DIR"
+        raise DataError.of(path, got, "that of a launch's first steps", do)
     return content
 
 
@@ -127,6 +130,6 @@ def _answer(record: CallRecord) -> dict[str, Any]:
         return {"answer": {"values": values}}
     made = {rank: commands[rank] for rank in record.answering or commands}
     rows = {rank: plain.get("holds", plain["ids"]) for rank, plain in made.items()}
-    columns = facts_of(replies, rows)
+    columns = facts_of(replies, rows, label=record.label)
     plain = {name: [fact.spec.to_plain(), fact.lengths] for name, fact in columns.items()}
     return {"answer": {"columns": plain}}

@@ -64,7 +64,11 @@ class LineFile:
     def read(self, numbers: Sequence[int]) -> list[bytes]:
         """These lines, in the order given."""
         starts = self._index()
-        assert all(0 <= number < len(starts) - 1 for number in numbers), (self.path, numbers)
+        last = max(numbers, default=0)
+        if numbers and not 0 <= min(numbers) <= last < len(starts) - 1:
+            got = f"{len(starts) - 1} lines, of which line {last + 1} is wanted"
+            do = "it has changed since it was scanned, or differs on this node: restore it"
+            raise DataError.of(self.path, got, "the lines that were scanned", do)
         return [
             os.pread(self._file.fileno(), starts[number + 1] - starts[number], starts[number])
             for number in numbers

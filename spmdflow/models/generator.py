@@ -221,7 +221,12 @@ class GeneratorWorker(SamplingWorker):
 
         version: of these weights. Rows under way go on with them.
         """
-        assert self._receiver is not None, "open_weights comes first"
+        if self._receiver is None:
+            raise ProtocolError(
+                f"{self.context.name}.receive_weights: no policy is connected; write "
+                f"weights = flow.connect(actor, generator) before the first step, then "
+                f"weights.sync()"
+            )
         if self._ahead is not None:
             self._ahead.set_aside(version)
         self.report(self._receiver.receive())
@@ -334,7 +339,12 @@ class GeneratorWorker(SamplingWorker):
     @property
     def rows_ahead(self) -> RowsAhead:
         """Rows that were begun; there after `open_queue`."""
-        assert self._ahead is not None, "open_queue comes first"
+        if self._ahead is None:
+            raise ProtocolError(
+                f"{self.context.name}: no queue is open; write queue = flow.queue(prompts, "
+                f"weights, max_staleness=...) before the first step, and take rows with "
+                f"next(queue)"
+            )
         return self._ahead
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:

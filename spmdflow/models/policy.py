@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import VALID, chosen_mask, pad, without_failed
+from spmdflow.errors import ProtocolError
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.hybrid_engine.sync import WeightSender
 from spmdflow.models.base import EngineWorker
@@ -67,7 +68,12 @@ class PolicyWorker(EngineWorker):
     @register(transfer_mode="ONE_TO_ALL")
     def send_weights(self) -> None:
         """Send the weights to the connected generator, which receives in the same call."""
-        assert self._sender is not None, "open_weights comes first"
+        if self._sender is None:
+            raise ProtocolError(
+                f"{self.context.name}.send_weights: no generator is connected; write "
+                f"weights = flow.connect(actor, generator) before the first step, then "
+                f"weights.sync()"
+            )
         with self.resident("parameters"):
             self.report(self._sender.send())
 
@@ -85,7 +91,11 @@ class PolicyWorker(EngineWorker):
     @register(transfer_mode="ONE_TO_ALL")
     def publish_weights(self) -> None:
         """Send the weights to the connected server, which pauses generation meanwhile."""
-        assert self._publisher is not None, "connect_server comes first"
+        if self._publisher is None:
+            raise ProtocolError(
+                f"{self.context.name}.publish_weights: no server is connected; call "
+                f"{self.context.name}.connect_server(url=...) once before the first step"
+            )
         with self.resident("parameters"):
             self.report(self._publisher.publish())
 

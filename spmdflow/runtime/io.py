@@ -13,13 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from spmdflow.errors import RunFailed
 from spmdflow.runtime.executor import failure_of, stay_until
 from spmdflow.runtime.failure import Failure
-from spmdflow.runtime.order import Order, Pending, refuse_to_wait
+from spmdflow.runtime.order import Order, Pending, Replies, refuse_to_wait
 from spmdflow.runtime.pace import Took
 from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.process import leave
@@ -270,9 +271,28 @@ class Io:
         done = self._ledger.answer(rank, ticket, payload, now=now, took=Took(*took))
         if done is not None:
             self._stalls.finished(done, now)
-            if done.order.on_done:
-                done.order.on_done(done.replies)
+            if done.order.on_done and not self._run_on_done(done.order, done.replies):
+                return
             done.pending.resolve(done.replies)
+
+    def _run_on_done(self, order: Order, replies: Replies) -> bool:
+        """Call on_done; what it raises ends the run and names the order. Whether it succeeded."""
+        assert order.on_done is not None, order.label
+        try:
+            order.on_done(replies)
+        except Exception as err:
+            failure = failure_of(err, self._settings.controller_rank, kind="controller")
+            self._verdict.add(
+                replace(
+                    failure,
+                    label=order.label,
+                    number=order.number,
+                    lane=order.lane,
+                    line=order.line,
+                )
+            )
+            return False
+        return True
 
     # ---- the end
 

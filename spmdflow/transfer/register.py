@@ -177,6 +177,12 @@ def map_function(
     def mark(fn: F) -> F:
         _require_module_level(fn)
         columns = (tuple(reads), tuple(optional), tuple(writes))
+        if not columns[2]:
+            raise ProtocolError(
+                f"map: {_name(fn)} writes no column; expected writes=(...) with at least one, as "
+                f"batch.map returns columns; name what it returns, or report metrics from a "
+                f"function that also writes one"
+            )
         known = ("reduce", "report", "groups") if groups else ("reduce", "report")
         given = tuple(name for name in known if name in signature(fn).parameters)
         setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, given, reads_for, spares, instead))

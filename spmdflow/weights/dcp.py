@@ -41,7 +41,7 @@ class TorchCheckpoint:
         path, metadata = folder / METADATA, _unpickle(folder / METADATA)
         try:
             self._tensors = _tensors_of(folder, metadata)
-        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as err:
+        except (AttributeError, LookupError, TypeError, ValueError) as err:
             got = f"{path}, whose content is no metadata of tensors ({type(err).__name__}: {err})"
             raise ConfigError.of(
                 "model", got, "what torch.distributed.checkpoint writes", _DO
@@ -139,8 +139,10 @@ def _tensors_of(folder: Path, metadata: Any) -> dict[str, _Stored]:
         chunks = []
         for chunk in facts.chunks:
             offsets, at = chunk.offsets, places[key, chunk.offsets]
-            assert Path(at.relative_path).name == at.relative_path, at.relative_path
-            assert not getattr(at, "transform_descriptors", None), "it is compressed"
+            if Path(at.relative_path).name != at.relative_path:
+                raise ValueError(f"a file outside of the folder: {at.relative_path!r}")
+            if getattr(at, "transform_descriptors", None):
+                raise ValueError("it is compressed")
             pairs = zip(offsets, chunk.sizes, strict=True)
             box = Box(tuple((int(low), int(low) + int(size)) for low, size in pairs))
             path = folder / at.relative_path

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from spmdflow.errors import ColumnError
 from spmdflow.runtime import io as io_module
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Order, Pending
@@ -85,3 +86,22 @@ def test_limits_of_calls_do_not_count_the_time_in_which_the_whole_job_was_stoppe
     controller.io._step()
 
     assert not pending.done and not controller.io.has_failed
+
+
+def test_an_error_in_what_follows_a_reply_names_the_call_and_the_line_of_the_script(
+    controller: Controller,
+) -> None:
+    def on_done(replies: Any) -> None:
+        raise ColumnError("the rows do not fit")
+
+    order = Order(5, "compute", "map.bonus", {0: {}}, 60.0, on_done, line="own.py:7: batch.map(x)")
+    pending = controller.io.submit(order)
+    controller.say(Kind.REPLY, [max(controller.io._ledger.open), {}, [0.0, 0.0]])
+    controller.io._step()
+
+    (failure,) = controller.io._verdict.failures
+    assert not pending.done
+    assert failure.sentence() == (
+        "rank 0, map.bonus (call 5, compute lane): ColumnError: the rows do not fit"
+    )
+    assert failure.line == "own.py:7: batch.map(x)"

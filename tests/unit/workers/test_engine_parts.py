@@ -60,6 +60,11 @@ def test_lambda_and_local_function_are_refused_because_other_ranks_cannot_import
             map_spec(fn)
 
 
+def test_map_function_that_writes_nothing_is_refused_where_it_is_marked() -> None:
+    with pytest.raises(ProtocolError, match=r"positional_hash writes no column; .* writes=\("):
+        map_function(reads=("a",), writes=())(positional_hash)
+
+
 def test_unmarked_function_is_refused_with_what_to_add() -> None:
     with pytest.raises(ProtocolError, match="declares no columns; .* @map_function"):
         map_spec(positional_hash)
