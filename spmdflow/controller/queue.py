@@ -11,6 +11,7 @@ thread.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WeightLink
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutQueue(Iterator[Batch]):
@@ -70,12 +73,36 @@ class RolloutQueue(Iterator[Batch]):
         return made
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompts of the steps to come, which are drawn already."""
+        """The prompts of the steps to come, which are drawn already.
+
+        begun: the versions by which the first of them were begun.
+        """
         ahead = [self._prompts.describe(batch) for batch in self._ahead]
-        return {"ahead": ahead, "version": self._link.next_version}
+        return {
+            "ahead": ahead,
+            "version": self._link.next_version,
+            "begun": list(self._begun),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin again what was under way."""
+        """Begin again what was under way.
+
+        Warns of tokens that are older than max_staleness allows, as it was larger before.
+        """
         self._ahead = deque(self._prompts.restore(batch) for batch in state["ahead"])
         self._begun.clear()
         self._link.version = int(state["version"])
+        ages = [
+            self._link.version + place - version
+            for place, version in enumerate(state.get("begun", ()))
+        ]
+        too_old = [place for place, age in enumerate(ages) if age > self._max_staleness]
+        if too_old:
+            logger.warning(
+                "warning: the checkpoint holds responses that were begun under a larger "
+                "max_staleness: in the next %s steps their oldest tokens are up to %s versions "
+                "old; max_staleness=%s holds after these steps",
+                too_old[-1] + 1,
+                max(ages),
+                self._max_staleness,
+            )

@@ -80,7 +80,7 @@ def trace(
     flow = _TracedFlow(cfg, settings, transport, replay)
     logger = logging.getLogger("spmdflow.controller")
     level = logger.level
-    logger.setLevel(logging.WARNING)  # the controller's log lines are about a real run
+    logger.setLevel(logging.ERROR)  # the controller's log lines are about a real run
     try:
         script.main(flow, cfg)
     except (Exception, SystemExit) as err:
