@@ -6,6 +6,8 @@ metrics; no tensors, no devices.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmdflow.checkpoint.manifest import CheckpointInfo
+from spmdflow.checkpoint.manifest import CheckpointInfo, check_plain
 from spmdflow.config.placement import Pool, pool_name_of
 from spmdflow.config.schema import DataSettings
 from spmdflow.controller.assignment import Target
@@ -28,10 +30,12 @@ from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
 from spmdflow.controller.transcript import Transcript
-from spmdflow.errors import ConfigError, ProtocolError
+from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
 from spmdflow.parallel.message import name_of
 from spmdflow.runtime.failure import noting
 from spmdflow.transfer.worker import Metric, Worker
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -360,9 +364,28 @@ class Flow:
         self.caller.waiting.drift = state.get("drift", ())
         if self._guarding is not None and "guards" in state:
             self._guarding.load_state_dict(state["guards"])
-        for name, saved in state["kept"].items():
-            self.kept[name].load_state_dict(saved)
+        self._load_kept(state["kept"])
         return int(state["step"])
+
+    def _load_kept(self, saved: Mapping[str, Any]) -> None:
+        """Load the state of every kept object. CheckpointError if the script keeps one no more."""
+        lost = sorted(name for name in saved if saved[name] and name not in self.kept)
+        if lost:
+            raise CheckpointError(
+                f"flow.keep: the checkpoint of this run has the state of {', '.join(lost)}, but "
+                f"the script keeps only {', '.join(sorted(self.kept)) or 'nothing'}; keep it again "
+                f"under the same name, or start another run from RUN_DIR/export with another "
+                f"run.dir"
+            )
+        for name, thing in self.kept.items():
+            if name in saved:
+                thing.load_state_dict(saved[name])
+            elif hasattr(thing, "state_dict"):
+                logger.warning(
+                    "warning: the checkpoint has no state of %r, which the script keeps now: it "
+                    "starts as it was made",
+                    name,
+                )
 
     def replay(self, checkpoint: CheckpointInfo) -> None:
         """Continue from this checkpoint, for one step (spmdflow.replay)."""
@@ -373,7 +396,10 @@ class Flow:
             self._saving.save(number, self.caller, self.groups, self._state(number), self._metrics)
 
     def _state(self, number: int) -> dict[str, Any]:
-        """What a run that continues after a step needs besides the models."""
+        """What a run that continues after a step needs besides the models.
+
+        A copy: another thread writes it to disk while the script changes what it keeps.
+        """
         kept = {
             name: thing.state_dict()
             for name, thing in self.kept.items()
@@ -383,7 +409,9 @@ class Flow:
         state["drift"] = list(self.caller.waiting.drift)
         if self._guarding is not None:
             state["guards"] = self._guarding.state_dict()
-        return state
+        check_plain(state, "flow")
+        copy: dict[str, Any] = json.loads(json.dumps(state))
+        return copy
 
 
 def _check_every(what: str, every: object) -> None:

@@ -1,0 +1,131 @@
+"""What a checkpoint holds of the script: the state as it was at the end of the step saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdflow.checkpoint.manifest import CheckpointInfo
+from spmdflow.checkpoint.run_dir import find_latest
+from spmdflow.errors import CheckpointError
+from spmdflow.runtime.executor import FILES
+from spmdflow.runtime.order import InprocTransport, Order, Pending
+from tests.unit.toy_flow import Toy, ToyConfig, draw, rank_of_one
+
+
+class SlowDisk(InprocTransport):
+    """Ranks that write their files only when the test lets them."""
+
+    held: tuple[Order, Pending] | None = None
+
+    def submit(self, order: Order) -> Pending:
+        """Run the order, unless it writes files."""
+        if order.lane != FILES:
+            return super().submit(order)
+        pending = Pending(order.label, lambda pending: pending.sleep(60))
+        self.held = (order, pending)
+        return pending
+
+    def write(self) -> None:
+        """Write what is held."""
+        assert self.held is not None
+        order, pending = self.held
+        pending.resolve(super().submit(order).result())
+
+
+class Scores:
+    """Keeps its history, and hands out the list itself, as most state_dict methods do."""
+
+    def __init__(self) -> None:
+        self.history: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live list."""
+        return {"history": self.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with this history."""
+        self.history = state["history"]
+
+
+def kept_in(run_dir: Path, step: int) -> Any:
+    manifest = json.loads((run_dir / "checkpoints" / f"step-{step}" / "manifest.json").read_text())
+    return manifest["meta"]["flow"]["kept"]
+
+
+def test_checkpoint_has_the_state_of_its_step_though_it_is_written_during_the_next(
+    tmp_path: Path,
+) -> None:
+    with rank_of_one(tmp_path) as rank:
+        flow = rank.flow
+        disk = SlowDisk(rank.state.operations())
+        flow.caller.transport = disk
+        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        scores = flow.keep(scores=Scores())
+
+        for step in flow.steps(2):
+            draw(prompts, toy)
+            scores.history.append(float(step.number))
+            if step.number == 1:
+                flow.save(every=1)
+            else:
+                disk.write()  # step 1, after the script has changed its list in step 2
+        flow._saving.finish()
+
+    assert kept_in(tmp_path, 1)["scores"] == {"history": [1.0]}
+
+
+def saved_run(run_dir: Path, names: Sequence[str]) -> CheckpointInfo:
+    """The checkpoint of a run of one step whose script keeps things of these names."""
+    with rank_of_one(run_dir) as rank:
+        flow = rank.flow
+        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        for name in names:
+            flow.keep(**{name: Scores()}).history.append(7.0)
+        for _ in flow.steps(1):
+            draw(prompts, toy)
+            flow.save(every=1)
+        flow._saving.finish()
+    found = find_latest(run_dir)
+    assert found is not None
+    return found
+
+
+def test_resume_of_a_script_that_keeps_a_thing_no_more_is_refused_with_its_name(
+    tmp_path: Path,
+) -> None:
+    checkpoint = saved_run(tmp_path, ["scores", "curriculum"])
+
+    with rank_of_one(tmp_path) as rank:
+        flow = rank.flow
+        flow._saving.resumed_from = checkpoint
+        flow.spawn(Toy, ToyConfig())
+        flow.prompts(rank.config.data)
+        flow.keep(scores=Scores())
+        with pytest.raises(
+            CheckpointError, match="has the state of curriculum, .* keeps only prompts, scores;"
+        ):
+            next(flow.steps(2))
+
+
+def test_resume_says_that_a_thing_which_is_new_in_the_script_starts_as_it_was_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = saved_run(tmp_path, ["scores"])
+
+    with rank_of_one(tmp_path) as rank:
+        flow = rank.flow
+        flow._saving.resumed_from = checkpoint
+        flow.spawn(Toy, ToyConfig())
+        flow.prompts(rank.config.data)
+        old, new = flow.keep(scores=Scores()), flow.keep(curriculum=Scores())
+        with caplog.at_level(logging.WARNING):
+            next(flow.steps(2))
+
+    assert (old.history, new.history) == ([7.0], [])
+    assert "no state of 'curriculum', which the script keeps now" in caplog.text
