@@ -288,10 +288,41 @@ def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
         got = f"none with eval_every {cfg.eval_every}"
         do = f"set {key}.eval_path or eval_every=0"
         raise ConfigError.of(f"{key}.eval_path", got, "a file of held-out prompts", do)
+    _check_chat(key, data, episodes=_only(cfg, EpisodeConfig) is not None)
     if data.rows != "prompts" and not data.answer_columns and not data.chat_template:
         got = "none without a chat template"
         do = f"name the column, or set {key}.chat_template=true for conversations"
         raise ConfigError.of(f"{key}.response_column", got, "one or the other", do)
+
+
+def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
+    """Refuse what only chat templates use without one, and arguments that a run sets itself."""
+    where = f"{key}.chat_template_arguments"
+    if data.chat_template_arguments and not (data.chat_template or episodes):
+        raise ConfigError(
+            f"{where}: no chat template is used, as {key}.chat_template is false; set "
+            f"{key}.chat_template=true or {where}={{}}"
+        )
+    if data.tools_column is not None and not data.chat_template:
+        got = f"{data.tools_column!r} with {key}.chat_template=false"
+        do = f"set {key}.chat_template=true or {key}.tools_column=null"
+        raise ConfigError.of(f"{key}.tools_column", got, "a chat template to show tools", do)
+    if data.rows_per_conversation == "answers" and not data.chat_template:
+        got = f"answers with {key}.chat_template=false"
+        do = f"set {key}.chat_template=true or {key}.rows_per_conversation=one"
+        raise ConfigError.of(f"{key}.rows_per_conversation", got, "conversations", do)
+    for name in data.chat_template_arguments:
+        if not str(name).isidentifier() or name in _OWN_TEMPLATE_ARGUMENTS:
+            expected = "a variable that the template reads and the run does not set itself"
+            raise ConfigError.of(where, repr(name), expected, f"take it out of {where}")
+
+
+_OWN_TEMPLATE_ARGUMENTS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message "
+    "tokenize padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
+)
+"""Arguments of apply_chat_template that are no variables of a template, or that a run sets."""
 
 
 def _check_tokenizer(key: str, data: DataSettings) -> None:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 from spmdflow.config.leaf import defaults, leaves, part, setting
 from spmdflow.config.model import PolicyModelConfig
 from spmdflow.config.schema import (
+    CHAT_ARGUMENTS_DOC,
+    TOOLS_DOC,
     AnswerDataConfig,
     DataSettings,
     EngineConfig,
@@ -39,6 +41,13 @@ class ExampleDataConfig(AnswerDataConfig):
         "Column that holds the response; none: prompt_column holds a conversation, whose "
         "assistant turns are learnt.",
         "response",
+    )
+    rows_per_conversation: str = setting(
+        "one: a conversation is one row that learns every answer of the assistant; answers: each "
+        "answer is a row of its own, with what came before it as the prompt (needed for templates "
+        "that later write an answer differently, such as Qwen3's).",
+        "one",
+        one_of=("one", "answers"),
     )
     max_prompt_tokens: int = setting(
         "Rows with more tokens, answers included, are left out and counted.", 512, at_least=1
@@ -191,6 +200,8 @@ class HeldOutConfig(DataSettings):
     eval_path: str = setting("File or data set of prompts.")
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
+    chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
+    tools_column: str | None = setting(TOOLS_DOC, None)
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
     max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)
     max_bad_rows: int = setting("Unreadable rows that do not end the run.", 0, at_least=0)

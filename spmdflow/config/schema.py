@@ -6,7 +6,9 @@ parts, in `main(flow: Flow, cfg: Mine)`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from spmdflow.config.guard import DEFAULT_GUARDS
@@ -80,6 +82,19 @@ class RunConfig:
     )
 
 
+MAX_TEXTS_PER_LINE = 1 << 12
+"""Most answers of a conversation that is cut into rows."""
+
+CHAT_ARGUMENTS_DOC = (
+    "Variables that the chat template reads, as in {enable_thinking: false} for Qwen3 or "
+    "{date_string: 26 Jul 2024} for Llama 3.2; episodes use them too."
+)
+TOOLS_DOC = (
+    "Column with the tools that the chat template shows (a list of schemas, or its JSON); none: no "
+    "tools."
+)
+
+
 class DataSettings:
     """What the code reads of a data section; subclasses make some of it settings."""
 
@@ -88,6 +103,10 @@ class DataSettings:
     prompt_column: str | None = None
     prompt_end: str = ""
     chat_template: bool = False
+    # Any: the values are those of a template's variables
+    chat_template_arguments: Mapping[str, Any] = MappingProxyType({})
+    tools_column: str | None = None
+    rows_per_conversation: str = "one"
     tokenizer_path: str
     max_prompt_tokens: int
     prompts_per_step: int = 1
@@ -115,6 +134,11 @@ class DataSettings:
         return tuple(getattr(self, name) for name in names if getattr(self, name) is not None)
 
     @property
+    def texts_per_line(self) -> int:
+        """How many rows a line of a file may become: row number = line x this + place."""
+        return MAX_TEXTS_PER_LINE if self.rows_per_conversation == "answers" else 1
+
+    @property
     def samples_per_step(self) -> int:
         """Rows of one step's batch."""
         return self.prompts_per_step * self.samples_per_prompt
@@ -139,6 +163,8 @@ class AnswerDataConfig(DrawnDataConfig):
 
     eval_path: str | None = setting("The same of held-out prompts; none: no evaluation.", None)
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
+    chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
+    tools_column: str | None = setting(TOOLS_DOC, None)
     eval_prompts: str = setting(
         "Held-out prompts of an evaluation: all, the first 512, or 512 x 8 samples for pass@k.",
         "all",
@@ -276,6 +302,8 @@ class RolloutConfig(Precise):
     )
     tokenizer_path: str = follows("data.tokenizer_path", "")  # to find stop strings
     max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)
+    # Any: a dict; none if the script has no such setting
+    chat_template_arguments: Any = follows("data.chat_template_arguments", None)  # for episodes
     lora: LoRAConfig | None = follows("actor.model.lora", None)  # for weights=adapter
 
     @property

@@ -10,9 +10,12 @@ when the model generates. The answers, with the token that ends them, are marked
 | pairs | `prompts`: prompt + chosen, then prompt + rejected; `chosen_tokens`: where it is cut |
 | labels | `prompts`: prompt + answer; `desirable`: the label; `answers`: its tokens alone |
 
+Examples may be conversations, in which every assistant turn is learnt; with
+`data.rows_per_conversation=answers` each of these turns is a row of its own.
+
 The last three have `loss_mask`, True at the learnt tokens, and empty `responses`: the tokens of a
 row count once, as prompt tokens. In pairs and labels the answer of a conversation is its last turn
-alone: earlier assistant turns are part of the prompt.
+alone: earlier assistant turns are part of the prompt, written as the template writes them there.
 
 Errors are `DataError`s that say what is wrong with one row; the caller adds file and line.
 """
@@ -20,20 +23,24 @@ Errors are `DataError`s that say what is wrong with one row; the caller adds fil
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdflow.config.data_source import SOURCE_COLUMN, DataSource
-from spmdflow.config.schema import DataSettings
+from spmdflow.config.schema import MAX_TEXTS_PER_LINE, DataSettings
 from spmdflow.data.ragged import ragged, ragged_from_rows
-from spmdflow.datasets.tokenizer import eos_token_id, plain_ids, render_chat, template_ids
+from spmdflow.datasets.chat import ChatTemplate
+from spmdflow.datasets.tokenizer import eos_token_id, plain_ids, template_ids
 from spmdflow.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 """The JSON object of a line."""
 Messages = list[dict[str, Any]]
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 Segments = tuple[tuple[str, bool], ...]
 """(text, whether it is learnt), in order."""
 Marked = tuple[list[int], list[bool]]
@@ -93,11 +100,21 @@ class PromptEncoder:
                 f"no chat template; expected one in its folder; set data.chat_template=false, or "
                 f"use the tokenizer of a chat model"
             )
-        self._tokenizer, self._chat = tokenizer, data.chat_template
+        self._tokenizer = tokenizer
+        self._chat = data.chat_template
+        self._template = ChatTemplate(tokenizer, data.chat_template_arguments)
         self._column = data.prompt_column or ""
+        self._tools_column = data.tools_column
 
-    def text(self, row: Row) -> Any:
-        """The text to tokenise; DataError if the row is not of this kind."""
+    def num_texts(self, row: Row) -> int:
+        """How many rows of a batch the row becomes."""
+        return 1
+
+    def text(self, row: Row, number: int = 0) -> Any:
+        """The text to tokenise; DataError if the row is not of this kind.
+
+        number: which of the row's texts, counted from 0.
+        """
         return self.prompt(row)
 
     def prompt(self, row: Row) -> str:
@@ -106,20 +123,39 @@ class PromptEncoder:
         _check_column(row, column)
         value = row[column]
         if self._chat:
-            value = render_chat(self._tokenizer, _messages_of(value, column))
+            value = self._template.render(_messages_of(value, column), tools=self.tools(row))
         elif not isinstance(value, str):
             hint = "; chat messages need data.chat_template=true"
             raise _wrong(row, column, "text" + (hint if isinstance(value, list) else ""))
         return _sound(value, column)
 
+    def tools(self, row: Row) -> list[Any] | None:
+        """The tools that the chat template shows; None without a column of tools, or if empty."""
+        column = self._tools_column
+        if column is None:
+            return None
+        value = row.get(column)
+        if isinstance(value, str) and value:
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as err:
+                raise DataError(
+                    f"has {column!r} that is no JSON ({err}), expected a list of tools"
+                ) from err
+        if value and not isinstance(value, list):
+            raise _wrong(row, column, "a list of tools, or its JSON as text")
+        return value or None
+
     def ids(self, texts: list[Any]) -> list[list[int]]:
         """Token ids of each text; a row with an empty list cannot be used."""
-        encode = template_ids if self._chat else plain_ids
-        return encode(self._tokenizer, texts)
+        return self._template.ids(texts) if self._chat else plain_ids(self._tokenizer, texts)
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
         """`prompts`, the ids as a ragged column, and this kind's other columns."""
-        return {"prompts": _ragged(self.ids(texts), torch.int64), "prompt_text": texts}
+        return {
+            "prompts": _ragged(self.ids(texts), torch.int64),
+            "prompt_text": [self._template.plain(text) for text in texts],
+        }
 
     def other_fields(self, row: Row) -> str:
         """All fields but the prompt, as JSON."""
@@ -135,12 +171,27 @@ class AnswerEncoder(PromptEncoder):
     def __init__(self, tokenizer: Any, data: DataSettings) -> None:
         super().__init__(tokenizer, data)
         self._kind, self._answers = data.rows, tuple(data.answer_columns)
+        self._one_answer = data.rows == "examples" and data.rows_per_conversation == "answers"
         self._prompt_end, self._eos = data.prompt_end, eos_token_id(tokenizer)
         kinds = {"examples": self._example, "pairs": self._pair, "labels": self._label}
         self._read = kinds[data.rows]
 
-    def text(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
+    def num_texts(self, row: Row) -> int:
+        """One; or, with data.rows_per_conversation=answers, the number of the assistant's turns."""
+        if not (self._one_answer and self._chat):
+            return 1
+        messages, column = self._conversation(row)
+        count = len(_answers_in(messages))
+        if count > MAX_TEXTS_PER_LINE:
+            raise DataError(
+                f"has {count} answers in {column!r}, expected at most {MAX_TEXTS_PER_LINE}"
+            )
+        return max(1, count)
+
+    def text(self, row: Row, number: int = 0) -> tuple[tuple[Segments, ...], bool]:
         """Segments of each sequence, and whether the answer is good."""
+        if self._one_answer and self._chat:
+            return (self._answer_in(row, number),), True
         return self._read(row)
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
@@ -175,10 +226,14 @@ class AnswerEncoder(PromptEncoder):
 
     def _encoded(self, sequences: list[Segments]) -> list[Marked]:
         """Token ids of each sequence and which of them are learnt."""
-        encode = template_ids if self._chat else plain_ids
-        heads = encode(self._tokenizer, [head for (head, _), *_ in sequences])
-        others = [text for _, *following in sequences for text, _ in following]
-        following = iter(template_ids(self._tokenizer, others))
+        first_texts = [head for (head, _), *_ in sequences]
+        other_texts = [text for _, *following in sequences for text, _ in following]
+        if self._chat:
+            heads = self._template.ids(first_texts)
+            following = iter(self._template.ids(other_texts))
+        else:
+            heads = plain_ids(self._tokenizer, first_texts)
+            following = iter(template_ids(self._tokenizer, other_texts))
         made = []
         for segments, head in zip(sequences, heads, strict=True):
             tokens, mask = list(head), [False] * len(head)
@@ -190,10 +245,31 @@ class AnswerEncoder(PromptEncoder):
 
     def _example(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
         """Prompt and response; or a conversation, whose assistant turns are learnt."""
-        if self._answers:
+        if not self._chat:
             return (self._answered(row, self._answers[0]),), True
-        self.prompt(row)
-        return (self._turns(_messages_of(row[self._column], self._column), self._column),), True
+        messages, column = self._conversation(row)
+        return (self._turns(messages, column, self.tools(row)),), True
+
+    def _conversation(self, row: Row) -> tuple[Messages, str]:
+        """The messages of a chat with its answers, and the column that holds them.
+
+        They are the prompt column's; a column of answers, if there is one, adds the last.
+        """
+        column = self._column
+        _check_column(row, column)
+        messages = _messages_of(row[column], column)
+        if not self._answers:
+            return messages, column
+        said = _answer_of(row, self._answers[0])
+        return [*messages, {"role": "assistant", "content": said}], column
+
+    def _answer_in(self, row: Row, number: int) -> Segments:
+        """The answer of that number in a conversation, after all that comes before it."""
+        messages, column = self._conversation(row)
+        places = _answers_in(messages)
+        if not places:
+            raise _no_answer(column)
+        return self._last_turn(messages[: places[number] + 1], column, self.tools(row))
 
     def _pair(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
         """A prompt with the better and with the worse answer."""
@@ -214,11 +290,13 @@ class AnswerEncoder(PromptEncoder):
 
     def _answered(self, row: Row, answer: str) -> Segments:
         """The prompt column, and the answer in that column."""
-        said, prompt = _answer_of(row, answer), self.prompt(row)
+        said = _answer_of(row, answer)
         if not self._chat:
-            return ((prompt, False), (_sound(said, answer), True))
+            return ((self.prompt(row), False), (_sound(said, answer), True))
+        _check_column(row, self._column)
         asked = _messages_of(row[self._column], self._column)
-        return self._turns([*asked, {"role": "assistant", "content": said}], self._column)
+        messages = [*asked, {"role": "assistant", "content": said}]
+        return self._last_turn(messages, self._column, self.tools(row))
 
     def _judged(self, row: Row, answer: str) -> Segments:
         """The prompt, and the answer in that column as the only learnt segment, at the end.
@@ -226,13 +304,10 @@ class AnswerEncoder(PromptEncoder):
         Without a prompt column, answers begin with the prompt, up to the last data.prompt_end.
         """
         if self._chat and (not self._column or isinstance(row.get(answer), list)):
-            found = self._turns(self._dialogue(row, answer), answer)
-        elif self._column:
-            found = self._answered(row, answer)
-        else:
-            found = self._divided(row, answer)
-        *before, (last, _) = found
-        return (*((text, False) for text, _ in before), (last, True))
+            return self._last_turn(self._dialogue(row, answer), answer, self.tools(row))
+        if self._column:
+            return self._answered(row, answer)
+        return self._divided(row, answer)
 
     def _dialogue(self, row: Row, answer: str) -> Messages:
         """The messages of the prompt and of the answer, which the assistant gives."""
@@ -246,7 +321,7 @@ class AnswerEncoder(PromptEncoder):
                     f"expected one (the answer); set data.prompt_column=null for whole "
                     f"conversations"
                 )
-            self.prompt(row)
+            _check_column(row, self._column)
             messages = [*_messages_of(row[self._column], self._column), *messages]
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise DataError(
@@ -269,26 +344,53 @@ class AnswerEncoder(PromptEncoder):
             raise DataError(f"has an empty answer in {answer!r}, expected text behind the prompt")
         return ((text[:end], False), (text[end:], True))
 
-    def _turns(self, messages: Messages, column: str) -> Segments:
+    def _turns(self, messages: Messages, column: str, tools: list[Any] | None) -> Segments:
         """Segments of messages: each assistant turn (learnt), and the text before it (not)."""
         segments: list[tuple[str, bool]] = []
         done = ""
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not number:
-                continue
-            before = render_chat(self._tokenizer, messages[:number])
-            after = render_chat(self._tokenizer, messages[: number + 1], answered=True)
-            if not (before.startswith(done) and after.startswith(before)):
+        for place in _answers_in(messages):
+            before, answer = self._answer_at(messages, place, column, tools)
+            if not before.startswith(done):
                 raise DataError(
-                    f"has message {number + 1} of {column!r}, before which the chat template "
-                    f"writes earlier messages differently, expected them to stay; cut the "
-                    f"conversation into one row for each answer"
+                    f"has message {place + 1} of {column!r}, before which the chat template "
+                    f"writes earlier messages differently, expected them to stay; set "
+                    f"data.rows_per_conversation=answers, which makes each answer a row of its own"
                 )
-            segments += [(before[len(done) :], False), (after[len(before) :], True)]
-            done = after
+            segments += [(before[len(done) :], False), (answer, True)]
+            done = before + answer
         if not segments:
-            raise DataError(f"has no answer in {column!r}, expected a turn of an assistant")
+            raise _no_answer(column)
         return tuple((_sound(text, column), learnt) for text, learnt in segments)
+
+    def _last_turn(self, messages: Messages, column: str, tools: list[Any] | None) -> Segments:
+        """The last message as the only learnt segment, after all messages before it."""
+        before, answer = self._answer_at(messages, len(messages) - 1, column, tools)
+        return ((_sound(before, column), False), (_sound(answer, column), True))
+
+    def _answer_at(
+        self, messages: Messages, place: int, column: str, tools: list[Any] | None
+    ) -> tuple[str, str]:
+        """Text of the messages before messages[place], and what that one adds to it."""
+        before = self._template.render(messages[:place], tools=tools)
+        after = self._template.render(messages[: place + 1], answered=True, tools=tools)
+        if not after.startswith(before):
+            raise DataError(
+                f"has message {place + 1} of {column!r}, which the chat template does not write "
+                f"behind its own generation prompt, expected the prompt to stay; set "
+                f"data.chat_template_arguments so that the two fit, or change the template"
+            )
+        return before, after[len(before) :]
+
+
+def _answers_in(messages: Messages) -> list[int]:
+    """Places of the messages that the assistant gives as answers, so not of a first message."""
+    return [
+        place for place, message in enumerate(messages) if place and message["role"] == "assistant"
+    ]
+
+
+def _no_answer(column: str) -> DataError:
+    return DataError(f"has no answer in {column!r}, expected a turn of an assistant")
 
 
 def encoder_of(tokenizer: Any, data: DataSettings) -> PromptEncoder:
@@ -327,7 +429,7 @@ def _messages_of(value: object, column: str) -> Messages:
 
 
 def _sound(text: str, column: str) -> str:
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
+    if _SURROGATE.search(text):
         raise DataError(f"has half a character (a lone surrogate) in {column!r}")
     return text
 

@@ -40,7 +40,10 @@ class ScannedFile(DataSource):
     num_bytes: int = 0
     """Size of the file, or of a data set's rows as lines; it must be the same on every rank."""
     first: int = 0
-    """Number of its first line; the lines of a mixture are numbered through all files."""
+    """Number of its first row; the rows of a mixture are numbered through all files.
+
+    A row's number is first + line x data.texts_per_line + the place of its text in the line.
+    """
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,14 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
     encoder = encoder_of(tokenizer, cfg)
     passes: list[_Pass] = []
     for source in data_sources("data", str(setting) if isinstance(setting, Path) else setting):
-        first = passes[-1].first + passes[-1].num_lines if passes else 0
+        first = passes[-1].end if passes else 0
         passes.append(_Pass(source, encoder, cfg, first))
         passes[-1].run()
     return ScanReport(
         path=" + ".join(str(one.file.path) for one in passes),
         num_bytes=sum(one.file.num_bytes for one in passes),
         num_rows=sum(one.num_rows for one in passes),
-        rows=[one.first + line for one in passes for line in one.rows],
+        rows=[one.first + row for one in passes for row in one.rows],
         token_lengths=[length for one in passes for length in one.token_lengths],
         num_too_long=sum(one.num_too_long for one in passes),
         longest_tokens=max(max(one.token_lengths) for one in passes),
@@ -124,12 +127,12 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
 
 
 class _Pass:
-    """What is found in one file; lines are counted from 0."""
+    """What is found in one file; lines, and the rows of a line, are counted from 0."""
 
     def __init__(
         self, source: DataSource, encoder: PromptEncoder, cfg: DataSettings, first: int
     ) -> None:
-        """first: the number of its first line."""
+        """first: the number of its first row."""
         self.source, self.first, self.file = source, first, LineFile(source.place)
         self._encoder, self._cfg = encoder, cfg
         self.num_lines = self.num_rows = self.num_too_long = 0
@@ -163,37 +166,52 @@ class _Pass:
                 f"data.max_prompt_tokens or fix the file"
             )
 
+    @property
+    def end(self) -> int:
+        """Number behind that of its last row."""
+        return self.first + self.num_lines * self._cfg.texts_per_line
+
     def bad_rows(self) -> list[str]:
         """File, line and reason of each unreadable row."""
-        return [f"{self.file.path}:{number + 1} {reason}" for number, reason in sorted(self._bad)]
+        return [f"{self.file.path}:{line + 1} {reason}" for line, reason in sorted(self._bad)]
 
     def _texts(self) -> Iterator[tuple[int, Any]]:
-        """Line and prompt of each readable row."""
+        """Number (without `first`) and text of each readable row."""
         for number, line in enumerate(self.file.lines()):
             self.digest.update(line)
             self.num_lines = number + 1
             if not line.strip():
                 continue
-            self.num_rows += 1
             try:
-                yield number, self._encoder.text(row_of(line, self.source))
+                texts = self._texts_in(line)
             except DataError as err:
+                self.num_rows += 1
                 self._note(number, str(err))
+                continue
+            self.num_rows += len(texts)
+            start = number * self._cfg.texts_per_line
+            yield from enumerate(texts, start)
+
+    def _texts_in(self, line: bytes) -> list[Any]:
+        """The texts of a line; DataError if one of them cannot be used."""
+        row = row_of(line, self.source)
+        return [self._encoder.text(row, each) for each in range(self._encoder.num_texts(row))]
 
     def _measure(self, texts: list[tuple[int, Any]]) -> None:
         all_ids = self._encoder.ids([text for _, text in texts])
         for (number, _), ids in zip(texts, all_ids):
             if not ids:
                 column = self._cfg.prompt_column or self._cfg.answer_columns[0]
-                self._note(number, f"has no tokens in {column!r}")
+                line = number // self._cfg.texts_per_line
+                self._note(line, f"has no tokens in {column!r}")
             elif len(ids) > self._cfg.max_prompt_tokens:
                 self.num_too_long += 1
             else:
                 self.rows.append(number)
                 self.token_lengths.append(len(ids))
 
-    def _note(self, number: int, reason: str) -> None:
-        self._bad.append((number, reason))
+    def _note(self, line: int, reason: str) -> None:
+        self._bad.append((line, reason))
         if len(self._bad) >= self._cfg.max_bad_rows + _SHOWN:  # enough to show: read no further
             raise self._too_many("at least ")
 
@@ -220,6 +238,7 @@ class PromptSource:
                     f"{facts.num_bytes} bytes that rank 0 scanned; give every node the same file"
                 )
         self._max_prompt_tokens = data.max_prompt_tokens
+        self._texts_per_line = data.texts_per_line
         self._encoder = encoder_of(load_tokenizer(data.tokenizer_path), data)
 
     def read_rows(self, numbers: Sequence[int]) -> TensorDict:
@@ -242,10 +261,11 @@ class PromptSource:
     def _row(self, number: int) -> tuple[Any, str]:
         """The encoder's text and the other fields."""
         facts, file = self._file_of(number)
-        (line,) = file.read([number - facts.first])
+        place, text_number = divmod(number - facts.first, self._texts_per_line)
+        (line,) = file.read([place])
         try:
             row = row_of(line, facts)
-            return self._encoder.text(row), self._encoder.other_fields(row)
+            return self._encoder.text(row, text_number), self._encoder.other_fields(row)
         except DataError as err:
             raise self._changed(number, str(err)) from err
 
@@ -254,7 +274,8 @@ class PromptSource:
 
     def _changed(self, number: int, what: str) -> DataError:
         facts, file = self._file_of(number)
+        line = (number - facts.first) // self._texts_per_line
         return DataError(
-            f"{file.path}:{number - facts.first + 1} {what}; expected the good row that rank "
+            f"{file.path}:{line + 1} {what}; expected the good row that rank "
             f"0 scanned; leave the file as it is during a run, and give every node the same one"
         )

@@ -1,4 +1,4 @@
-"""Tokenizers of transformers, imported late and only here: ids, chats, the text of responses.
+"""Tokenizers of transformers, imported late and only here: ids, and the text of responses.
 
 Some tokenizers have eos = bos (one id begins and ends a story). Find the end of a response by its
 position, never by masking every id that equals eos: that would mask the leading token as well.
@@ -17,11 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from tensordict import TensorDict
 
 from spmdflow.data.ragged import rows_of
-from spmdflow.errors import ConfigError, DataError
+from spmdflow.errors import ConfigError
 
 # Any stands for a transformers tokenizer: its base class is untyped and imported late.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -82,26 +81,6 @@ def encode_again(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> l
 def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered chats: the template has written the special tokens already."""
     return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
-
-
-def render_chat(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    *,
-    answered: bool = False,
-    tools: list[Any] | None = None,
-) -> str:
-    """The messages in the chat template, with the generation prompt unless answered.
-
-    tools: schemas that the template shows to the model. DataError if the template raises an error;
-    the caller adds file and line.
-    """
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=not answered
-        )
-    except (TemplateError, TypeError, LookupError, ValueError) as err:
-        raise DataError(f"the chat template refuses the messages ({err})") from err
 
 
 def _num_trailing(tokenizer: Any) -> int:

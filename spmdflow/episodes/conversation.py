@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from spmdflow.datasets.tokenizer import render_chat, template_ids
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.errors import ConfigError, DataError
 from spmdflow.rollout.vllm_tools import CallReader
 
@@ -27,19 +28,24 @@ class NotAppendOnly(DataError):
 
 
 class Template:
-    """A tokenizer's chat template. Any: a transformers tokenizer."""
+    """A tokenizer's chat template. Any: a transformers tokenizer.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Its texts are those of `ChatTemplate`, with placeholders.
+    """
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """arguments: data.chat_template_arguments."""
         self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, arguments)
         self._ends = {str(tokenizer.eos_token)} - {"None"}
 
     def text(self, messages: list[Message], tools: list[Any] | None) -> str:
         """The conversation as text, up to where the model goes on. DataError if it is refused."""
-        return render_chat(self.tokenizer, messages, tools=tools)
+        return self._template.render(messages, tools=tools)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of rendered text; the template has written the special tokens already."""
-        return list(template_ids(self.tokenizer, [text])[0])
+        return list(self._template.ids([text])[0])
 
     def tail(
         self, before: str, messages: list[Message], place: int, tools: list[Any] | None
@@ -83,14 +89,14 @@ class Template:
         )
 
 
-def check_template(tokenizer: Any) -> None:
+def check_template(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
     """ConfigError unless the chat template is append-only, with the turn that changes.
 
     Tried with a conversation of three turns, and with thoughts if the template knows them.
     """
     if not tokenizer.chat_template:
         return  # only completions are answered
-    template = Template(tokenizer)
+    template = Template(tokenizer, arguments)
     replies = [_STAND_IN] + [_THOUGHT] * ("</think>" in str(tokenizer.chat_template))
     for reply in replies:
         messages: list[Message] = [{"role": "user", "content": _STAND_IN}]

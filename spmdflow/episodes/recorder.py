@@ -8,6 +8,7 @@ segment with the most sampled tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -91,9 +92,14 @@ class Recorder:
         end_tokens: tuple[int, ...],
         limits: Limits,
         read_calls: CallReader | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """read_calls: finds tool calls in replies; none: see `reply_of`."""
-        self._tokenizer, self._template = tokenizer, Template(tokenizer)
+        """read_calls: finds tool calls in replies; none: see `reply_of`.
+
+        template_arguments: data.chat_template_arguments.
+        """
+        self._tokenizer = tokenizer
+        self._template = Template(tokenizer, template_arguments)
         self._ends, self._limits, self._read_calls = end_tokens, limits, read_calls
         self.segments: list[Segment] = []
         self.num_turns = 0

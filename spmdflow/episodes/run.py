@@ -63,8 +63,13 @@ class EpisodeRunner:
         tokenizer: Any,
         end_tokens: tuple[int, ...],
         replica: Replica,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """Any: a transformers tokenizer. Worker processes start in the background."""
+        """Any: a transformers tokenizer. Worker processes start in the background.
+
+        template_arguments: data.chat_template_arguments.
+        """
+        self._template_arguments = template_arguments
         self._limits, self._requests, self._replica = limits, requests, replica
         self._tokenizer, self._end_tokens, name = tokenizer, end_tokens, cfg.tool_parser
         self._read_calls = vllm_call_reader(name, tokenizer) if name else None
@@ -161,7 +166,13 @@ class EpisodeRunner:
             self._lead.close()
 
     def _new_recorder(self) -> Recorder:
-        return Recorder(self._tokenizer, self._end_tokens, self._limits, self._read_calls)
+        return Recorder(
+            self._tokenizer,
+            self._end_tokens,
+            self._limits,
+            self._read_calls,
+            template_arguments=self._template_arguments,
+        )
 
     def _agree(self, mine: News | None) -> News:
         """The first rank's news, on every rank of the replica."""

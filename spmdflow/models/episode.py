@@ -148,7 +148,7 @@ class EpisodeWorker(Worker):
             return
         tokenizer, may_fork = load_tokenizer(cfg.tokenizer_path), cfg.episode.segments != "one"
         if not may_fork:
-            check_template(tokenizer)
+            check_template(tokenizer, cfg.chat_template_arguments)
         self._errors = episode_errors(cfg.episode.on_error)
         self.requests = requests_of(self.generator, self.cfg.model.path, "run_episodes")
         self._runner = EpisodeRunner(
@@ -158,6 +158,7 @@ class EpisodeWorker(Worker):
             tokenizer=tokenizer,
             end_tokens=end_tokens(self.cfg.model.path),
             replica=Replica.of(self.context.layout, self.context.rank, self.context.groups),
+            template_arguments=cfg.chat_template_arguments,
         )
 
     def fresh_generator(self) -> Generator:

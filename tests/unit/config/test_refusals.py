@@ -144,6 +144,14 @@ FILES = {
     "prompts; give another",
     "data.eval_path=null": "data.eval_path: got none with eval_every 10, expected a file of "
     "held-out prompts; set data.eval_path or eval_every=0",
+    "data.chat_template_arguments={enable_thinking: false}": "data.chat_template_arguments: no "
+    "chat template is used, as data.chat_template is false; set data.chat_template=true or "
+    "data.chat_template_arguments={}",
+    "data.chat_template=true data.chat_template_arguments.tokenize=true": "data.chat_template"
+    "_arguments: got 'tokenize', expected a variable that the template reads and the run does not "
+    "set itself; take it out of data.chat_template_arguments",
+    "data.tools_column=tools": "data.tools_column: got 'tools' with data.chat_template=false, "
+    "expected a chat template to show tools; set data.chat_template=true or data.tools_column=null",
     "data.tokenizer_path=nothing": "data.tokenizer_path: no tokenizer in nothing, expected a "
     "folder with tokenizer.json; give the folder of the model it belongs to",
     "actor.model.path=nope": "actor.model.path: no folder nope in {folder}, expected a Hugging "

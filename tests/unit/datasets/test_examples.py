@@ -31,6 +31,7 @@ TURNS = (
     "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 FORGETFUL = "{{ messages[-1].content }}="
+COUNTS = "{{ messages | length > 2 }}" + TURNS
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
@@ -166,7 +167,8 @@ def test_pair_of_equal_answers_is_refused(tmp_path: Path) -> None:
     ("roles", "template", "reason"),
     [
         (("user",), TURNS, "has no answer in 'messages', expected a turn of an assistant"),
-        (("user", "assistant") * 2, FORGETFUL, "has message 2 of 'messages', before which the"),
+        (("user", "assistant"), FORGETFUL, "has message 2 of 'messages', which the chat template"),
+        (("user", "assistant") * 2, COUNTS, "has message 4 of 'messages', before which the chat"),
     ],
 )
 def test_conversation_that_cannot_be_marked_is_refused(

@@ -193,13 +193,15 @@ def test_unusable_conversation_is_named_with_file_line_and_field(
     assert f"{path}:1 {reason}" in str(caught.value)
 
 
-def test_template_that_rewrites_earlier_turns_is_refused_with_the_column(tmp_path: Path) -> None:
+def test_template_that_writes_an_answer_elsewhere_is_refused_with_the_column(
+    tmp_path: Path,
+) -> None:
     tokenizer = chat_tokenizer(tmp_path / "tokenizer", FORGETFUL)
     asked = [user("1"), assistant("2"), user("1")]
     row = {"chosen": [*asked, assistant("1")], "rejected": [*asked, assistant("2")]}
     path = written(tmp_path / "p.jsonl", row)
 
-    with pytest.raises(DataError, match="has message 2 of 'chosen', before which the chat"):
+    with pytest.raises(DataError, match="has message 4 of 'rejected', which the chat"):
         source_of(preferences(path, tokenizer, chat_template=True, prompt_column=None))
 
 

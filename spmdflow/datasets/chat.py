@@ -1,0 +1,211 @@
+"""Messages -> text -> token ids by a chat template, for data sets, evaluation and episodes.
+
+Special tokens that the template writes count. So do those in messages of the roles system,
+developer and assistant, which you or the model wrote. In all other messages (of users, tools,
+opponents) the text of a special token stays text: a user who writes `<|im_end|>` does not end the
+turn. This is exact:
+
+1. Before rendering, each such text is replaced by a placeholder, so the template only copies it.
+2. In the rendered text, what still matches a special token was written by the template.
+3. The ids are those of one encoding of the whole text, by a copy of the tokenizer that knows its
+   special tokens under other spellings, which only the matches of 2. get.
+
+Without such texts nothing is replaced, and the ids are those of `apply_chat_template`. Added tokens
+that the tokenizer does not call special, such as `<think>` of Qwen3, count in every message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from spmdflow.datasets.tokenizer import template_ids
+from spmdflow.errors import DataError
+
+Message = dict[str, Any]
+
+TRUSTED_ROLES = ("system", "developer", "assistant")
+"""Roles of messages whose special tokens count."""
+
+# Random digits, so that no text contains them; JSON and changes of case leave digits as they are.
+_PLACEHOLDER = f"{secrets.randbelow(10**24):024d}"
+_SPELLING = f"{secrets.randbelow(10**24):024d}"
+_PLACEHOLDERS = re.compile(_PLACEHOLDER + r"(\d{6})")
+
+_TEMPLATE_FAILURES = (
+    TypeError,
+    LookupError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""What the program that a template is can raise, besides jinja's own errors."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template and its arguments. Any: a transformers tokenizer.
+
+    The texts of `render` contain placeholders; `ids` and `plain` are the ways to use them.
+    """
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """arguments: variables that the template reads, such as enable_thinking."""
+        self.tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
+        self._special = _special_texts(tokenizer)
+        self._pattern = _pattern_of(self._special)
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        answered: bool = False,
+        tools: list[Any] | None = None,
+    ) -> str:
+        """The messages in the chat template, with the generation prompt unless answered.
+
+        tools: schemas that the template shows to the model. DataError if the template fails; the
+        caller adds file and line.
+        """
+        hidden = [self._hide_in_message(message) for message in messages]
+        text = self._render(hidden, answered, tools)
+        if hidden != messages and self.plain(text) != self._render(messages, answered, tools):
+            raise DataError(
+                f"{self._name} writes other text where a message contains the text of a special "
+                f"token, expected it to copy messages; remove that text from the message"
+            )
+        return text
+
+    def plain(self, text: str) -> str:
+        """Rendered text as the template wrote it, without placeholders."""
+        return _PLACEHOLDERS.sub(lambda match: self._special[int(match[1])], text)
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of rendered texts, or of parts of them."""
+        ids = template_ids(self.tokenizer, [text for text in texts if _PLACEHOLDER not in text])
+        others = [self._respell(text) for text in texts if _PLACEHOLDER in text]
+        if not others:
+            return ids
+        respelled_tokenizer = _respelled_tokenizer(self.tokenizer, self._special)
+        encodings = respelled_tokenizer.encode_batch(others, add_special_tokens=False)
+        ordinary = iter(ids)
+        respelled = (encoding.ids for encoding in encodings)
+        return [next(respelled if _PLACEHOLDER in text else ordinary) for text in texts]
+
+    @property
+    def _name(self) -> str:
+        return f"the chat template of the tokenizer {self.tokenizer.name_or_path!r}"
+
+    def _render(self, messages: list[Message], answered: bool, tools: list[Any] | None) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=not answered,
+                **self._arguments,
+            )
+        except TemplateError as err:
+            raise DataError(f"the chat template refuses the messages ({err})") from err
+        except _TEMPLATE_FAILURES as err:
+            said = f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
+            raise DataError(
+                f"{self._name} fails on the messages ({said}), expected text; correct the "
+                f"template, or the messages"
+            ) from err
+        return str(text)
+
+    def _hide_in_message(self, message: Message) -> Message:
+        """The message with placeholders for the texts of special tokens, if strangers wrote it."""
+        if self._pattern is None or message.get("role") in TRUSTED_ROLES:
+            return message
+        return {
+            name: value if name == "role" else self._hide(value) for name, value in message.items()
+        }
+
+    def _hide(self, value: Any) -> Any:
+        """The same of a value of JSON."""
+        if isinstance(value, dict):
+            return {name: self._hide(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self._hide(each) for each in value]
+        if not isinstance(value, str) or self._pattern is None:
+            return value
+        if self._pattern.search(value) is None:
+            return value
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError(
+                "has the text of a special token in a message, which this tokenizer cannot keep "
+                "as text; use a tokenizer with tokenizer.json, or remove that text"
+            )
+        numbers = {text: number for number, text in enumerate(self._special)}
+        # again until none is left: removing one may leave another
+        while self._pattern.search(value):
+            value = self._pattern.sub(lambda m: f"{_PLACEHOLDER}{numbers[m[0]]:06d}", value)
+        return value
+
+    def _respell(self, text: str) -> str:
+        """Rendered text in which the template's special tokens have the copy's spellings."""
+        assert self._pattern is not None, "no special tokens, so no placeholders"
+        return self.plain(self._pattern.sub(lambda match: match[0] + _SPELLING, text))
+
+
+def _special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Texts of the special tokens, the longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {str(token.content) for token in added if token.special and token.content}
+    return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+
+def _pattern_of(texts: tuple[str, ...]) -> re.Pattern[str] | None:
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+
+@lru_cache(maxsize=4)
+def _respelled_tokenizer(tokenizer: Any, special: tuple[str, ...]) -> Any:
+    """A copy whose special tokens have `_SPELLING` behind their text, and the same ids.
+
+    Any: a tokenizer of transformers; the copy is a `tokenizers.Tokenizer`.
+    """
+    backend = tokenizer.backend_tokenizer
+    document = json.loads(backend.to_str())
+
+    def respell(text: str) -> str:
+        return text + _SPELLING if text in special else text
+
+    for token in document["added_tokens"]:
+        token["content"] = respell(token["content"])
+    model = document["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {respell(text): number for text, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram
+        model["vocab"] = [[respell(text), *more] for text, *more in vocabulary]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = respell(model["unk_token"])
+    if "merges" in model:  # none may write a special token, as its old spelling is gone
+        model["merges"] = [
+            merge
+            for merge in model["merges"]
+            if not {_merged(merge), *_parts(merge)}.intersection(special)
+        ]
+    document["post_processor"] = None  # it adds special tokens, which the template has written
+    document["truncation"] = None
+    document["padding"] = None
+    return type(backend).from_str(json.dumps(document))
+
+
+def _parts(merge: str | list[str]) -> list[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _merged(merge: str | list[str]) -> str:
+    return "".join(_parts(merge))
