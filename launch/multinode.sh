@@ -21,6 +21,8 @@ INTERFACE=${INTERFACE:-}
 [ -z "$INTERFACE" ] || export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 # Threads of one rank; more than cores / ranks slows every rank down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Seconds that a run which is asked to stop (Ctrl-C, SIGTERM) has for its step and a checkpoint.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 # Restarts after a failure before torchrun gives up; with run.resume=auto each goes on from the checkpoint.
 RESTARTS=${RESTARTS:-3}
 

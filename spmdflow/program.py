@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from spmdflow.runtime.launch import Outcome, Surroundings
 
 _MOST_STOPPED_RANKS = 64
-"""Larger runs write no prediction.txt after SIGTERM: torchrun sends SIGKILL 30 s later."""
+"""Larger runs that are asked to stop write no prediction.txt: torchrun soon sends SIGKILL."""
 
 
 def load_settings(
@@ -147,7 +147,8 @@ def launch(
     inproc: bool = False,
     wait: bool = True,
 ) -> int | Outcome:
-    """Run a script's main(flow, cfg) on `ranks` (default: all). 0: finished, 3: stopped by SIGTERM.
+    """Run a script's main(flow, cfg) on `ranks` (default: all). 0: finished, 3: stopped by a
+    signal (SIGTERM, SIGHUP, Ctrl-C).
 
     Collective over the default process group, which must exist unless inproc. On accelerators
     every rank must have called torch.accelerator.set_device_index. cfg is of the script's settings
@@ -238,11 +239,13 @@ def run_prepared(
     elif len(ranks) <= _MOST_STOPPED_RANKS and (
         threading.current_thread() is threading.main_thread()  # only it may set handlers
     ):
-        earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers repeat it
+        repeated = (signal.SIGTERM, signal.SIGHUP)  # by launchers and shells
+        earlier = {number: signal.signal(number, signal.SIG_IGN) for number in repeated}
         try:
             compare_run(cfg)
         finally:
-            signal.signal(signal.SIGTERM, earlier)
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
     show()
     return outcome
 

@@ -11,7 +11,7 @@ Exit codes of a rank (torchrun itself exits with 0 or 1):
     0  the script finished
     1  the run failed: RUN_DIR/failure.json names rank, role, method and cause
     2  refused: settings or script cannot work; nothing was started
-    3  stopped by SIGTERM, after a checkpoint
+    3  stopped by SIGTERM, SIGHUP or Ctrl-C, after a checkpoint (torchrun makes 1 of it)
 
 When a rank dies, the others learn it within seconds (from the controller, or by losing it),
 write what they know and exit; torchrun stops what is left. No rank waits for a dead one. When
@@ -69,7 +69,8 @@ key=value      one setting, such as actor.optimizer.lr=3e-4; wins over the file
 --inproc       one process, no torchrun, every call runs at once
 --help         this text and every setting of SCRIPT (of PPO without one)
 
-exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped by SIGTERM after a checkpoint
+exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped after a checkpoint (by SIGTERM,
+SIGHUP, Ctrl-C). torchrun makes 1 of 2 and 3; RUN_DIR/finished exists only after the last step
 
 settings (key, type, default):
 """
@@ -249,6 +250,9 @@ def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: b
         outcome = run_prepared(loaded.script, loaded.cfg, ranks=ranks, surroundings=surroundings)
         dist.destroy_process_group()
         return outcome.wait()
+    except KeyboardInterrupt:  # of a second Ctrl-C in one process, or before the ranks have met
+        sys.stderr.write("spmdflow: stopped at once by Ctrl-C\n")
+        return FAILED
     except SpmdflowError as err:
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
         sys.stderr.write(f"spmdflow: {message}\n{own_traceback(err)}")

@@ -47,6 +47,8 @@ from spmdflow.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
+FINISHED_FILE = "finished"
+"""In RUN_DIR from the last step on. A run that stopped or failed has none."""
 _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints")
 """A folder that holds one of these is a used RUN_DIR."""
 
@@ -60,6 +62,18 @@ class RunDir:
     """What the run continues from; None: step 1 is the first."""
     lock: RunDirLock
     """Held until `lock.release()` or the end of the process."""
+
+    def mark_finished(self, step: int) -> None:
+        """Say durably that the run is done: RUN_DIR/finished tells finished from stopped."""
+        with disk_errors("write", self.path / FINISHED_FILE, "run.dir"):
+            write_atomically(self.path / FINISHED_FILE, f"step {step}\n".encode())
+
+    def mark_unfinished(self) -> None:
+        """Say durably that the run is not done (yet): it begins, or goes on to a later step."""
+        with disk_errors("remove", self.path / FINISHED_FILE, "run.dir"):
+            if (self.path / FINISHED_FILE).exists():
+                (self.path / FINISHED_FILE).unlink()
+                sync(self.path)
 
     @property
     def last_step(self) -> int:

@@ -1,4 +1,4 @@
-"""When a run ends before its last step: at run.max_seconds, or because it was asked to (SIGTERM).
+"""When a run ends before its last step: at run.max_seconds, or because a signal asked it to.
 
 Both need a checkpoint in time, so both count with what was measured: the longest of the last steps
 and the longest save. Knows no transport.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from math import inf
 
-GRACE_SECONDS = 28.0
-"""torchrun kills its ranks 30 s after SIGTERM; the session knows after 2 s that it was asked."""
+_NOTICE_SECONDS = 2.0
+"""The session may know so late that it was asked to end."""
 _CLOSING_SECONDS = 10.0
 """For what comes after the last checkpoint: models are closed, prediction.txt is written."""
 _NUM_STEPS = 10
@@ -19,9 +20,14 @@ _NUM_STEPS = 10
 class Ending:
     """Whether there is time for what comes next. Times are in seconds."""
 
-    def __init__(self, max_seconds: float | None, *, age: float) -> None:
-        """max_seconds: limit of a launch, of which `age` are over."""
+    def __init__(self, max_seconds: float | None, *, age: float, shutdown: float = inf) -> None:
+        """max_seconds: limit of a launch, of which `age` are over.
+
+        shutdown: how long torchrun waits for ranks that are to end before it kills them; infinite
+        where there is none.
+        """
         now = time.monotonic()
+        self._grace = max(0.0, shutdown - _NOTICE_SECONDS)
         self._limit = float("inf") if max_seconds is None else now - age + max_seconds
         self._steps = deque[float](maxlen=_NUM_STEPS)
         self._longest_step, self._began = 0.0, now
@@ -49,14 +55,15 @@ class Ending:
     def ask(self) -> str:
         """The run is asked to end now; says what will happen (any thread)."""
         now = time.monotonic()
-        self._kill_at = now + GRACE_SECONDS
+        self._kill_at = now + self._grace
         step = max(0.0, self._began + self._longest_step - now)
         needed = f"this step needs about {step:.0f} s more, saving {self.save_seconds:.0f} s"
-        if step + self.save_seconds <= GRACE_SECONDS:
+        if step + self.save_seconds <= self._grace:
             return f"saving after this step and stopping ({needed})"
         return (
-            f"{needed}, but torchrun kills all ranks in {GRACE_SECONDS:.0f} s: unless they are "
-            f"faster, the next start continues from the last checkpoint"
+            f"{needed}, but torchrun kills all ranks in {self._grace:.0f} s: unless they are "
+            f"faster, the next start continues from the last checkpoint; torchrun "
+            f"--shutdown-timeout SECONDS gives more time"
         )
 
     def can_save(self) -> bool:

@@ -227,6 +227,8 @@ class Flow:
         self.caller.last_step = total = self._last_step or total
         if self._capsule is not None:
             self._capsule.check_steps(last + 1, total)
+        if last < total and self.caller.transport.stop_requested:
+            raise Stopped(f"stopped before step {last + 1}: no step has run since the start")
         for number in range(last + 1, total + 1):
             if self._capsule is not None and self._capsule.step == number:
                 self._saving.finish()

@@ -36,7 +36,7 @@ from spmdflow.errors import CheckpointError, RunFailed
 from spmdflow.runtime.executor import FILES
 from spmdflow.runtime.failure import noting
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
-from spmdflow.runtime.process import launched_seconds
+from spmdflow.runtime.process import launched_seconds, shutdown_seconds
 from spmdflow.tracking.tracker import sync_records
 from spmdflow.transfer.worker import loads_any_layout
 
@@ -57,7 +57,8 @@ class Saving:
         self._settings = settings
         self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints, best=run.keep_best)
         self._checkpoints.clean()
-        self.ending = Ending(run.max_seconds, age=launched_seconds(os.getpid()))
+        age, shutdown = launched_seconds(os.getpid()), shutdown_seconds(os.getpid())
+        self.ending = Ending(run.max_seconds, age=age, shutdown=shutdown)
         self._metric = run.keep_best
         self.resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
         self.due = False

@@ -93,6 +93,7 @@ def run_script(
             verify_on_ranks, transport, ranks, seconds=longest_call_of(cfg.run.call_seconds)
         ),
     )
+    run_dir.mark_unfinished()
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
     file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
@@ -118,6 +119,7 @@ def run_script(
         status = FINISHED
         if repository is not None:
             logger.info("pushed to %s", push(run_dir.path, repository))
+        run_dir.mark_finished(caller.last_step or 0)
     except Stopped as stop:
         logger.warning("%s", stop)
         status = FINISHED if stop.is_time_up else STOPPED

@@ -2,16 +2,15 @@
 
 Hands commands to the lanes, sends heartbeats, and watches for everything that ends a run:
 the limit of the running commands, the controller, the parent process (torchrun killed with -9
-leaves orphans), SIGTERM. When the run fails it ends the process itself: the lanes may be blocked in
-a collective. If every process of the run is alive and the program around the session wants to go
-on, the controller says UNWIND instead.
+leaves orphans), signals that ask the run to stop. When the run fails it ends the process itself:
+the lanes may be blocked in a collective. If every process of the run is alive and the program
+around the session wants to go on, the controller says UNWIND instead.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections import deque
@@ -249,10 +248,7 @@ class Comm:
 
     def _check_signals(self) -> None:
         for number in self._signals.take():
-            if number == signal.SIGTERM:
-                self._send(Kind.TERM)
-            elif not self._failures:
-                self.fail(self._about("interrupt", self._rank, "SIGINT (Ctrl-C)"))
+            self._send(Kind.STOP, number)
 
     def _beat(self) -> None:
         """Say what the lanes do (`Doing` in runtime/stall.py)."""

@@ -65,7 +65,9 @@ class Io:
             Kind.REPLY: self._on_reply,
             Kind.FAILURE: lambda rank, failure: self._verdict.add(failure),
             Kind.BEAT: lambda rank, body: self._stalls.heard(rank, body, time.monotonic()),
-            Kind.TERM: lambda rank, body: self._watch.term_arrived(rank, time.monotonic()),
+            Kind.STOP: lambda rank, number: self._watch.signal_arrived(
+                rank, number, time.monotonic()
+            ),
             Kind.ENDED: lambda rank, body: self._peers.ended_elsewhere(*body),
             Kind.UNWOUND: self._on_unwound,
             Kind.BYE: self._on_bye,

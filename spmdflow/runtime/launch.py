@@ -35,7 +35,7 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.executor import Operation, failure_of
 from spmdflow.runtime.failure import as_record, write_failure
 from spmdflow.runtime.operation import RankSettings, RankState
-from spmdflow.runtime.order import InprocTransport, Transport, stop_on_sigterm
+from spmdflow.runtime.order import InprocTransport, Transport, stop_on_signals
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import remove_old_reports, run_session
 from spmdflow.transfer.lane import CountedTransport
@@ -188,12 +188,12 @@ def run_inproc(control: Control, cfg: Any) -> int:
     )
     controller = InprocTransport(state.operations())
     try:
-        with stop_on_sigterm(controller):
+        with stop_on_signals(controller):
             remove_old_reports(run_dir)
             return control(controller, (0,), False)
     except ConfigError:
         raise  # refused: perhaps the folder is another run's
-    except Exception as err:
+    except (Exception, KeyboardInterrupt) as err:
         failure = failure_of(err, 0, kind="script")
         write_failure(run_dir / "failure.json", as_record(failure, ()))
         raise

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError, RunFailed
 from spmdflow.runtime.executor import Operation, find_operation
+from spmdflow.runtime.process import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class Transport(Protocol):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the run was asked to save and end (SIGTERM); read it between steps."""
+        """Whether the run was asked to save and end (by a signal); read it between steps."""
 
     def on_stop(self, say: Callable[[], str]) -> None:
         """Call say() when the run is asked to save and end, and log what it returns."""
@@ -146,7 +147,7 @@ class ImmediateTransport:
         self._queue: deque[Callable[[], None]] = deque()
         self._is_running = False
         self.stop_requested = False
-        """Set by `stop_on_sigterm`; the script reads it between steps."""
+        """Set by `stop_on_signals`; the script reads it between steps."""
         self.say_stop: Callable[[], str] = lambda: "saving and stopping"
 
     def post(self, function: Callable[[], None]) -> None:
@@ -201,21 +202,32 @@ class InprocTransport(ImmediateTransport):
 
 
 @contextlib.contextmanager
-def stop_on_sigterm(transport: InprocTransport) -> Iterator[None]:
-    """Within the context SIGTERM asks the script to save and end after its step, as under torchrun.
+def stop_on_signals(transport: InprocTransport) -> Iterator[None]:
+    """Within the context signals ask the script to save and end after its step, as under torchrun.
 
-    Only a main thread may handle signals; in another one nothing changes.
+    A second Ctrl-C is a KeyboardInterrupt. A signal that was ignored before stays so. Only a main
+    thread may handle signals; in another one nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        logger.warning("asked to end by SIGTERM: %s", transport.say_stop())
+        again = ""
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+            again = "; press Ctrl-C again to stop at once"
+        logger.warning(
+            "asked to end by %s: %s%s", STOP_SIGNALS[number], transport.say_stop(), again
+        )
         transport.stop_requested = True
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before: dict[int, Any] = {}
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -247,35 +247,48 @@ def _stat_fields(pid: int) -> list[str] | None:
     return text.rpartition(")")[2].split()
 
 
-class Signals:
-    """SIGTERM and SIGINT during a session: held back from every thread, read by the comm thread.
+STOP_SIGNALS: dict[int, str] = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C (SIGINT)",
+    signal.SIGHUP: "SIGHUP (the terminal was closed)",
+}
+"""Signals that ask a run to save and stop, in words."""
 
-    SIGTERM is blocked, so threads started later inherit that and `sigtimedwait` takes it. Threads
-    that libraries started before (gloo's) do not block it; for those a handler is set, whose
+
+class Signals:
+    """`STOP_SIGNALS` during a session: held back from every thread, read by the comm thread.
+
+    They are blocked, so threads started later inherit that and `sigtimedwait` takes them. Threads
+    that libraries started before (gloo's) do not block them; for those a handler is set, whose
     wakeup descriptor is written by the interpreter's C code in whichever thread is hit, even while
-    the main thread sits in a collective. SIGINT keeps its KeyboardInterrupt in the main thread.
+    the main thread sits in a collective. A signal that was ignored before stays so: nohup ignores
+    SIGHUP, and a shell's background job SIGINT.
     A context manager for the main thread; `take` belongs to the comm thread.
     """
 
     def __enter__(self) -> Signals:
         self.descriptor, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        self._old_handler: Any = signal.signal(signal.SIGTERM, _ignore)
+        self._taken = {each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
+        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+        self._old_handlers: dict[int, Any] = {}
+        for number in self._taken:
+            self._old_handlers[number] = signal.signal(number, _ignore)
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
 
     def take(self) -> set[int]:
-        """Which of SIGTERM and SIGINT arrived since the last call."""
-        taken: set[int] = set()
+        """Which of them arrived since the last call."""
+        arrived: set[int] = set()
         with contextlib.suppress(BlockingIOError):
-            taken.update(os.read(self.descriptor, 4096))
-        while (pending := signal.sigtimedwait({signal.SIGTERM}, 0)) is not None:
-            taken.add(pending.si_signo)
-        return taken & {signal.SIGTERM, signal.SIGINT}
+            arrived.update(os.read(self.descriptor, 4096))
+        while (pending := signal.sigtimedwait(self._taken, 0)) is not None:
+            arrived.add(pending.si_signo)
+        return arrived & self._taken
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._old_wakeup)
-        signal.signal(signal.SIGTERM, self._old_handler or signal.SIG_DFL)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         os.close(self._writer)
         os.close(self.descriptor)
@@ -289,6 +302,14 @@ AGENT_MARK = "TORCHELASTIC_RUN_ID"
 """An environment variable that torchrun's agent sets for its ranks but does not have itself."""
 
 _PR_SET_PDEATHSIG = 1
+_SHUTDOWN_SECONDS = 30.0
+"""torchrun's own, unless it is told otherwise in one of these ways (torch 2.13)."""
+_SHUTDOWN_NAMES = (
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    "PET_SHUTDOWN_TIMEOUT",
+    "--shutdown-timeout",
+    "--shutdown_timeout",
+)
 
 
 def die_with_launcher() -> int | None:
@@ -305,11 +326,38 @@ def die_with_launcher() -> int | None:
 def launched_seconds(pid: int) -> float:
     """Seconds since a rank's run was launched: the age of its torchrun, which restarts ranks, or of
     the rank itself where there is none."""
+    return Process.of(_agent_of(pid)).age_seconds()
+
+
+def shutdown_seconds(pid: int) -> float:
+    """Seconds from a signal to a rank's torchrun until it kills its ranks; infinite without one."""
+    agent = _agent_of(pid)
+    if agent == pid:
+        return float("inf")
+    given: list[str] = []
+    with contextlib.suppress(OSError):
+        given += Path(f"/proc/{agent}/environ").read_bytes().decode(errors="replace").split("\0")
+        given += Path(f"/proc/{agent}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    seconds = _SHUTDOWN_SECONDS
+    for place, word in enumerate(given):
+        name, equals, value = word.partition("=")
+        if name in ("--shutdown-timeout", "--shutdown_timeout") and not equals:
+            value = given[place + 1] if place + 1 < len(given) else ""
+        elif name not in _SHUTDOWN_NAMES:
+            continue
+        if value.isdecimal():
+            seconds = float(value)
+    return seconds
+
+
+def _agent_of(pid: int) -> int:
+    """The process of torchrun above a rank; the rank itself if it was not started by one."""
     fields = _stat_fields(pid)
     with contextlib.suppress(OSError):
         while fields and f"{AGENT_MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-            pid, fields = int(fields[1]), _stat_fields(int(fields[1]))
-    return Process.of(pid).age_seconds()
+            pid = int(fields[1])
+            fields = _stat_fields(pid)
+    return pid
 
 
 def outlive_launcher() -> None:

@@ -1,6 +1,6 @@
 """What the io thread checks between messages, and how the controller ends a failed run.
 
-`Watch` sees limits, deaths, silence and SIGTERM. `Verdict` gathers failures, names the first
+`Watch` sees limits, deaths, silence and signals. `Verdict` gathers failures, names the first
 cause, tells every rank and exits. Nothing here waits for the script or for a lane: a thread inside
 a collective hears nothing, but a process that exits frees its peers at once. A run inside a host
 program whose processes are all alive is unwound instead (runtime/io.py).
@@ -9,6 +9,7 @@ program whose processes are all alive is unwound instead (runtime/io.py).
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,6 +34,7 @@ from spmdflow.runtime.failure import (
 )
 from spmdflow.runtime.order import Order, Pending
 from spmdflow.runtime.peers import Ledger, Peers
+from spmdflow.runtime.process import STOP_SIGNALS
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.stacks import dump_stacks, line_in_stacks, stacks_path
 from spmdflow.runtime.stall import Stalls
@@ -96,6 +98,10 @@ class Verdict:
         stopped = self._stopped(rank, now, silence_counts=True)
         kind, cause = ("stopped", f"{late}: {stopped}") if stopped else ("deadline", late)
         self.add(self._about(kind, rank, cause))
+
+    def add_interrupt(self, rank: int) -> None:
+        """Note that a user wants the end at once."""
+        self.add(self._about("interrupt", rank, "Ctrl-C (SIGINT) came again: stopped at once"))
 
     def add_endless(self, rank: int) -> None:
         """Note that rank sent a message without end, on a connection that is closed now."""
@@ -229,6 +235,8 @@ class Verdict:
 
 _SIGTERM_SECONDS = 2.0
 """SIGTERM means the end of a failed run if a failure becomes known within this time."""
+_AGAIN_SECONDS = 1.0
+"""A rank may get one Ctrl-C twice: from the terminal or the batch system, and from torchrun."""
 _PARTING_SECONDS = 1.0
 """A rank that leaves may be gone before its BYE is read."""
 _PROBE_SECONDS = 3.0
@@ -245,6 +253,8 @@ class Watch:
         """When every rank must be connected."""
         self._close_by = self._stop_at = float("inf")
         self._term_seen = self._is_closing = False
+        self._interrupted: dict[int, float] = {}
+        """When each rank got its first Ctrl-C."""
         self._gone_since: dict[int, float] = {}
         self._probe_until = 0.0
         self.stop_requested = False
@@ -256,11 +266,38 @@ class Watch:
         """CLOSE was sent: from here on ranks leave."""
         self._is_closing, self._close_by = True, now + _CLOSE_SECONDS
 
-    def term_arrived(self, rank: int, now: float) -> None:
-        """A rank received SIGTERM: because another rank failed, or as a request to stop."""
-        if not self._term_seen:
+    def signal_arrived(self, rank: int, number: int, now: float) -> None:
+        """A rank received one of `STOP_SIGNALS`.
+
+        SIGTERM: because another rank failed, or as a request to stop. The others are a request, and
+        a second Ctrl-C ends the run at once. (torchrun, given a second Ctrl-C, sends SIGTERM.)
+        """
+        first = self._interrupted.get(rank)
+        if first is not None and (
+            number == signal.SIGTERM or (number == signal.SIGINT and now > first + _AGAIN_SECONDS)
+        ):
+            if not self._verdict.failures:
+                self._verdict.add_interrupt(rank)
+        elif number == signal.SIGTERM:
+            self._term_arrived(rank, now)
+        else:
+            is_key = number == signal.SIGINT
+            if is_key:
+                self._interrupted.setdefault(rank, now)
+            self._request_stop(STOP_SIGNALS[number], is_key=is_key)
+
+    def _term_arrived(self, rank: int, now: float) -> None:
+        if not self._term_seen and not self.stop_requested:
             self._term_seen, self._stop_at = True, now + _SIGTERM_SECONDS
             logger.warning("rank %d received SIGTERM", rank)
+
+    def _request_stop(self, by: str, *, is_key: bool = False) -> None:
+        """Ask the script to save and end, once; is_key: a further Ctrl-C ends the run at once."""
+        if self.stop_requested or self._verdict.failures:
+            return
+        self._stop_at, self.stop_requested = float("inf"), True
+        again = "; press Ctrl-C again to stop at once" if is_key else ""
+        logger.warning("asked to end by %s: %s%s", by, self.on_stop(), again)
 
     def connection_lost(self, now: float) -> None:
         """Some connection ended: find out whose, for as long as libzmq may need to know."""
@@ -279,9 +316,8 @@ class Watch:
             for rank in self._peers.staying():
                 self._verdict.add(Failure("deadline", rank, cause))
         self._peers.warn_about_silence(now)
-        if now >= self._stop_at and not self._verdict.failures:
-            self._stop_at, self.stop_requested = float("inf"), True
-            logger.warning("asked to end by SIGTERM: %s", self.on_stop())
+        if now >= self._stop_at:
+            self._request_stop("SIGTERM")
 
     def _describe_missing(self) -> Failure:
         missing = sorted(self._peers.missing)

@@ -91,7 +91,7 @@ class Kind(enum.IntEnum):
     REPLY = 4  # r -> c: [ticket, payload, fields of a Took]
     FAILURE = 5  # r -> c: a Failure
     BEAT = 6  # both: alive; r -> c: what its lanes do (runtime/stall.py)
-    TERM = 7  # r -> c: SIGTERM arrived here
+    STOP = 7  # r -> c: number of a signal that arrived here and asks the run to stop
     ABORT = 8  # c -> r: [ranks to kill]; dump stacks and exit
     CLOSE = 9  # c -> r: finish what you have, then BYE
     BYE = 10  # r -> c: both lanes have ended

@@ -154,8 +154,10 @@ def test_sigterm_to_torchrun_without_a_failure_ends_every_rank(drill: Drill) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["compute", "idle"])
-def test_ctrl_c_ends_every_rank(drill: Drill, where: str) -> None:
+def test_ctrl_c_pressed_again_ends_every_rank(drill: Drill, where: str) -> None:
     drill.start(where, "wait", 1, LONG)
+    drill.torchruns[0].send_signal(signal.SIGINT)
+    drill.wait_until(lambda: "press Ctrl-C again to stop at once" in drill.log())
     drill.torchruns[0].send_signal(signal.SIGINT)
     drill.wait_until_out()
 

@@ -128,7 +128,10 @@ def test_help_prints_usage_exit_codes_and_the_schema(capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert status == 0
     assert "usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]" in text
-    assert "exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped by SIGTERM" in text
+    assert (
+        "exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped after a checkpoint"
+        in text
+    )
     assert "actor.rollout.top_p (float, default 1.0)\n    Nucleus sampling" in text
 
 

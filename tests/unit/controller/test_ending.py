@@ -51,7 +51,7 @@ def test_run_without_a_limit_never_ends_early(monkeypatch):
 )
 def test_sigterm_is_answered_with_what_will_happen(monkeypatch, step, save, said, fits):
     clock = Clock(monkeypatch)
-    run = Ending(None, age=0.0)
+    run = Ending(None, age=0.0, shutdown=30.0)
     clock.step(run, step)
     run.save_seconds = save
     run.begin_step()
@@ -63,3 +63,17 @@ def test_sigterm_is_answered_with_what_will_happen(monkeypatch, step, save, said
     assert ("continues from the last checkpoint" in text) == ("kills" in said)
     clock.now += 8.0
     assert run.can_save() == fits
+
+
+def test_step_and_save_of_minutes_fit_where_torchrun_was_told_to_wait(monkeypatch):
+    clock = Clock(monkeypatch)
+    run = Ending(None, age=0.0, shutdown=600.0)
+    clock.step(run, 300.0)
+    run.save_seconds = 200.0
+    run.begin_step()
+
+    text = run.ask()
+
+    assert "saving after this step and stopping" in text
+    clock.now += 300.0
+    assert run.can_save()

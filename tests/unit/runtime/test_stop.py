@@ -1,0 +1,144 @@
+"""Signals that ask a run to stop: the first is a request, a second Ctrl-C ends the run at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spmdflow.runtime.order import InprocTransport, stop_on_signals
+from spmdflow.runtime.process import STOP_SIGNALS, Signals, shutdown_seconds
+from spmdflow.runtime.wire import Kind
+from tests.unit.runtime.test_io import Controller
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+    found = Controller(tmp_path, monkeypatch)
+    yield found
+    found.close()
+
+
+def failures(controller: Controller) -> list[str]:
+    return [failure.kind for failure in controller.io._verdict.failures]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_closed_terminal_ask_the_run_to_stop_without_a_failure(
+    controller: Controller, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "spmdflow")
+    logging.getLogger("spmdflow").propagate = True
+
+    controller.say(Kind.STOP, int(number))
+    controller.io._step()
+
+    assert controller.io.stop_requested and not controller.io.has_failed
+    assert f"asked to end by {STOP_SIGNALS[number]}: saving and stopping" in caplog.text
+    assert ("press Ctrl-C again to stop at once" in caplog.text) == (number == signal.SIGINT)
+
+
+def test_sigterm_is_a_request_only_where_no_failure_becomes_known_soon(
+    controller: Controller,
+) -> None:
+    controller.say(Kind.STOP, int(signal.SIGTERM))
+    controller.io._step()
+    asked_at_once = controller.io.stop_requested
+    controller.stop(3.0)
+    controller.io._step()
+
+    assert not asked_at_once and controller.io.stop_requested
+
+
+def test_ctrl_c_again_ends_the_run(controller: Controller) -> None:
+    watch, now = controller.io._watch, time.monotonic()
+
+    watch.signal_arrived(0, signal.SIGINT, now)
+    watch.signal_arrived(0, signal.SIGINT, now + 5.0)
+
+    assert failures(controller) == ["interrupt"]
+
+
+def test_ctrl_c_again_ends_the_run_where_torchrun_makes_sigterm_of_it(
+    controller: Controller,
+) -> None:
+    watch, now = controller.io._watch, time.monotonic()
+
+    watch.signal_arrived(0, signal.SIGINT, now)
+    watch.signal_arrived(0, signal.SIGTERM, now + 0.1)
+
+    assert failures(controller) == ["interrupt"]
+
+
+def test_one_ctrl_c_that_every_rank_gets_and_one_of_them_twice_is_one_request(
+    controller: Controller,
+) -> None:
+    watch, now = controller.io._watch, time.monotonic()
+
+    watch.signal_arrived(0, signal.SIGINT, now)
+    watch.signal_arrived(1, signal.SIGINT, now + 5.0)
+    watch.signal_arrived(0, signal.SIGINT, now + 0.5)
+
+    assert watch.stop_requested and failures(controller) == []
+
+
+def test_signals_that_launchers_repeat_after_a_closed_terminal_or_sigterm_end_nothing_at_once(
+    controller: Controller,
+) -> None:
+    watch, now = controller.io._watch, time.monotonic()
+
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+        watch.signal_arrived(0, number, now)
+        now += 5.0
+
+    assert watch.stop_requested and failures(controller) == []
+
+
+@pytest.fixture
+def nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_every_stop_signal_of_a_session_is_taken_but_one_that_was_ignored_before(
+    nohup: None,
+) -> None:
+    with Signals() as signals:
+        for number in STOP_SIGNALS:
+            os.kill(os.getpid(), number)
+        taken = signals.take()
+
+    assert taken == {signal.SIGTERM, signal.SIGINT}
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_in_one_process_the_first_ctrl_c_is_a_request_and_the_second_an_interrupt() -> None:
+    transport, before = InprocTransport({}), signal.getsignal(signal.SIGINT)
+
+    with stop_on_signals(transport):
+        signal.raise_signal(signal.SIGINT)
+        assert transport.stop_requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_in_one_process_a_closed_terminal_is_a_request_again_and_again() -> None:
+    transport = InprocTransport({})
+
+    with stop_on_signals(transport):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+
+    assert transport.stop_requested
+
+
+def test_time_before_ranks_are_killed_is_infinite_where_no_torchrun_started_them() -> None:
+    assert shutdown_seconds(os.getpid()) == float("inf")
