@@ -86,6 +86,8 @@ class ChatTemplate:
 
     def plain(self, text: str) -> str:
         """Rendered text as the template wrote it, without placeholders."""
+        if _PLACEHOLDER not in text:
+            return text
         return _PLACEHOLDERS.sub(lambda match: self._special[int(match[1])], text)
 
     def ids(self, texts: list[str]) -> list[list[int]]:

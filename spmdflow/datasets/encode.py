@@ -146,6 +146,10 @@ class PromptEncoder:
             raise _wrong(row, column, "a list of tools, or its JSON as text")
         return value or None
 
+    def num_characters(self, text: Any) -> int:
+        """How many characters of a text are tokenised."""
+        return len(self._template.plain(text))
+
     def ids(self, texts: list[Any]) -> list[list[int]]:
         """Token ids of each text; a row with an empty list cannot be used."""
         return self._template.ids(texts) if self._chat else plain_ids(self._tokenizer, texts)
@@ -193,6 +197,12 @@ class AnswerEncoder(PromptEncoder):
         if self._one_answer and self._chat:
             return (self._answer_in(row, number),), True
         return self._read(row)
+
+    def num_characters(self, text: tuple[tuple[Segments, ...], bool]) -> int:
+        """How many characters of a row's sequences are tokenised."""
+        sequences, _ = text
+        parts = [part for segments in sequences for part, _ in segments]
+        return sum(len(self._template.plain(part)) for part in parts)
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
         """Token ids of each row; those of a pair are both sequences, joined."""

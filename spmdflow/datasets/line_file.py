@@ -52,14 +52,22 @@ class LineFile:
 
     def lines(self) -> Iterator[bytes]:
         """All lines in order; several passes and reads may run at once."""
-        rest, position = b"", 0
+        position = 0
+        begun: list[bytes] = []  # blocks of a line whose end is not read yet; joined once
         while block := os.pread(self._file.fileno(), _BLOCK_BYTES, position):
             position += len(block)
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                yield line + b"\n"
-        if rest:
-            yield rest
+            *lines, rest = block.split(b"\n")
+            if lines:
+                first = b"".join([*begun, lines[0], b"\n"])
+                begun = []
+                yield first
+                del first  # it may be large
+                for line in lines[1:]:
+                    yield line + b"\n"
+            if rest:
+                begun.append(rest)
+        if begun:
+            yield b"".join(begun)
 
     def read(self, numbers: Sequence[int]) -> list[bytes]:
         """These lines, in the order given."""

@@ -10,8 +10,9 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import blake2b
-from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from spmdflow.config.schema import DataSettings
 from spmdflow.data.ragged import lengths_of, set_column
 from spmdflow.datasets.encode import PromptEncoder, encoder_of, row_of
 from spmdflow.datasets.line_file import LineFile
-from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.datasets.tokenizer import load_tokenizer, longest_token
 from spmdflow.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 _TOKENISED_AT_A_TIME = 256
+_CHARACTERS_AT_A_TIME = 1 << 20
 _SHOWN = 5  # bad rows named in a message
 
 
@@ -107,7 +109,7 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
     passes: list[_Pass] = []
     for source in data_sources("data", str(setting) if isinstance(setting, Path) else setting):
         first = passes[-1].end if passes else 0
-        passes.append(_Pass(source, encoder, cfg, first))
+        passes.append(_Pass(source, encoder, cfg, first=first, tokenizer=tokenizer))
         passes[-1].run()
     return ScanReport(
         path=" + ".join(str(one.file.path) for one in passes),
@@ -130,11 +132,18 @@ class _Pass:
     """What is found in one file; lines, and the rows of a line, are counted from 0."""
 
     def __init__(
-        self, source: DataSource, encoder: PromptEncoder, cfg: DataSettings, first: int
+        self,
+        source: DataSource,
+        encoder: PromptEncoder,
+        cfg: DataSettings,
+        *,
+        first: int,
+        tokenizer: Any,
     ) -> None:
-        """first: the number of its first row."""
+        """first: the number of its first row. Any: a transformers tokenizer."""
         self.source, self.first, self.file = source, first, LineFile(source.place)
         self._encoder, self._cfg = encoder, cfg
+        self._tokenizer = tokenizer
         self.num_lines = self.num_rows = self.num_too_long = 0
         self.digest = blake2b(digest_size=16)
         self.rows: list[int] = []
@@ -146,9 +155,8 @@ class _Pass:
 
         Every bad row is logged.
         """
-        texts = self._texts()
-        while some := list(islice(texts, _TOKENISED_AT_A_TIME)):
-            self._measure(some)
+        for texts in self._batches():
+            self._measure(texts)
         if len(self._bad) > self._cfg.max_bad_rows:
             raise self._too_many("")
         for number in self.rows:
@@ -174,6 +182,34 @@ class _Pass:
     def bad_rows(self) -> list[str]:
         """File, line and reason of each unreadable row."""
         return [f"{self.file.path}:{line + 1} {reason}" for line, reason in sorted(self._bad)]
+
+    @cached_property
+    def _most_characters(self) -> float:
+        """A text with more is longer than max_prompt_tokens, whatever it says."""
+        longest = longest_token(self._tokenizer)
+        return inf if longest is None else self._cfg.max_prompt_tokens * longest
+
+    def _batches(self) -> Iterator[list[tuple[int, Any]]]:
+        """Texts that are tokenised together, so that a long one does not take the memory of many.
+
+        Those that cannot fit into max_prompt_tokens are counted and never tokenised.
+        """
+        batch: list[tuple[int, Any]] = []
+        num_characters = 0
+        for number, text in self._texts():
+            size = self._encoder.num_characters(text)
+            # asked only for long texts: it looks at the whole vocabulary
+            if size > self._cfg.max_prompt_tokens and size > self._most_characters:
+                self.num_too_long += 1
+                continue
+            batch.append((number, text))
+            num_characters += size
+            if len(batch) == _TOKENISED_AT_A_TIME or num_characters > _CHARACTERS_AT_A_TIME:
+                yield batch
+                batch = []
+                num_characters = 0
+        if batch:
+            yield batch
 
     def _texts(self) -> Iterator[tuple[int, Any]]:
         """Number (without `first`) and text of each readable row."""

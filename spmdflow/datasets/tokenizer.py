@@ -12,6 +12,7 @@ prompt ends inside a character, the whole character belongs to the response.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -65,6 +66,51 @@ def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     rows = tokenizer(texts, verbose=False).input_ids  # over-long ones are counted, not warned of
     added = _num_trailing(tokenizer)
     return [row[: len(row) - added] for row in rows]
+
+
+def longest_token(tokenizer: Any) -> int | None:
+    """Most characters of a text that one token can stand for; None if there is no known limit.
+
+    Byte-level BPE and BPE with byte fallback have one. An unknown word, which is one token however
+    long it is, has none, nor has white space that a tokenizer drops. White space that a special
+    token swallows (lstrip, rstrip) is not counted.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.model).__name__ != "BPE":
+        return None
+    if backend.model.unk_token is not None and not backend.model.byte_fallback:
+        return None
+    steps = [*_steps_of(backend.normalizer), *_steps_of(backend.pre_tokenizer)]
+    if any(not _keeps_characters(step) for step in steps):
+        return None
+    longest = max(map(len, tokenizer.get_vocab()))
+    composes = any(step["type"] == "NFC" for step in steps)
+    return longest * _COMPOSED if composes else longest
+
+
+_COMPOSED = 4
+"""Most characters that Unicode's NFC makes one of (a letter and three marks)."""
+
+
+def _steps_of(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer of the library `tokenizers`, as it saves them."""
+    if part is None:
+        return []
+    saved = json.loads(part.__getstate__())
+    steps = saved.get("normalizers") or saved.get("pretokenizers") or [saved]
+    return list(steps)
+
+
+def _keeps_characters(step: dict[str, Any]) -> bool:
+    """Whether a step drops no characters, so that all of them are in tokens."""
+    kind = step["type"]
+    if kind == "Replace":
+        return "String" in step["pattern"] and len(step["content"]) >= len(
+            step["pattern"]["String"]
+        )
+    if kind == "Split":
+        return step["behavior"] != "Removed"
+    return kind in ("NFC", "Prepend", "ByteLevel", "Digits", "Metaspace")
 
 
 def encode_again(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
