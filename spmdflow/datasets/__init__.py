@@ -16,7 +16,9 @@ controller draws numbers (`PromptOrder`); ranks turn numbers into columns (`Prom
 | file | does |
 |---|---|
 | line_file | any of the formats, and folders of `datasets`, as lines that are read by number |
-| tokenizer | transformers' tokenizers: ids, chats, the text of responses |
+| tokenizer | transformers' tokenizers: ids, the text of responses |
+| chat | messages -> text -> token ids, by the tokenizer's chat template |
+| time_limit | stops a template that does not end |
 | encode | a row -> texts -> token ids and columns, or what is wrong with it |
 | scan | file -> `ScanReport`: good rows, over-long ones, bad ones; numbers -> columns |
 | stream | shuffled epochs with a cursor; resumable |

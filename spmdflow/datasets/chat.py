@@ -25,6 +25,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from spmdflow.datasets.time_limit import OutOfTime, TimeLimit
 from spmdflow.datasets.tokenizer import template_ids
 from spmdflow.errors import DataError
 
@@ -48,6 +49,10 @@ _TEMPLATE_FAILURES = (
     MemoryError,
 )
 """What the program that a template is can raise, besides jinja's own errors."""
+
+
+_time_limit = TimeLimit(seconds=30)
+"""Of the rendering of one conversation."""
 
 
 class ChatTemplate:
@@ -107,14 +112,24 @@ class ChatTemplate:
         return f"the chat template of the tokenizer {self.tokenizer.name_or_path!r}"
 
     def _render(self, messages: list[Message], answered: bool, tools: list[Any] | None) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=not answered,
-                **self._arguments,
+        def run_template() -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=not answered,
+                    **self._arguments,
+                )
             )
+
+        try:
+            return _time_limit.call(run_template)
+        except OutOfTime as err:
+            raise DataError(
+                f"{self._name} has not written the messages after {_time_limit.seconds:g} s of "
+                f"processor time, expected it to end; correct the template, or the messages"
+            ) from err
         except TemplateError as err:
             raise DataError(f"the chat template refuses the messages ({err})") from err
         except _TEMPLATE_FAILURES as err:
@@ -123,7 +138,6 @@ class ChatTemplate:
                 f"{self._name} fails on the messages ({said}), expected text; correct the "
                 f"template, or the messages"
             ) from err
-        return str(text)
 
     def _hide_in_message(self, message: Message) -> Message:
         """The message with placeholders for the texts of special tokens, if strangers wrote it."""

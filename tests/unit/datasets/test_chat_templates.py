@@ -20,6 +20,7 @@ from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.encode import encoder_of
 from spmdflow.datasets.scan import PromptSource, scan
+from spmdflow.datasets.time_limit import TimeLimit
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 from tests.unit.datasets.families import FAMILIES, tokenizer_of
@@ -380,6 +381,24 @@ def test_template_that_fails_is_named_with_the_row(
     said = str(caught.value)
     assert f"{path}:1 the chat template of the tokenizer 'models/broken' fails" in said
     assert failure in said
+
+
+ENDLESS = "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_template_that_does_not_end_is_stopped_and_named_with_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmdflow.datasets.chat._time_limit", TimeLimit(seconds=0.1))
+    path = tmp_path / "chats.jsonl"
+    lines = [{"messages": TURNS[:1]}, {"messages": TURNS[:3]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = sentencepiece_like()
+    tokenizer.chat_template = f"{{% if messages | length > 1 %}}{ENDLESS}{{% endif %}}a"
+    cfg = settings_of(DataConfig, prompt_column="messages")
+
+    with pytest.raises(DataError, match=rf"{path}:2 the chat template .* after 0.1 s of processor"):
+        scan(cfg, str(path), tokenizer)
 
 
 def test_template_that_looks_at_the_text_of_special_tokens_is_refused() -> None:
