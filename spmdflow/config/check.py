@@ -178,6 +178,10 @@ def _check_run(cfg: Any, *, here: bool) -> None:
         if len(optimizer.betas) != 2:
             do = f"set {key}.betas=[0.9,0.95]"
             raise ConfigError.of(f"{key}.betas", optimizer.betas, "two numbers", do)
+        if 0 < optimizer.total_steps <= optimizer.warmup_steps:
+            got = f"{optimizer.total_steps} with {optimizer.warmup_steps} steps of warm-up"
+            do = f"set {key}.total_steps higher, or to 0: as many as the run takes"
+            raise ConfigError.of(f"{key}.total_steps", got, "more than the warm-up", do)
         kind = optimizer_kind(optimizer.name, key=f"{key}.name")
         if optimizer.weight_decay > 0 and not kind.decays:
             got = f"{optimizer.weight_decay:g} for {optimizer.name}, which has none"

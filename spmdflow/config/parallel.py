@@ -240,10 +240,12 @@ def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
     steps = algebra.optimizer_steps * cfg.total_steps
     warmup = part.optimizer.warmup_steps if hasattr(part, "optimizer") else 0
     short = f", all of them warm-up, which takes {warmup}" if warmup > steps else ""
+    last = part.optimizer.total_steps if hasattr(part, "optimizer") else 0
+    ends = f"; the learning rate's schedule takes {last}" if last else ""
     yield (
         f"{role:6} {algebra.samples} rows = {count_of(algebra.mini_batches, 'mini-batch')} of "
         f"{update.mini_batch_size}, x {count_of(update.num_epochs, 'epoch')} = "
-        f"{count_of(algebra.optimizer_steps, 'optimizer step')} ({steps} in the run{short})"
+        f"{count_of(algebra.optimizer_steps, 'optimizer step')} ({steps} in the run{short}{ends})"
     )
     replicas = f"{count_of(num_ranks, 'replica')} of {engine.layout}"
     rows = " or ".join(map(str, dict.fromkeys(algebra.rows_per_rank)))

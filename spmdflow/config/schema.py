@@ -255,6 +255,18 @@ class OptimizerConfig:
         one_of=("constant", "linear", "cosine"),
     )
     warmup_steps: int = setting("Optimizer steps of linear warm-up.", 0, at_least=0)
+    total_steps: int = setting(
+        "Optimizer steps after which the schedule has ended; 0: it ends with the last step of the "
+        "run, however many optimizer steps that takes.",
+        0,
+        at_least=0,
+    )
+    skip_nonfinite: int = setting(
+        "Optimizer steps in a row that are left out because their gradient is not finite; one "
+        "more ends the run.",
+        0,
+        at_least=0,
+    )
 
 
 @dataclass

@@ -52,6 +52,8 @@ class Caller:
         self._seed, self._seconds = run.seed, longest_call_of(run.call_seconds)
         self.transfers = Transfers(transport, seconds=run.transfer_seconds)
         self.step = self.last_step = 0
+        self.total_steps = 0
+        """Steps that the script takes; more than last_step where only some are replayed."""
         self.phase = "train"
         """train or eval: which metrics the reports of calls belong to."""
         self.records: list[CallRecord] = []
@@ -115,6 +117,9 @@ class Caller:
             draw=partial(self._draws.take, self.step, self.phase),
             instead=instead,
         )
+        if spec.minibatches:
+            for command in plan.commands.values():
+                command["total_steps"] = self.total_steps
         served = [] if batch is None else waiting.serve(target, spec, batch, instead)
         if batch is not None and waiting.is_worthwhile(target, spec, batch):
             return self._run(plan, batch, wait=partial(waiting.add, target))

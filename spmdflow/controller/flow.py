@@ -224,6 +224,7 @@ class Flow:
         if last is None:
             self._before_first_step()
             last = 0
+        self._expect_steps(total)
         self.caller.last_step = total = self._last_step or total
         if self._capsule is not None:
             self._capsule.check_steps(last + 1, total)
@@ -243,6 +244,18 @@ class Flow:
                 self._stop(f"run.max_seconds: step {number} is the last one in time")
             if self.caller.transport.stop_requested:
                 self._stop(f"stopped after step {number}", is_time_up=False)
+
+    def _expect_steps(self, total: int) -> None:
+        """Tell the ranks how many steps the script takes, with its updates."""
+        self.caller.total_steps = total
+        planned = self._config.total_steps
+        if total != planned:
+            logger.info(
+                "flow.steps: the script takes %d steps, total_steps is %d: schedules of learning "
+                "rates end with the script's",
+                total,
+                planned,
+            )
 
     def _stop(self, why: str, *, is_time_up: bool = True) -> None:
         """Save if there is time for it, then raise Stopped."""

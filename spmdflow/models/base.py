@@ -11,6 +11,7 @@ method, the first base class wins, as in any Python class.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -35,9 +36,21 @@ from spmdflow.tracking.metric import merge
 from spmdflow.transfer.worker import Metric, Worker, WorkerContext, any_layout
 from spmdflow.weights.adapter import ALL_LINEAR
 from spmdflow.weights.architecture import Architecture
-from spmdflow.workers.engine import Part, Place, TrainEngine, engine_of
+from spmdflow.workers.engine import (
+    EMPTY,
+    NONFINITE,
+    Part,
+    Place,
+    TrainEngine,
+    engine_of,
+    planned_steps,
+)
 from spmdflow.workers.micro_batch import MicroBatch
 
+logger = logging.getLogger(__name__)
+
+_MUCH_OF_PLAN = 0.9
+"""Fewer optimizer steps than this share of the plan are told at the end of a run."""
 _GENERATION_AXES = ("gen_tp", "gen_pp", "gen_replica")
 _AXES = ("tp", "pp", "dp", "shard", "replicate", "replica", *_GENERATION_AXES, "micro_dp")
 
@@ -154,13 +167,85 @@ class EngineWorker(Worker):
         return self.take_steps(batch, step, prefix=prefix)
 
     def take_steps(self, batch: TensorDict, step: Step, *, prefix: str) -> dict[str, float]:
-        """As `train`, with the caller's step function; prefix: for metric names without one."""
+        """As `train`, with the caller's step function; prefix: for metric names without one.
+
+        Mini-batches without an optimizer step are counted (`EMPTY`, `NONFINITE`), and in no mean.
+        """
+        self._begin_update()
+        before = self._steps_done
         steps = []
+        skipped = {EMPTY: 0.0, NONFINITE: 0.0}
         with self.resident("parameters", "gradients", "optimizer"):
             for mini in self.call.mini_batches:
-                found = step(select_rows(batch, mini.index), mini.num_micro_batches)
+                found = dict(step(select_rows(batch, mini.index), mini.num_micro_batches))
+                for name in skipped:
+                    skipped[name] += found.pop(name, None) is not None
                 steps.append({n if "/" in n else f"{prefix}/{n}": x for n, x in found.items()})
-        return merge(steps) | {f"{prefix}/optimizer_steps": float(len(steps))}
+        self._tell_beyond_plan(before)
+        metrics = merge(steps)
+        metrics[f"{prefix}/optimizer_steps"] = float(self._steps_done - before)
+        for name, count in skipped.items():
+            if count:
+                metrics[f"{prefix}/{name}"] = count
+        return metrics
+
+    def close(self) -> None:
+        """Say so if the run has ended with far fewer optimizer steps than planned."""
+        super().close()
+        optimizer = self.engine.optimizer
+        if self._lender is not None or optimizer is None:
+            return
+        num_steps = optimizer.progress.num_steps
+        if num_steps == 0 or self.call.step != num_steps:
+            return
+        planned = self._planned_total
+        if optimizer.steps_done < _MUCH_OF_PLAN * planned:
+            self._tell_of_plan(f"the run took {optimizer.steps_done} optimizer steps")
+
+    def _begin_update(self) -> None:
+        """Tell the optimizer where in the run its next steps are."""
+        optimizer = self.engine.optimizer
+        if optimizer is not None:
+            optimizer.progress.begin_update(
+                step=self.call.step,
+                num_steps=self.call.total_steps,
+                planned_in_step=planned_steps(getattr(self.cfg, "update", None)),
+                steps_done=optimizer.steps_done,
+            )
+
+    def _tell_beyond_plan(self, before: int) -> None:
+        """A line where an update has taken the first optimizer step beyond the plan."""
+        planned = self._planned_total
+        if planned and before <= planned < self._steps_done:
+            self._tell_of_plan(f"the run has taken optimizer step {planned + 1}")
+
+    def _tell_of_plan(self, taken: str) -> None:
+        """A line that compares what was taken with the plan, by one rank of the pool."""
+        optimizer = self.engine.optimizer
+        assert optimizer is not None
+        if self.context.rank != self.context.layout.ranks[0]:
+            return
+        cfg = optimizer.cfg
+        per_step = planned_steps(getattr(self.cfg, "update", None))
+        plan = f"{self._planned_total} ({optimizer.progress.num_steps} steps x {per_step})"
+        if cfg.total_steps:
+            plan = f"{self._planned_total} (optimizer.total_steps)"
+        if cfg.schedule == "constant":
+            logger.info("%s: %s, planned were %s", self.context.name, taken, plan)
+            return
+        follows = "the learning rate follows the steps of the run and ends with its last"
+        if cfg.total_steps:
+            follows = f"the learning rate is {optimizer.next_lr:g} now; check optimizer.total_steps"
+        logger.warning("%s: %s, planned were %s; %s", self.context.name, taken, plan, follows)
+
+    @property
+    def _planned_total(self) -> int:
+        """Optimizer steps that were planned for the run; 0: unknown outside of a script's steps."""
+        optimizer = self.engine.optimizer
+        if optimizer is None or optimizer.progress.num_steps == 0:
+            return 0
+        per_step = planned_steps(getattr(self.cfg, "update", None))
+        return optimizer.cfg.total_steps or optimizer.progress.num_steps * per_step
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
@@ -224,13 +309,21 @@ class EngineWorker(Worker):
                     f"checkpoint: {folder} has {name} of shape {saved.get(name)}, expected "
                     f"{mine.get(name)}; resume with the model that wrote it"
                 )
+        if self.engine.optimizer is not None:
+            self.engine.optimizer.load_schedule(files.plain.get("schedule", {}))
         with self.resident("parameters", "optimizer"):
             self.engine.load_blocks(files.fill, files.plain["steps_done"])
         self.load_plain(files.plain)
 
     def plain_state(self) -> dict[str, Any]:
         """What is saved beside the boxes: JSON data, equal on every rank."""
-        return {"steps_done": self._steps_done, "shapes": self._shapes, "model": self._model}
+        optimizer = self.engine.optimizer
+        return {
+            "steps_done": self._steps_done,
+            "schedule": {} if optimizer is None else optimizer.schedule_state(),
+            "shapes": self._shapes,
+            "model": self._model,
+        }
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Restore what a role adds to `plain_state`; called after the boxes are loaded."""

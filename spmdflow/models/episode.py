@@ -175,6 +175,7 @@ class EpisodeWorker(Worker):
 
     def close(self) -> None:
         """End the environments and the endpoint."""
+        super().close()
         if self._runner is not None:
             self._runner.close()
 

@@ -58,7 +58,8 @@ class Loss(Protocol):
     def denominators(self, batch: TensorDict) -> dict[str, float]:
         """Sums over this rank's rows of the mini-batch; the engine adds up those of all ranks.
 
-        "tokens" and "sequences" of response_mask, unless a loss has its own.
+        "tokens" and "sequences" of response_mask, unless a loss has its own. If all are 0 on all
+        ranks, nothing is learnt from: the loss is not asked and no optimizer step taken.
         """
         return mask_totals(pad(batch["response_mask"]).sum(-1))
 

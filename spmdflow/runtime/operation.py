@@ -376,4 +376,5 @@ def _call_info(plain: Plain, number: int) -> CallInfo:
     minis = tuple(MiniBatch(torch.from_numpy(index), micro) for index, micro in plain["mini"])
     ids = torch.from_numpy(plain["ids"])
     generation = torch.from_numpy(plain["generation"]) if "generation" in plain else None
-    return CallInfo(number, plain["step"], ids, plain["micro"], minis, generation)
+    total_steps = plain.get("total_steps", 0)
+    return CallInfo(number, plain["step"], ids, plain["micro"], minis, generation, total_steps)

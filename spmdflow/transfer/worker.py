@@ -82,6 +82,8 @@ class CallInfo:
     generation: Tensor | None = None
     """(B,) int64: calls of this step that drew for each row before this one; None: the method is
     not marked with draws=True."""
+    total_steps: int = 0
+    """Steps that the script takes (flow.steps), for updates; 0: outside of its steps."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box, describe, own_boxes
 from spmdflow.blocks.hash import MODULUS, box_sum
-from spmdflow.config.schema import EngineConfig
+from spmdflow.config.schema import EngineConfig, UpdateConfig
 from spmdflow.data.micro import num_micro_batches
 from spmdflow.data.ragged import lengths_of
 from spmdflow.errors import ProtocolError, SpmdflowError, WeightSyncError
@@ -43,6 +43,11 @@ logger = logging.getLogger(__name__)
 
 ForwardFn = Callable[[Any, MicroBatch], Mapping[str, Tensor]]
 """(output, micro) -> columns: response-shaped (b, R) or dense (b,), one row per micro row."""
+
+EMPTY = "empty_steps"
+"""Metric of a mini-batch without anything to learn from."""
+NONFINITE = "nonfinite_steps"
+"""Metric of a mini-batch whose gradient was not finite and left out."""
 
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "host"]
@@ -116,8 +121,10 @@ class TrainEngine(ABC):
     ) -> dict[str, Metric]:
         """One optimizer step on the rows of all ranks; the same metrics on every rank.
 
-        The loss's metrics plus loss, grad_norm (before clipping) and lr. SpmdflowError if the
-        gradient is not finite; nothing is changed then.
+        The loss's metrics plus loss, grad_norm (before clipping) and lr. Nothing is changed, and
+        the metrics are `EMPTY` or `NONFINITE` alone, if no row of any rank is learnt from, or if
+        the gradient is not finite and optimizer.skip_nonfinite allows for it; SpmdflowError if it
+        does not. Every rank decides alike: by sums and a norm over all ranks.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -126,20 +133,50 @@ class TrainEngine(ABC):
                 f"for training; give the engine an OptimizerConfig"
             )
         totals = self.dp_sums(loss.denominators(batch))
+        if totals and not any(totals.values()):
+            self._warn("no optimizer step: every row of the mini-batch has failed or is masked")
+            return {EMPTY: 1.0}
         micros = self.micro_batches(batch, num_micro_batches)
         metrics = loss.finalize(self.accumulate(micros, loss, totals))
         norm = self.gradient_norm()
         if not math.isfinite(norm):
-            raise SpmdflowError(
-                f"{self.name}: optimizer step {optimizer.steps_done} has gradient norm {norm} and "
-                f"loss {metrics['loss']}; expected finite numbers, no weight was changed; lower "
-                f"optimizer.lr ({optimizer.cfg.lr}) or look for extreme rewards and log-probs in "
-                f"the batch"
-            )
+            self._skip_nonfinite(optimizer, norm, metrics["loss"])
+            return {NONFINITE: 1.0}
         lr = optimizer.next_lr
         self.update(norm)
+        optimizer.nonfinite_in_a_row = 0
+        optimizer.last_lr = lr
         self.weights_version += 1
         return {**metrics, "grad_norm": norm, "lr": lr}
+
+    def _skip_nonfinite(self, optimizer: Scheduled, norm: float, loss: float) -> None:
+        """Forget the gradient; SpmdflowError if too many in a row were not finite."""
+        allowed = optimizer.cfg.skip_nonfinite
+        skipped = optimizer.nonfinite_in_a_row
+        if skipped >= allowed:
+            before = f", as have the {skipped} tries before it," if skipped else ""
+            raise SpmdflowError(
+                f"{self.name}: optimizer step {optimizer.steps_done}{before} has gradient norm "
+                f"{norm} and loss {loss}; expected finite numbers, no weight was changed; lower "
+                f"optimizer.lr ({optimizer.cfg.lr}), look for extreme rewards and log-probs in "
+                f"the batch, or leave out up to n of such steps in a row with "
+                f"optimizer.skip_nonfinite=n"
+            )
+        optimizer.nonfinite_in_a_row = skipped + 1
+        self.forget_gradient()
+        self._warn(
+            "no optimizer step: the gradient norm is %s and the loss %s (%d in a row, "
+            "optimizer.skip_nonfinite=%d)",
+            norm,
+            loss,
+            optimizer.nonfinite_in_a_row,
+            allowed,
+        )
+
+    def _warn(self, text: str, *values: float) -> None:
+        """A warning, by one rank of the pool."""
+        if self.rank == self.layout.ranks[0]:
+            logger.warning("%s: " + text, self.name, *values)
 
     @abstractmethod
     def accumulate(
@@ -157,6 +194,15 @@ class TrainEngine(ABC):
     @abstractmethod
     def update(self, norm: float) -> None:
         """Clip the gradient, whose norm is given, step the weights and forget the gradient."""
+
+    def forget_gradient(self) -> None:
+        """Leave out the step: the next `accumulate` starts from nothing. ProtocolError for an
+        engine that cannot."""
+        raise ProtocolError(
+            f"{self.name}: got optimizer.skip_nonfinite with {type(self).__name__}, which does not "
+            f"define forget_gradient, expected an engine that does; define it, or set "
+            f"optimizer.skip_nonfinite=0"
+        )
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -311,6 +357,14 @@ class TrainEngine(ABC):
         return dict(zip(names, sums.tolist(), strict=True))
 
 
+def planned_steps(update: UpdateConfig | None) -> int:
+    """Optimizer steps that one step of the run is planned to take."""
+    if update is None or update.samples_per_step == 0:
+        return 1
+    mini_batches = -(-update.samples_per_step // update.mini_batch_size)
+    return update.num_epochs * mini_batches
+
+
 def engine_of(
     cfg: Any,
     context: WorkerContext,
@@ -324,10 +378,7 @@ def engine_of(
     folder has none). With `cfg.optimizer` it can train. adopt: places the weights in the storage
     that a generator shares (megatron_optimizer.Adopt). Collective over the pool.
     """
-    total_steps, update = context.total_steps, getattr(cfg, "update", None)
-    if update is not None and update.samples_per_step:
-        mini_batches = -(-update.samples_per_step // update.mini_batch_size)
-        total_steps *= update.num_epochs * mini_batches
+    total_steps = context.total_steps * planned_steps(getattr(cfg, "update", None))
     kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
     lora = getattr(cfg.model, "lora", None)
     with warnings.catch_warnings():

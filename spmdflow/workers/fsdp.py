@@ -135,6 +135,10 @@ class FSDPEngine(TrainEngine):
         gradients = self._gradients()
         clip_(gradients.values(), norm, self.optimizer.cfg.clip_norm)
         self.optimizer.step(gradients)
+        self.forget_gradient()
+
+    def forget_gradient(self) -> None:
+        """See `TrainEngine.forget_gradient`."""
         self._module.zero_grad()
 
     # -- weights ------------------------------------------------------------------------------

@@ -142,6 +142,12 @@ class MegatronEngine(TrainEngine):
         with megatron_runtime():
             self.optimizer.step(norm)
 
+    def forget_gradient(self) -> None:
+        """See `TrainEngine.forget_gradient`."""
+        assert self.optimizer is not None
+        with megatron_runtime():
+            self.optimizer.zero_gradients()
+
     # -- weights ------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer of one rank's part of the weights, and the learning-rate schedule.
+"""The optimizer of one rank's part of the weights, and what it counts.
 
 Only elementwise classes of torch.optim: stepping the parts equals stepping the whole. The step
 works on plain tensors that share storage with the engine's parameters. Knows no collectives.
@@ -7,7 +7,6 @@ works on plain tensors that share storage with the engine's parameters. Knows no
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,27 +16,7 @@ from torch import Tensor, nn
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.table import optimizer_kind
-
-
-def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step number step (from 0).
-
-    Warm-up: lr (step + 1) / warmup_steps. Then, with x in [0, 1) the fraction of the remaining
-    steps that is done: constant lr, linear lr (1 - x), cosine lr (1 + cos(pi x)) / 2. x would
-    reach 1, and a rate that decays 0, right after the last step.
-    """
-    if step < cfg.warmup_steps:
-        return cfg.lr * (step + 1) / cfg.warmup_steps
-    remaining = max(1, total_steps - cfg.warmup_steps)
-    done = min(1.0, (step - cfg.warmup_steps) / remaining)
-    return cfg.lr * _SCHEDULES[cfg.schedule](done)
-
-
-_SCHEDULES = {
-    "constant": lambda done: 1.0,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
-}
+from spmdflow.workers.schedule import RunProgress, learning_rate
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -57,22 +36,49 @@ class Scheduled:
     """What every optimizer counts: the steps done, and the learning rate of the next one."""
 
     def __init__(self, cfg: OptimizerConfig, total_steps: int) -> None:
-        """total_steps: of the whole run; ConfigError if a schedule that ends with it has none."""
+        """total_steps: planned for the whole run, unless the settings say how many; ConfigError if
+        a schedule that ends with it has none."""
+        total_steps = cfg.total_steps or total_steps
         if cfg.schedule != "constant" and total_steps < 1:
             where = f"optimizer.schedule {cfg.schedule}"
             got = f"{total_steps} optimizer steps in total"
             do = "set total_steps or choose the constant schedule"
             raise ConfigError.of(where, got, "at least 1, as it ends with them", do)
-        self.cfg, self.total_steps, self.steps_done = cfg, total_steps, 0
+        self.cfg = cfg
+        self.total_steps = total_steps
+        self.steps_done = 0
+        self.nonfinite_in_a_row = 0
+        """Steps since the last one that was done, left out because of their gradients."""
+        self.last_lr: float | None = None
+        """The rate of the last step of a train step; None: as the schedule has it."""
+        self.progress = RunProgress()
+        """Where in the run the next step is; of no effect with optimizer.total_steps."""
 
     @property
     def next_lr(self) -> float:
         """The rate that the next step will use."""
-        return learning_rate(self.cfg, self.steps_done, self.total_steps)
+        progress = self.progress
+        if self.cfg.total_steps or progress.num_steps == 0:
+            return learning_rate(self.cfg, self.steps_done, self.total_steps)
+        place = progress.place(self.steps_done)
+        return learning_rate(self.cfg, self.steps_done, progress.total, place=place)
 
     def restored(self, steps_done: int) -> None:
         """The weights and moments were overwritten with those after so many steps."""
         self.steps_done = steps_done
+
+    def schedule_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the number of steps: JSON data, equal on every rank."""
+        return self.progress.state(self.steps_done) | {
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "last_lr": self.last_lr,
+        }
+
+    def load_schedule(self, state: Mapping[str, Any]) -> None:
+        """Continue from `schedule_state`; called before `restored`. An older checkpoint has {}."""
+        self.progress.load_state(state)
+        self.nonfinite_in_a_row = int(state.get("nonfinite_in_a_row", 0))
+        self.last_lr = state.get("last_lr")
 
 
 class TorchOptimizer(Scheduled):
@@ -151,6 +157,8 @@ class TorchOptimizer(Scheduled):
         found._init_group(group, *([] for _ in range(lists)))
         for step in range(steps):
             group["lr"] = learning_rate(self.cfg, step, self.total_steps)
+            if step == steps - 1 and self.last_lr is not None:
+                group["lr"] = self.last_lr  # the only rate that a counter rests on (ASGD's eta)
             found.step()
         state = found.state[probe].items()
         return {name: value for name, value in state if isinstance(value, Tensor)}

@@ -27,7 +27,7 @@ from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import ActorConfig, EngineConfig
 from spmdflow.controller.script import run_flow
 from spmdflow.parallel.layout import Layout
-from spmdflow.workers.optimizer import learning_rate
+from spmdflow.workers.schedule import learning_rate
 from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, log_of, steps_of, torchrun
 from tests.rollout_reference import LLAMA
 

@@ -101,8 +101,12 @@ class DDPEngine(TrainEngine):
         torch.nn.utils.clip_grads_with_norm_(weights, limit, torch.tensor(norm))
         self.optimizer.inner.param_groups[0]["lr"] = self.optimizer.next_lr
         self.optimizer.inner.step()
-        self.optimizer.inner.zero_grad()
+        self.forget_gradient()
         self.optimizer.steps_done += 1
+
+    def forget_gradient(self) -> None:
+        """After a step, and instead of one that `optimizer.skip_nonfinite` leaves out."""
+        self.module.zero_grad()
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
         """Every tensor whole; tied ones once."""

@@ -16,7 +16,8 @@ from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash, to_signed
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.register import map_function, map_spec
-from spmdflow.workers.optimizer import ShardedOptimizer, learning_rate
+from spmdflow.workers.optimizer import Scheduled, ShardedOptimizer
+from spmdflow.workers.schedule import RunProgress, learning_rate
 from spmdflow.workers.sharding import UNIT_BYTES, Shard, merged, unit_layers
 
 
@@ -175,6 +176,75 @@ def test_schedule_warms_up_and_then_follows_its_shape(schedule: str, rates: list
 
     assert [learning_rate(cfg, step, 6) for step in range(6)] == pytest.approx(rates)
     assert learning_rate(cfg, 9, 6) == (1.0 if schedule == "constant" else pytest.approx(0))
+
+
+@given(
+    steps=st.integers(1, 6),
+    in_step=st.integers(1, 4),
+    warmup=st.integers(0, 9),
+    schedule=st.sampled_from(["linear", "cosine"]),
+)
+def test_rate_of_a_run_as_planned_has_the_bits_of_the_schedule_over_its_optimizer_steps(
+    steps: int, in_step: int, warmup: int, schedule: str
+) -> None:
+    total = steps * in_step
+    cfg = OptimizerConfig(lr=0.3, schedule=schedule, warmup_steps=warmup)
+    scheduled = Scheduled(cfg, total)
+    found = []
+
+    for step in range(1, steps + 1):
+        scheduled.progress.begin_update(
+            step=step, num_steps=steps, planned_in_step=in_step, steps_done=scheduled.steps_done
+        )
+        for _ in range(in_step):
+            found.append(scheduled.next_lr)
+            scheduled.steps_done += 1
+
+    assert found == [learning_rate(cfg, number, total) for number in range(total)]
+
+
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    planned=st.integers(1, 5),
+    cut=st.integers(0, 8),
+)
+def test_rate_of_any_run_falls_and_is_never_behind_or_ahead_of_its_step(
+    counts: list[int], planned: int, cut: int
+) -> None:
+    """counts: optimizer steps of each step. cut: the run goes on from a checkpoint of this step."""
+    num_steps = len(counts)
+    scheduled = Scheduled(OptimizerConfig(lr=1.0, schedule="linear"), 1)
+    again = Scheduled(OptimizerConfig(lr=1.0, schedule="linear"), 1)
+    rates: list[float] = []
+
+    for step, count in enumerate(counts, start=1):
+        resumed = step > cut
+        for _ in range(count):
+            for each in (scheduled, again) if resumed else (scheduled,):
+                each.progress.begin_update(
+                    step=step,
+                    num_steps=num_steps,
+                    planned_in_step=planned,
+                    steps_done=each.steps_done,
+                )
+            rates.append(scheduled.next_lr)
+            assert 1 - step / num_steps - 1e-9 <= rates[-1] <= 1 - (step - 1) / num_steps + 1e-9
+            assert not resumed or again.next_lr == rates[-1]
+            scheduled.steps_done += 1
+            again.steps_done += resumed
+        if step == cut:
+            again.load_schedule(scheduled.schedule_state())
+            again.restored(scheduled.steps_done)
+
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_progress_outside_of_a_scripts_steps_is_unknown() -> None:
+    progress = RunProgress()
+
+    progress.begin_update(step=0, num_steps=0, planned_in_step=2, steps_done=3)
+
+    assert progress.num_steps == 0 and progress.state(3) == {"most_in_step": 0}
 
 
 def test_schedule_without_enough_steps_is_refused() -> None:

@@ -15,9 +15,9 @@ from spmdflow.kind.table import OPTIMIZERS, optimizer_kind
 from spmdflow.workers.optimizer import (
     ShardedOptimizer,
     clip_,
-    learning_rate,
     squared_norm,
 )
+from spmdflow.workers.schedule import learning_rate
 
 _REFUSED = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}
 STEPS = 6
