@@ -40,6 +40,7 @@ from spmdflow.checkpoint.manifest import (
     seen_files,
     write_manifest,
 )
+from spmdflow.checkpoint.reading import held_for_removal
 from spmdflow.config.leaf import flat
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.schema import RunConfig
@@ -343,13 +344,20 @@ class Checkpoints:
         for name in sealed[: -self._keep]:
             if name == best:
                 continue
-            trash = self.folder / (name + _TRASH)
-            try:
-                _remove(trash)
-                (self.folder / name).rename(trash)
-                _remove(trash)
-            except OSError as err:
-                logger.warning("checkpoint: cannot remove %s: %s", self.folder / name, err)
+            with held_for_removal(self.folder / name) as is_free:
+                if is_free:
+                    self._remove_sealed(name)
+                else:
+                    logger.info("%s stays for now: a run reads a model of it", self.folder / name)
+
+    def _remove_sealed(self, name: str) -> None:
+        trash = self.folder / (name + _TRASH)
+        try:
+            _remove(trash)
+            (self.folder / name).rename(trash)
+            _remove(trash)
+        except OSError as err:
+            logger.warning("checkpoint: cannot remove %s: %s", self.folder / name, err)
 
 
 def _sealed(folder: Path) -> list[str]:

@@ -35,7 +35,7 @@ import yaml
 
 from spmdflow.config.data_source import split_place, with_places
 from spmdflow.config.leaf import parts_of, plain_tree
-from spmdflow.config.model_folder import exported_folder
+from spmdflow.config.model_folder import exported_folder, names_newest_step
 from spmdflow.config.schema import DataSettings, ModelConfig, RunConfig
 from spmdflow.errors import ConfigError
 
@@ -168,7 +168,10 @@ class _Finder:
 
     def model(self, key: str, path: str, wanted: Wanted) -> str:
         """The folder of a model or tokenizer. key: the setting, for messages."""
-        path = exported_folder(key, path)
+        folder = exported_folder(key, path)
+        if folder != path and names_newest_step(path):
+            folder = self._step_as_before(key, folder)
+        path = folder
         name = hub_name_of(path)
         return path if name is None else str(self._folder(key, self._as_before(key, name), wanted))
 
@@ -195,11 +198,21 @@ class _Finder:
         """The name with the revision that the resumed run began with, unless it has its own."""
         if name.revision is not None:
             return name
-        tree = _settings_before(run_dir_of(self.run))
-        for part in key.split("."):
-            tree = tree.get(part) if isinstance(tree, dict) else None
-        said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(tree))
+        before = _setting_of(_settings_before(run_dir_of(self.run)), key)
+        said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(before))
         return replace(name, revision=said[1]) if said else name
+
+    def _step_as_before(self, key: str, folder: str) -> str:
+        """The folder of the step with which the resumed run began, if it is of the same run.
+
+        folder: that of the newest step, which is taken for a new run, or if the other is gone.
+        """
+        before = _setting_of(_settings_of_checkpoint(run_dir_of(self.run)), key)
+        if not isinstance(before, str) or not Path(before).is_dir():
+            return folder
+        then, now = Path(before).absolute(), Path(folder).absolute()
+        is_same_run = then.parents[2] == now.parents[2] and then.parent.name == now.parent.name
+        return before if is_same_run else folder
 
     def _folder(self, key: str, name: HubName, wanted: Wanted) -> Path:
         """The name's folder in the cache, downloaded if it is not there."""
@@ -228,12 +241,28 @@ def _settings_before(run_dir: Path) -> Any:
 
     A start that was refused later has written config.yaml, too, but no checkpoint.
     """
-    folder, file = run_dir / "checkpoints", run_dir / "config.yaml"
+    found = _settings_of_checkpoint(run_dir)
+    if found is not None:
+        return found
+    file = run_dir / "config.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _settings_of_checkpoint(run_dir: Path) -> Any:
+    """Those of a run's latest checkpoint; None without one."""
+    folder = run_dir / "checkpoints"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         latest = folder / (folder / "latest").read_text(encoding="utf-8").strip()
         meta = json.loads((latest / "manifest.json").read_bytes())["meta"]
         return yaml.safe_load(meta["settings"])
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return None
+
+
+def _setting_of(tree: Any, key: str) -> Any:
+    """The value at a dotted key of plain settings; None if there is none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def _download_command(name: HubName, wanted: Wanted) -> str:

@@ -185,6 +185,11 @@ def exported_folder(key: str, path: str) -> str:
     return str(step / role / _EXPORT)
 
 
+def names_newest_step(path: str) -> bool:
+    """Whether a path means the newest checkpoint of a run, whichever that is; not one of them."""
+    return not _STEP.fullmatch(Path(path).name)
+
+
 def _step_folder(key: str, path: Path) -> Path | None:
     """The step's folder; None if the path is not of a checkpoint."""
     if _STEP.fullmatch(path.name) and not (path / "config.json").exists():

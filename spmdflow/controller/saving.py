@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -51,10 +51,18 @@ class Saving:
     """The checkpoints of a run, seen from the script thread."""
 
     def __init__(
-        self, run_dir: Path, checkpoint: CheckpointInfo | None, run: RunConfig, settings: str
+        self,
+        run_dir: Path,
+        checkpoint: CheckpointInfo | None,
+        run: RunConfig,
+        settings: str,
+        *,
+        models: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """checkpoint: what the run continues from. settings: all of them, as YAML."""
+        """checkpoint: what the run continues from. settings: all of them, as YAML. models: the
+        model folders that were given as links, as of `ModelFolders.followed`."""
         self._settings = settings
+        self._models = {key: list(pair) for key, pair in (models or {}).items()}
         self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints, best=run.keep_best)
         self._checkpoints.clean()
         age, shutdown = launched_seconds(os.getpid()), shutdown_seconds(os.getpid())
@@ -117,6 +125,7 @@ class Saving:
             "flow": dict(state),
             "metric": self._best(metrics),
             "settings": self._settings,
+            "models": self._models,
             "num_ranks": len(caller.ranks),
         }
         thread = ThreadPoolExecutor(1, "sealing")
@@ -234,6 +243,19 @@ def verify_on_ranks(
     for reply in transport.submit(order).result().values():
         if reply["damage"] is not None:
             raise DamagedError(reply["damage"])
+
+
+def find_unseen_folders(
+    transport: Transport, ranks: tuple[int, ...], folders: Sequence[str], *, seconds: float
+) -> dict[str, list[int]]:
+    """Folders that some ranks do not see, and these ranks."""
+    command = {"operation": "find_folders", "folders": list(folders)}
+    order = Order(0, "compute", "find_folders", dict.fromkeys(ranks, command), seconds)
+    unseen: dict[str, list[int]] = {}
+    for rank, reply in transport.submit(order).result().items():
+        for folder in reply["missing"]:
+            unseen.setdefault(folder, []).append(rank)
+    return unseen
 
 
 def _frozen(replies: Replies) -> tuple[str, str] | None:

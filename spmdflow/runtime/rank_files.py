@@ -41,6 +41,7 @@ class RankFiles:
             "save": self._save,
             "write": self._write,
             "verify": self._verify,
+            "find_folders": self._find_folders,
             "load": self._load,
         }
 
@@ -81,6 +82,10 @@ class RankFiles:
         except CheckpointError as err:
             return {"damage": str(err)}
         return {"damage": None}
+
+    def _find_folders(self, plain: Plain, number: int) -> dict[str, Any]:
+        """The folders that this rank does not see."""
+        return {"missing": [path for path in plain["folders"] if not Path(path).is_dir()]}
 
     def _load(self, plain: Plain, number: int) -> dict[str, Any]:
         worker = self._workers[plain["group"]]
