@@ -114,7 +114,13 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[str]:
         f"actor.rollout.max_new_tokens={args.new_tokens}",
         f"actor.rollout.engine={'vllm' if args.vllm else 'builtin'}",
         *("actor.optimizer.schedule=constant", "actor.optimizer.warmup_steps=0"),
-        *("total_steps=1", "eval_every=0", "save_every=0", "run.sample_every=0"),
+        *(
+            "total_steps=1",
+            "eval_every=0",
+            "save_every=0",
+            "run.save_last=false",
+            "run.sample_every=0",
+        ),
     ]
     if args.vllm:
         names = ("actor.model", "actor.rollout", "reference.model")

@@ -169,7 +169,7 @@ def run(environment: Environment, script: str, *settings: str) -> None:
 def run_by_name(environment: Environment) -> None:
     """Scripts whose settings name an environment, and a teacher: found without a checkout."""
     for script in ("grpo_agent", "distill"):
-        few = ("total_steps=2", "eval_every=0", "save_every=0")
+        few = ("total_steps=2", "eval_every=0", "save_every=0", "run.save_last=false")
         said = environment.python("-m", "spmdflow.run", "--inproc", script, *few)
         expect(said, "bundled with spmdflow", "step 2/2")
 

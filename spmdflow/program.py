@@ -7,6 +7,7 @@ without it.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ from spmdflow.config.location import run_dir_of
 from spmdflow.config.source import find_file
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import load_hardware
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from spmdflow.runtime.launch import Outcome, Surroundings
@@ -207,7 +210,7 @@ def run_prepared(
     surroundings: Surroundings | None = None,
 ) -> Outcome:
     """Run with checked settings on these ranks; then the first one writes prediction.txt and, if
-    asked, view.html, which a failed run has too.
+    asked, view.html, which a failed run has too. Last it says where the trained models are.
 
     cfg: an object of the script's settings class.
     """
@@ -247,7 +250,22 @@ def run_prepared(
             for number, handler in earlier.items():
                 signal.signal(number, handler)
     show()
+    if outcome.wait() == controller.FINISHED:
+        _log_trained_models(cfg)
     return outcome
+
+
+def _log_trained_models(cfg: Any) -> None:
+    """The last line of a run: where its models are. Nothing if it has saved none."""
+    from spmdflow.checkpoint.left import trained_models_text  # late, as above
+
+    has_data = getattr(getattr(cfg, "data", None), "eval_path", None) is not None
+    has_evaluation = (
+        has_data and hasattr(cfg, "reward") and hasattr(getattr(cfg, "actor", None), "rollout")
+    )
+    text = trained_models_text(run_dir_of(cfg.run), has_evaluation=has_evaluation)
+    if text is not None:
+        logger.info("%s", text)
 
 
 def _write_page(cfg: Any) -> None:

@@ -49,7 +49,13 @@ N ranks as in the run: every bit is compared. --inproc: one process, for a debug
 differ by rounding. key=value changes a setting.
 exit codes: 0 equal, 1 something differs or the run failed, 2 refused
 """
-_OWN = ("run.resume=auto", "run.guards=[]", "run.trackers=[]", "run.sample_every=0")
+_OWN = (
+    "run.resume=auto",
+    "run.guards=[]",
+    "run.trackers=[]",
+    "run.sample_every=0",
+    "run.save_last=false",
+)
 """Settings of a replay: nothing but the step itself."""
 
 

@@ -57,6 +57,7 @@ WORKLOAD = (
     *(f"{role}.optimizer.lr=1.0e-6" for role in ROLES[:2]),  # lengths of responses stay
     "eval_every=0",
     "save_every=0",
+    "run.save_last=false",
     "run.sample_every=0",
 )
 RUN_SECONDS = 300

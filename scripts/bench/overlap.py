@@ -57,7 +57,12 @@ def _run(words: list[str], steps: int, *, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node=2", "-m", "spmdflow.run", *words]
-        settings = [f"total_steps={steps}", f"eval_every={steps}", "save_every=0"]
+        settings = [
+            f"total_steps={steps}",
+            f"eval_every={steps}",
+            "save_every=0",
+            "run.save_last=false",
+        ]
         settings += [f"run.dir={folder}/run", f"run.seed={seed}", "run.sample_every=0"]
         subprocess.run(
             [*command, *settings],

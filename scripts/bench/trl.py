@@ -223,7 +223,13 @@ def own_settings(work: Work, folder: Path) -> list[str]:
     return [
         f"run.dir={folder / 'run'}",
         f"total_steps={work.steps}",
-        *("eval_every=0", "save_every=0", "run.sample_every=0", "data.eval_path=null"),
+        *(
+            "eval_every=0",
+            "save_every=0",
+            "run.save_last=false",
+            "run.sample_every=0",
+            "data.eval_path=null",
+        ),
         f"data.train_path={work.prompts}",
         *(f"data.prompts_per_step={work.num_prompts}", "data.shuffle=false"),
         *(f"data.samples_per_prompt={work.num_samples}", "data.max_prompt_tokens=256"),

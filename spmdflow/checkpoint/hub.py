@@ -39,7 +39,10 @@ def push(run_dir: Path, repository: str) -> str:
         upload = partial(_upload, repository, folder, place, message)
         address = _ask(repository, upload).commit_url
     if not models:
-        got, do = f"{run_dir} without an exported model", "set save_every, then use spmdflow.export"
+        got, do = (
+            f"{run_dir} without an exported model",
+            "set run.save_last=true, then use spmdflow.export",
+        )
         raise ConfigError.of("run.push_to_hub", got, "one in its export folder", do)
     return address
 

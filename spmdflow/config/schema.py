@@ -63,6 +63,9 @@ class RunConfig:
         60.0,
         above=0,
     )
+    save_last: bool = setting(
+        "A run that ends well saves its last step, if it trained, also with save_every=0.", True
+    )
     keep_checkpoints: int = setting("Newest checkpoints that are kept.", 2, at_least=1)
     keep_best: str | None = setting("Metric whose best checkpoint stays; -NAME: its lowest.", None)
     push_to_hub: str | None = setting("owner/name to push the finished run's models to.", None)
@@ -411,7 +414,9 @@ class ScriptConfig:
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)
     save_every: int = setting(
-        "Steps between checkpoints, one after the last (0: only on SIGTERM).", 0, at_least=0
+        "Steps between checkpoints (0: only the last one, see run.save_last, and on a signal).",
+        0,
+        at_least=0,
     )
 
 

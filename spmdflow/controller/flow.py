@@ -80,6 +80,8 @@ class Flow:
         self._guarding, self._memory, self._capsule = guarding, HostMemory(), capsule
         self._last_step: int | None = None
         self.step: Step | None = None
+        self._is_step_open = False
+        """Whether the script is inside of `step`."""
         self._evaluation = Evaluation(caller, self._links, config)
         self._first_evaluation: Callable[[int], dict[str, float]] | None = None
         self._counted: Counter[str] = Counter()
@@ -236,9 +238,9 @@ class Flow:
                 self._capsule.begin(self.caller, self.groups, self._state(number - 1))
             self.step, self.caller.step = Step(number), number
             self._saving.ending.begin_step()
+            self._is_step_open = True
             yield self.step
-            with noting(f"ending step {number}"):
-                self._finish(self.step)
+            self._end_step(self.step)
             self._saving.ending.end_step()
             if number < total and self._saving.ending.is_due():
                 self._stop(f"run.max_seconds: step {number} is the last one in time")
@@ -316,11 +318,25 @@ class Flow:
         return self._evaluation.report(greedy, sampled, self._run_dir)
 
     def save(self, *, every: int = 1) -> None:
-        """Write a checkpoint at the end of this step, every so many steps and in the last one."""
+        """Write a checkpoint at the end of this step, every so many steps.
+
+        The last step of a run that trains is saved in any case, unless run.save_last=false.
+        """
         _check_every("save", every)
         if self.step is not None and every:
-            is_last = self.step.number == self.caller.last_step
-            self._saving.due |= is_last or is_due(self.step.number, every)
+            self._saving.due |= is_due(self.step.number, every)
+
+    def end(self) -> None:
+        """End the run after main: end a step that main left early, and save the last one.
+
+        Not for scripts: `spmdflow.run` calls it.
+        """
+        if self.step is None or not self.step.number:
+            return
+        if self._is_step_open:
+            self._end_step(self.step)
+        if self._saves_last():
+            self._save(self.step.number)
 
     # Inside a step
 
@@ -333,6 +349,19 @@ class Flow:
     def _log(self, metrics: Mapping[str, Metric]) -> None:
         if self.step is not None:
             self.step.log(metrics)
+
+    def _end_step(self, step: Step) -> None:
+        self._is_step_open = False
+        with noting(f"ending step {step.number}"):
+            self._finish(step)
+
+    def _saves_last(self) -> bool:
+        """Whether the run leaves its last step: it has trained something in this launch."""
+        if not self._config.run.save_last:
+            return False
+        return self.caller.num_updates.total() > 0 or any(
+            _has_own_state(group.target.worker_class) for group in self.groups.values()
+        )
 
     def _finish(self, step: Step) -> None:
         """Wait for every call of the step, then write what it measured."""
@@ -364,7 +393,8 @@ class Flow:
             self._guarding.end_step(step.number, metrics)
         caller.scored, caller.records = {}, []
         self._saving.finish(wait=False)
-        if self._saving.due:
+        is_last = step.number == caller.last_step
+        if self._saving.due or (is_last and self._saves_last()):
             self._save(step.number)
 
     # Checkpoints
@@ -427,6 +457,11 @@ class Flow:
         check_plain(state, "flow")
         copy: dict[str, Any] = json.loads(json.dumps(state))
         return copy
+
+
+def _has_own_state(worker_class: type[Worker]) -> bool:
+    """Whether a worker class of the user's own saves a state, which only it knows how to change."""
+    return not worker_class.save_state.__module__.startswith("spmdflow.")
 
 
 def _check_every(what: str, every: object) -> None:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.checkpoint.hub import open_repository, push
+from spmdflow.checkpoint.reading import ModelFolders
 from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.leaf import longest_call_of
 from spmdflow.config.location import to_yaml
@@ -21,7 +22,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.flow import Flow, Stopped
 from spmdflow.controller.guarding import Guarding
-from spmdflow.controller.saving import Saving, verify_on_ranks
+from spmdflow.controller.saving import Saving, find_unseen_folders, verify_on_ranks
 from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.errors import ConfigError
@@ -94,11 +95,21 @@ def run_script(
         ),
     )
     run_dir.mark_unfinished()
+    folders = ModelFolders()
+    before = run_dir.checkpoint.meta.get("models", {}) if run_dir.checkpoint else {}
+    seconds = longest_call_of(cfg.run.call_seconds)
+    missing = partial(find_unseen_folders, transport, ranks, seconds=seconds)
+    try:
+        cfg = folders.follow(cfg, before, missing)
+    except ConfigError:
+        run_dir.lock.release()
+        raise
+    settings = to_yaml(cfg)
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
     file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step, script=file)
-    saving = Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings)
+    saving = Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings, models=folders.followed)
     keeps = cfg.run.capture_step
     flow = Flow(
         caller,
@@ -116,6 +127,7 @@ def run_script(
     try:
         with saving.finishing():
             script.main(flow, cfg)
+            flow.end()
         status = FINISHED
         if repository is not None:
             logger.info("pushed to %s", push(run_dir.path, repository))
@@ -126,5 +138,6 @@ def run_script(
     finally:
         show.close()
         run_dir.lock.release()
+        folders.release()
     caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
     return status

@@ -138,7 +138,13 @@ def settings_of(run: Combination, run_dir: str) -> Iterator[str]:
     yield f"placement={run.placement}"
     yield from _SMALL[run.script]
     if run.script not in WITHOUT_TRAINING:
-        yield from ("total_steps=2", "eval_every=0", "save_every=0", "data.prompts_per_step=8")
+        yield from (
+            "total_steps=2",
+            "eval_every=0",
+            "save_every=0",
+            "run.save_last=false",
+            "data.prompts_per_step=8",
+        )
         yield from _engines(run)
     if run.rollout != NONE:
         yield f"actor.rollout.engine={run.rollout}"

@@ -34,6 +34,7 @@ SMALL = (
     "advantage.kl_coef=0.02",
     "run.sample_every=0",
     "save_every=0",
+    "run.save_last=false",
 )
 LIMIT = 800.0
 """Seconds after which a run or a wait counts as hung, on a slow machine with other work too."""

@@ -34,6 +34,7 @@ SMALL = (
     "total_steps=2",
     "eval_every=2",
     "save_every=0",
+    "run.save_last=false",
 )
 COMPARED = ("actor/reference_kl", "actor/pg_loss", "actor/grad_norm", "eval/accuracy")
 
@@ -154,7 +155,13 @@ def test_reward_model_scores_each_token_as_transformers_does(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_student_comes_near_the_teacher_and_a_control_does_not_move(tmp_path: Path) -> None:
-    settings = ("total_steps=20", "eval_every=10", "run.sample_every=0", "save_every=0")
+    settings = (
+        "total_steps=20",
+        "eval_every=10",
+        "run.sample_every=0",
+        "save_every=0",
+        "run.save_last=false",
+    )
     short = ("total_steps=60", "eval_every=0", "save_every=60")
     sft = load(ROOT / "algos" / "sft.py", None, [*short, f"run.dir={tmp_path / 'teacher'}"])
     assert run_flow(sft.script, sft.cfg, inproc=True) == 0

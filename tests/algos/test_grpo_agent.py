@@ -22,6 +22,7 @@ SMALL = (
     "total_steps=2",
     "eval_every=1",
     "save_every=0",
+    "run.save_last=false",
 )
 BROKEN = '''
 import random
@@ -126,7 +127,7 @@ def test_the_game_is_learned_and_a_coin_is_not(tmp_path: Path) -> None:
     they move the policy: their expected gradient is 0, their sum wanders. A policy that heeds no
     hint wins at most 40 %: four different digits of ten.
     """
-    words = ("run.sample_every=0", "save_every=0", "eval_every=0")
+    words = ("run.sample_every=0", "save_every=0", "run.save_last=false", "eval_every=0")
     (tmp_path / "broken.py").write_text(BROKEN)
     coin = f"actor.rollout.episode.environment={tmp_path}/broken.py:shuffled"
     for name, own in (("game", ()), ("coin", (coin,))):

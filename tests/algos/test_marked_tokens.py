@@ -16,7 +16,13 @@ from tests.algos.test_own_roles import MODEL
 PROGRAM = ROOT / "tests" / "algos" / "programs" / "marked_tokens.py"
 YAML = ROOT / "algos" / "grpo.yaml"
 SMALL = (
-    *("data.prompts_per_step=6", "data.samples_per_prompt=4", "total_steps=2", "save_every=0"),
+    *(
+        "data.prompts_per_step=6",
+        "data.samples_per_prompt=4",
+        "total_steps=2",
+        "save_every=0",
+        "run.save_last=false",
+    ),
     *("actor.update.mini_batch_size=12", "actor.rollout.temperature=2.0", "run.sample_every=0"),
     *("actor.optimizer.schedule=constant", "actor.optimizer.warmup_steps=0"),
     *("actor.loss.kl_coef=0", "actor.loss.surrogate=kl_cov", "actor.loss.covariance_share=0.1"),

@@ -37,6 +37,7 @@ SMALL = (
     "total_steps=2",
     "eval_every=0",
     "save_every=0",
+    "run.save_last=false",
     "run.sample_every=0",
 )
 SECOND = ("second.function=spmdflow.rewards.arithmetic:unwanted_digit",)

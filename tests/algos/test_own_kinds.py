@@ -37,7 +37,7 @@ OWN = PROGRAMS / "own_kinds.py"
 YAML = SCRIPT.with_suffix(".yaml")
 ENGINES = tuple(f"{role}.engine.kind=ddp" for role in ("actor", "critic", "reference"))
 KINDS = (*ENGINES, "actor.rollout.engine=plain")
-SETTINGS = ("total_steps=2", "eval_every=0", "save_every=0")
+SETTINGS = ("total_steps=2", "eval_every=0", "save_every=0", "run.save_last=false")
 COMPARED = (
     *("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss"),
     *("critic/loss", "critic/grad_norm", "reward/mean", "rollout/response_tokens"),

@@ -76,7 +76,14 @@ def test_second_actor_reference_and_reward_have_the_settings_of_their_own_sectio
     tree["model"]["vocab"] = vocabulary | digits
     (mirrored / "tokenizer.json").write_text(json.dumps(tree))
     words = [
-        *(*SMALL, "total_steps=1", "eval_every=0", "save_every=0", "advantage.kl_coef=0"),
+        *(
+            *SMALL,
+            "total_steps=1",
+            "eval_every=0",
+            "save_every=0",
+            "run.save_last=false",
+            "advantage.kl_coef=0",
+        ),
         *("actor.loss.kl_coef=0", f"run.dir={tmp_path / 'run'}", "actor.rollout.temperature=0.8"),
         *("actor.optimizer.schedule=linear", "data.prompts_per_step=16"),
         *("lessons.train_path=${data.train_path}", "lessons.prompts_per_step=6"),

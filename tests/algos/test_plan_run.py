@@ -14,7 +14,13 @@ def test_run_with_placement_auto_writes_its_pools_and_how_the_prediction_went(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
-    settings = ("placement=auto", "total_steps=2", "eval_every=0", "save_every=0")
+    settings = (
+        "placement=auto",
+        "total_steps=2",
+        "eval_every=0",
+        "save_every=0",
+        "run.save_last=false",
+    )
 
     status = finish(torchrun(run_dir, *settings, num_ranks=2))
 

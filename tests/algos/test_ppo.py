@@ -26,7 +26,7 @@ from tests.algos.runs import (
     torchrun,
 )
 
-SETTINGS = ("total_steps=2", "eval_every=2", "run.sample_every=1", "save_every=20")
+SETTINGS = ("total_steps=2", "eval_every=2", "run.sample_every=1", "run.save_last=true")
 SOME_METRICS = {
     "reward/mean", "eval/mean", "eval/accuracy",
     "rollout/response_length", "rollout/prompt_tokens", "rollout/response_tokens",

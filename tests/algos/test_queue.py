@@ -139,7 +139,14 @@ def test_a_kept_step_with_rows_of_several_versions_runs_again_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
     run_dir, capsule = tmp_path / "run", tmp_path / "run" / "capsules" / "step-3"
-    words = (*TAIL, FEW_AT_ONCE, "total_steps=8", "save_every=0", "run.capture_step=3")
+    words = (
+        *TAIL,
+        FEW_AT_ONCE,
+        "total_steps=8",
+        "save_every=0",
+        "run.save_last=false",
+        "run.capture_step=3",
+    )
     run_ranks(run_dir, *words, num_ranks=2, script=QUEUED, small=())
     (kept,) = (step for step in trained_of(run_dir) if step["step"] == 3)
     assert any(len(set(row)) > 1 for row in kept["versions"]), "no row went on over a sync"
@@ -201,7 +208,14 @@ def test_rows_of_vllm_go_on_over_a_sync(tmp_path: Path, layout: str) -> None:
         f"b: {{roles: [generator], ranks: {generators}}}}}"
     )
     engine = ("actor.rollout.engine=vllm", f"actor.rollout.layout={layout}", pools)
-    words = (*TAIL, FEW_AT_ONCE, *engine, f"total_steps={steps}", "save_every=0")
+    words = (
+        *TAIL,
+        FEW_AT_ONCE,
+        *engine,
+        f"total_steps={steps}",
+        "save_every=0",
+        "run.save_last=false",
+    )
     process = torchrun(run_dir, *words, num_ranks=num_ranks, script=QUEUED, small=())
 
     assert finish(process) == 0, log_of(run_dir).read_text()[-3000:]
@@ -232,7 +246,13 @@ def test_200_steps_with_long_tails_train_lengths_as_they_are_drawn(
     drawn, steps = [], 200
     for name, staleness in (("queued", bound), ("waited for", 0)):
         run_dir = tmp_path / name
-        words = (*TAIL, f"total_steps={steps}", "save_every=0", f"max_staleness={staleness}")
+        words = (
+            *TAIL,
+            f"total_steps={steps}",
+            "save_every=0",
+            "run.save_last=false",
+            f"max_staleness={staleness}",
+        )
         process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
         assert finish(process) == 0, log_of(run_dir).read_text()[-3000:]
         check_trained(run_dir, words, steps, bound=staleness)

@@ -79,7 +79,12 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
         4,
         (
             *(*SMALL, *VLLM, "actor.engine.kind=megatron", "actor.engine.layout=p2"),
-            *("actor.rollout.layout=t2", "actor.update.mini_batch_size=64", "save_every=0"),
+            *(
+                "actor.rollout.layout=t2",
+                "actor.update.mini_batch_size=64",
+                "save_every=0",
+                "run.save_last=false",
+            ),
         ),
     ),
     "ppo, megatron t2, vllm t2, flat": (
@@ -103,7 +108,12 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
         3,
         (
             *(*SMALL, *VLLM, "actor.model.path={folder}/deep", "data.samples_per_prompt=6"),
-            *("actor.engine.kind=megatron", "actor.engine.layout=p3v2", "save_every=0"),
+            *(
+                "actor.engine.kind=megatron",
+                "actor.engine.layout=p3v2",
+                "save_every=0",
+                "run.save_last=false",
+            ),
             *("actor.rollout.layout=p3", "actor.update.mini_batch_size=48"),
         ),
     ),
@@ -131,7 +141,7 @@ RUNS |= {
     f"{name}, {steps} steps": (
         script,
         2,
-        (*settings, "eval_every=0", "save_every=0", f"total_steps={steps}"),
+        (*settings, "eval_every=0", "save_every=0", "run.save_last=false", f"total_steps={steps}"),
     )
     for name, (script, settings) in _STEPS.items()
     for steps in STEPS

@@ -1,0 +1,57 @@
+"""What a run leaves for its user: where the trained models are, and the command that uses them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from spmdflow.checkpoint.manifest import order_of
+from spmdflow.checkpoint.run_dir import EXPORT
+
+_RUN = "torchrun --standalone --nproc-per-node 1 -m spmdflow.run"
+
+
+def trained_models_text(run_dir: Path, *, has_evaluation: bool) -> str | None:
+    """One line: the step and folder of the models that a run saved, and a command that uses one.
+
+    has_evaluation: whether the run's settings say how to evaluate its actor. None if RUN_DIR has no
+    checkpoint.
+    """
+    latest = run_dir / "checkpoints" / "latest"
+    if not latest.is_file():
+        return None
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    place = order_of(name)
+    if place is None:
+        return None
+    step = place[0]
+    links = [link for link in sorted((run_dir / EXPORT).glob("*")) if name in link.resolve().parts]
+    models = {link.name: link for link in links if (link / "config.json").is_file()}
+    adapters = [link for link in links if (link / "adapter_config.json").is_file()]
+    if adapters:
+        return (
+            f"the adapter after step {step} is in {adapters[0]}; merge it into a whole model: "
+            f"python -m spmdflow.export {shlex.quote(str(run_dir))} --to FOLDER"
+        )
+    if models:
+        role = "actor" if "actor" in models else next(iter(models))
+        folders = ", ".join(str(folder) for folder in models.values())
+        use = _use_of(role, models[role], run_dir if has_evaluation else None)
+        return f"the model after step {step} is in {folders}, in the Hugging Face format; {use}"
+    return (
+        f"the checkpoint after step {step} is in {run_dir / 'checkpoints' / name}; write a model "
+        f"of it: python -m spmdflow.export {shlex.quote(str(run_dir))} --model NAME --to FOLDER"
+    )
+
+
+def _use_of(role: str, folder: Path, evaluated_run: Path | None) -> str:
+    """What to do with the model of a role, and the command; evaluated_run: the RUN_DIR to give."""
+    path = shlex.quote(str(folder))
+    if role == "reward_model":
+        return f"train a policy with it: {_RUN} ppo reward.model.path={path}"
+    if evaluated_run is not None:
+        return f"evaluate it: {_RUN} evaluate {shlex.quote(str(evaluated_run / 'config.yaml'))}"
+    return (
+        f"evaluate it: {_RUN} evaluate actor.model.path={path} data.eval_path=FILE "
+        f"reward.function=FUNCTION"
+    )
