@@ -157,6 +157,7 @@ def test_metrics_of_every_step_up_to_the_checkpoint_are_there_after_a_power_cut(
         for step in rank.flow.steps(2):
             step.log({"toy/number": float(step.number)})
             rank.flow.save(every=2)
+        rank.flow._saving.finish()
 
     for folder in folders_after_cut(disk.moment(), tmp_path / "left"):
         left = folder / "job" / "run"
