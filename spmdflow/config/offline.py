@@ -14,6 +14,8 @@ from spmdflow.config.model import PolicyModelConfig
 from spmdflow.config.schema import (
     CHAT_ARGUMENTS_DOC,
     TOOLS_DOC,
+    TRUSTED_ROLES,
+    TRUSTED_ROLES_DOC,
     AnswerDataConfig,
     DataSettings,
     EngineConfig,
@@ -201,6 +203,7 @@ class HeldOutConfig(DataSettings):
     prompt_column: str = setting("Column that holds the prompt (text, or chat messages).", "prompt")
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
     chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
+    trusted_roles: list[str] = setting(TRUSTED_ROLES_DOC, list(TRUSTED_ROLES))
     tools_column: str | None = setting(TOOLS_DOC, None)
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
     max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)

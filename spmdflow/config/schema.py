@@ -6,7 +6,7 @@ parts, in `main(flow: Flow, cfg: Mine)`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -92,6 +92,11 @@ CHAT_ARGUMENTS_DOC = (
     "Variables that the chat template reads, as in {enable_thinking: false} for Qwen3 or "
     "{date_string: 26 Jul 2024} for Llama 3.2; episodes use them too."
 )
+TRUSTED_ROLES = ("system", "developer", "assistant")
+TRUSTED_ROLES_DOC = (
+    "Roles of chat messages whose special tokens count; in messages of other roles, the text of a "
+    "special token stays text, in episodes too."
+)
 TOOLS_DOC = (
     "Column with the tools that the chat template shows (a list of schemas, or its JSON); none: no "
     "tools."
@@ -108,6 +113,7 @@ class DataSettings:
     chat_template: bool = False
     # Any: the values are those of a template's variables
     chat_template_arguments: Mapping[str, Any] = MappingProxyType({})
+    trusted_roles: Sequence[str] = TRUSTED_ROLES
     tools_column: str | None = None
     rows_per_conversation: str = "one"
     tokenizer_path: str
@@ -167,6 +173,7 @@ class AnswerDataConfig(DrawnDataConfig):
     eval_path: str | None = setting("The same of held-out prompts; none: no evaluation.", None)
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
     chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
+    trusted_roles: list[str] = setting(TRUSTED_ROLES_DOC, list(TRUSTED_ROLES))
     tools_column: str | None = setting(TOOLS_DOC, None)
     eval_prompts: str = setting(
         "Held-out prompts of an evaluation: all, the first 512, or 512 x 8 samples for pass@k.",
@@ -319,6 +326,7 @@ class RolloutConfig(Precise):
     max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)
     # Any: a dict; none if the script has no such setting
     chat_template_arguments: Any = follows("data.chat_template_arguments", None)  # for episodes
+    trusted_roles: list[str] | None = follows("data.trusted_roles", None)  # for episodes
     lora: LoRAConfig | None = follows("actor.model.lora", None)  # for weights=adapter
 
     @property

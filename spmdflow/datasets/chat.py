@@ -1,9 +1,8 @@
 """Messages -> text -> token ids by a chat template, for data sets, evaluation and episodes.
 
-Special tokens that the template writes count. So do those in messages of the roles system,
-developer and assistant, which you or the model wrote. In all other messages (of users, tools,
-opponents) the text of a special token stays text: a user who writes `<|im_end|>` does not end the
-turn. This is exact:
+Special tokens that the template writes count. So do those in messages of trusted roles, which you
+or the model wrote. In all other messages (of users, tools, opponents) the text of a special token
+stays text: a user who writes `<|im_end|>` does not end the turn. This is exact:
 
 1. Before rendering, each such text is replaced by a placeholder, so the template only copies it.
 2. In the rendered text, what still matches a special token was written by the template.
@@ -19,20 +18,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
+from spmdflow.config.schema import TRUSTED_ROLES
 from spmdflow.datasets.time_limit import OutOfTime, TimeLimit
 from spmdflow.datasets.tokenizer import template_ids
 from spmdflow.errors import DataError
 
 Message = dict[str, Any]
-
-TRUSTED_ROLES = ("system", "developer", "assistant")
-"""Roles of messages whose special tokens count."""
 
 # Random digits, so that no text contains them; JSON and changes of case leave digits as they are.
 _PLACEHOLDER = f"{secrets.randbelow(10**24):024d}"
@@ -61,10 +58,20 @@ class ChatTemplate:
     The texts of `render` contain placeholders; `ids` and `plain` are the ways to use them.
     """
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
-        """arguments: variables that the template reads, such as enable_thinking."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        trusted_roles: Sequence[str] = TRUSTED_ROLES,
+    ) -> None:
+        """arguments: variables that the template reads, such as enable_thinking.
+
+        trusted_roles: of messages whose special tokens count.
+        """
         self.tokenizer = tokenizer
         self._arguments = dict(arguments or {})
+        self._trusted_roles = frozenset(trusted_roles)
         self._special = _special_texts(tokenizer)
         self._pattern = _pattern_of(self._special)
 
@@ -141,7 +148,7 @@ class ChatTemplate:
 
     def _hide_in_message(self, message: Message) -> Message:
         """The message with placeholders for the texts of special tokens, if strangers wrote it."""
-        if self._pattern is None or message.get("role") in TRUSTED_ROLES:
+        if self._pattern is None or message.get("role") in self._trusted_roles:
             return message
         return {
             name: value if name == "role" else self._hide(value) for name, value in message.items()

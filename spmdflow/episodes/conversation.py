@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from spmdflow.datasets.chat import ChatTemplate
@@ -28,16 +27,12 @@ class NotAppendOnly(DataError):
 
 
 class Template:
-    """A tokenizer's chat template. Any: a transformers tokenizer.
+    """A chat template whose conversations grow. Its texts are those of `ChatTemplate`."""
 
-    Its texts are those of `ChatTemplate`, with placeholders.
-    """
-
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
-        """arguments: data.chat_template_arguments."""
-        self.tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, arguments)
-        self._ends = {str(tokenizer.eos_token)} - {"None"}
+    def __init__(self, chat: ChatTemplate) -> None:
+        self.tokenizer = chat.tokenizer
+        self._template = chat
+        self._ends = {str(self.tokenizer.eos_token)} - {"None"}
 
     def text(self, messages: list[Message], tools: list[Any] | None) -> str:
         """The conversation as text, up to where the model goes on. DataError if it is refused."""
@@ -89,14 +84,15 @@ class Template:
         )
 
 
-def check_template(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+def check_template(chat: ChatTemplate) -> None:
     """ConfigError unless the chat template is append-only, with the turn that changes.
 
     Tried with a conversation of three turns, and with thoughts if the template knows them.
     """
+    tokenizer = chat.tokenizer
     if not tokenizer.chat_template:
         return  # only completions are answered
-    template = Template(tokenizer, arguments)
+    template = Template(chat)
     replies = [_STAND_IN] + [_THOUGHT] * ("</think>" in str(tokenizer.chat_template))
     for reply in replies:
         messages: list[Message] = [{"role": "user", "content": _STAND_IN}]

@@ -8,10 +8,10 @@ segment with the most sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.conversation import Message, NotAppendOnly, Template, for_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal
@@ -84,22 +84,18 @@ class Limits:
 
 
 class Recorder:
-    """Segments of one episode. Any: a transformers tokenizer."""
+    """Segments of one episode."""
 
     def __init__(
         self,
-        tokenizer: Any,
+        chat: ChatTemplate,
         end_tokens: tuple[int, ...],
         limits: Limits,
         read_calls: CallReader | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """read_calls: finds tool calls in replies; none: see `reply_of`.
-
-        template_arguments: data.chat_template_arguments.
-        """
-        self._tokenizer = tokenizer
-        self._template = Template(tokenizer, template_arguments)
+        """read_calls: finds tool calls in replies; none: see `reply_of`."""
+        self._tokenizer = chat.tokenizer
+        self._template = Template(chat)
         self._ends, self._limits, self._read_calls = end_tokens, limits, read_calls
         self.segments: list[Segment] = []
         self.num_turns = 0

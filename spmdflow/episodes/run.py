@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmdflow.config.episode import EpisodeConfig
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.endpoint import Draw, Endpoint
 from spmdflow.episodes.pool import Ended, EnvironmentPool
 from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
@@ -60,18 +61,15 @@ class EpisodeRunner:
         limits: Limits,
         requests: LastingRequests,
         *,
-        tokenizer: Any,
+        chat: ChatTemplate,
         end_tokens: tuple[int, ...],
         replica: Replica,
-        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """Any: a transformers tokenizer. Worker processes start in the background.
-
-        template_arguments: data.chat_template_arguments.
-        """
-        self._template_arguments = template_arguments
+        """Worker processes start in the background."""
+        tokenizer = chat.tokenizer
+        self._chat = chat
         self._limits, self._requests, self._replica = limits, requests, replica
-        self._tokenizer, self._end_tokens, name = tokenizer, end_tokens, cfg.tool_parser
+        self._end_tokens, name = end_tokens, cfg.tool_parser
         self._read_calls = vllm_call_reader(name, tokenizer) if name else None
         self._numbers = count()
         self._begun: dict[int, tuple[Sampling, Callable[[int], int]]] = {}
@@ -166,13 +164,7 @@ class EpisodeRunner:
             self._lead.close()
 
     def _new_recorder(self) -> Recorder:
-        return Recorder(
-            self._tokenizer,
-            self._end_tokens,
-            self._limits,
-            self._read_calls,
-            template_arguments=self._template_arguments,
-        )
+        return Recorder(self._chat, self._end_tokens, self._limits, self._read_calls)
 
     def _agree(self, mine: News | None) -> News:
         """The first rank's news, on every rank of the replica."""

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from spmdflow.config.episode import KEY, EpisodeConfig, environment_of, episode_errors
 from spmdflow.config.reward import OnError
+from spmdflow.config.schema import TRUSTED_ROLES
 from spmdflow.data.ragged import ragged, ragged_from_rows, rows_of
 from spmdflow.data.row_id import is_held_out, seed_of
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
 from spmdflow.episodes.conversation import check_template
 from spmdflow.episodes.recorder import Limits
@@ -146,19 +148,23 @@ class EpisodeWorker(Worker):
         cfg = self.cfg.rollout
         if not isinstance(getattr(cfg, "episode", None), EpisodeConfig):
             return
-        tokenizer, may_fork = load_tokenizer(cfg.tokenizer_path), cfg.episode.segments != "one"
+        may_fork = cfg.episode.segments != "one"
+        chat = ChatTemplate(
+            load_tokenizer(cfg.tokenizer_path),
+            cfg.chat_template_arguments,
+            trusted_roles=TRUSTED_ROLES if cfg.trusted_roles is None else cfg.trusted_roles,
+        )
         if not may_fork:
-            check_template(tokenizer, cfg.chat_template_arguments)
+            check_template(chat)
         self._errors = episode_errors(cfg.episode.on_error)
         self.requests = requests_of(self.generator, self.cfg.model.path, "run_episodes")
         self._runner = EpisodeRunner(
             cfg.episode,
             Limits(cfg.episode.max_turns, cfg.max_prompt_tokens, cfg.max_new_tokens, may_fork),
             self.requests,
-            tokenizer=tokenizer,
+            chat=chat,
             end_tokens=end_tokens(self.cfg.model.path),
             replica=Replica.of(self.context.layout, self.context.rank, self.context.groups),
-            template_arguments=cfg.chat_template_arguments,
         )
 
     def fresh_generator(self) -> Generator:

@@ -20,6 +20,7 @@ from spmdflow.config.episode import EpisodeConfig
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.data.row_id import seed_of
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.episodes.pool import Ended, EnvironmentPool
 from spmdflow.episodes.recorder import Limits
@@ -64,7 +65,7 @@ def new_runner(
         cfg,
         limits,
         LastingRequests(generator, ends),
-        tokenizer=load_tokenizer(str(MODEL)),
+        chat=ChatTemplate(load_tokenizer(str(MODEL))),
         end_tokens=ends,
         replica=Replica.alone(),
     )

@@ -326,6 +326,21 @@ def test_special_tokens_that_the_author_or_the_model_wrote_count() -> None:
     assert ids.count(tokenizer.convert_tokens_to_ids("<|endoftext|>")) == 2
 
 
+@pytest.mark.parametrize(
+    ("roles", "count"), [([], 0), (["user"], 1), (["system", "user", "assistant"], 3)]
+)
+def test_roles_whose_special_tokens_count_can_be_chosen(roles: list[str], count: int) -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    cfg = settings_of(DataConfig, prompt_column="messages", trusted_roles=roles)
+    names = ("system", "user", "assistant")
+    messages = [{"role": name, "content": "<|endoftext|>"} for name in names]
+    messages.append({"role": "user", "content": "go on"})
+
+    ids = encoded(tokenizer, cfg, {"messages": messages})["prompts"]
+
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|endoftext|>")) == count
+
+
 def sentencepiece_like() -> Any:
     """A tokenizer as those of Llama 2: `<s>` is in the vocabulary, and merges lead to it."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.endpoint import Endpoint
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.rollout.lasting import Lasted
@@ -28,7 +29,7 @@ def replay(name: str, *, may_fork: bool = False) -> tuple[list[tuple[int, str]],
     """(status and body of each answer, what was recorded), over one connection."""
     tokenizer, program = text_tokenizer(), RECORDED[name]
     limits = Limits(9, max_prompt_tokens=900, max_new_tokens=2000, may_fork=may_fork)
-    recorder = Recorder(tokenizer, (tokenizer.eos_token_id,), limits)
+    recorder = Recorder(ChatTemplate(tokenizer), (tokenizer.eos_token_id,), limits)
     endpoint, answers = Endpoint(tokenizer, max_connections=4), []
     try:
         _, told = endpoint.open(0, recorder)

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.conversation import check_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal, ask_of
 from spmdflow.episodes.recorder import Limits, Recorder
@@ -61,7 +62,7 @@ def text_tokenizer() -> Any:
 def recorder_of(tokenizer: Any, *, read_calls: Any = None, **limits: Any) -> Recorder:
     sizes = {"max_turns": 9, "max_prompt_tokens": 16, "max_new_tokens": 64, "may_fork": False}
     limit = Limits(**(sizes | limits))
-    return Recorder(tokenizer, (tokenizer.eos_token_id,), limit, read_calls)
+    return Recorder(ChatTemplate(tokenizer), (tokenizer.eos_token_id,), limit, read_calls)
 
 
 def chat(*said: str, **fields: Any) -> Ask:
@@ -131,9 +132,9 @@ def test_sampled_ids_are_kept_where_their_text_has_other_ids() -> None:
 def test_template_that_changes_an_earlier_turn_is_refused_with_the_turn(
     template: str, place: int
 ) -> None:
-    check_template(tokenizer_with(CHATML))
+    check_template(ChatTemplate(tokenizer_with(CHATML)))
     with pytest.raises(ConfigError, match=rf"segments: got .* writes message {place} of 3"):
-        check_template(tokenizer_with(template))
+        check_template(ChatTemplate(tokenizer_with(template)))
 
 
 def test_edited_history_is_refused_or_starts_a_segment() -> None:
@@ -299,7 +300,8 @@ def test_arguments_of_the_template_reach_episodes() -> None:
     tokenizer = tokenizer_of("qwen3")
     sizes = Limits(max_turns=9, max_prompt_tokens=99, max_new_tokens=99, may_fork=True)
     arguments = {"enable_thinking": False}
-    recorder = Recorder(tokenizer, (tokenizer.eos_token_id,), sizes, template_arguments=arguments)
+    template = ChatTemplate(tokenizer, arguments)
+    recorder = Recorder(template, (tokenizer.eos_token_id,), sizes)
     ask = chat("the user asks")
 
     turn = recorder.begin(ask)
