@@ -9,6 +9,8 @@ Departures from the papers:
 2. the ratio is clipped as PPO's, so that a batch may be cut into several optimizer steps;
 3. the task's reward is only evaluated; add its token_level_rewards with a map function of your own.
 
+KL to the reference: none (distill.yaml).
+
     torchrun --nproc-per-node 4 -m spmdflow.run algos/distill.py teacher.model.path=FOLDER
 """
 

@@ -3,9 +3,14 @@
 Departures from the paper:
 1. the reference is the policy that training started from, for the whole run;
 2. outcome rewards only: every token of a response has the same advantage;
-3. choices by name: advantage.estimator=dr_grpo with
+3. grpo_stories.yaml has the KL to the reference in the reward (advantage.kl_coef); the paper has it
+   in the loss (actor.loss.kl_coef);
+4. choices by name: advantage.estimator=dr_grpo with
    actor.loss.aggregation=sequence-mean-token-sum-by-budget is Dr. GRPO (Liu et al. 2025),
    actor.loss.surrogate=gspo with clip ratios of about 3e-4 is GSPO (Zheng et al. 2025).
+
+KL to the reference: in the loss (grpo.yaml, grpo_7b.yaml, grpo_32b.yaml, grpo_countdown.yaml,
+grpo_gsm8k.yaml), in the reward (grpo_stories.yaml).
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/grpo.py
 """

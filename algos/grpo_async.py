@@ -6,6 +6,8 @@ take. Departures from `grpo.py`, none of them with max_staleness=0:
    weights, token by token; truncated importance weights correct for both (Espeholt et al. 2018;
    Yao et al. 2025).
 
+KL to the reference: in the loss (grpo_async.yaml).
+
     torchrun --nproc-per-node 4 -m spmdflow.run algos/grpo_async.py
 """
 

@@ -1,10 +1,13 @@
 """PPO with critic, reference and reward models (HybridFlow section 4.2; Ouyang et al. 2022).
 
 Departures from the papers:
-1. the KL to the reference is part of the reward (advantage.kl_coef), none is in the policy loss;
+1. ppo.yaml has the KL to the reference in the policy loss (actor.loss.kl_coef); the papers have it
+   in the reward (advantage.kl_coef), as the other YAML files do;
 2. advantages are normalised over the global batch, once, before the mini-batches are cut;
 3. without a reward model the critic starts from the actor, with a zero value head (critic.model
    names another model).
+
+KL to the reference: in the loss (ppo.yaml), in the reward (ppo_70b.yaml, ppo_stories.yaml).
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/ppo.py
 """

@@ -7,6 +7,8 @@ Departures from the paper:
    subtracts their mean first; set advantage.kl_coef=0 and actor.loss.kl_coef with
    actor.loss.kl_estimator=k2 to have the KL in the loss, as the paper does there.
 
+KL to the reference: in the reward (reinforce_pp.yaml).
+
     torchrun --nproc-per-node 4 -m spmdflow.run algos/reinforce_pp.py
 """
 

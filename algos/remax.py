@@ -8,6 +8,8 @@ Departures from the paper:
 3. the KL to the reference is in the reward of the samples (advantage.kl_coef), not in the
    baseline.
 
+KL to the reference: in the reward (remax.yaml).
+
     torchrun --nproc-per-node 4 -m spmdflow.run algos/remax.py
 """
 

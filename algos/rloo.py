@@ -7,6 +7,8 @@ Departures from the paper (section 3.2; the estimator is Kool et al. 2019):
    actor.loss.aggregation=sequence-mean-token-sum.
 As in the paper the KL to the reference is in the reward, and so in the baseline.
 
+KL to the reference: in the reward (rloo.yaml).
+
     torchrun --nproc-per-node 4 -m spmdflow.run algos/rloo.py
 """
 

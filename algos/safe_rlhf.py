@@ -8,6 +8,8 @@ Departures from the paper:
 3. the mixed advantages are normalised over the global batch (advantage.whiten);
 4. each sample brings one pre-training text along, and both are in one optimizer step.
 
+KL to the reference: in the reward (safe_rlhf.yaml).
+
     torchrun --nproc-per-node 4 -m spmdflow.run algos/safe_rlhf.py
 """
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.policy.house import REPOSITORY, files, functions_of, tree_of
 
@@ -25,6 +27,12 @@ MOST_CHANGED_LINES = {
 """Script -> lines of main that differ from ppo.py's, counted as a diff counts them (- and +)."""
 
 SCRIPTS = [file for file in files("algos") if file.count("/") == 1]
+YAML_FILES = sorted(path.stem for path in (REPOSITORY / "algos").glob("*.yaml"))
+RL_SCRIPTS = [
+    file
+    for file in SCRIPTS
+    if "advantages" in (REPOSITORY / file).read_text(encoding="utf-8").split("def main")[1]
+]
 VERBS = ("generate_", "compute_", "update_")
 
 
@@ -95,3 +103,37 @@ def test_docstring_has_a_citation_numbered_departures_and_one_command(file: str)
 
     assert f"-m spmdflow.run {file}" in text
     assert "\n1. " in text and "20" in text.split("\n\n")[0] + text.split("\n\n")[1]
+
+
+def owner_of(yaml: str) -> str:
+    """The script that a YAML file belongs to: the longest name that its own begins with."""
+    stems = [Path(file).stem for file in SCRIPTS]
+    return max((stem for stem in stems if f"{yaml}_".startswith(f"{stem}_")), key=len)
+
+
+def kl_place_of(yaml: str) -> str:
+    """Where the settings of a YAML file have the KL to the reference."""
+    settings = OmegaConf.load(REPOSITORY / "algos" / f"{yaml}.yaml")
+    in_loss = OmegaConf.select(settings, "actor.loss.kl_coef", default=0.0)
+    in_reward = OmegaConf.select(settings, "advantage.kl_coef", default=0.0)
+    assert not (in_loss and in_reward), f"{yaml}.yaml has the KL twice"
+    if in_loss:
+        return "in the loss"
+    return "in the reward" if in_reward else "none"
+
+
+@pytest.mark.parametrize("file", RL_SCRIPTS)
+def test_docstring_says_where_each_yaml_file_of_the_script_has_the_kl(file: str) -> None:
+    text = (ast.get_docstring(tree_of(file)) or "") + "\n"
+    sentence = re.search(r"^KL to the reference: (.*?\))\.\n", text, re.MULTILINE | re.DOTALL)
+    yaml_files = [yaml for yaml in YAML_FILES if owner_of(yaml) == Path(file).stem]
+
+    stated = {
+        name: place
+        for place, names in re.findall(
+            r"(in the loss|in the reward|none) \(([^)]*)\)", sentence[1] if sentence else ""
+        )
+        for name in re.findall(r"(\w+)\.yaml", names)
+    }
+
+    assert stated == {yaml: kl_place_of(yaml) for yaml in yaml_files}
