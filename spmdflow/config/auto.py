@@ -7,7 +7,8 @@
 | rollout.kv_cache, engine.residency | 64 MiB, keep | the plan decides (plan.residency) |
 | engine.options | as set | adds overlap, and what the plan has memory for |
 
-A run that resumes keeps the dtypes and the rollout engine that it began with.
+loss.aggregation depends on loss.surrogate alone. A run that resumes keeps the dtypes, the rollout
+engine and the aggregation that it began with.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdflow.config.leaf import cache_of, parts_of
+from spmdflow.config.objective import PolicyLossConfig
 from spmdflow.config.schema import (
     AUTO,
     DTYPES,
@@ -57,7 +59,7 @@ def choose_by_device(
     for number, choice in enumerate(made):
         section, _, name = choice.key.rpartition(".")
         before = (kept or {}).get(choice.key, AUTO)
-        if name in ("dtype", "engine") and before not in (AUTO, choice.value):
+        if name in ("dtype", "engine", "aggregation") and before not in (AUTO, choice.value):
             made[number] = Choice(choice.key, before, "as the checkpoint's run had it")
         made[number].write(dict(parts_of(cfg, object))[section])
     return made
@@ -75,6 +77,10 @@ def _choices(cfg: Any, device: str, here: bool) -> Iterator[Choice]:
             yield Choice(f"{key}.engine", engine, why)
         if on_cpu and rollout.kv_cache == AUTO and generator_kind(engine).fixed_cache:
             yield Choice(f"{key}.kv_cache", "64 MiB", why)
+    for key, loss in parts_of(cfg, PolicyLossConfig):
+        if loss.aggregation == AUTO:
+            why_mean = f"for surrogate {loss.surrogate}"
+            yield Choice(f"{key}.aggregation", loss.chosen_aggregation, why_mean)
     for key, engines in parts_of(cfg, EngineConfig):
         if on_cpu and engines.residency == AUTO:
             yield Choice(f"{key}.residency", "keep", why)

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from spmdflow.config.leaf import follows, setting
 
 KL_ESTIMATES = ("k1", "k2", "k3", "abs")
-MEANS = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "token-sum")
+TOKEN_MEAN, SEQUENCE_MEAN = "token-mean", "sequence-mean-token-mean"
+MEANS = (TOKEN_MEAN, SEQUENCE_MEAN, "sequence-mean-token-sum", "token-sum")
+SEQUENCE_SURROGATES = ("gspo", "gmpo", "sapo")
+"""Policy losses whose papers average over the tokens of a sequence, then over sequences."""
 
 
 class PolicyLossSettings:
@@ -40,10 +43,18 @@ class PolicyLossConfig(PolicyLossSettings):
         one_of=(*KL_ESTIMATES, "k1+", "k3+"),
     )
     aggregation: str = setting(
-        "How token losses become one number.",
-        "token-mean",
-        one_of=(*MEANS, "sequence-mean-token-sum-by-budget"),
+        "How token losses become one number; auto: as the paper of the policy loss has it, "
+        f"{SEQUENCE_MEAN} for {', '.join(SEQUENCE_SURROGATES)}, {TOKEN_MEAN} for the others.",
+        "auto",
+        one_of=("auto", *MEANS, "sequence-mean-token-sum-by-budget"),
     )
+
+    @property
+    def chosen_aggregation(self) -> str:
+        """aggregation, or what `auto` means for the surrogate."""
+        if self.aggregation != "auto":
+            return self.aggregation
+        return SEQUENCE_MEAN if self.surrogate in SEQUENCE_SURROGATES else TOKEN_MEAN
 
 
 @dataclass

@@ -89,7 +89,7 @@ class PolicyLoss(Loss):
     """
 
     def __init__(self, cfg: PolicyLossConfig, temperature: float, *, budget: int = 1) -> None:
-        AGGREGATIONS.find(cfg.aggregation)
+        AGGREGATIONS.find(cfg.chosen_aggregation)
         self._terms = POLICY_LOSSES.find(cfg.surrogate)
         KL_ESTIMATORS.find(cfg.kl_estimator, key="loss.kl_estimator")
         if not temperature > 0:
@@ -123,7 +123,7 @@ class PolicyLoss(Loss):
         if "rollout_weights" in columns:
             token_losses = inside(token_losses, mask) * inside(columns["rollout_weights"], mask)
         ratio = terms.ratio.detach().double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
-        loss = aggregate(token_losses, mask, totals, self.cfg.aggregation)
+        loss = aggregate(token_losses, mask, totals, self.cfg.chosen_aggregation)
         metrics = {"actor/pg_loss": loss.detach()}
         means |= {
             "actor/clip_fraction": terms.clipped.float(),
@@ -182,7 +182,7 @@ class PolicyLoss(Loss):
             return torch.zeros((), device=micro.response_mask.device)
         mask = micro.response_mask
         metrics["actor/entropy"] = aggregate(entropy.detach(), mask, totals, "token-mean")
-        return aggregate(entropy, mask, totals, self.cfg.aggregation)
+        return aggregate(entropy, mask, totals, self.cfg.chosen_aggregation)
 
     def _kl_loss(
         self,
@@ -202,7 +202,7 @@ class PolicyLoss(Loss):
             )
         ref_log_probs = inside(columns["ref_log_probs"], mask)
         kl = kl_estimate(self.cfg.kl_estimator, log_probs, ref_log_probs)
-        kl_loss = aggregate(kl, mask, totals, self.cfg.aggregation)
+        kl_loss = aggregate(kl, mask, totals, self.cfg.chosen_aggregation)
         metrics["actor/kl_loss"] = kl_loss.detach()
         return kl_loss
 

@@ -73,8 +73,8 @@ def gspo(
 
     GSPO-token (Zheng et al. 2025, eq. 13-14): s_t = sg[s] pi(y_t) / sg[pi(y_t)] has the value s,
     and its gradient goes to token t alone, so that advantages may differ between tokens. With
-    equal advantages and loss.aggregation sequence-mean-token-mean it is GSPO (eq. 5). Its clip
-    ratios are small, about 3e-4.
+    equal advantages it is GSPO (eq. 5), whose loss is the mean over sequences: loss.aggregation is
+    sequence-mean-token-mean unless it is set. Its clip ratios are small, about 3e-4.
     """
     log_ratio = inside(log_probs - old_log_probs, mask)
     mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -123,8 +123,9 @@ def sapo(
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate on the ratio instead of a clip.
 
     SAPO (Gao et al. 2025, arXiv 2511.20347): tau is the first of loss.sapo_temperatures where A >
-    0, else the second, larger one, so that tokens that lose probability fade sooner. Its authors
-    average over tokens and then sequences (loss.aggregation sequence-mean-token-mean).
+    0, else the second, larger one, so that tokens that lose probability fade sooner. As in the
+    paper, token losses are averaged over each sequence, then over sequences: loss.aggregation is
+    sequence-mean-token-mean unless it is set.
     """
     ratio = torch.exp(bounded(log_probs - old_log_probs))
     gains, losses = ratio.new_tensor(cfg.sapo_temperatures)
@@ -145,8 +146,9 @@ def gmpo(
 
     g_t = min(log r_t, clip) where A > 0, else max(log r_t, clip), clip = log r_t kept in
     [-clip_ratio, clip_ratio_high]: GMPO (Zhao et al. 2025, arXiv 2507.20673), whose ratios lie in
-    (e^-0.4, e^0.4). A is the mean of the row's advantages. With loss.aggregation
-    sequence-mean-token-mean the loss is the mean over sequences, as in the paper.
+    (e^-0.4, e^0.4). A is the mean of the row's advantages. As in the paper, the loss is the mean
+    over sequences: loss.aggregation is sequence-mean-token-mean unless it is set. The paper has no
+    rollout weights; here a row counts with the arithmetic mean of its tokens' weights.
     """
     gap = bounded(inside(log_probs - old_log_probs, mask))
     low, high = _range(cfg)
