@@ -7,15 +7,22 @@ the bare number.
 from __future__ import annotations
 
 import re
+from collections import deque
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from spmdflow.rewards.format import answer_part, behind_mark, grade, last_box
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_NUMBER = re.compile(
-    rf"(?:(?<![\w)])[-+])?(?:{_DIGITS}(?:\.\d+)?(?:/{_DIGITS})?|(?<!\d)\.\d+)", re.A
-)
+_MIXED = rf"{_DIGITS}[ \t]+{_DIGITS}/{_DIGITS}"  # 3 1/2
+_PLAIN = rf"{_DIGITS}(?:\.\d+)?(?:/{_DIGITS})?|(?<!\d)\.\d+"
+_NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:{_MIXED}|{_PLAIN})", re.A)
+_MINUS_SIGN = "\u2212"
+_LOOSE_SIGN = re.compile(r"^([-+])\s+(?=[\d.])")  # - 7
+_OR = re.compile(r"\bor\b", re.IGNORECASE)
+_NEAR_OR = re.compile(r"\W*(?:\w+\W+){0,2}?or\W+(?:\w+\W+){0,2}?\W*", re.IGNORECASE)
+_LIST = re.compile(r"(?:[\s,;|&/~-]|\band\b|\bto\b|\bvs\b\.?)*", re.IGNORECASE)
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]{1,40})\}\s*\{([^{}]{1,40})\}")
 _ORNAMENTS = re.compile(r"\\[$%,!; ]|[$%*~]|\\text(?:bf|rm)?|\{,\}(?=\d)")
 _MAX_LETTERS = 100  # of a number
@@ -42,28 +49,65 @@ def score(
 
 
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:
-    """The final number of a text, without units and currency signs; None if it has none."""
+    """The final number of a text, without units and currency signs; None if it has none.
+
+    An answer that names several different numbers, such as "42 or 43", has none.
+    """
     part = answer_part(text)
     said = behind_mark(part)
     if said is None:
         said = last_box(part)
     if said is not None:
-        numbers = _find_numbers(said[-1000:].rpartition("=")[2])
-        return _read_number(numbers[0]) if numbers else None
-    if strict:
+        return _marked_number(_without_ornaments(said[-1000:].rpartition("=")[2]))
+    return None if strict else _last_number(_without_ornaments(part))
+
+
+def _without_ornaments(text: str) -> str:
+    plain = _ORNAMENTS.sub("", text.replace(_MINUS_SIGN, "-"))
+    return _FRACTION.sub(r" \1/\2 ", plain)
+
+
+def _marked_number(text: str) -> Fraction | None:
+    """The first number of a marked answer; None if a different one is offered with it."""
+    text = _LOOSE_SIGN.sub(r"\1", text.strip())
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return None
-    numbers = _find_numbers(part)
-    return _read_number(numbers[-1]) if numbers else None
+    first = _read_number(numbers[0][0])
+    for before, after in pairwise(numbers):
+        between = text[before.end() : after.start()]
+        is_offered = _OR.search(between) or _LIST.fullmatch(between)
+        if is_offered and _read_number(after[0]) != first:
+            return None
+    return first
 
 
-def _find_numbers(text: str) -> list[str]:
-    plain = _FRACTION.sub(r" \1/\2 ", _ORNAMENTS.sub("", text))
-    return _NUMBER.findall(plain)
+def _last_number(text: str) -> Fraction | None:
+    """The last number of a text; None if a different one is offered just before it."""
+    numbers = deque(_NUMBER.finditer(text), maxlen=2)
+    if not numbers:
+        return None
+    last = _read_number(numbers[-1][0])
+    between = text[numbers[0].end() : numbers[-1].start()]
+    is_offered = len(between) <= _MAX_LETTERS and _NEAR_OR.fullmatch(between)
+    if is_offered and _read_number(numbers[0][0]) != last:
+        return None
+    return last
 
 
 def _read_number(number: str) -> Fraction | None:
     if len(number) > _MAX_LETTERS:
         return None
-    above, _, below = number.replace(",", "").partition("/")
+    whole, *fraction = number.replace(",", "").split()
+    if not fraction:
+        return _read_fraction(whole)
+    part = _read_fraction(fraction[0])
+    if part is None:
+        return None
+    return Fraction(whole) - part if whole.startswith("-") else Fraction(whole) + part
+
+
+def _read_fraction(number: str) -> Fraction | None:
+    above, _, below = number.partition("/")
     divisor = Fraction(below or 1)
     return Fraction(above) / divisor if divisor else None

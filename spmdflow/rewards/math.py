@@ -19,6 +19,9 @@ from typing import Any
 from spmdflow.rewards.format import answer_part, behind_mark, grade, last_box
 
 _MAX_LETTERS = 1000  # of an answer
+_FRAME = re.compile(r"\\fbox\s*(?=\{)")
+_OPEN_BOX = re.compile(r"\\boxed[ \t]+([-+]?\w(?:[\w.,/^]{0,98}\w)?)")  # \boxed 5
+_SCIENTIFIC = re.compile(r"\s*([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})\s*", re.ASCII)  # 4e3
 _ORNAMENTS = re.compile(r"\\left|\\right|\\[,!;: ]|\s|^\$+|\$+$|\.$")
 
 
@@ -31,11 +34,11 @@ def score(
     strict: bool = False,
     seconds: int = 3,
 ) -> dict[str, Any]:
-    """score = accuracy = 1 if the final answer equals the row's, else 0; answered: it has one.
+    r"""score = accuracy = 1 if the final answer equals the row's, else 0; answered: it has one.
 
-    The final answer is in the last box, else after the last ####, else (unless strict) the library
-    searches the end of the text. seconds: approximate limit for reading and comparing, of a
-    processor's time; answers that take longer count as not equal.
+    The final answer is in the last box (\boxed{5}, \boxed 5 or \fbox{5}), else after the last ####,
+    else (unless strict) the library searches the end of the text. seconds: approximate limit for
+    reading and comparing, of a processor's time; answers that take longer count as not equal.
     """
     given = answer_of(response)
     if given is None and not strict:
@@ -50,7 +53,7 @@ def score(
 
 def answer_of(text: str) -> str | None:
     """The final answer as $\\boxed{answer}$; None unless there is one of 1 to 1000 characters."""
-    part = answer_part(text)
+    part = _OPEN_BOX.sub(r"\\boxed{\1}", _FRAME.sub(r"\\boxed", answer_part(text)))
     said = last_box(part)
     if said is None:
         said = behind_mark(part)
@@ -59,6 +62,9 @@ def answer_of(text: str) -> str | None:
 
 def _put_into_box(answer: str) -> str:
     """An answer in the form that the library is sure to read."""
+    scientific = _SCIENTIFIC.fullmatch(answer)
+    if scientific:
+        answer = rf"{scientific[1]} \cdot 10^{{{scientific[2]}}}"
     return rf"$\boxed{{{answer}}}$"
 
 

@@ -75,10 +75,61 @@ def data(name: str) -> list[dict[str, Any]]:
         ("<think>#### 5</think>so <answer>six: 6</answer> 9", 6),
         ("<think>maybe 5</think> It is 6", 6),
         ("\u0663 \u00b2", None),
+        ("#### \u22127", -7),
+        ("so it is \u2212 7 + \u22127", -7),
+        ("#### - 7", -7),
+        ("#### -$ 7", -7),
+        (r"\boxed{- 7}", -7),
+        ("#### x = - 7", -7),
+        ("10 - 7", 7),
+        ("#### 3 1/2", Fraction(7, 2)),
+        ("#### -3 1/2", Fraction(-7, 2)),
+        (r"\boxed{3\frac{1}{2}}", Fraction(7, 2)),
+        ("It takes 3 1/2 hours", Fraction(7, 2)),
+        ("#### 3 1/0", None),
     ],
 )
 def test_final_number_is_found_and_exact(text: str, number: object) -> None:
     assert gsm8k.final_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 42 or 43",
+        "#### either 42 eggs or 43 eggs",
+        r"\boxed{42 \text{ or } 43}",
+        r"\boxed{42, 43}",
+        "#### 42; 43",
+        "#### 42 and 43",
+        "#### 42-43",
+        "#### 42 43",
+        "#### 42 to 43",
+        "#### 1,2345",
+        "The answer is 42 or 43.",
+        "It is 42, or maybe 43",
+        "42 eggs or 43 eggs",
+    ],
+)
+def test_answer_that_offers_several_numbers_is_none_of_them(text: str) -> None:
+    for right in ("1", "42", "43", "2345"):
+        assert gsm8k.score("", text, {"answer": right})["score"] == 0
+    assert gsm8k.final_number(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 42 or 42.0",
+        "#### 42 eggs in 7 boxes",
+        "#### 42 (7 boxes)",
+        "5 or 6 would be wrong. It is 42",
+        "With 5 or more apples she pays 42",
+        "#### 43\n#### 42",
+    ],
+)
+def test_answer_with_one_number_may_mention_others(text: str) -> None:
+    assert gsm8k.final_number(text) == 42
 
 
 def test_strict_reading_takes_marked_numbers_only() -> None:

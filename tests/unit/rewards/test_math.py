@@ -46,6 +46,14 @@ needs_library = pytest.mark.skipif(
         ("1,000", r"\boxed{1000}", 1),
         ("-3", r"\boxed{3}", 0),
         (r"x=5", r"\boxed{5}", 1),
+        ("5", r"so \boxed 5.", 1),
+        ("-5", r"$\boxed -5$", 1),
+        ("5", r"so \boxed 6, not 5", 0),
+        (r"\frac{1}{2}", r"\fbox{0.5}", 1),
+        ("4000", r"\boxed{4e3}", 1),
+        ("0.015", "#### 1.5e-2", 1),
+        ("4000", r"\boxed{4e4}", 0),
+        ("5", r"\boxed{5 or 6}", 0),
     ],
 )
 def test_answers_are_equal_by_their_meaning(reference: str, response: str, right: int) -> None:
