@@ -67,7 +67,7 @@ _NAMES = {
     "spmdflow.tracking.tracker": "Sink",
     "spmdflow.transfer.protocol": "Answer Protocol register_protocol",
     "spmdflow.transfer.register": "map_function register",
-    "spmdflow.transfer.worker": "Max Mean Sum Worker WorkerContext",
+    "spmdflow.transfer.worker": "Max Mean Min Sum Worker WorkerContext",
 }
 """Module -> its public names. Imported at first use, so checking settings does not load torch."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

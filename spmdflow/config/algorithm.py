@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmdflow.config.leaf import part, setting
-from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig
+from spmdflow.config.objective import AdvantageConfig, CorrectionConfig, PolicyLossConfig
 from spmdflow.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -60,19 +60,6 @@ class SurrogateLossConfig(PolicyLossConfig):
     dro_beta: float | None = setting(
         "Weight of the squared log ratio in dro, which needs it.", None, above=0
     )
-
-
-@dataclass
-class CorrectionConfig:
-    """Importance weights for samples that a slightly different policy generated."""
-
-    kind: str = setting(
-        "token or sequence: truncated importance weights; mask: leave far tokens out.",
-        "token",
-        one_of=("token", "sequence", "mask"),
-    )
-    cap: float = setting("Largest weight; for mask the range is [1/cap, cap].", 2.0, above=1)
-    normalise: bool = setting("Divide the weights by their mean over the batch.", False)
 
 
 @dataclass

@@ -32,7 +32,12 @@ from spmdflow.config.leaf import (
 )
 from spmdflow.config.model import check_adapters, check_shares
 from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
-from spmdflow.config.objective import AdvantageConfig, PolicyLossConfig
+from spmdflow.config.objective import (
+    AdvantageConfig,
+    CorrectionConfig,
+    PolicyLossConfig,
+    PolicyUpdateConfig,
+)
 from spmdflow.config.offline import (
     EvaluatedConfig,
     PreferenceDataConfig,
@@ -134,6 +139,7 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
         if hasattr(getattr(cfg, role, None), "model"):
             yield partial(check_adapters, role, getattr(cfg, role))
     yield partial(_check_kl, cfg, roles)
+    yield partial(_check_correction, cfg)
     for key, reward in parts_of(cfg, RewardConfig):
         yield partial(check_rewards, key, reward)
         yield partial(on_error_of, reward.on_error, f"{key}.on_error")
@@ -248,6 +254,28 @@ def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
             where, got = f"{key}.kl_coef", f"{part.kl_coef:g} without a reference model"
             do = f"set reference.model.path or {key}.kl_coef=0"
             raise ConfigError.of(where, got, "one to measure the KL against", do)
+
+
+def _check_correction(cfg: Any) -> None:
+    """Rollouts are corrected once: by a setting of the update, its ratio, or the script."""
+    by_script = [
+        key
+        for key, part in parts_of(cfg, CorrectionConfig)
+        if not key.endswith("update.correction")
+    ]
+    for key, update in parts_of(cfg, PolicyUpdateConfig):
+        where, got = f"{key}.correction.kind", update.correction.kind
+        if got == "none":
+            continue
+        if update.old_log_probs == "rollout":
+            given = f"{got} with {key}.old_log_probs=rollout, whose ratio is the weight already"
+            do = f"set {where}=none, or {key}.old_log_probs=recompute"
+            raise ConfigError.of(where, given, "one correction", do)
+        weighs = getattr(cfg, "max_staleness", 1) > 0  # grpo_async: not where all rows are fresh
+        if by_script and weighs:
+            given = f"{got} in a script that weighs its rows by {by_script[0]}"
+            do = f"set {where}=none and use {by_script[0]}.kind"
+            raise ConfigError.of(where, given, "one correction", do)
 
 
 def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmdflow.config.leaf import follows, setting
+from spmdflow.config.leaf import follows, part, setting
 
 KL_ESTIMATES = ("k1", "k2", "k3", "abs")
 TOKEN_MEAN, SEQUENCE_MEAN = "token-mean", "sequence-mean-token-mean"
@@ -38,9 +38,9 @@ class PolicyLossConfig(PolicyLossSettings):
         "Weight of the KL penalty in the loss (needs ref_log_probs).", 0.0, at_least=0
     )
     kl_estimator: str = setting(
-        "Estimator of that KL; k1+, k3+: with the gradient of k2, which is the KL's.",
+        "Estimator of that KL; k1+, k3+, abs+: with the gradient of k2, which is the KL's.",
         "k3",
-        one_of=(*KL_ESTIMATES, "k1+", "k3+"),
+        one_of=(*KL_ESTIMATES, "k1+", "k3+", "abs+"),
     )
     aggregation: str = setting(
         "How token losses become one number; auto: as the paper of the policy loss has it, "
@@ -100,6 +100,31 @@ class UpdateConfig:
 
 
 @dataclass
+class CorrectionConfig:
+    """Importance weights for samples that a slightly different policy generated."""
+
+    kind: str = setting(
+        "token or sequence: truncated importance weights; mask: leave far tokens out.",
+        "token",
+        one_of=("token", "sequence", "mask"),
+    )
+    cap: float = setting("Largest weight; for mask the range is [1/cap, cap].", 2.0, above=1)
+    normalise: bool = setting("Divide the weights by their mean over the batch.", False)
+
+
+@dataclass
+class UpdateCorrectionConfig(CorrectionConfig):
+    """The same weights for the rows of every update, without a line in the script."""
+
+    kind: str = setting(
+        "Weigh each token's policy loss by trainer over generator (TIS). none: not at all; token "
+        "or sequence: truncated importance weights; mask: leave far tokens out.",
+        "none",
+        one_of=("none", "token", "sequence", "mask"),
+    )
+
+
+@dataclass
 class PolicyUpdateConfig(UpdateConfig):
     """The updates of a policy that learns from its own samples."""
 
@@ -110,3 +135,4 @@ class PolicyUpdateConfig(UpdateConfig):
         "auto",
         one_of=("auto", "recompute", "rollout"),
     )
+    correction: UpdateCorrectionConfig = part(UpdateCorrectionConfig)

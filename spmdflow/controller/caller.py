@@ -122,12 +122,17 @@ class Caller:
                 command["total_steps"] = self.total_steps
         served = [] if batch is None else waiting.serve(target, spec, batch, instead)
         if batch is not None and waiting.is_worthwhile(target, spec, batch):
-            return self._run(plan, batch, wait=partial(waiting.add, target))
-        if not spec.may_wait:
-            waiting.make(target.name, f"{plan.label} comes first")
-        made = self._run(plan, batch)
+            made = self._run(plan, batch, wait=partial(waiting.add, target))
+        else:
+            if not spec.may_wait:
+                waiting.make(target.name, f"{plan.label} comes first")
+            made = self._run(plan, batch)
         if isinstance(made, Result):
             waiting.updates.update(dict.fromkeys(served, made))
+        following = spec.followed_by(target.settings) if spec.followed_by else None
+        if following is not None and batch is not None and isinstance(made, Batch):
+            function, settings = following
+            made |= self.map(batch | made, function, settings)
         return made
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:

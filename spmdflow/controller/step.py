@@ -25,7 +25,7 @@ from spmdflow.tracking.origin import git_state, versions
 from spmdflow.tracking.progress import print_samples, progress_line
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
-from spmdflow.transfer.worker import Max, Mean, Metric, Sum
+from spmdflow.transfer.worker import Max, Mean, Metric, Min, Sum
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _check_logged(result: object, place: str) -> None:
         expected = "results of calls, mappings of numbers, or name=number"
         raise ProtocolError.of("step.log", what, expected, f"{advice}")
     for name, value in result.items():
-        if isinstance(value, Mean | Sum | Max):
+        if isinstance(value, Mean | Sum | Max | Min):
             continue
         if not isinstance(value, Real | np.bool_):
             got = f"{name}={value!r} ({type(value).__name__})"

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
 from spmdflow.data.ragged import VALID, chosen_mask, pad, without_failed
-from spmdflow.errors import ProtocolError
+from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.hybrid_engine.sync import WeightSender
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import SamplingWorker
 from spmdflow.models.rows import example_rows, text_rows, with_text_rows
+from spmdflow.objectives.kl import compute_rollout_weights
 from spmdflow.objectives.log_prob import CausalOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import Before, PolicyLoss
@@ -42,6 +43,14 @@ UPDATE_MAY = ("ref_log_probs", "rollout_weights", "covariant", "pretrain_ids", *
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
 INSTEAD = {"old_log_probs": "rollout_log_probs"}
 """Column that may replace old_log_probs if only the update reads them (controller/waiting.py)."""
+
+
+def _correction(settings: Any) -> tuple[Callable[..., TensorDict], dict[str, Any]] | None:
+    """How rows get rollout_weights if actor.update.correction is on; None: it is off."""
+    correction = getattr(settings.update, "correction", None)
+    if correction is None or correction.kind == "none":
+        return None
+    return compute_rollout_weights, {"cfg": correction}
 
 
 class PolicyWorker(EngineWorker):
@@ -105,9 +114,13 @@ class PolicyWorker(EngineWorker):
         optional=("rollout_log_probs", *VALID),
         writes=("old_log_probs",),
         instead=INSTEAD,
+        followed_by=_correction,
     )
     def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """old_log_probs (ragged float32): the trainer's log-probability of each response token."""
+        """old_log_probs (ragged float32): the trainer's log-probability of each response token.
+
+        With actor.update.correction, `compute_rollout_weights` adds rollout_weights.
+        """
         temperature = self.cfg.rollout.temperature
 
         def score(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:
@@ -179,6 +192,12 @@ class PolicyWorker(EngineWorker):
         With pretrain_ids, a step also learns its samples' texts, weighted by loss.pretrain_coef.
         Rows that failed (valid is False) are not learnt from.
         """
+        if _correction(self.cfg) is not None and "rollout_weights" not in batch.keys():
+            got = (
+                f"no column rollout_weights, with correction.kind={self.cfg.update.correction.kind}"
+            )
+            do = "batch |= batch.map(compute_rollout_weights, cfg=cfg.actor.update.correction)"
+            raise ColumnError.of("update_actor", got, "that of compute_log_prob", do)
         batch = without_failed(batch)
         before: Before | None = None
         loss: Loss = self.loss

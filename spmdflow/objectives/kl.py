@@ -4,8 +4,8 @@ Estimates of KL(policy || other) from the policy's own samples (Schulman, "Appro
 divergence", 2020). With d = log pi(y) - log q(y), y ~ pi: k1 = d is unbiased with high variance;
 k2 = d^2 / 2 is biased with low variance; k3 = e^-d - 1 + d is unbiased with low variance and never
 negative; abs = |d| is a distance and does not estimate the KL. As losses, k1 and k3 have gradients
-whose mean is not the KL's gradient; k2's is. k1+ and k3+ have the value of k1 and k3 and the
-gradient of k2 (straight-through): d^2 / 2 - sg[d^2 / 2] + sg[k].
+whose mean is not the KL's gradient; k2's is. k1+, k3+ and abs+ have the value of k1, k3 and abs and
+the gradient of k2 (straight-through): d^2 / 2 - sg[d^2 / 2] + sg[k].
 
 `AdaptiveKL` adapts the weight of the KL in the reward to the measured KL:
 
@@ -35,8 +35,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.algorithm import CorrectionConfig
-from spmdflow.config.objective import AdvantageConfig
+from spmdflow.config.objective import AdvantageConfig, CorrectionConfig
 from spmdflow.data.ragged import (
     VALID,
     chosen_mask,
@@ -49,7 +48,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.registry import Registry
 from spmdflow.objectives.loss import Reduce, Report, inside
 from spmdflow.transfer.register import map_function
-from spmdflow.transfer.worker import Max, Mean, Metric
+from spmdflow.transfer.worker import Max, Mean, Metric, Min
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, so that every ratio (at most 4.8e8) is finite."""
@@ -87,6 +86,7 @@ KL_ESTIMATORS |= {
     "abs": torch.abs,
     "k1+": lambda difference: _straight_through(difference, difference),
     "k3+": lambda difference: _straight_through(_k3(difference), difference),
+    "abs+": lambda difference: _straight_through(difference.abs(), difference),
 }
 
 LARGEST_ERROR = 0.2
@@ -254,8 +254,9 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Me
     kl: mean of -log rho (k1 of KL(mu || pi_old)); trainer_kl: k3 of it; chi2_token: mean of rho^2 -
     1, chi2_seq: mean over responses of (prod_t rho_t)^2 - 1 (the chi-square divergence of pi_old
     from mu); ppl, log_ppl, trainer_ppl, trainer_log_ppl: means over responses of e^l and l;
-    log_ppl_diff, log_ppl_abs_diff, log_ppl_abs_diff_max, ppl_ratio: of l_pi - l_mu, its absolute
-    value and e to its power ("When speed kills stability", Liu and Li 2025).
+    log_ppl_diff, log_ppl_diff_max, log_ppl_diff_min: mean, largest and smallest l_pi - l_mu;
+    log_ppl_abs_diff, log_ppl_abs_diff_max: of its absolute value; ppl_ratio: mean of e to its power
+    ("When speed kills stability", Liu and Li 2025).
     """
     log_ratio, tokens = bounded(old - rollout), float(mask.sum())
     lengths = mask.sum(-1)
@@ -280,5 +281,8 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Me
     }
     found: dict[str, Metric] = {name: Mean(float(x.sum()), tokens) for name, x in by_token.items()}
     found |= {name: Mean(float(x.sum()), rows) for name, x in by_row.items()}
-    largest = float(gap.abs().max()) if rows else 0.0
-    return found | {"rollout/log_ppl_abs_diff_max": Max(largest)}
+    found["rollout/log_ppl_abs_diff_max"] = Max(float(gap.abs().max()) if rows else 0.0)
+    if rows:
+        found["rollout/log_ppl_diff_max"] = Max(float(gap.max()))
+        found["rollout/log_ppl_diff_min"] = Min(float(gap.min()))
+    return found

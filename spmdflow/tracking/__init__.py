@@ -10,7 +10,7 @@ Files in RUN_DIR, each readable at any moment, also after a kill:
     evaluation.jsonl   of algos/evaluate.py: one object per held-out prompt and its judged responses
 
 Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)
-controller/ (bytes); all metrics are in docs/METRICS.md. `merge` turns the Mean, Sum and Max of
+controller/ (bytes); all metrics are in docs/METRICS.md. `merge` turns the Mean, Sum, Max and Min of
 many ranks and calls into numbers.
 `reading` reads RUN_DIR for people: spmdflow.view, report and status.
 `guard` says which conditions of run.guards hold for a step's metrics.

@@ -7,16 +7,16 @@ from math import fsum
 from typing import Any
 
 from spmdflow.errors import ProtocolError
-from spmdflow.transfer.worker import Max, Mean, Metric, Sum
+from spmdflow.transfer.worker import Max, Mean, Metric, Min, Sum
 
 
 def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     """One float for each name, names in the order in which they first occur.
 
     Mean: sum of totals / sum of weights (left out where the weights sum to 0: nothing was
-    measured). Sum: added. Max: the largest, nan if one is nan. Plain numbers: their mean,
-    exact if all are equal. The order of the mappings changes no value. ProtocolError if a name
-    is reported as two of these kinds.
+    measured). Sum: added. Max and Min: the largest and the smallest, nan if one is nan. Plain
+    numbers: their mean, exact if all are equal. The order of the mappings changes no value.
+    ProtocolError if a name is reported as two of these kinds.
     """
     gathered: dict[str, list[Metric]] = {}
     for mapping in metrics:
@@ -28,7 +28,7 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
 
 def _merged(name: str, values: list[Any]) -> float | None:
     """One number from all values of one metric; None if the weights of a Mean sum to 0."""
-    kinds = {type(v) if isinstance(v, Mean | Sum | Max) else float for v in values}
+    kinds = {type(v) if isinstance(v, Mean | Sum | Max | Min) else float for v in values}
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise ProtocolError(
@@ -41,9 +41,10 @@ def _merged(name: str, values: list[Any]) -> float | None:
         return _sum_of([value.total for value in values]) / weight if weight else None
     if kind is Sum:
         return _sum_of([value.total for value in values])
-    if kind is Max:
+    if kind in (Max, Min):
         numbers = [float(value.value) for value in values]
-        return max(numbers) if all(number == number for number in numbers) else float("nan")
+        reduced = max(numbers) if kind is Max else min(numbers)
+        return reduced if all(number == number for number in numbers) else float("nan")
     if min(values) == max(values):  # fsum / n may differ from n equal numbers in the last bit
         return float(values[0])
     return _sum_of(values) / len(values)

@@ -54,6 +54,9 @@ class MethodSpec:
     """Column -> substitute. Of a method that writes: a written column and what may replace it;
     the call may then wait until its column is read. Of an update: a column of `reads` that it
     can do without, and the column that it gets in its place if the batch has it."""
+    followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None
+    """From the model's settings: a map function and its arguments. It is run on the rows and the
+    answer, and what it writes joins the answer. None: no such function."""
 
     @property
     def may_wait(self) -> bool:
@@ -73,6 +76,7 @@ def register(
     check: Check | None = None,
     early: str | None = None,
     instead: Mapping[str, str] | None = None,
+    followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None,
 ) -> Callable[[F], F]:
     """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes).
 
@@ -90,11 +94,14 @@ def register(
     what it returned in `self.begun`. instead: column -> substitute, for own forms of
     `compute_log_prob` and `update_actor`: a written column that another may replace, so that
     the call waits until somebody reads it (it must depend on the model and its rows alone, and
-    change neither); of an update, a column of `reads` that it can do without.
+    change neither); of an update, a column of `reads` that it can do without. followed_by: from
+    the model's settings, a map function and its arguments, whose columns join the answer.
     """
     columns = (tuple(reads), tuple(optional), tuple(writes))
     marks = (minibatches, extends, draws)
-    spec = MethodSpec(transfer_mode, *columns, *marks, check, early, dict(instead or {}))
+    spec = MethodSpec(
+        transfer_mode, *columns, *marks, check, early, dict(instead or {}), followed_by
+    )
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, spec)

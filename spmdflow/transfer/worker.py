@@ -39,7 +39,13 @@ class Max(NamedTuple):
     value: float
 
 
-Metric = float | Mean | Sum | Max
+class Min(NamedTuple):
+    """A metric reduced to its smallest value over ranks and calls."""
+
+    value: float
+
+
+Metric = float | Mean | Sum | Max | Min
 
 Load = TypeVar("Load", bound=Callable[..., None])
 

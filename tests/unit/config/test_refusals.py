@@ -52,6 +52,10 @@ KEYS_AND_TYPES = {
     "RUN_DIR or checkpoint.",
 }
 VALUES = {
+    "actor.update.correction.kind=token actor.update.old_log_probs=rollout": "actor.update."
+    "correction.kind: got token with actor.update.old_log_probs=rollout, whose ratio is the weight "
+    "already, expected one correction; set actor.update.correction.kind=none, or "
+    "actor.update.old_log_probs=recompute",
     "actor.rollout.weights=vllm_transfer": "actor.rollout.weights: got 'vllm_transfer', expected "
     "auto or copy or blocks or flat or adapter; set actor.rollout.weights=auto",
     "run.profile_steps=5-3": "run.profile_steps: got '5-3', expected steps and, after `on`, ranks; "
@@ -343,6 +347,18 @@ def test_kl_without_a_reference_model_is_refused() -> None:
     cfg = load("grpo.py", None, ["actor.model.path=actor", "actor.loss.kl_coef=0.1"]).cfg
     with pytest.raises(ConfigError, match=r"^actor\.loss\.kl_coef: got 0\.1 without a reference"):
         check(cfg, 1)
+
+
+def test_two_corrections_of_the_same_rollouts_are_refused_while_rows_may_be_stale() -> None:
+    script = Path(__file__).resolve().parents[3] / "algos" / "grpo_async.py"
+    words = ["actor.update.correction.kind=token", "max_staleness="]
+
+    stale = load(script, None, [words[0], words[1] + "1"]).cfg
+    fresh = load(script, None, [words[0], words[1] + "0"]).cfg
+
+    check(fresh, 2)
+    with pytest.raises(ConfigError, match="a script that weighs its rows by correction, expected"):
+        check(stale, 2)
 
 
 YAML_PROBLEMS = {

@@ -12,7 +12,11 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.config.algorithm import CorrectionConfig
-from spmdflow.config.objective import AdvantageConfig, PolicyUpdateConfig
+from spmdflow.config.objective import (
+    AdvantageConfig,
+    PolicyUpdateConfig,
+    UpdateCorrectionConfig,
+)
 from spmdflow.config.schema import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from spmdflow.controller import waiting
 from spmdflow.controller.batch import Batch, concatenate
@@ -344,3 +348,43 @@ def test_settings_without_the_choice_recompute(tmp_path: Path) -> None:
     bare = replace(cfg, update=type("Plain", (), {"mini_batch_size": 4})())
 
     assert waiting._mode_of(type("T", (), {"settings": bare})()) == "recompute"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "mask"])
+def test_correction_of_the_update_weighs_as_a_line_in_the_script_does(
+    tmp_path: Path, kind: str
+) -> None:
+    """At a cap that the rounding of generator and trainer passes."""
+    written = CorrectionConfig(kind, 1 + 1e-9, normalise=kind == "token")
+    setting = UpdateCorrectionConfig(kind, 1 + 1e-9, normalise=kind == "token")
+
+    def by_script(actor: Any, batch: Batch) -> Any:
+        batch |= batch.map(compute_rollout_weights, cfg=written)
+        return update(actor, batch)
+
+    common = {"mini_batch_size": 4, "old_log_probs": "recompute"}
+    script = run(tmp_path / "script", body=by_script, **common)
+    found = run(tmp_path / "setting", correction=setting, **common)
+
+    assert_same(found, script)
+    assert found.metrics[0]["rollout/weight_clipped"] > 0
+    labels = found.labels[0]
+    assert labels.index("map.compute_rollout_weights") > labels.index(CALL)
+    if kind == "mask":  # tokens are left out
+        without = run(tmp_path / "without", **common)
+        assert any(not torch.equal(found.weights[n], without.weights[n]) for n in found.weights)
+
+
+def test_without_a_correction_no_weights_are_made(tmp_path: Path) -> None:
+    ran = run(tmp_path, old_log_probs="recompute")
+
+    assert not any("map.compute_rollout_weights" in labels for labels in ran.labels)
+    assert not any(name.startswith("rollout/weight_m") for name in ran.metrics[0])
+
+
+def test_update_refuses_rows_without_the_weights_that_its_settings_ask_for(tmp_path: Path) -> None:
+    def weightless(actor: Any, batch: Batch) -> Any:
+        return update(actor, batch.drop("rollout_weights"))
+
+    with pytest.raises(Exception, match="no column rollout_weights, with correction.kind=token"):
+        run(tmp_path, body=weightless, correction=UpdateCorrectionConfig("token"))

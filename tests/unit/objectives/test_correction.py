@@ -161,6 +161,8 @@ def test_metrics_of_the_mismatch_equal_loops_over_tokens_and_responses(seed: int
         "trainer_ppl": mean([math.exp(x) for x in trainer]),
         "trainer_log_ppl": mean(trainer),
         "log_ppl_diff": mean(gaps),
+        "log_ppl_diff_max": max(gaps),
+        "log_ppl_diff_min": min(gaps),
         "log_ppl_abs_diff": mean([abs(x) for x in gaps]),
         "log_ppl_abs_diff_max": max(abs(x) for x in gaps),
         "ppl_ratio": mean([math.exp(x) for x in gaps]),

@@ -66,7 +66,7 @@ def test_k2_has_half_the_mean_square_and_the_gradient_of_the_kl() -> None:
     torch.testing.assert_close(found, exact)
 
 
-@pytest.mark.parametrize("name", ["k1+", "k3+"])
+@pytest.mark.parametrize("name", ["k1+", "k3+", "abs+"])
 def test_straight_through_estimate_has_its_own_value_and_the_gradient_of_the_kl(name: str) -> None:
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     policy, other = logits.log_softmax(-1), torch.randn(6).double().log_softmax(-1)
@@ -76,7 +76,8 @@ def test_straight_through_estimate_has_its_own_value_and_the_gradient_of_the_kl(
 
     for found, one, two in zip(each.tolist(), policy.tolist(), other.tolist(), strict=True):
         gap = one - two
-        assert found == pytest.approx(gap if name == "k1+" else math.exp(-gap) - 1 + gap)
+        values = {"k1+": gap, "k3+": math.exp(-gap) - 1 + gap, "abs+": abs(gap)}
+        assert found == pytest.approx(values[name])
     (found,) = torch.autograd.grad((weight * each).sum(), logits, retain_graph=True)
     (exact,) = torch.autograd.grad((policy.exp() * (policy - other)).sum(), logits)
     torch.testing.assert_close(found, exact)
@@ -99,7 +100,7 @@ def test_k3_of_a_tiny_difference_keeps_its_digits() -> None:
 
 
 def test_unknown_names_are_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="got 'k9', expected one of abs, k1"):
+    with pytest.raises(ConfigError, match=r"got 'k9', expected one of abs, abs\+, k1"):
         kl_estimate("k9", torch.zeros(1), torch.zeros(1))
     with pytest.raises(ConfigError, match="got 'mean', expected one of"):
         PolicyLoss(PolicyLossConfig(aggregation="mean"), 1.0)

@@ -344,6 +344,22 @@ def test_log_probs_before_the_update_are_planned_only_where_they_are_computed(
     assert not check_batches(found)
 
 
+@pytest.mark.parametrize(
+    "script",
+    "ppo grpo rloo remax reinforce_pp dapo safe_rlhf distill grpo_agent grpo_async".split(),
+)
+def test_every_script_that_samples_weighs_its_rows_where_the_setting_says_so(script: str) -> None:
+    words = ["actor.update.correction.kind=token"]
+    words += ["max_staleness=0"] if script == "grpo_async" else []
+
+    found = traced(script, 2, *SCRIPTS.get(script, SMALL), *words)
+
+    labels = [order.label for order in found.orders]
+    assert labels.count("actor.compute_log_prob") == 1
+    weighed = labels.index("map.compute_rollout_weights")
+    assert labels.index("actor.compute_log_prob") < weighed < labels.index("actor.update_actor")
+
+
 def test_plan_names_the_line_of_a_call_that_waited() -> None:
     found = traced("ppo", 2, *SCRIPTS["ppo"], "actor.update.mini_batch_size=12", KL)
 
