@@ -14,7 +14,6 @@ from spmdflow.controller.prompts import DynamicSampling
 from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean
 
-
 SCORES = [
     ([nan, 0.0, 1.0], True),
     ([0.0, nan, 1.0], True),
