@@ -71,7 +71,8 @@ class Saving:
         self.resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
         self.due = False
         """Whether the running step ends with a checkpoint."""
-        self._sealing: Future[None] | None = None
+        self._sealing: Future[float] | None = None
+        """Seals the checkpoint that is being written; returns how many seconds saving took."""
         self._seconds = longest_call_of(run.call_seconds)
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
@@ -155,7 +156,8 @@ class Saving:
         sealing = self._sealing
         if sealing is not None and (wait or sealing.done()):
             self._sealing = None
-            sealing.result()
+            seconds = sealing.result()
+            self.ending.save_seconds = max(self.ending.save_seconds, seconds)
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -172,8 +174,11 @@ class Saving:
 
     def _seal(
         self, step: int, started: float, meta: dict[str, Any], pending: Mapping[str, Pending]
-    ) -> None:
-        """Wait until every rank has written, then seal (in a thread of its own)."""
+    ) -> float:
+        """Wait until every rank has written, then seal; returns the seconds since `started`.
+
+        Runs in a thread of its own.
+        """
         replies = {name: each.result() for name, each in pending.items()}
         written = [
             Written(
@@ -189,8 +194,8 @@ class Saving:
             sync_records(self._checkpoints.folder.parent)
             info = self._checkpoints.seal(step, meta, written)
         seconds = time.monotonic() - started
-        self.ending.save_seconds = max(self.ending.save_seconds, seconds)
         logger.info("saved step %s to %s in %.1f s", step, info.folder, seconds)
+        return seconds
 
     def _check_frozen(self, info: CheckpointInfo, name: str, replies: Replies) -> None:
         """CheckpointError if a frozen model has changed; a warning with run.resume=reload_frozen.

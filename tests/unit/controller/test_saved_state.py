@@ -129,3 +129,15 @@ def test_resume_says_that_a_thing_which_is_new_in_the_script_starts_as_it_was_ma
 
     assert (old.history, new.history) == ([7.0], [])
     assert "no state of 'curriculum', which the script keeps now" in caplog.text
+
+
+def test_seconds_of_a_save_are_known_once_its_checkpoint_is_sealed(tmp_path: Path) -> None:
+    with rank_of_one(tmp_path) as rank:
+        flow = rank.flow
+        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        for _ in flow.steps(1):
+            draw(prompts, toy)
+            flow.save(every=1)
+        flow._saving.finish()
+
+        assert flow._saving.ending.save_seconds > 0
