@@ -26,7 +26,7 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,10 @@ def resolve_paths(cfg: Any, *, download: bool) -> None:
             path = find.model(f"{key}.tokenizer_path", part.tokenizer_path, TOKENIZER)
             part.tokenizer_path = path
     for key, data in parts_of(cfg, DataSettings):
-        for field in ("train_path", "eval_path"):
-            if (setting := getattr(data, field)) is not None:
-                change = partial(find.data, f"{key}.{field}")
-                setattr(data, field, with_places(setting, change))
+        for name in ("train_path", "eval_path"):
+            if (setting := getattr(data, name)) is not None:
+                change = partial(find.data, f"{key}.{name}")
+                setattr(data, name, with_places(setting, change))
 
 
 def run_dir_of(run: RunConfig) -> Path:
@@ -165,11 +165,16 @@ class _Finder:
     run: RunConfig
     download: bool
     """Whether what the cache lacks may be downloaded."""
+    steps: dict[str, str] = field(default_factory=dict)
+    """The checkpoint that is read of each run that settings name, the same for all of them."""
 
     def model(self, key: str, path: str, wanted: Wanted) -> str:
         """The folder of a model or tokenizer. key: the setting, for messages."""
         folder = exported_folder(key, path)
         if folder != path and names_newest_step(path):
+            step = str(Path(folder).parents[1])
+            if self.steps.setdefault(path, step) != step:  # the other run has saved meanwhile
+                folder = exported_folder(key, self.steps[path])
             folder = self._step_as_before(key, folder)
         path = folder
         name = hub_name_of(path)

@@ -17,6 +17,8 @@ from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.reading import ModelFolders
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.config.load import load
+from spmdflow.config.location import MODEL, _Finder
+from spmdflow.config.schema import RunConfig
 from spmdflow.controller.flow import Flow
 from spmdflow.controller.script import run_flow
 from spmdflow.weights.folder import HuggingFaceFolder
@@ -153,6 +155,19 @@ def test_resumed_run_reads_the_step_of_another_run_that_it_began_with(
     found = begin_and_go_on(tmp_path, lambda writer: save_step(writer, 2, keep=2), given=given)
 
     assert found == ["step-1/actor/hugging_face"] * 2
+
+
+def test_all_settings_that_name_a_run_read_one_step_though_it_saves_meanwhile(
+    tmp_path: Path,
+) -> None:
+    save_step(tmp_path, 1, keep=2)
+    finder = _Finder(RunConfig(dir=str(tmp_path / "reader")), download=False)
+
+    actor = finder.model("actor.model.path", str(tmp_path), MODEL)
+    save_step(tmp_path, 2, keep=2)
+    reference = finder.model("reference.model.path", str(tmp_path), MODEL)
+
+    assert reference == actor == str(tmp_path / "checkpoints/step-1/actor/hugging_face")
 
 
 def test_resumed_run_whose_first_folder_is_gone_says_so_and_reads_what_the_link_leads_to(
