@@ -1,8 +1,9 @@
 """Messages -> text -> token ids by a chat template, for data sets, evaluation and episodes.
 
 Special tokens that the template writes count. So do those in messages of trusted roles, which you
-or the model wrote. In all other messages (of users, tools, opponents) the text of a special token
-stays text: a user who writes `<|im_end|>` does not end the turn. This is exact:
+or the model wrote. In all other messages (of users, tools, opponents) and in the schemas of tools,
+the text of a special token stays text: a user who writes `<|im_end|>` does not end the turn. This
+is exact:
 
 1. Before rendering, each such text is replaced by a placeholder, so the template only copies it.
 2. In the rendered text, what still matches a special token was written by the template.
@@ -87,9 +88,14 @@ class ChatTemplate:
         tools: schemas that the template shows to the model. DataError if the template fails; the
         caller adds file and line.
         """
-        hidden = [self._hide_in_message(message) for message in messages]
-        text = self._render(hidden, answered, tools)
-        if hidden != messages and self.plain(text) != self._render(messages, answered, tools):
+        hidden = [
+            message if message.get("role") in self._trusted_roles else self._hide(message)
+            for message in messages
+        ]
+        hidden_tools = self._hide(tools)
+        text = self._render(hidden, answered, hidden_tools)
+        is_changed = hidden != messages or hidden_tools != tools
+        if is_changed and self.plain(text) != self._render(messages, answered, tools):
             raise DataError(
                 f"{self._name} writes other text where a message contains the text of a special "
                 f"token, expected it to copy messages; remove that text from the message"
@@ -146,18 +152,10 @@ class ChatTemplate:
                 f"template, or the messages"
             ) from err
 
-    def _hide_in_message(self, message: Message) -> Message:
-        """The message with placeholders for the texts of special tokens, if strangers wrote it."""
-        if self._pattern is None or message.get("role") in self._trusted_roles:
-            return message
-        return {
-            name: value if name == "role" else self._hide(value) for name, value in message.items()
-        }
-
     def _hide(self, value: Any) -> Any:
-        """The same of a value of JSON."""
+        """A value of JSON with placeholders for the texts of special tokens."""
         if isinstance(value, dict):
-            return {name: self._hide(each) for name, each in value.items()}
+            return {self._hide(name): self._hide(each) for name, each in value.items()}
         if isinstance(value, list):
             return [self._hide(each) for each in value]
         if not isinstance(value, str) or self._pattern is None:

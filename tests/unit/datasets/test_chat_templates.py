@@ -42,7 +42,7 @@ TOOL_TURNS = [
     {"role": "assistant", "content": "it is 2"},
 ]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "term"}}}
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "add", "description": "+", "parameters": PARAMETERS}}
 ]
 DATE = {"date_string": "26 Jul 2024"}
@@ -271,8 +271,15 @@ def test_special_tokens_in_the_text_of_users_and_tools_stay_text(family: str) ->
 
     def prompt_of(text: str) -> list[int]:
         if known.has_tools:
-            messages = [*TOOL_TURNS[:2], TOOL_TURNS[2] | {"content": text}]
-            row = {"messages": [{"role": "user", "content": text}, *messages[1:]], "tools": TOOLS}
+            function = TOOLS[0]["function"] | {"description": text}
+            row = {
+                "messages": [
+                    TOOL_TURNS[0] | {"content": text},
+                    TOOL_TURNS[1],
+                    TOOL_TURNS[2] | {"content": text},
+                ],
+                "tools": [{"type": "function", "function": function}],
+            }
         else:
             row = {"messages": [{"role": "user", "content": text}], "tools": None}
         return encoded(tokenizer, cfg, row)["prompts"]
