@@ -26,19 +26,22 @@ class EndpointError(Exception):
 class ChatClient:
     """Keeps a connection; to be used in `async with`."""
 
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter | None = None
+    """None: not connected; the endpoint closes connections that are silent at first."""
+
     def __init__(self, base_url: str, *, model: str, api_key: str) -> None:
         place = urlsplit(base_url)
         self._host, self._port = place.hostname, place.port
         self._path, self._model, self._key = place.path.rstrip("/"), model, api_key
 
     async def __aenter__(self) -> Self:
-        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, err: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._writer.close()
+        self._disconnect()
 
     async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """The assistant's message. fields: of the request; Any, as JSON has. EndpointError."""
@@ -53,11 +56,27 @@ class ChatClient:
         head = [f"POST {self._path}/{route} HTTP/1.1", f"host: {self._host}:{self._port}"]
         head += [f"authorization: Bearer {self._key}", "content-type: application/json"]
         head += [f"content-length: {len(data)}", "", ""]
-        self._writer.write("\r\n".join(head).encode() + data)
-        await self._writer.drain()
+        writer = await self._connect()
+        writer.write("\r\n".join(head).encode() + data)
+        await writer.drain()
         lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
         sizes = (line.partition(":")[2] for line in lines if line.startswith("content-length:"))
         answer: dict[str, Any] = json.loads(await self._reader.readexactly(int(next(sizes))))
+        if "connection: close" in lines:
+            self._disconnect()
         if lines[0].split(" ")[1] != "200":
             raise EndpointError(answer["error"]["message"], answer["error"]["code"])
         return answer
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        """The connection, opened if there is none."""
+        if self._writer is None or self._reader.at_eof():
+            self._disconnect()
+            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+        return self._writer
+
+    def _disconnect(self) -> None:
+        """Close the connection, if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

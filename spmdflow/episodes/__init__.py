@@ -10,6 +10,7 @@ fields and the limits.
 |---|---|---|
 | run | the compute lane | steps the generator with the requests of all episodes until they end |
 | endpoint | a thread with an event loop | HTTP on loopback: finds the episode, limits, answers |
+| connections | the same | which connections are open, whose they are, and which must go |
 | fields | the same | fields of a request, and the answer in OpenAI's form |
 | conversation | the same | messages -> token ids that extend the recorded ones; the chat template |
 | recorder | the same | one episode's segments: ids, mask and log-probabilities |

@@ -4,7 +4,9 @@
 
 The port is the system's choice. An episode's id is drawn at random when it starts and is known
 until it ends; its key is another, and a key that comes with a request must be the episode's own.
-Limits: size of a request, connections, requests under way and refused requests of one episode.
+Limits: size of a request; connections, requests under way and refused requests of one episode;
+number and time of connections that have not named an episode. What the endpoint did not expect is
+logged, answered with 500, and fails the episode that asked.
 """
 
 from __future__ import annotations
@@ -16,10 +18,18 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from spmdflow.episodes.connections import (
+    MOST_OF_EPISODE,
+    MOST_STRANGERS,
+    STRANGER_SECONDS,
+    Connection,
+    Connections,
+)
 from spmdflow.episodes.fields import Refusal, Reply, answer, ask_of, error
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.errors import DataError
@@ -42,7 +52,23 @@ _REASONS |= {
     411: "Length Required",
     413: "Content Too Large",
     429: "Too Many Requests",
+    500: "Internal Server Error",
 }
+_MOST_SIZE_DIGITS = 18
+"""Of a content-length."""
+_CLOSES = {"unread", "connections", "internal_error"}
+"""Codes of refusals after which the connection ends."""
+_WARN_EVERY_SECONDS = 60.0
+_UNREADABLE = (
+    DataError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What JSON, tokenizers and chat templates raise for a request that is at fault."""
 
 
 class Draw(NamedTuple):
@@ -57,14 +83,47 @@ class Draw(NamedTuple):
     max_new_tokens: int
     done: Callable[[Lasted | None], None]
     """To be called, from any thread, with what was drawn, or None if it was aborted."""
+    fail: Callable[[Exception], None]
+    """To be called instead, from any thread, if the request cannot be added."""
 
 
-class Flood(NamedTuple):
-    """An episode that asked for too much."""
+class EpisodeFault(NamedTuple):
+    """An episode that has to be ended, and why."""
 
     number: int
     name: str
     cause: str
+
+
+class _Disconnected(Exception):
+    """Nobody waits for the answer."""
+
+
+class _NotAdded(Exception):
+    """The generator does not take a request that the recorder let pass."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"the generator does not take it ({type(cause).__name__}: {cause})")
+
+
+class RareWarning:
+    """A warning that others can cause at will: logged at most once a minute, with a count."""
+
+    def __init__(self, *, seconds: float = _WARN_EVERY_SECONDS) -> None:
+        self._seconds = seconds
+        self._next = float("-inf")
+        self._num_omitted = 0
+
+    def warn(self, text: str) -> None:
+        """Log the text, or count it."""
+        now = time.monotonic()
+        if now < self._next:
+            self._num_omitted += 1
+            return
+        more = f" ({self._num_omitted} more since the last warning)" if self._num_omitted else ""
+        logger.warning("episodes: %s%s", text, more)
+        self._next = now + self._seconds
+        self._num_omitted = 0
 
 
 class _Episode:
@@ -79,20 +138,22 @@ class _Episode:
 class Endpoint:
     """Answers the requests of episodes; what must be drawn is in `inbox`."""
 
-    def __init__(self, tokenizer: Any, *, max_connections: int) -> None:
-        """Any: a transformers tokenizer."""
-        self.inbox: queue.SimpleQueue[Draw | Flood] = queue.SimpleQueue()
+    def __init__(self, tokenizer: Any, *, stranger_seconds: float = STRANGER_SECONDS) -> None:
+        """Any: a transformers tokenizer. stranger_seconds: see Connections."""
+        self.inbox: queue.SimpleQueue[Draw | EpisodeFault] = queue.SimpleQueue()
         self.wake, self._waker = socket.socketpair()
         """Has something to read when the inbox has something new."""
         self.wake.setblocking(False)
         self._waker.setblocking(False)
-        self._tokenizer, self._most = tokenizer, max_connections
+        self._tokenizer = tokenizer
         self._episodes: dict[str, _Episode] = {}
         """By id."""
         self._owners: dict[str, _Episode] = {}
         """By key."""
         self._told: set[str] = set()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections = Connections(stranger_seconds=stranger_seconds)
+        self._stranger_warning = RareWarning()
+        self._foreign_warning = RareWarning()
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(
             asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_MOST_HEAD_BYTES)
@@ -114,6 +175,7 @@ class Endpoint:
         episode = self._episodes.pop(name, None)
         if episode is not None:
             del self._owners[episode.key]
+            self._loop.call_soon_threadsafe(self._connections.end_episode, name)
 
     def close(self) -> None:
         """End the thread and all connections; harmless when repeated."""
@@ -128,15 +190,14 @@ class Endpoint:
     def _run(self) -> None:
         self._loop.run_forever()
         self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        self._connections.close_all()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
 
-    def _post(self, item: Draw | Flood) -> None:
+    def _post(self, item: Draw | EpisodeFault) -> None:
         self.inbox.put(item)
         self.notify()
 
@@ -147,23 +208,29 @@ class Endpoint:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection: requests until it is closed."""
-        if len(self._writers) >= self._most:
-            logger.warning("episodes: more than %d connections; a new one is closed", self._most)
-            writer.transport.abort()
-            return
-        self._writers.add(writer)
+        connection, is_full = self._connections.admit(writer.transport.abort, self._loop.time())
+        if is_full:
+            self._stranger_warning.warn(
+                f"more than {MOST_STRANGERS} connections without a request; the oldest was closed"
+            )
         try:
-            while await self._exchange(reader, writer):
+            while await self._exchange(connection, reader, writer):
                 pass
-        except (OSError, EOFError, asyncio.LimitOverrunError):
-            pass  # the client has gone, or does not speak HTTP
+        except (OSError, EOFError, asyncio.LimitOverrunError, _Disconnected):
+            pass  # the client has gone, is silent for too long, or does not speak HTTP
         finally:
-            self._writers.discard(writer)
+            self._connections.drop(connection)
             writer.close()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _exchange(
+        self,
+        connection: Connection,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
         """Answer one request; whether the connection goes on."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        async with asyncio.timeout_at(connection.deadline):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = [*head[0].split(" "), "", ""][:3]
         fields = {
             name.lower(): value.strip() for name, _, value in (x.partition(":") for x in head)
@@ -173,12 +240,13 @@ class Endpoint:
         try:
             name, route = _path_of(path)
             episode = self._find(name, fields.get("authorization", ""))
+            self._claim(connection, episode)
             body = await self._body(reader, fields)
             reply, kind = await self._answer(episode, method, route, body, reader)
             status = 200
         except Refusal as err:
             reply, status = error(err), err.status
-            keep = self._refused(episode, err) and err.code != "unread"
+            keep = self._refused(episode, err) and err.code not in _CLOSES
         head = [f"HTTP/1.1 {status} {_REASONS[status]}", f"content-type: {kind}"]
         head += [f"content-length: {len(reply)}", *([] if keep else ["connection: close"])]
         writer.write("\r\n".join([*head, "", ""]).encode() + reply)
@@ -187,9 +255,13 @@ class Endpoint:
 
     async def _body(self, reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
         """What follows the head; Refusal if it is too large."""
-        size = fields.get("content-length", "0")
-        if not size.isdigit() or "transfer-encoding" in fields:
+        if "transfer-encoding" in fields:
             raise Refusal("got no content-length, expected one", status=411, code="unread")
+        size = fields.get("content-length", "0")
+        is_number = size.isascii() and size.isdigit() and len(size) <= _MOST_SIZE_DIGITS
+        if not is_number:
+            got = f"content-length: {size}"
+            raise Refusal(f"got {got}, expected the body's number of bytes", code="unread")
         if int(size) <= _MOST_BODY_BYTES:
             return await reader.readexactly(int(size))
         left = min(int(size), _MOST_DISCARDED_BYTES)
@@ -204,12 +276,22 @@ class Endpoint:
         episode, owner = self._episodes.get(name), self._owners.get(key)
         if episode is None or (key and owner is not episode):
             who = f"row {owner.number} of this rank" if owner else "a client without a known key"
-            logger.warning("episodes: %s asked for an episode that is not its own", who)
+            self._foreign_warning.warn(f"{who} asked for an episode that is not its own")
             if owner is not None:
                 self._refused(owner, Refusal("another's episode"))
             status = 404 if episode is None else 401
             raise Refusal("got no running episode of this client", status=status, code="not_found")
         return episode
+
+    def _claim(self, connection: Connection, episode: _Episode) -> None:
+        """Count a connection for its episode; Refusal if that has too many."""
+        if not self._connections.claim(connection, episode.name):
+            raise Refusal(
+                f"got more than {MOST_OF_EPISODE} open connections of one episode; close clients "
+                f"and responses when they are done, or use one client for the whole episode",
+                status=429,
+                code="connections",
+            )
 
     def _refused(self, episode: _Episode | None, err: Refusal) -> bool:
         """Count a refusal; whether the client may go on."""
@@ -218,7 +300,7 @@ class Endpoint:
         episode.refused += 1
         if episode.refused == _MOST_REFUSED:
             cause = f"flooded the endpoint: {_MOST_REFUSED} requests were refused, the last: {err}"
-            self._post(Flood(episode.number, episode.name, cause))
+            self._post(EpisodeFault(episode.number, episode.name, cause))
         return episode.refused < _MOST_REFUSED
 
     async def _answer(
@@ -246,10 +328,23 @@ class Endpoint:
         try:
             async with episode.turn:
                 return await self._draw(episode, route == "chat/completions", body, reader)
-        except (DataError, ValueError, TypeError, LookupError, AttributeError) as err:
+        except (Refusal, _Disconnected):
+            raise
+        except _UNREADABLE as err:
             raise Refusal(f"got a request that cannot be read ({err})") from err
+        except Exception as err:  # whatever it is: the client and the episode must hear of it
+            raise self._unexpected(episode, err) from err
         finally:
             episode.under_way -= 1
+
+    def _unexpected(self, episode: _Episode, err: Exception) -> Refusal:
+        """Log an error that no request should cause, and end the episode that made it."""
+        what = f"{type(err).__name__}: {err}"
+        logger.error("episodes: a request failed with %s", what, exc_info=err)
+        cause = f"made a request that failed in the endpoint with {what}"
+        self._post(EpisodeFault(episode.number, episode.name, cause))
+        text = f"the endpoint failed with {what}; see the rank's log"
+        return Refusal(text, status=500, code="internal_error")
 
     async def _draw(
         self, episode: _Episode, chat: bool, body: bytes, reader: asyncio.StreamReader
@@ -264,11 +359,26 @@ class Endpoint:
                 lambda: None if future.done() else future.set_result(drawn)
             )
 
+        def fail(err: Exception) -> None:
+            self._loop.call_soon_threadsafe(
+                lambda: None if future.done() else future.set_exception(_NotAdded(err))
+            )
+
         ids = turn.ids
-        self._post(Draw(episode.number, episode.name, ids, turn.number, turn.max_new_tokens, done))
+        self._post(
+            Draw(
+                number=episode.number,
+                name=episode.name,
+                ids=ids,
+                turn=turn.number,
+                max_new_tokens=turn.max_new_tokens,
+                done=done,
+                fail=fail,
+            )
+        )
         drawn = await future
         if drawn is None or reader.at_eof():
-            raise EOFError  # nobody hears it
+            raise _Disconnected
         message, kept, reason = episode.recorder.finish(ask, turn, drawn)
         pieces = [self._tokenizer.decode([i]) for i in kept.tokens.tolist()] * ask.log_probs
         reply = Reply(message, reason, ids, kept, pieces)

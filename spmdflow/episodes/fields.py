@@ -41,14 +41,26 @@ _HONOURED = {
 
 
 _MOST_TOLD = 50
+_NAME_LETTERS = 100
+"""Of an ignored field's name that are logged."""
+_REFUSAL_LETTERS = 1000
+"""Of a refusal's text, which may quote the request; more are cut out of its middle."""
 
 
 class Refusal(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, text: str, *, status: int = 400, code: str = "invalid_request") -> None:
-        super().__init__(text)
+        super().__init__(_shorten(text, _REFUSAL_LETTERS))
         self.status, self.code = status, code
+
+
+def _shorten(text: str, most: int) -> str:
+    """The text, or its beginning and its end if it has more letters than `most`."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 @dataclass(frozen=True)
@@ -68,15 +80,18 @@ class Ask:
     token_ids: bool
 
 
-def ask_of(body: Mapping[str, Any], *, chat: bool, told: set[str]) -> Ask:
+def ask_of(body: object, *, chat: bool, told: set[str]) -> Ask:
     """A request from its JSON body; Refusal for what cannot be answered as asked.
 
     told: ignored fields that were warned of; grows.
     """
+    if not isinstance(body, dict):
+        raise Refusal(f"got a body that is {type(body).__name__}, expected a JSON object")
     unknown = sorted(set(body) - _HONOURED - told)
-    for name in unknown[: _MOST_TOLD - len(told)]:
+    for name in unknown[: max(0, _MOST_TOLD - len(told))]:
         told.add(name)
-        logger.warning("episodes: requests have the field %r, which is ignored", name)
+        shown = _shorten(name, _NAME_LETTERS)
+        logger.warning("episodes: requests have the field %r, which is ignored", shown)
     if body.get("tool_choice") == "required" and "tool_choice" not in told:
         told.add("tool_choice")
         logger.warning("episodes: tool_choice=required is taken as auto: no reply is forced")

@@ -81,6 +81,8 @@ class Limits:
     """Tokens behind the first prompt, sampled or not."""
     may_fork: bool
     """Whether a request may start another segment."""
+    vocab_size: int
+    """Of the model: its token ids are below."""
 
 
 class Recorder:
@@ -117,6 +119,7 @@ class Recorder:
                 "messages as they were; set actor.rollout.episode.segments=longest to allow it",
                 code="not_append_only",
             )
+        self._refuse_unknown_tokens(fresh)
         room = self._limits.max_new_tokens
         if segment is not None:
             room -= len(segment.tokens) + len(fresh)
@@ -133,6 +136,16 @@ class Recorder:
         self.num_turns += 1
         number = self.num_turns - 1
         return Turn(segment, fresh, text, number, min(ask.max_tokens or room, room))
+
+    def _refuse_unknown_tokens(self, ids: list[int]) -> None:
+        """Refusal unless the model has all these tokens."""
+        known = range(self._limits.vocab_size)
+        foreign = next((token for token in ids if token not in known), None)
+        if foreign is not None:
+            raise Refusal(
+                f"got the token id {foreign}, expected ids from 0 to {known[-1]}, which the model "
+                f"has; encode the prompt with the model's own tokenizer, or send it as text"
+            )
 
     def finish(self, ask: Ask, turn: Turn, drawn: Lasted) -> tuple[Message, Lasted, str]:
         """Record a reply: its message, what is kept of the drawn tokens, and why it ended."""

@@ -1,7 +1,8 @@
 """Runs the episodes of one generation replica: the generator is stepped until all have ended.
 
 The replica's first rank has the endpoint and the environments. Before each step it tells the other
-ranks which requests are new and which are aborted, so that all step the same requests.
+ranks which requests are new and which are aborted, so that all step the same requests. It checks
+each request first: whatever is wrong with one fails its episode, never the run.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 
 from spmdflow.config.episode import EpisodeConfig
 from spmdflow.datasets.chat import ChatTemplate
-from spmdflow.episodes.endpoint import Draw, Endpoint
+from spmdflow.episodes.endpoint import Draw, Endpoint, EpisodeFault
 from spmdflow.episodes.pool import Ended, EnvironmentPool
 from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
+from spmdflow.errors import ColumnError
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.rollout.generator import Replica, Request
 from spmdflow.rollout.lasting import Lasted, LastingRequests
@@ -76,8 +78,9 @@ class EpisodeRunner:
         """Sampling and seed(turn) of each episode that was begun and not taken."""
         self._lead: _Lead | None = None
         if replica.place == 0:
-            endpoint = Endpoint(tokenizer, max_connections=64 + 8 * cfg.concurrency)
-            self._lead = _Lead(EnvironmentPool(cfg), endpoint, self._new_recorder)
+            pool = EnvironmentPool(cfg)
+            endpoint = Endpoint(tokenizer)
+            self._lead = _Lead(pool, endpoint, self._new_recorder, self._check)
 
     def run(
         self,
@@ -136,10 +139,7 @@ class EpisodeRunner:
                 requests.abort(request)
             requests.forget(news.ended)
             for number, prompt, turn, most in news.added:
-                sampling, seed_of = self._begun[number]
-                own = replace(sampling, max_new_tokens=most)
-                seed = seed_of(turn)
-                request = requests.add(Request(torch.tensor(prompt), seed, own, number))
+                request = requests.add(self._request(number, prompt, turn, most))
                 if lead:
                     lead.added(request)
             if news.done:
@@ -162,6 +162,27 @@ class EpisodeRunner:
         """End the worker processes and the endpoint."""
         if self._lead:
             self._lead.close()
+
+    def _request(self, number: int, prompt: list[int], turn: int, most: int) -> Request:
+        """What the generator draws for an episode's turn."""
+        sampling, seed_of = self._begun[number]
+        return Request(
+            prompt=torch.tensor(prompt, dtype=torch.int64),
+            seed=seed_of(turn),
+            sampling=replace(sampling, max_new_tokens=most),
+            conversation=number,
+        )
+
+    def _check(self, draw: Draw) -> None:
+        """Raise what would be raised by adding a request, before any rank hears of it."""
+        request = self._request(draw.number, draw.ids, draw.turn, draw.max_new_tokens)
+        known = range(self._limits.vocab_size)
+        foreign = [token for token in draw.ids if token not in known]
+        if foreign:
+            got = f"the token ids {foreign[:3]}"
+            expected = f"ids from 0 to {known[-1]}"
+            raise ColumnError.of("run_episodes", got, expected, "send ids of the model's tokenizer")
+        self._requests.check(request)
 
     def _new_recorder(self) -> Recorder:
         return Recorder(self._chat, self._end_tokens, self._limits, self._read_calls)
@@ -193,9 +214,15 @@ class _Lead:
     """The first rank's part of a run: what is under way, and what became of each row."""
 
     def __init__(
-        self, pool: EnvironmentPool, endpoint: Endpoint, new_recorder: Callable[[], Recorder]
+        self,
+        pool: EnvironmentPool,
+        endpoint: Endpoint,
+        new_recorder: Callable[[], Recorder],
+        check: Callable[[Draw], None],
     ) -> None:
+        """check: raises what is wrong with a request."""
         self._pool, self._endpoint, self._new_recorder = pool, endpoint, new_recorder
+        self._check = check
         self._names: dict[int, str] = {}
         """Running episode -> its id."""
         self._recorders: dict[int, Recorder] = {}
@@ -225,6 +252,11 @@ class _Lead:
             if self._names.get(item.number) != item.name:
                 item.done(None)  # of an episode that has ended
                 continue
+            try:
+                self._check(item)
+            except Exception as err:  # of whatever kind: it is this episode's, not the run's
+                item.fail(err)
+                continue
             self._asked.append(item)
             added.append((item.number, item.ids, item.turn, item.max_new_tokens))
         aborted, self._aborted = self._aborted, []
@@ -232,18 +264,18 @@ class _Lead:
         return News(added, aborted, gone, is_over())
 
     def _hear(self, asked: list[Draw]) -> dict[int, str]:
-        """Add what running episodes ask for; those that flooded the endpoint -> why they failed."""
+        """Add what running episodes ask for; those that have to be ended -> why."""
         with suppress(BlockingIOError):
             self._endpoint.wake.recv(1 << 16)
-        floods = {}
+        causes = {}
         with suppress(queue.Empty):
             while True:
-                item = self._endpoint.inbox.get_nowait()
+                item: Draw | EpisodeFault = self._endpoint.inbox.get_nowait()
                 if isinstance(item, Draw):
                     asked.append(item)
                 elif self._names.get(item.number) == item.name:
-                    floods[item.number] = item.cause
-        return floods
+                    causes[item.number] = item.cause
+        return causes
 
     def added(self, request: int) -> None:
         """The generator has taken the next request."""

@@ -29,7 +29,7 @@ from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.run import Episode, EpisodeRunner
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
-from spmdflow.rollout.forward import end_tokens
+from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
 from spmdflow.rollout.lasting import LastingRequests
 from spmdflow.rollout.sampling import Sampling
@@ -160,7 +160,13 @@ class EpisodeWorker(Worker):
         self.requests = requests_of(self.generator, self.cfg.model.path, "run_episodes")
         self._runner = EpisodeRunner(
             cfg.episode,
-            Limits(cfg.episode.max_turns, cfg.max_prompt_tokens, cfg.max_new_tokens, may_fork),
+            Limits(
+                max_turns=cfg.episode.max_turns,
+                max_prompt_tokens=cfg.max_prompt_tokens,
+                max_new_tokens=cfg.max_new_tokens,
+                may_fork=may_fork,
+                vocab_size=vocab_size(self.cfg.model.path),
+            ),
             self.requests,
             chat=chat,
             end_tokens=end_tokens(self.cfg.model.path),

@@ -98,6 +98,14 @@ def end_tokens(path: str) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list | tuple) else (int(found),)
 
 
+def vocab_size(path: str) -> int:
+    """Rows of the embedding, as config.json says: token ids of the model are below."""
+    from transformers import AutoConfig
+
+    cfg = AutoConfig.from_pretrained(path, local_files_only=True)
+    return int(cfg.get_text_config().vocab_size)
+
+
 class HuggingFaceForward:
     """Any family: transformers' own module and cache."""
 

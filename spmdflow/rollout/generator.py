@@ -237,9 +237,7 @@ class RequestGenerator(ABC):
 
     def admit(self, request: Request, others: Sequence[Request]) -> None:
         """What `add` checks; others: some that are under way, none if none is."""
-        if not len(request.prompt):
-            do = "begin prompts with a bos token"
-            raise ColumnError.of("generate", "a prompt of no tokens", "at least 1", do)
+        self.check_size(request)
         size = request.sampling.max_new_tokens
         for other in others:
             if replace(other.sampling, max_new_tokens=size) != request.sampling:
@@ -247,10 +245,16 @@ class RequestGenerator(ABC):
                     f"generate: got {request.sampling} beside requests of {other.sampling}, "
                     f"expected the same but for max_new_tokens; wait until those have ended"
                 )
-        check_room(len(request.prompt), request.sampling, self.max_positions)
         if not others:
             path, stop = request.sampling.tokenizer_path, request.sampling.stop
             self.stop = StopStrings(load_tokenizer(path), stop) if stop else None
+
+    def check_size(self, request: Request) -> None:
+        """ColumnError or ConfigError unless its prompt has tokens, and room for a response."""
+        if not len(request.prompt):
+            do = "begin prompts with a bos token"
+            raise ColumnError.of("generate", "a prompt of no tokens", "at least 1", do)
+        check_room(len(request.prompt), request.sampling, self.max_positions)
 
     @abstractmethod
     def wake(self, part: WakePart | None = None) -> None:

@@ -83,6 +83,10 @@ class LastingRequests:
         """Requests that have not ended."""
         return len(self._rows)
 
+    def check(self, request: Request) -> None:
+        """ColumnError or ConfigError if the generator cannot take a request of this size."""
+        self._generator.check_size(request)
+
     def add(self, request: Request, drawn: Mapping[str, Tensor] | None = None) -> int:
         """Take a request; its number. drawn: what `state` gave of it."""
         number = next(self._numbers)

@@ -14,6 +14,7 @@ import pytest
 from spmdflow.envs.tools import episode as play_tools
 from spmdflow.envs.tools import schemas_of
 from spmdflow.episodes.recorder import Limits
+from spmdflow.rollout.forward import vocab_size
 from tests.distributed.programs import clients_env
 from tests.distributed.test_episodes import (
     LIMITS,
@@ -33,7 +34,13 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def run(environment: str, rows: list[dict[str, Any]], *, model: Path = MODEL) -> list[Any]:
-    long = Limits(max_turns=64, max_prompt_tokens=1000, max_new_tokens=1000, may_fork=False)
+    long = Limits(
+        max_turns=64,
+        max_prompt_tokens=1000,
+        max_new_tokens=1000,
+        may_fork=False,
+        vocab_size=vocab_size(str(model)),
+    )
     limits = LIMITS if model == MODEL else long
     generator = new_generator(max_batch_size=1, model=model)
     runner = new_runner("", generator, environment=environment, seconds=600.0, limits=limits)

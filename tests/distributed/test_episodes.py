@@ -27,7 +27,7 @@ from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.run import Episode, EpisodeRunner
 from spmdflow.plan.replay import Replay
 from spmdflow.rollout.builtin import BuiltinGenerator
-from spmdflow.rollout.forward import end_tokens
+from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Replica, Request, take_folder_weights
 from spmdflow.rollout.lasting import LastingRequests
 from spmdflow.rollout.sampling import Sampling
@@ -37,7 +37,13 @@ from tests.unit.planned import trace_replayed
 MODEL = Path(__file__).parents[2] / "algos" / "guess" / "model"
 ENVIRONMENTS = Path(episode_env.__file__)
 SAMPLING = Sampling(32, temperature=1.0, tokenizer_path=str(MODEL))
-LIMITS = Limits(max_turns=8, max_prompt_tokens=8, max_new_tokens=32, may_fork=False)
+LIMITS = Limits(
+    max_turns=8,
+    max_prompt_tokens=8,
+    max_new_tokens=32,
+    may_fork=False,
+    vocab_size=vocab_size(str(MODEL)),
+)
 ROWS = [{"digit": number} for number in range(64)]
 
 

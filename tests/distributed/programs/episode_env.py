@@ -44,6 +44,14 @@ async def cut_off(row: dict[str, Any], **_: str) -> float:
     raise ConnectionError("the other side has left")
 
 
+async def asks(row: dict[str, Any], *, base_url: str, model: str, api_key: str) -> float:
+    """One reply of at most so many tokens as the row says, if it does."""
+    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+        ask = [{"role": "user", "content": "guess"}]
+        await client.chat(ask, max_tokens=row.get("max_tokens", 1))
+    return 1.0
+
+
 async def faulty(row: dict[str, Any], *, base_url: str, model: str, api_key: str) -> Any:
     """Plays one turn, and then does what the row says."""
     does = row.get("does", "")

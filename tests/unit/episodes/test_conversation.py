@@ -61,7 +61,7 @@ def text_tokenizer() -> Any:
 
 def recorder_of(tokenizer: Any, *, read_calls: Any = None, **limits: Any) -> Recorder:
     sizes = {"max_turns": 9, "max_prompt_tokens": 16, "max_new_tokens": 64, "may_fork": False}
-    limit = Limits(**(sizes | limits))
+    limit = Limits(vocab_size=len(tokenizer), **(sizes | limits))
     return Recorder(ChatTemplate(tokenizer), (tokenizer.eos_token_id,), limit, read_calls)
 
 
@@ -298,7 +298,13 @@ def test_an_episode_that_ends_while_a_reply_is_recorded_has_rows_of_one_length()
 
 def test_arguments_of_the_template_reach_episodes() -> None:
     tokenizer = tokenizer_of("qwen3")
-    sizes = Limits(max_turns=9, max_prompt_tokens=99, max_new_tokens=99, may_fork=True)
+    sizes = Limits(
+        max_turns=9,
+        max_prompt_tokens=99,
+        max_new_tokens=99,
+        may_fork=True,
+        vocab_size=len(tokenizer),
+    )
     arguments = {"enable_thinking": False}
     template = ChatTemplate(tokenizer, arguments)
     recorder = Recorder(template, (tokenizer.eos_token_id,), sizes)

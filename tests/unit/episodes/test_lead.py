@@ -51,11 +51,13 @@ class EndingPool:
 @pytest.mark.parametrize("num_requests", [1, 2])
 def test_requests_of_an_episode_that_ends_as_they_come_are_cut_off(num_requests: int) -> None:
     tokenizer = text_tokenizer()
-    limits = Limits(9, max_prompt_tokens=9, max_new_tokens=9, may_fork=True)
+    limits = Limits(
+        9, max_prompt_tokens=9, max_new_tokens=9, may_fork=True, vocab_size=len(tokenizer)
+    )
     new_recorder = partial(Recorder, tokenizer, (tokenizer.eos_token_id,), limits)
-    endpoint = Endpoint(tokenizer, max_connections=4)
+    endpoint = Endpoint(tokenizer)
     pool = EndingPool(endpoint, num_requests)
-    lead = _Lead(cast(EnvironmentPool, pool), endpoint, new_recorder)
+    lead = _Lead(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)
 
     for client in pool.clients:  # the turn of the second comes when its episode has ended
         while endpoint.inbox.empty():
