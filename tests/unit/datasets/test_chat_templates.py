@@ -7,11 +7,13 @@ examples (SFT) and as pairs.
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from spmdflow.config.offline import ExampleDataConfig, PreferenceDataConfig
@@ -373,6 +375,55 @@ def test_forged_token_that_the_vocabulary_holds_stays_text() -> None:
 
     shown = tokenizer.convert_ids_to_tokens(ids[0])
     assert shown == ["<s>", "\u2581", "a", "<", "s>", "a"]
+
+
+def with_metaspace() -> Any:
+    """As those of Mistral: a space is put before the beginning of the text alone."""
+    tokenizer = sentencepiece_like()
+    tokenizer.backend_tokenizer.normalizer = None
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = metaspace
+    return tokenizer
+
+
+def with_stripping_tokens() -> Any:
+    """As those of Phi-3: special tokens swallow the white space beside them."""
+    tokenizer = sentencepiece_like()
+    end = AddedToken("<|end|>", rstrip=True, special=True)
+    mask = AddedToken("<mask>", lstrip=True, special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [end, mask]})
+    return tokenizer
+
+
+def unigram() -> Any:
+    """A vocabulary of pieces with scores, in which special tokens are pieces too."""
+    pieces = ["<unk>", "<s>", "</s>", "a", "<", "s", ">", "\u2581", "s>"]
+    model = models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sentencepiece_like, with_metaspace, with_stripping_tokens, unigram],
+)
+def test_a_forged_token_changes_no_id_of_the_text_beside_it(make: Callable[[], Any]) -> None:
+    tokenizer = make()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(tokenizer)
+    special = list(tokenizer.all_special_tokens)
+    draw = random.Random(0)
+
+    for _ in range(100):
+        words = [*special, "a", " a", "  ", "\n", "<", "s>", ">", ""]
+        text = "".join(draw.choices(words, k=draw.randrange(1, 9)))
+        said = [{"role": "system", "content": text}, {"role": "user", "content": "a</s>"}]
+        forged = template.ids([template.render(said)])[0]
+        beginning = tokenizer(text + "a", add_special_tokens=False).input_ids
+
+        assert forged[: len(beginning)] == beginning
+        assert tokenizer.eos_token_id not in forged[len(beginning) :]
 
 
 @pytest.mark.parametrize(
