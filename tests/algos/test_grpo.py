@@ -87,6 +87,21 @@ def test_named_choice_trains_and_differs_from_grpo(
     assert own > 0 and own != pytest.approx(grpo, rel=1e-2)
 
 
+def test_setting_of_the_update_corrects_rollouts_without_a_line_in_the_script(
+    in_one_process: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    words = ("actor.update.correction.kind=token", "actor.rollout.dtype=bfloat16")
+
+    (_, step) = run(GRPO, tmp_path / "run", *words, "total_steps=1", "eval_every=2")
+
+    assert step["rollout/drift"] > 1e-4, "bfloat16 differs from the trainer's float32"
+    assert step["rollout/trainer_kl"] > 0 and step["rollout/weight_std"] > 0
+    assert step["rollout/weight_mean"] == pytest.approx(1, abs=0.1)
+    assert step["rollout/log_ppl_diff_min"] < step["rollout/log_ppl_diff_max"]
+    assert step["actor/grad_norm"] > 0
+    assert not any(name.startswith("rollout/weight_") for name in in_one_process[1])
+
+
 def test_estimator_and_loss_of_a_script_are_chosen_by_name(tmp_path: Path) -> None:
     steps = run(
         OWN,

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.algorithm import CorrectionConfig, SurrogateLossConfig
+from spmdflow.config.objective import UpdateCorrectionConfig
 from spmdflow.config.schema import PolicyLossConfig
 from spmdflow.data.ragged import pad, ragged
 from spmdflow.errors import ConfigError
@@ -224,6 +225,51 @@ def test_policy_loss_multiplies_each_token_by_its_weight() -> None:
     log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     terms = loss.terms(log_probs, old, columns["advantages"], mask).loss
     assert float(weighted) == pytest.approx(float((terms * weights)[mask].sum() / 4))
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "mask"])
+def test_corrected_loss_is_ppos_clipped_ratio_times_the_weight_of_trainer_over_generator(
+    kind: str,
+) -> None:
+    """Decoupled truncated importance sampling: the ratio is to pi_old, the weight to mu."""
+    cap, clip, lengths = 1.3, 0.2, (3, 2)
+    torch.manual_seed(5)
+    logits, ids = torch.randn(2, 3, 5).double(), torch.randint(0, 5, (2, 3))
+    mask = torch.arange(3)[None] < torch.tensor(lengths)[:, None]
+    log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    old = log_probs + 0.4 * torch.randn(2, 3).double()
+    rollout = old + 0.4 * torch.randn(2, 3).double()
+    advantages = torch.randn(2, 3).double()
+    batch = TensorDict(
+        {
+            name: ragged(torch.cat([x[0], x[1, :2]]), torch.tensor(lengths))
+            for name, x in (
+                ("old_log_probs", old),
+                ("rollout_log_probs", rollout),
+                ("response_mask", mask),
+            )
+        },
+        batch_size=[2],
+    )
+    answer, _ = run(batch, UpdateCorrectionConfig(kind, cap))
+    columns = {
+        "old_log_probs": old,
+        "advantages": advantages,
+        "rollout_weights": pad(answer["rollout_weights"]).double(),
+    }
+
+    rows = Rows(ids, mask, columns)
+    totals = {"tokens": 5.0, "sequences": 2.0}
+    found, _ = PolicyLoss(PolicyLossConfig(clip_ratio=clip), 1.0)(rows.read(logits), rows, totals)
+
+    total = 0.0
+    for row, length in enumerate(lengths):
+        gaps = [float(old[row, t] - rollout[row, t]) for t in range(length)]
+        for t in range(length):
+            ratio, a = math.exp(log_probs[row, t] - old[row, t]), float(advantages[row, t])
+            held = min(max(ratio, 1 - clip), 1 + clip)
+            total -= weight(kind, gaps, t, cap) * min(ratio * a, held * a)
+    assert float(found) == pytest.approx(total / 5, rel=1e-6)  # weights are float32
 
 
 @pytest.mark.parametrize(
