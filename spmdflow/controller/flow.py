@@ -203,6 +203,11 @@ class Flow:
             expected = "one thing with a name of its own"
             raise ProtocolError.of("keep", got, expected, "call it once for each")
         ((name, thing),) = things.items()
+        if hasattr(thing, "state_dict") and not hasattr(thing, "load_state_dict"):
+            raise ProtocolError(
+                f"keep: {name} is a {type(thing).__name__} with state_dict, but without "
+                f"load_state_dict, so a run that resumes could not load it; add it"
+            )
         self.kept[name] = thing
         return thing
 

@@ -23,6 +23,7 @@ from spmdflow.data.ragged import (
     ragged_from_rows,
     rows_of,
 )
+from spmdflow.errors import RowError
 from spmdflow.transfer.worker import CallInfo, MiniBatch
 
 Sequence = tuple[Tensor, Tensor, Tensor]
@@ -147,7 +148,11 @@ def _cut_other_answers(batch: TensorDict) -> list[Sequence]:
 def _cut(ids: Tensor, mask: Tensor) -> Sequence:
     """A marked sequence, cut before its first learnt token."""
     first = int(mask.int().argmax())
-    assert first > 0, mask  # the encoder starts rows with a prompt
+    if first == 0:
+        raise RowError(
+            "loss_mask: a row is learnt from its first token on, expected a prompt before the "
+            "answer; give each row at least one token that is not learnt"
+        )
     return ids[:first], ids[first:], mask[first:]
 
 

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 
 from spmdflow.config.algorithm import DynamicSamplingConfig
 from spmdflow.controller.prompts import DynamicSampling
 from spmdflow.controller.result import RowResult
 from spmdflow.controller.transcript import read_transcript
+from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.errors import ColumnError, DataError, RowError
+from spmdflow.models.rows import example_rows
 from spmdflow.parallel.message import encode
 
 
@@ -48,3 +52,12 @@ def test_transcript_of_another_program_is_an_error_that_names_the_file(tmp_path:
 
     with pytest.raises(DataError, match="transcript.msgpack: got list instead of the records"):
         read_transcript(path)
+
+
+def test_row_that_is_learnt_from_its_first_token_on_is_an_error_that_says_what_is_missing() -> None:
+    rows = TensorDict({}, batch_size=[1])
+    rows["prompts"] = ragged_from_rows([torch.tensor([5, 6])], dtype=torch.int64)
+    rows["loss_mask"] = ragged_from_rows([torch.tensor([True, True])], dtype=torch.bool)
+
+    with pytest.raises(RowError, match="^loss_mask: a row is learnt from its first token on"):
+        example_rows(rows)

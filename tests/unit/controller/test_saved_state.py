@@ -12,7 +12,7 @@ import pytest
 
 from spmdflow.checkpoint.manifest import CheckpointInfo
 from spmdflow.checkpoint.run_dir import find_latest
-from spmdflow.errors import CheckpointError
+from spmdflow.errors import CheckpointError, ProtocolError
 from spmdflow.runtime.executor import FILES
 from spmdflow.runtime.order import InprocTransport, Order, Pending
 from tests.unit.toy_flow import Toy, ToyConfig, draw, rank_of_one
@@ -141,3 +141,17 @@ def test_seconds_of_a_save_are_known_once_its_checkpoint_is_sealed(tmp_path: Pat
         flow._saving.finish()
 
         assert flow._saving.ending.save_seconds > 0
+
+
+class Saved:
+    """Can be saved, but not loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+def test_thing_that_could_not_be_loaded_is_refused_when_it_is_kept(tmp_path: Path) -> None:
+    with rank_of_one(tmp_path) as rank:
+        with pytest.raises(ProtocolError, match="^keep: half is a Saved .* without load_state_d"):
+            rank.flow.keep(half=Saved())
