@@ -398,7 +398,7 @@ class Flow:
             self._guarding.end_step(step.number, metrics)
         caller.scored, caller.records = {}, []
         self._saving.finish(wait=False)
-        is_last = step.number == caller.last_step
+        is_last = 0 < step.number == caller.last_step
         if self._saving.due or (is_last and self._saves_last()):
             self._save(step.number)
 

@@ -131,7 +131,7 @@ def run_script(
         status = FINISHED
         if repository is not None:
             logger.info("pushed to %s", push(run_dir.path, repository))
-        run_dir.mark_finished(caller.last_step or 0)
+        run_dir.mark_finished(caller.step or caller.last_step)
     except Stopped as stop:
         logger.warning("%s", stop)
         status = FINISHED if stop.is_time_up else STOPPED

@@ -24,13 +24,17 @@ SETTINGS = (
 )
 
 
-def run(run_dir: Path, *settings: str, stop_in: int | None = None) -> int:
-    """Steps without a model; in one of them the terminal is closed."""
+def run(
+    run_dir: Path, *settings: str, stop_in: int | None = None, leave_in: int | None = None
+) -> int:
+    """Steps without a model. In stop_in the terminal is closed; in leave_in main returns."""
 
     def main(flow: Flow, cfg: object) -> None:
         for step in flow.steps(cfg.total_steps):  # type: ignore[attr-defined]
             if step.number == stop_in:
                 signal.raise_signal(signal.SIGHUP)
+            if step.number == leave_in:
+                return
 
     script = ModuleType("steps_alone")
     script.main = main  # type: ignore[attr-defined]
@@ -40,6 +44,13 @@ def run(run_dir: Path, *settings: str, stop_in: int | None = None) -> int:
 
 def test_run_is_marked_as_finished_after_its_last_step(tmp_path: Path) -> None:
     status = run(tmp_path, "total_steps=2")
+
+    assert status == 0
+    assert (tmp_path / "finished").read_text() == "step 2\n"
+
+
+def test_run_whose_script_leaves_its_loop_early_is_finished_after_that_step(tmp_path: Path) -> None:
+    status = run(tmp_path, "total_steps=5", leave_in=2)
 
     assert status == 0
     assert (tmp_path / "finished").read_text() == "step 2\n"

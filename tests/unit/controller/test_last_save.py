@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from spmdflow.controller.flow import Flow
 from spmdflow.transfer.register import register
-from tests.unit.toy_flow import Rank, Toy, ToyConfig, draw, rank_of_one
+from tests.unit.toy_flow import TASK, Rank, Toy, ToyConfig, draw, rank_of_one
 
 
 class Learner(Toy):
@@ -30,6 +30,13 @@ class Learner(Toy):
 
 class Counter(Toy):
     """A class of the user's own with a state, which no update in mini-batches changes."""
+
+    evaluation = "judge"
+
+    @register(transfer_mode="3D_PROTO", reads=("prompts",))
+    def judge(self, batch: TensorDict, *, prefix: str) -> dict[str, Any]:
+        """Judges nothing."""
+        return {}
 
     def save_state(self, folder: Path) -> None:
         """A file."""
@@ -76,6 +83,19 @@ def test_last_step_of_a_worker_with_a_state_of_its_own_is_saved(tmp_path: Path) 
         run(rank, lambda flow, step, number: None, Counter)
 
     assert saved(tmp_path) == ["step-3"]
+
+
+def test_evaluation_before_the_first_step_is_not_saved(tmp_path: Path) -> None:
+    with rank_of_one(tmp_path, eval_path=str(TASK / "eval.jsonl"), eval_prompts="4") as rank:
+        flow = rank.flow
+        counter, prompts = flow.spawn(Counter, ToyConfig()), flow.prompts(rank.config.data)
+        flow.evaluate(counter)
+        with flow._saving.finishing():
+            for _ in flow.steps(1):
+                draw(prompts, counter)
+            flow.end()
+
+    assert saved(tmp_path) == ["step-1"]
 
 
 def test_metrics_of_a_step_that_the_script_left_early_are_written(tmp_path: Path) -> None:
