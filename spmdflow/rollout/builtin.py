@@ -266,6 +266,7 @@ class BuiltinGenerator(RequestGenerator):
         rows.counts += rows.running
         rows.running &= torch.isin(chosen, self._end_tokens, invert=True)
         rows.running &= rows.counts < rows.limits
+        rows.running &= log_probs.isnan().logical_not_()  # ends at once: `check_drawn` refuses it
         self._clock += 1
         return chosen
 

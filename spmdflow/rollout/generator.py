@@ -24,7 +24,13 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer
-from spmdflow.errors import ColumnError, ConfigError, ProtocolError, WeightSyncError
+from spmdflow.errors import (
+    ColumnError,
+    ConfigError,
+    ProtocolError,
+    SpmdflowError,
+    WeightSyncError,
+)
 from spmdflow.kind.generator import generator_kind, generator_names, generators_that_cut
 from spmdflow.kind.registry import resolve
 from spmdflow.parallel.device import backend_of
@@ -358,7 +364,13 @@ def check_room(longest: int, sampling: Sampling, max_positions: int) -> None:
 
 
 def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> TensorDict:
-    """The three columns from flat tokens and log-probs (sum of lengths,) in row order."""
+    """The three columns from flat tokens and log-probs (sum of lengths,) in row order.
+
+    SpmdflowError for a log-probability of nan; see `check_drawn`.
+    """
+    if bool(log_probs.isnan().any()):
+        for row, part in enumerate(log_probs.split(lengths.tolist())):
+            check_drawn(part, f"row {row} of the {len(lengths)} of the call")
     return TensorDict(
         {
             "responses": ragged(tokens, lengths),
@@ -367,6 +379,20 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
         },
         batch_size=[len(lengths)],
     )
+
+
+def check_drawn(log_probs: Tensor, row: str) -> None:
+    """SpmdflowError if a token of a response (n,) has a log-probability of nan: then the model's
+    logits were not finite, and what was drawn means nothing."""
+    wrong = log_probs.isnan().nonzero()
+    if len(wrong):
+        raise SpmdflowError.of(
+            f"generate, {row}",
+            f"a log-probability of nan for token {int(wrong[0])} of its response",
+            "a number: the model's logits are not finite",
+            "look at the weights that it had: the model folder, or the last updates "
+            "(actor/grad_norm; a lower optimizer.lr), and rollout.dtype",
+        )
 
 
 def loads_folder(model_path: str) -> bool:

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from spmdflow.rollout.generator import Finished, Request, RequestGenerator
+from spmdflow.rollout.generator import Finished, Request, RequestGenerator, check_drawn
 
 _COLUMNS = {"tokens": torch.int64, "log_probs": torch.float32, "versions": torch.int32}
 
@@ -44,6 +44,7 @@ class _Row:
 
     def extend(self, part: Finished, version: int) -> None:
         """Append what the generator has drawn, with the version of its weights."""
+        check_drawn(part.log_probs, f"a prompt of {len(self.request.prompt)} tokens")
         versions = torch.full((len(part.tokens),), version)
         new = {"tokens": part.tokens, "log_probs": part.log_probs, "versions": versions}
         for name, dtype in _COLUMNS.items():

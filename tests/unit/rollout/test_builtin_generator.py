@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
-from spmdflow.errors import ColumnError, ConfigError
+from spmdflow.errors import ColumnError, ConfigError, SpmdflowError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.forward import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.generator import generator_of, take_folder_weights
@@ -91,6 +92,30 @@ def test_responses_and_log_probs_equal_a_forward_over_each_whole_row(
     assert bool(found["response_mask"].values().all())
     assert found["response_mask"].dtype == torch.bool
     assert found["rollout_log_probs"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(12, greedy=True)])
+def test_row_whose_logits_are_nan_is_refused_by_name_after_its_first_token(
+    folder: Path, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = _generator(folder / "grouped")
+    word = 5
+    for name, tensor, _ in generator.blocks():
+        if name == "model.embed_tokens.weight":
+            tensor[word] = float("nan")
+    prompts = ragged_from_rows([torch.tensor([1, 2]), torch.tensor([1, word]), torch.tensor([3])])
+    draws = []
+    step = generator._draw
+    monkeypatch.setattr(generator, "_draw", lambda: draws.append(1) or step())
+    unlimited = replace(sampling, max_new_tokens=10)
+
+    with pytest.raises(SpmdflowError, match="row 1 of the 3 of the call: got .* nan for token 0 "):
+        generator.generate(prompts, unlimited, SEEDS[:3])
+    draws.clear()
+    alone = ragged_from_rows([torch.tensor([1, word])])
+    with pytest.raises(SpmdflowError, match="row 0 of the 1 of the call"):
+        generator.generate(alone, unlimited, SEEDS[:1])
+    assert len(draws) == 1
 
 
 def test_families_use_the_forward_that_covers_them(folder: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import rows_of
+from spmdflow.errors import SpmdflowError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request, take_folder_weights
 from spmdflow.rollout.lasting import Lasted, LastingRequests
@@ -40,6 +41,16 @@ def _begun(generator: BuiltinGenerator) -> LastingRequests:
     for row, seed in zip(rows_of(make_prompts(8)), SEEDS, strict=True):
         requests.add(Request(row, seed, SAMPLING))
     return requests
+
+
+def test_request_whose_logits_are_nan_is_refused(folders: list[Path]) -> None:
+    generator = _generator(folders[0])
+    requests = _begun(generator)
+    for _, tensor, _ in generator.blocks():
+        tensor.fill_(float("nan"))
+
+    with pytest.raises(SpmdflowError, match=r"generate, a prompt of \d+ tokens: got a log-prob"):
+        _finish(requests)
 
 
 def _finish(requests: LastingRequests) -> dict[int, Lasted]:
