@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from spmdflow.rollout.llama import LlamaForward, covers
+from spmdflow.weights.folder import attention_of
 
 
 class CachedForward(Protocol):
@@ -77,11 +78,14 @@ def forward_of(
 
 def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     """The transformers module of a folder (config.json, *.safetensors), in eval mode."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one bar per rank and model would bury the run's own lines
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    attention = attention_of(AutoConfig.from_pretrained(path, local_files_only=True))
+    module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True, **attention
+    )
     return module.to(device).eval().requires_grad_(False)
 
 

@@ -155,13 +155,23 @@ def empty_module(auto: Any, path: str | Path, dtype: torch.dtype, **settings: An
 
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **settings)
     with torch.device("meta"):
-        module = auto.from_config(config, dtype=dtype)
+        module = auto.from_config(config, dtype=dtype, **attention_of(config))
     for part in module.modules():
         part._is_hf_initialized = False
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = torch.empty_like(buffer, device="cpu")
     module.initialize_weights()  # computes buffers; parameters have no values yet
     return module.eval()
+
+
+def attention_of(config: Any) -> dict[str, str]:
+    """How transformers must compute the attention of a model, as an argument for its loaders.
+
+    "eager" where the scores are capped (Gemma 2, attn_logit_softcapping): "sdpa", their default,
+    leaves the cap out without a word. {}: their default is right.
+    """
+    capping = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return {} if capping is None else {"attn_implementation": "eager"}
 
 
 def folder_of(module: Any, path: str | Path, *, new_head: bool = False) -> HuggingFaceFolder | None:

@@ -27,7 +27,13 @@ from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.product import use_products
 from spmdflow.weights.architecture import Architecture, Head, read_config
-from spmdflow.weights.folder import HuggingFaceFolder, check_finite, empty_module, folder_of
+from spmdflow.weights.folder import (
+    HuggingFaceFolder,
+    attention_of,
+    check_finite,
+    empty_module,
+    folder_of,
+)
 from spmdflow.weights.move import Read
 from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention, rotate
 from spmdflow.workers.micro_batch import MicroBatch
@@ -236,8 +242,9 @@ def _open_or_load(
     # its report of missing tensors repeats on every rank; they are checked here instead
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    attention = attention_of(module.config)
     module, info = auto.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True, **settings
+        path, dtype=torch.float32, output_loading_info=True, **settings, **attention
     )
     missing = set(info["missing_keys"])
     if new_head and "score.weight" in missing:
