@@ -43,7 +43,7 @@ start:
 
 bundled scripts, in {folder}:
   {scripts}
-A script's name runs it with the YAML of that name; CONFIG.yaml and key=value change settings.
+A script's name runs it with the YAML of that name; CONFIG.yaml and key=value lie over that.
 """
 
 

@@ -46,7 +46,7 @@ def load_settings(
 ) -> Any:
     """The settings of a script as `spmdflow.run` would load them: an object of its settings class.
 
-    script and config are paths or bundled names; without config, the script's own YAML is used.
+    script and config are paths or bundled names; config lies over the script's own YAML.
     overrides are "dotted.key=value". num_ranks: also check them for a run on so many ranks, and
     place it if placement=auto. Changes made afterwards are checked by `spmdflow.launch`.
     ConfigError for anything that does not fit.

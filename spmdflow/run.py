@@ -39,7 +39,7 @@ from pathlib import Path
 
 from spmdflow.config.check import with_problems
 from spmdflow.config.leaf import longest_call_of, schema_help
-from spmdflow.config.load import Loaded, load, load_script, schema_of
+from spmdflow.config.load import Loaded, help_text, load, settings_text
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
@@ -63,16 +63,17 @@ usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]
        python -m spmdflow.run SCRIPT --help
 
 SCRIPT         Python file with main(flow, cfg), or a bundled script by its name, such as ppo
-CONFIG.yaml    settings; without it, the script's name with .yaml if that is there
+CONFIG.yaml    settings; they lie over those of the script's own YAML (its name with .yaml)
                its section assume (NAME: example) is for spmdflow.plan; a run ignores it
-key=value      one setting, such as actor.optimizer.lr=3e-4; wins over the file
+key=value      one setting, such as actor.optimizer.lr=3e-4; wins over the files
 --inproc       one process, no torchrun, every call runs at once
---help         this text and every setting of SCRIPT (of PPO without one)
+--help         this text and every setting of SCRIPT (of PPO without one), with the value that it
+               has with the other words of this command line
 
 exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped after a checkpoint (by SIGTERM,
 SIGHUP, Ctrl-C). torchrun makes 1 of 2 and 3; RUN_DIR/finished exists only after the last step
 
-settings (key, type, default):
+settings (key, type, default; here VALUE by FILE: what this command line would run with):
 """
 _FLAGS = {"--help": "help", "-h": "help", "--inproc": "inproc"}
 _SILENT_SECONDS = 5.0
@@ -141,9 +142,11 @@ def run_rank(load: Callable[[Place], tuple[Loaded, bool] | None]) -> int:
 def _load(words: Sequence[str], place: Place) -> tuple[Loaded, bool] | None:
     arguments = parse_arguments(words)
     if "help" in arguments.flags:
-        script = arguments.script
-        schema = PPOConfig if script is None else schema_of(load_script(script))
-        _say(place, _USAGE + schema_help(schema))
+        if arguments.script is None:
+            settings = schema_help(PPOConfig)
+        else:
+            settings = help_text(arguments.script, arguments.config, arguments.overrides)
+        _say(place, _USAGE + settings)
         return None
     return prepare_rank(arguments, place), "inproc" in arguments.flags
 
@@ -185,6 +188,7 @@ def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
     with planning_shown(run_dir_of(loaded.cfg.run)) if place.rank == 0 else nullcontext():
         loaded, placed = prepare(loaded, place.world_size, node_size=node_size)
+    _say(place, settings_text(loaded))
     if placed:
         _say(place, placed)
     _say(place, batch_algebra(loaded.cfg, place.world_size))

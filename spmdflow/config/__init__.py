@@ -1,8 +1,10 @@
-"""Settings: defaults < YAML < command line, typed, checked before any device is touched.
+"""Settings: defaults < the script's YAML < the user's YAML < command line, typed, checked early.
 
-Precedence: the dataclass defaults of the script's settings class, then CONFIG.yaml (the script's
-name with `.yaml` if none is given), then `key=value` from the command line. A later source
-replaces single keys; lists are replaced whole; a placement map is merged pool by pool.
+Precedence: the dataclass defaults of the script's settings class, then the script's own YAML (its
+name with `.yaml`), then CONFIG.yaml, then `key=value` from the command line. A later source
+replaces single keys. Lists are replaced whole, and so are maps that are one setting (the terms of a
+reward, a placement) by a file; the command line merges them name by name. `???` in a file makes a
+setting required. The file of a training run, given to an evaluation, counts alone.
 Values may refer to others (`${actor.model.path}`) or the environment (`${oc.env:SPMDFLOW_DATA}`).
 A relative path in a YAML file means the current directory or, if nothing is there, the YAML's own,
 or the bundled files. A bundled script or YAML is given by its name.

@@ -10,7 +10,7 @@ import json
 import operator
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -307,22 +307,34 @@ class Errors:
             raise SettingErrors(self._found, partial)
 
 
-def schema_help(schema: type) -> str:
-    """One entry per setting: key, type, default or "required", then its sentence and bounds."""
-    return "\n".join(_entry(leaf) for leaf in leaves(defaults(schema)))
+def schema_help(schema: type, given: Mapping[str, tuple[Any, str]] | None = None) -> str:
+    """One entry per setting: key, type, default or "required", then its sentence and bounds.
+
+    given: value and source of settings that do not have their default.
+    """
+    given = given or {}
+    return "\n".join(_entry(leaf, given.get(leaf.key)) for leaf in leaves(defaults(schema)))
 
 
-def _entry(leaf: Leaf) -> str:
-    value = leaf.value
-    if value is None or isinstance(value, bool):
-        value = {None: "null", True: "true", False: "false"}[value]
-    elif isinstance(value, str) and not value.isprintable():
-        value = json.dumps(value)  # as YAML's double quotes write it
+def _entry(leaf: Leaf, given: tuple[Any, str] | None) -> str:
+    value = value_text(leaf.value)
     default = "required" if value == REQUIRED else f"default {value}"
+    if given is not None:
+        here, source = given
+        default += f"; here {value_text(here)} by {source}"
     limits = [f"{words} {limit:g}" for words, _, limit in leaf.bounds.limits]
     limits += [" | ".join(leaf.bounds.one_of)] if leaf.bounds.one_of else []
     shown = f" ({', '.join(limits)})" if limits else ""
     return f"{leaf.key} ({type_name(leaf.hint)}, {default})\n    {leaf.doc}{shown}"
+
+
+def value_text(value: Any) -> str:
+    """A setting's value on one line, as YAML writes it. Any: a setting may hold anything."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)  # as YAML's double quotes write it
+    return str(value)
 
 
 def flat(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from inspect import signature
@@ -27,7 +28,9 @@ from spmdflow.config.leaf import (
     flat,
     follow,
     leaves,
+    schema_help,
     type_name,
+    value_text,
 )
 from spmdflow.config.location import resolve_paths
 from spmdflow.config.schema import PPOConfig
@@ -57,6 +60,9 @@ class Loaded:
     script: ModuleType
     assume: Mapping[str, Any] = field(default_factory=dict)
     """Examples by name, from the section `assume`: used by a plan, ignored by a run."""
+    changed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Value and source of each setting that a file or a word gave another value than its default.
+    """
 
 
 def load(
@@ -68,31 +74,102 @@ def load(
 ) -> Loaded:
     """Import the script and build its settings; one ConfigError for all that does not fit.
 
-    Without `yaml_path`, the script's name with `.yaml` is read if it is there. An override is
-    `dotted.key=value`, the value in YAML. Script and YAML may be bundled ones, given by name.
+    Settings lie over each other: the defaults, then the script's own YAML (its name with `.yaml`,
+    if that is there), then `yaml_path`, then overrides. An override is `dotted.key=value`, the
+    value in YAML. Script and YAML may be bundled ones, given by name.
     download: whether models that are named and not in the hub's cache may be downloaded.
     """
     script_path = find_file(script_path, ".py")
     script = load_script(script_path)
     schema = schema_of(script)
-    beside = script_path.with_suffix(".yaml")
-    if yaml_path is None and beside.is_file():
-        yaml_path = beside
-    sources = _read(yaml_path, overrides)
+    sources = _read(_files(script_path, yaml_path), overrides)
     assume = {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
     known = _known(schema)
     tree, errors = OmegaConf.structured(schema), Errors()
-    for source in sources:
-        settings = flat(source.tree, known.groups)
-        if source.file is not None and hasattr(schema, "take_over"):
-            settings = schema.take_over(settings, source.file)
-        for key, value in settings.items():
-            with errors.noted():
-                _set(tree, key, value, source.name, known)
+    given = _given(schema, sources, known)
+    for setting in given:
+        with errors.noted():
+            _set(tree, setting.key, setting.value, setting.source, known)
     cfg = _resolve(tree, known, errors)
     resolve_paths(cfg, download=download)
     follow(cfg)
-    return Loaded(cfg, script, assume)
+    return Loaded(cfg, script, assume, _shown(given, known))
+
+
+def help_text(
+    script_path: str | Path, yaml_path: str | Path | None, overrides: Sequence[str]
+) -> str:
+    """Every setting of a script, with the value that it has with these words, and where from.
+
+    ConfigError for words that cannot be read or name no setting; what is missing is no error here.
+    """
+    script_path = find_file(script_path, ".py")
+    schema = schema_of(load_script(script_path))
+    sources = _read(_files(script_path, yaml_path), overrides)
+    take_examples(sources)
+    known = _known(schema)
+    tree, errors = OmegaConf.structured(schema), Errors()
+    given = _given(schema, sources, known)
+    for setting in given:
+        with errors.noted():
+            _set(tree, setting.key, setting.value, setting.source, known)
+    errors.raise_all()
+    return schema_help(schema, _shown(given, known))
+
+
+def settings_text(loaded: Loaded) -> str:
+    """The settings that files and words gave other values than their defaults, by section."""
+    names = dict.fromkeys(source for _, source in loaded.changed.values())
+    if not names:
+        return "settings  all have their defaults"
+    sections: dict[str, list[str]] = {}
+    for key, (value, _) in loaded.changed.items():
+        section, _, name = key.partition(".")
+        text = value_text(value)
+        sections.setdefault(section, []).append(f"{name}={text}" if name else text)
+    lines = [f"settings  other than their defaults, by {', then '.join(names)}:"]
+    for section, words in sections.items():
+        lines += textwrap.wrap(
+            " ".join(words),
+            width=100,
+            initial_indent=f"  {section:<12}",
+            subsequent_indent=" " * 14,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+class _Given(NamedTuple):
+    """What a source says of one setting."""
+
+    key: str
+    value: Any
+    source: Source
+
+
+def _given(schema: type, sources: Sequence[Source], known: _Known) -> list[_Given]:
+    """What all sources say, in the order in which they lie over each other."""
+    given: list[_Given] = []
+    for source in sources:
+        settings = flat(source.tree, known.groups)
+        if source.file is not None and hasattr(schema, "take_over"):
+            taken = schema.take_over(settings, source.file)
+            if taken is not settings:  # of a training run, which is evaluated as it is
+                given.clear()
+            settings = taken
+        given += [_Given(key, value, source) for key, value in settings.items()]
+    return given
+
+
+def _shown(given: Sequence[_Given], known: _Known) -> dict[str, tuple[Any, str]]:
+    """Value and source of each setting that has another value than its default."""
+    last = {each.key: each for each in given}
+    return {
+        key: (each.value, each.source.name)
+        for key, each in last.items()
+        if key in known.settings and each.value != known.settings[key].value
+    }
 
 
 def load_script(path: str | Path) -> ModuleType:
@@ -154,12 +231,25 @@ def _execute(path: Path) -> ModuleType:
     return module
 
 
-def _read(yaml_path: str | Path | None, overrides: Sequence[str]) -> list[Source]:
-    """The file, then each word of the command line; ConfigError for all that cannot be read."""
+def _files(script: Path, given: str | Path | None) -> list[Path]:
+    """The YAML files of a run, the script's own one first: a later one wins."""
+    files: list[Path] = []
+    beside = script.with_suffix(".yaml")
+    if beside.is_file():
+        files.append(beside)
+    if given is not None:
+        found = find_file(given, ".yaml")
+        if not files or found.resolve() != beside.resolve():
+            files.append(found)
+    return files
+
+
+def _read(files: Sequence[Path], overrides: Sequence[str]) -> list[Source]:
+    """The files, then each word of the command line; ConfigError for all that cannot be read."""
     errors, sources = Errors(), []
-    if yaml_path is not None:
+    for file in files:
         with errors.noted():
-            sources.append(read_yaml(Path(yaml_path)))
+            sources.append(read_yaml(file))
     for text in overrides:
         with errors.noted():
             sources.append(read_override(text))
@@ -187,22 +277,38 @@ def _groups_of(key: str) -> list[str]:
     return [key[:place] for place, letter in enumerate(key) if letter == "."]
 
 
-def _set(tree: DictConfig, key: str, value: Any, source: str, known: _Known) -> None:
-    """Set one key; ConfigError if there is none of that name, or it is of another type."""
+def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) -> None:
+    """Set one key; ConfigError if there is none of that name, or it is of another type.
+
+    A map that is one setting, such as the terms of a reward: in a file it replaces the one of the
+    file before; a word of the command line changes what it names in it.
+    """
+    name = source.name
     if key not in known.settings and key not in known.groups:
         near = _nearest(key, [*known.settings, ASSUME, *known.groups])
-        raise ConfigError(f"{source}: unknown key {key}{near}; --help lists every key")
+        raise ConfigError(f"{name}: unknown key {key}{near}; --help lists every key")
     if key in known.groups and not isinstance(value, dict | None):  # also a ${reference}
-        raise _wrong_type(source, key, value, known)
-    if value == REQUIRED:
-        return  # "???" sets nothing
+        raise _wrong_type(name, key, value, known)
+    if value != REQUIRED and _holds_required(value):
+        expected = f"a value in the place of {REQUIRED}"
+        raise ConfigError.of(f"{name}: {key}", value, expected, "write it")
     try:
         for group in _groups_of(key):
             if OmegaConf.select(tree, group) is None:  # an optional one
                 OmegaConf.update(tree, group, {}, merge=True)
-        OmegaConf.update(tree, key, value, merge=True)
+        is_replaced = source.file is not None and key in known.settings
+        OmegaConf.update(tree, key, value, merge=not is_replaced)
     except OmegaConfBaseException as err:
-        raise _wrong_type(source, key, value, known) from err
+        raise _wrong_type(name, key, value, known) from err
+
+
+def _holds_required(value: Any) -> bool:
+    """Whether a value, or one inside of it, is the mark for "still to be given"."""
+    if isinstance(value, dict):
+        return any(_holds_required(each) for each in value.values())
+    if isinstance(value, list):
+        return any(_holds_required(each) for each in value)
+    return bool(value == REQUIRED)
 
 
 def complete(cfg: Any, *, download: bool = True) -> Any:
@@ -232,8 +338,9 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
     plain: Any = OmegaConf.to_container(tree, resolve=False)
     written = flat(plain, known.groups)
     missing = [key for key, value in written.items() if value == REQUIRED]
-    for key in missing:
-        OmegaConf.update(tree, key, NOT_GIVEN)
+    for key in missing:  # for the checks that follow: anything of its type
+        default = known.settings[key].value
+        OmegaConf.update(tree, key, NOT_GIVEN if default == REQUIRED else default)
     if missing:
         sentences = "".join(f"\n  {key}: {known.settings[key].doc}" for key in missing)
         errors.add(

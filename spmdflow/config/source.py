@@ -53,6 +53,8 @@ def read_yaml(path: Path) -> Source:
         got = f"a byte that is not UTF-8 at position {err.start}"
         do = "save the file in that encoding"
         raise ConfigError.of(path, got, "text in UTF-8", do) from err
+    except ValueError as err:
+        raise _too_long(path, err) from err
     except OmegaConfBaseException as err:
         raise _unreadable(path, err) from err
     except OSError as err:  # also of a file that is one number
@@ -60,6 +62,11 @@ def read_yaml(path: Path) -> Source:
     if not isinstance(tree, dict):
         raise ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
     return Source(str(path), _locate_paths(tree, path.parent), path)
+
+
+def _too_long(where: object, err: ValueError) -> ConfigError:
+    """The error for a number that Python does not read (sys.set_int_max_str_digits)."""
+    return ConfigError.of(where, f"a number ({err})", "a shorter one", "correct it")
 
 
 def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
@@ -117,6 +124,8 @@ def read_override(text: str) -> Source:
         raise ConfigError.of(
             "command line", repr(text), "a value in YAML", "quote it or close its brackets"
         ) from err
+    except ValueError as err:
+        raise _too_long(f"command line: {key}", err) from err
     assert isinstance(tree, dict), tree
     return Source("command line", {str(name): value for name, value in tree.items()})
 

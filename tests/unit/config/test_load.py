@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spmdflow.config.check import check
-from spmdflow.config.leaf import defaults, leaves, schema_help
-from spmdflow.config.load import SCRIPT_MODULE, load
+from spmdflow.config.leaf import defaults, flat, leaves, schema_help
+from spmdflow.config.load import SCRIPT_MODULE, help_text, load, settings_text
 from spmdflow.config.location import to_yaml
 from spmdflow.config.offline import DPOConfig
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig
+from spmdflow.errors import ConfigError
 from tests.unit.config_folder import accept, write_config_folder
 
 REPOSITORY = Path(__file__).parents[3]
@@ -34,6 +37,71 @@ def test_command_line_wins_over_yaml_and_yaml_over_defaults() -> None:
 
     assert (cfg.run.seed, cfg.run.name, cfg.total_steps) == (9, "from-yaml", 7)
     assert cfg.run.resume == "auto"
+
+
+def test_file_of_ones_own_lies_over_the_scripts_own_file() -> None:
+    alone = load("ppo.py", None, [])
+    Path("mine.yaml").write_text("actor: {optimizer: {lr: 0.5}}\nsave_every: 3\n")
+
+    mine = load("ppo.py", "mine.yaml", ["save_every=4"])
+
+    changed = dict(differences(to_yaml(alone.cfg), to_yaml(mine.cfg)))
+    assert changed == {"actor.optimizer.lr": "0.5", "save_every": "4"}
+
+
+def differences(before: str, after: str) -> Iterator[tuple[str, str]]:
+    old, new = flat(yaml.safe_load(before)), flat(yaml.safe_load(after))
+    for key in old | new:
+        if old.get(key) != new.get(key):
+            yield key, str(new.get(key))
+
+
+def test_map_of_a_file_of_ones_own_replaces_the_map_of_the_scripts_own_file() -> None:
+    settings = yaml.safe_load(Path("ppo.yaml").read_text())
+    settings["reward"]["function"] = {"a": "reward.py:score"}
+    Path("ppo.yaml").write_text(yaml.safe_dump(settings))
+    Path("mine.yaml").write_text("reward: {function: {b: reward.py:score}}\n")
+
+    cfg = load("ppo.py", "mine.yaml", []).cfg
+
+    assert list(cfg.reward.function) == ["b"]
+
+
+def test_three_question_marks_in_a_file_make_a_setting_required_again() -> None:
+    Path("mine.yaml").write_text("actor:\n  model:\n    path: ???\n")
+
+    with pytest.raises(ConfigError, match=r"missing actor\.model\.path"):
+        load("ppo.py", "mine.yaml", [])
+
+
+def test_first_lines_name_the_settings_that_files_and_words_changed() -> None:
+    Path("mine.yaml").write_text("actor: {optimizer: {lr: 0.5}}\n")
+
+    text = settings_text(load("ppo.py", "mine.yaml", ["total_steps=7", "run.seed=0"]))
+
+    assert "ppo.yaml, then mine.yaml, then command line:" in text
+    assert "optimizer.lr=0.5" in text and "total_steps 7" in text
+    assert "seed" not in text, "0 is its default"
+
+
+def test_help_shows_the_values_that_the_command_line_would_run_with() -> None:
+    Path("mine.yaml").write_text("actor: {loss: {kl_coef: 0.25}}\n")
+
+    text = help_text("ppo.py", "mine.yaml", ["save_every=11"])
+
+    assert "actor.loss.kl_coef (float, default 0.0; here 0.25 by mine.yaml)" in text
+    assert "save_every (int, default 0; here 11 by command line)" in text
+    assert "actor.model.path (str, required; here " in text
+
+
+@pytest.mark.parametrize("digits", [4301, 20_000])
+def test_number_that_is_too_long_to_read_is_refused_with_its_place(digits: int) -> None:
+    Path("mine.yaml").write_text(f"total_steps: {'1' * digits}\n")
+
+    with pytest.raises(ConfigError, match=r"mine\.yaml: got a number \(Exceeds the limit"):
+        load("ppo.py", "mine.yaml", [])
+    with pytest.raises(ConfigError, match="command line: run.seed: got a number"):
+        load("ppo.py", None, [f"run.seed={'1' * digits}"])
 
 
 def test_later_override_wins_over_earlier() -> None:

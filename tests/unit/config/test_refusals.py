@@ -31,6 +31,8 @@ KEYS_AND_TYPES = {
     "as actor.model.path",
     "actor=null": "command line: actor got None, expected a group of settings; leave it out for "
     "its defaults",
+    "placement.all=???": "command line: placement: got {'all': '???'}, expected a value in the "
+    "place of ???; write it",
     "run.seed=1.5": "command line: run.seed got 1.5 (float), expected int; give one, such as "
     "run.seed=0",
     "data.shuffle=maybe": "command line: data.shuffle got 'maybe' (str), expected bool; give one, "
