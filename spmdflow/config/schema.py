@@ -258,6 +258,12 @@ class OptimizerConfig:
     lr: float = setting("Peak learning rate.", 1e-5, above=0)
     betas: list[float] = setting("AdamW's two moment decays.", [0.9, 0.95], at_least=0, below=1)
     weight_decay: float = setting("Decoupled weight decay.", 0.0, at_least=0)
+    decay_parameters: str = setting(
+        "What weight decay applies to. all: every trained tensor, norms, biases and embeddings "
+        "too; matrices: neither of these.",
+        "all",
+        one_of=("all", "matrices"),
+    )
     clip_norm: float = setting("Global gradient norm is clipped to this.", 1.0, above=0)
     schedule: str = setting(
         "Learning rate after warm-up; linear and cosine end at zero.",

@@ -25,8 +25,9 @@ to `fn` and `loss`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.lora import without_adapters
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
-from spmdflow.workers.optimizer import ShardedOptimizer, clip_, squared_norm
+from spmdflow.workers.optimizer import ShardedOptimizer, clip_, squared_norm, undecayed_of
 from spmdflow.workers.sharding import (
     Shard,
     beside,
@@ -197,7 +198,14 @@ class FSDPEngine(TrainEngine):
     # -- helpers, in the order of use ---------------------------------------------------------
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
-        return ShardedOptimizer(self._local(), cfg, total_steps)
+        return ShardedOptimizer(self._local(), cfg, total_steps, undecayed=self._undecayed_by(cfg))
+
+    def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
+        """Names of the trained tensors that weight decay spares."""
+        num_dims = {name: shard.parameter.ndim for name, shard in self._trained().items()}
+        modules = self._module.named_modules()
+        tables = [name for name, part in modules if isinstance(part, nn.Embedding)]
+        return undecayed_of(cfg, num_dims, [f"{name}.weight" for name in tables])
 
     def _local(self) -> dict[str, Tensor]:
         """Live local rows by name, of what is trained."""
@@ -227,7 +235,10 @@ class ZeROEngine(FSDPEngine):
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
         if self.layout.size == 1:
             return super()._optimizer_of(cfg, total_steps)
-        return PartitionedOptimizer(self._local(), cfg, total_steps, self.dp_group)
+        undecayed = self._undecayed_by(cfg)
+        return PartitionedOptimizer(
+            self._local(), cfg, total_steps, self.dp_group, undecayed=undecayed
+        )
 
 
 class PartitionedOptimizer(ShardedOptimizer):
@@ -239,15 +250,17 @@ class PartitionedOptimizer(ShardedOptimizer):
         cfg: OptimizerConfig,
         total_steps: int,
         group: dist.ProcessGroup,
+        *,
+        undecayed: Collection[str] = (),
     ) -> None:
         self._group = group
-        super().__init__(tensors, cfg, total_steps)
+        super().__init__(tensors, cfg, total_steps, undecayed=undecayed)
 
-    def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def _stepper_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
         return ZeroRedundancyOptimizer(
-            parameters, self.torch_class, process_group=self._group, **self.arguments
+            groups, self.torch_class, process_group=self._group, **self.arguments
         )
 
 

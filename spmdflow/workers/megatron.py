@@ -39,6 +39,7 @@ from spmdflow.workers.megatron_packed import PackedParams
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.micro_batch import MicroBatch, lengthened
 from spmdflow.workers.model import ModelSource
+from spmdflow.workers.optimizer import undecayed_of
 
 
 class MegatronEngine(TrainEngine):
@@ -103,6 +104,7 @@ class MegatronEngine(TrainEngine):
                     distributed=engine_kind(cfg.kind).sharding_with(cfg.options).optimizer,
                     overlap="overlap" in cfg.options,
                     adopt=adopt,
+                    undecayed=self._undecayed_by(optimizer),
                 )
         self._read(model)
 
@@ -197,6 +199,16 @@ class MegatronEngine(TrainEngine):
             self.move(where, part, held)
 
     # -- helpers, in the order of use ---------------------------------------------------------
+
+    def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
+        """Local names of what weight decay spares."""
+        num_dims = {name: len(tensor.shape) for name, tensor in self._table.items()}
+        embeddings = [
+            name
+            for name, tensor in self._table.items()
+            if any(piece.name == EMBEDDING for piece in tensor.pieces)
+        ]
+        return undecayed_of(cfg, num_dims, embeddings)
 
     def _read(self, model: ModelSource) -> None:
         """This rank's boxes from the folder, each once, in the file's precision: parameters and the

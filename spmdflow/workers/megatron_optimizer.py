@@ -9,7 +9,7 @@ schedules and Adam are not used: they are the same as in the other engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from spmdflow.weights.ranks import part_name
 from spmdflow.weights.table import LocalTensor
 from spmdflow.workers.megatron_model import local_name
 from spmdflow.workers.megatron_runtime import megatron_runtime, only_among
-from spmdflow.workers.optimizer import TorchOptimizer, clip_, squared_norm
+from spmdflow.workers.optimizer import TorchOptimizer, clip_, split_groups, squared_norm
 
 Adopt = Callable[[DistributedDataParallel, Mapping[Tensor, str]], None]
 """(DDP, local name of each parameter) -> None. Called after DDP has made its buffers and before
@@ -55,9 +55,13 @@ class StageOptimizer(TorchOptimizer):
         distributed: bool,
         overlap: bool,
         adopt: Adopt | None,
+        undecayed: Collection[str] = (),
     ) -> None:
-        """overlap: reduce gradients bucket by bucket during the last backward, and gather weights
-        during the next forward, or in `gather`."""
+        """undecayed: local names of what weight decay spares.
+
+        overlap: reduce gradients bucket by bucket during the last backward, and gather weights
+        during the next forward, or in `gather`.
+        """
         super().__init__(cfg, total_steps)
         self.distributed = distributed
         settings = DistributedDataParallelConfig(
@@ -94,7 +98,7 @@ class StageOptimizer(TorchOptimizer):
             chained = get_megatron_optimizer(
                 _megatron_config(cfg, config, distributed=distributed),
                 self.ddps,
-                config_overrides={},  # weight decay on every tensor, as the other engines
+                config_overrides={},  # one group; `_replace_adam` makes those of weight decay
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
@@ -103,7 +107,7 @@ class StageOptimizer(TorchOptimizer):
         self._counted_gradients: Callable[[], list[Tensor]] = next(
             getattr(self._inner, name) for name in names if hasattr(self._inner, name)
         )
-        self._replace_adam()
+        self._replace_adam(undecayed)
 
     def gather(self) -> None:
         """All-gather the updated weights now, if `step` left that to the next forward."""
@@ -168,12 +172,18 @@ class StageOptimizer(TorchOptimizer):
         """The buffers, which stay between steps."""
         return [buffer.grad_data for ddp in self.ddps for buffer in ddp.buffers]
 
-    def _replace_adam(self) -> None:
+    def _replace_adam(self, undecayed: Collection[str]) -> None:
         """Have torch's class step what Megatron's Adam would."""
         stepped = [p for group in self._inner.optimizer.param_groups for p in group["params"]]
         inner = self.torch_class([nn.Parameter(torch.zeros(0))], **self.arguments)
         inner.param_groups[0]["params"] = stepped  # add_param_group refuses views of parameters
         self._inner.optimizer = inner
+        self.inner = inner
+        if undecayed:
+            mains = [(self._names[weight], main) for weight, main, _ in self._mains()]
+            spared = [main for name, main in mains if name in undecayed]
+            whole = inner.param_groups.pop()
+            inner.param_groups += [whole | group for group in split_groups(stepped, spared)]
         self.use(inner)
 
     def _start_gather(self) -> None:

@@ -7,7 +7,7 @@ works on plain tensors that share storage with the engine's parameters. Knows no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,29 @@ def clip_(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
     """Scale gradients in place by max_norm / norm if the global norm exceeds max_norm."""
     if norm > max_norm and (found := list(gradients)):
         torch._foreach_mul_(found, max_norm / norm)
+
+
+def undecayed_of(
+    cfg: OptimizerConfig, num_dims: Mapping[str, int], embeddings: Collection[str]
+) -> frozenset[str]:
+    """Names of the tensors that weight decay spares (optimizer.decay_parameters).
+
+    num_dims: dimensions of each whole tensor by name. embeddings: names, also of tied ones.
+    """
+    if cfg.decay_parameters == "all" or cfg.weight_decay == 0:
+        return frozenset()
+    return frozenset(name for name, dims in num_dims.items() if dims < 2 or name in embeddings)
+
+
+def split_groups(
+    parameters: Sequence[nn.Parameter], undecayed: Collection[Tensor]
+) -> list[dict[str, Any]]:
+    """Parameter groups for torch.optim: one, or a second one without weight decay."""
+    spared = {id(parameter) for parameter in undecayed}
+    decayed = [parameter for parameter in parameters if id(parameter) not in spared]
+    others = [parameter for parameter in parameters if id(parameter) in spared]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 class Scheduled:
@@ -167,11 +190,22 @@ class TorchOptimizer(Scheduled):
 class ShardedOptimizer(TorchOptimizer):
     """A class of torch.optim over named float32 shards, which may be empty on some ranks."""
 
-    def __init__(self, shards: Mapping[str, Tensor], cfg: OptimizerConfig, total_steps: int):
+    def __init__(
+        self,
+        shards: Mapping[str, Tensor],
+        cfg: OptimizerConfig,
+        total_steps: int,
+        *,
+        undecayed: Collection[str] = (),
+    ) -> None:
+        """undecayed: names of the shards that weight decay spares."""
         super().__init__(cfg, total_steps)
         self._parameters = {name: nn.Parameter(shard.detach()) for name, shard in shards.items()}
         every = list(self._parameters.values())
-        self._stepper = self._stepper_of([p for p in every if p.numel()] or every)
+        spared = [self._parameters[name] for name in undecayed]
+        self._stepper = self._stepper_of(
+            split_groups([p for p in every if p.numel()] or every, spared)
+        )
         self.use(getattr(self._stepper, "optim", self._stepper))
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
@@ -188,6 +222,6 @@ class ShardedOptimizer(TorchOptimizer):
         """`moments_at` of the tensor of that name."""
         return self.moments_at(self._parameters[name])
 
-    def _stepper_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def _stepper_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of all parameters; its `optim`, if it has one, holds this rank's state."""
-        return self.torch_class(parameters, **self.arguments)
+        return self.torch_class(groups, **self.arguments)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import SpmdflowError
-from tests.algos.runs import ROOT, last_checkpoint, steps_of
+from tests.algos.runs import ROOT, last_checkpoint, run_ranks, steps_of
 
 SCRIPT = ROOT / "tests" / "algos" / "programs" / "scheduled.py"
 SETTINGS = ROOT / "algos" / "sft.yaml"
@@ -30,11 +32,16 @@ SMALL = (
 RATES = ("lr/0", "lr/1", "lr/2")
 
 
-def run(run_dir: Path, *words: str) -> list[dict[str, Any]]:
-    rows = run_dir.parent / "rows.jsonl"
+def few_rows(folder: Path) -> list[str]:
+    """Settings of data that are read quickly."""
+    rows = folder / "rows.jsonl"
     examples = (ROOT / "algos" / "arithmetic" / "train.jsonl").read_text().splitlines()
-    rows.write_text("\n".join(examples[:32]))  # few, which are read quickly
-    places = [f"run.dir={run_dir}", f"data.train_path={rows}", "data.eval_path=null"]
+    rows.write_text("\n".join(examples[:32]))
+    return [f"data.train_path={rows}", "data.eval_path=null"]
+
+
+def run(run_dir: Path, *words: str) -> list[dict[str, Any]]:
+    places = [f"run.dir={run_dir}", *few_rows(run_dir.parent)]
     loaded = load(SCRIPT, SETTINGS, [*SMALL, *words, *places])
     check(loaded.cfg, 1)
     assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
@@ -154,3 +161,31 @@ def test_more_gradients_in_a_row_than_allowed_end_the_run_also_when_it_goes_on(
 
     with pytest.raises(SpmdflowError, match="as have the 1 tries before it"):
         run(tmp_path / "run", *words)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero1", "megatron"])
+def test_engines_leave_out_the_same_steps_and_decay_the_same_tensors_on_two_ranks(
+    tmp_path: Path, engine: str
+) -> None:
+    """The first step has a gradient of 0 and only decays; the second is nan, the third masked."""
+    run_dir = tmp_path / "run"
+    words = [*SMALL, *few_rows(tmp_path), f"actor.engine.kind={engine}", "total_steps=3"]
+    words += ["factor=0", "poisoned=[2]", "masked=[3]", "save_every=3"]
+    words += ["actor.optimizer.skip_nonfinite=1", "actor.optimizer.weight_decay=0.5"]
+    words += ["actor.optimizer.decay_parameters=matrices", "actor.optimizer.lr=0.1"]
+    if engine == "megatron":
+        words.append("actor.engine.layout=t2")
+
+    run_ranks(run_dir, str(SETTINGS), *words, num_ranks=2, script=SCRIPT, small=())
+
+    counted = ("actor/optimizer_steps", "actor/nonfinite_steps", "actor/empty_steps")
+    steps = steps_of(run_dir, own=RATES)
+    found = [[step.get(name, 0) for name in counted] for step in steps]
+    assert found == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    (folder,) = (run_dir / "checkpoints").rglob("hugging_face")
+    model = ROOT / "algos" / "arithmetic" / "model"
+    before, after = (load_file(each / "model.safetensors") for each in (model, folder))
+    for name, tensor in before.items():
+        is_decayed = tensor.ndim > 1 and "embed_tokens" not in name
+        expected = tensor.float() * (1 - 0.1 * 0.5) if is_decayed else tensor.float()
+        torch.testing.assert_close(after[name], expected, rtol=1e-6, atol=0)

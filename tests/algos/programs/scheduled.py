@@ -20,6 +20,8 @@ class Config(SFTConfig):
     """Update calls of a step."""
     counted: int = 0
     """Steps that the script counts; 0: total_steps."""
+    factor: float = 1.0
+    """Of the loss."""
     masked: list[int] = field(default_factory=list)
     """Steps without a token to learn."""
     poisoned: list[int] = field(default_factory=list)
@@ -57,7 +59,7 @@ def main(flow: Flow, cfg: Config) -> None:
     prompts = flow.prompts(cfg.data)
     for step in flow.steps(cfg.counted or cfg.total_steps):
         batch = next(prompts)
-        factor = float("nan") if step.number in cfg.poisoned else 1.0
+        factor = float("nan") if step.number in cfg.poisoned else cfg.factor
         for number in range(cfg.updates):
             result = actor.learn(batch, factor=factor, masked=step.number in cfg.masked)
             step.log(result)

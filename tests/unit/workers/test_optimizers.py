@@ -16,6 +16,7 @@ from spmdflow.workers.optimizer import (
     ShardedOptimizer,
     clip_,
     squared_norm,
+    undecayed_of,
 )
 from spmdflow.workers.schedule import learning_rate
 
@@ -131,6 +132,34 @@ def test_state_that_goes_on_is_that_of_steps_without_a_break(name: str) -> None:
 
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
     assert second.next_lr == ours.next_lr
+
+
+def test_decay_of_matrices_is_that_of_two_groups_of_torch() -> None:
+    torch.manual_seed(0)
+    names = {"embed": (5, 3), "matrix": (4, 3), "norm": (3,), "bias": (4,), "stack": (2, 2, 3)}
+    cfg = OptimizerConfig(lr=0.05, weight_decay=0.3, decay_parameters="matrices")
+    start = {name: torch.randn(shape) for name, shape in names.items()}
+    undecayed = undecayed_of(cfg, {name: len(shape) for name, shape in names.items()}, ["embed"])
+    shards = {name: value.clone() for name, value in start.items()}
+    ours = ShardedOptimizer(shards, cfg, STEPS, undecayed=undecayed)
+    plain = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    groups = [
+        {"params": [plain["matrix"], plain["stack"]]},
+        {"params": [plain["embed"], plain["norm"], plain["bias"]], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95), weight_decay=0.3, fused=True)
+
+    for _ in range(3):
+        gradients = {name: torch.randn(shape) for name, shape in names.items()}
+        for name, parameter in plain.items():
+            parameter.grad = gradients[name].clone()
+        ours.step(gradients)
+        theirs.step()
+
+    assert undecayed == {"embed", "norm", "bias"}
+    assert all(torch.equal(shards[name], plain[name]) for name in names)
+    everywhere = OptimizerConfig(weight_decay=0.3)
+    assert undecayed_of(everywhere, {"norm": 1}, ["embed"]) == frozenset()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
