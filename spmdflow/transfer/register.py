@@ -91,7 +91,8 @@ def register(
     none and is not counted. check: raises in the script, before anything is sent, for invalid
     arguments. early: the name of a method `early(batch, call)` that needs neither the device
     nor other ranks; it runs beside other calls as soon as the rows are here, and the method finds
-    what it returned in `self.begun`. instead: column -> substitute, for own forms of
+    what it returned in `self.begun`. Several calls may be under way at once, so it returns all
+    that it found out and leaves nothing in an attribute. instead: column -> substitute, for own forms of
     `compute_log_prob` and `update_actor`: a written column that another may replace, so that
     the call waits until somebody reads it (it must depend on the model and its rows alone, and
     change neither); of an update, a column of `reads` that it can do without. followed_by: from

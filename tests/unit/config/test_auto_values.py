@@ -130,3 +130,19 @@ def test_resumed_run_keeps_the_precision_of_its_checkpoint(tmp_path: Path) -> No
     assert loaded.cfg.critic.model.dtype == "float32"
     said = "auto   as the checkpoint's run had it: dtype=bfloat16 (actor.model, actor.rollout)"
     assert said in str(text)
+
+
+def test_resumed_run_keeps_the_aggregation_of_its_checkpoint(tmp_path: Path) -> None:
+    """A run of gspo that began when the mean over tokens was its default."""
+    seal_settings(tmp_path, "actor:\n  loss: {aggregation: token-mean}\n", num_ranks=1)
+    words = [f"run.dir={tmp_path}", "actor.loss.surrogate=gspo"]
+    remax = ALGORITHMS / "remax.py"
+
+    resumed, text = prepare(load(remax, None, words), 1)
+    set_again, _ = prepare(
+        load(remax, None, [*words, "actor.loss.aggregation=sequence-mean-token-mean"]), 1
+    )
+
+    assert resumed.cfg.actor.loss.aggregation == "token-mean"
+    assert "as the checkpoint's run had it: aggregation=token-mean (actor.loss)" in str(text)
+    assert set_again.cfg.actor.loss.aggregation == "sequence-mean-token-mean"
