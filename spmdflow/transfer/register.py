@@ -86,17 +86,17 @@ def register(
     detected by a checksum of the column. Clone columns that you keep beyond the call, too.
 
     optional: columns that it gets if the batch has them: `batch.get("valid")`. draws:
-    `self.call.generation` then says how often rows were drawn for before in the step, so
-    that a second call on the same rows takes other random numbers. A call with greedy=True draws
-    none and is not counted. check: raises in the script, before anything is sent, for invalid
-    arguments. early: the name of a method `early(batch, call)` that needs neither the device
-    nor other ranks; it runs beside other calls as soon as the rows are here, and the method finds
-    what it returned in `self.begun`. Several calls may be under way at once, so it returns all
-    that it found out and leaves nothing in an attribute. instead: column -> substitute, for own forms of
-    `compute_log_prob` and `update_actor`: a written column that another may replace, so that
-    the call waits until somebody reads it (it must depend on the model and its rows alone, and
-    change neither); of an update, a column of `reads` that it can do without. followed_by: from
-    the model's settings, a map function and its arguments, whose columns join the answer.
+    `self.call.generation` then says how often rows were drawn for before in the step, so that a
+    second call on the same rows takes other random numbers. A call with greedy=True draws none and
+    is not counted. check: raises in the script, before anything is sent, for invalid arguments.
+    early: the name of a method `early(batch, call)` that needs neither the device nor other ranks;
+    it runs beside other calls as soon as the rows are here, and the method finds what it returned
+    in `self.begun`. Several calls may be under way at once, so it returns all that it found out and
+    leaves nothing in an attribute. instead: column -> substitute, for own forms of
+    `compute_log_prob` and `update_actor`: a written column that another may replace, so that the
+    call waits until somebody reads it (it must depend on the model and its rows alone, and change
+    neither); of an update, a column of `reads` that it can do without. followed_by: from the
+    model's settings, a map function and its arguments, whose columns join the answer.
     """
     columns = (tuple(reads), tuple(optional), tuple(writes))
     marks = (minibatches, extends, draws)
