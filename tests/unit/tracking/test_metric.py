@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmdflow.errors import ProtocolError
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.worker import Max, Mean, Metric, Sum
+from spmdflow.transfer.worker import Max, Mean, Metric, Min, Sum
 
 NUMBERS = st.floats(-1e6, 1e6)
 WEIGHTS = st.integers(0, 100)
@@ -93,3 +93,10 @@ def test_a_mean_equals_the_mean_over_all_samples(pairs):
         assert merged["a"] == pytest.approx(expected, rel=1e-9, abs=1e-6)
     else:
         assert merged == {}
+
+
+def test_smallest_of_all_ranks_is_nan_if_one_is() -> None:
+    assert merge([{"x": Min(2.0)}, {"x": Min(-1.5)}, {}]) == {"x": -1.5}
+    assert math.isnan(merge([{"x": Min(2.0)}, {"x": Min(math.nan)}])["x"])
+    with pytest.raises(ProtocolError, match="Max and Min"):
+        merge([{"x": Min(2.0)}, {"x": Max(2.0)}])
