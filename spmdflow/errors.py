@@ -16,6 +16,7 @@ SpmdflowError
 |-- WeightSyncError   rollout weights differ from the trainer's
 |-- GuardError        a condition of run.guards that ends the run
 |-- CheckpointError   a checkpoint that is missing, damaged or from another layout or program
+|   `-- ReadError     a file that the file system does not give now (EIO, ESTALE, rights)
 |-- DeadlineError     a wait that reached its limit
 `-- RunFailed         a rank failed; carries the first cause
 """
@@ -87,6 +88,10 @@ class GuardError(SpmdflowError):
 
 class CheckpointError(SpmdflowError):
     """A checkpoint that is missing, damaged, or written by another layout or program."""
+
+
+class ReadError(CheckpointError):
+    """A file that the file system does not give now (EIO, ESTALE, rights): it may be whole."""
 
 
 class DeadlineError(SpmdflowError):

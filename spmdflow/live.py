@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdflow.runtime.status_file import STATUS_FILE
+from spmdflow.checkpoint.lock import STATUS_FILE
 from spmdflow.tracking.progress import progress_line
 from spmdflow.tracking.reading import RunFiles, read_json
 
@@ -33,10 +33,11 @@ def watch(run_dir: Path, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             files, state = RunFiles(run_dir), read_json(run_dir / STATUS_FILE)
-            live.update(panel(files, state, time.time()), refresh=True)
-            if not state and (seen or time.monotonic() - began > _START_SECONDS):
+            is_live = files.is_live
+            live.update(panel(files, state if is_live else {}, time.time()), refresh=True)
+            if not is_live and (seen or time.monotonic() - began > _START_SECONDS):
                 return
-            seen = seen or bool(state)
+            seen = seen or is_live
             time.sleep(_EVERY)
 
 

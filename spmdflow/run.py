@@ -44,7 +44,7 @@ from spmdflow.config.location import run_dir_of
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
-from spmdflow.errors import ConfigError, SpmdflowError
+from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
 from spmdflow.plan.showing import planning_shown
 from spmdflow.program import prepare
 from spmdflow.runtime.process import (
@@ -130,7 +130,7 @@ def run_rank(load: Callable[[Place], tuple[Loaded, bool] | None]) -> int:
     place = Place.from_environment()
     try:
         found = load(place)
-    except ConfigError as err:
+    except (ConfigError, CheckpointError) as err:
         return _refuse(err, place)
     if found is None:
         return FINISHED
@@ -201,7 +201,7 @@ def _say(place: Place, text: str) -> None:
         sys.stdout.flush()
 
 
-def _refuse(err: ConfigError, place: Place) -> int:
+def _refuse(err: SpmdflowError, place: Place) -> int:
     """Tell the user once per node; a node may lack a file that the others have."""
     if place.local_rank == 0:
         where = f" rank {place.rank}:" if place.rank else ""
@@ -230,6 +230,7 @@ def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: b
     from spmdflow.program import run_prepared
     from spmdflow.runtime.failure import own_traceback
     from spmdflow.runtime.launch import Surroundings
+    from spmdflow.runtime.rendezvous import StartRefused
 
     set_up_logging(place.rank)
     quiet_libraries()
@@ -257,6 +258,8 @@ def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: b
     except KeyboardInterrupt:  # of a second Ctrl-C in one process, or before the ranks have met
         sys.stderr.write("spmdflow: stopped at once by Ctrl-C\n")
         return FAILED
+    except StartRefused as err:  # of all ranks: told once for each node
+        return _refuse(err, place)
     except SpmdflowError as err:
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
         sys.stderr.write(f"spmdflow: {message}\n{own_traceback(err)}")

@@ -3,6 +3,14 @@
 Reads files in RUN_DIR only, so any node that shares the folder will do: status.json, which rank 0
 rewrites every few seconds, metrics.jsonl, failure.json and the stacks. On a node of the run it also
 asks the kernel for the state of its processes, so a rank 0 that stands is told from a slow disk.
+
+A run is live while its rank 0 holds the lock of RUN_DIR (`checkpoint.lock`). Exit codes:
+
+    0  a run is live
+    1  the last run failed, or was killed
+    2  no run has been there, or the command line is wrong
+    3  the last run was stopped, and can be continued
+    4  the last run finished
 """
 
 from __future__ import annotations
@@ -17,21 +25,35 @@ from typing import Any
 
 from rich.console import Console
 
+from spmdflow.checkpoint.lock import STATUS_FILE
 from spmdflow.live import watch
 from spmdflow.runtime.process import Process
-from spmdflow.runtime.status_file import STATUS_FILE, WANTED_FILE
+from spmdflow.runtime.status_file import WANTED_FILE
 from spmdflow.tracking.progress import stage_seconds
-from spmdflow.tracking.reading import RunFiles, failure_text, read_json
+from spmdflow.tracking.reading import RunFiles, RunState, failure_text, read_json
 
-ALIVE, NOTHING = 0, 2
+LIVE, FAILED, NOTHING, STOPPED, FINISHED = range(5)
+EXIT_CODES = {
+    RunState.LIVE: LIVE,
+    RunState.FAILED: FAILED,
+    RunState.KILLED: FAILED,
+    RunState.NONE: NOTHING,
+    RunState.STOPPED: STOPPED,
+    RunState.FINISHED: FINISHED,
+}
+_PARTS = {"ranks", "controller", "calls", "slow", "medians"}
 _OLD_SECONDS, _STACK_SECONDS = 20.0, 12.0
-State = Mapping[str, Any]
+Status = Mapping[str, Any]
 """The content of status.json (`Stalls.state` in runtime/stall.py)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the state of a run; exit code 2 if none is alive in RUN_DIR."""
-    parser = argparse.ArgumentParser(prog="python -m spmdflow.status", description=__doc__)
+    """Print the state of a run; returns the exit code (see the module)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spmdflow.status",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument("--stacks", action="store_true", help="let every rank write its stacks")
     parser.add_argument("--live", action="store_true", help="a panel, until the run ends")
@@ -40,27 +62,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.live and console.is_terminal:  # a log gets the lines below
         with suppress(KeyboardInterrupt):
             watch(options.run_dir, console)
-    run_dir, state = options.run_dir, read_json(options.run_dir / STATUS_FILE)
-    if options.stacks and state:
-        _ask_for_stacks(run_dir, state)
-    sys.stdout.write("\n".join(status_text(run_dir, state, time.time())) + "\n")
-    return ALIVE if state else NOTHING
+    run_dir, status = options.run_dir, read_json(options.run_dir / STATUS_FILE)
+    run_state = RunFiles(run_dir).run_state
+    if options.stacks and run_state is RunState.LIVE:
+        _ask_for_stacks(run_dir, status)
+    sys.stdout.write("\n".join(status_text(run_dir, run_state, status, time.time())) + "\n")
+    return EXIT_CODES[run_state]
 
 
-def status_text(run_dir: Path, state: State | None, now: float) -> Iterator[str]:
-    """The lines to print; now: seconds since 1970."""
+def status_text(run_dir: Path, run_state: RunState, status: Status, now: float) -> Iterator[str]:
+    """The lines to print. status: of status.json, {} if there is none; now: seconds since 1970."""
     yield _last_step(run_dir, now)
     files = RunFiles(run_dir)
     yield from (f"{name}: {failure_text(each)}" for name, each in files.failures.items())
-    if not state:
-        yield f"no run is alive: {run_dir / STATUS_FILE} is not there, expected in a live RUN_DIR"
-    elif not files.failures:  # else what a run wrote while it was alive
-        yield from _live(state, now)
+    if run_state is not RunState.LIVE:
+        yield f"no run is live: {run_state.value}"
+    elif not is_status(status):
+        yield f"a run is live, and {run_dir / STATUS_FILE} says nothing of it (yet)"
+    else:
+        yield from _live(status, now)
     if files.stacks:
         yield f"stacks: {', '.join(files.stacks)}"
 
 
-def _live(state: State, now: float) -> Iterator[str]:
+def is_status(status: Status) -> bool:
+    """Whether an object is a whole status of a run or of a planning, not what a torn file gives."""
+    if not isinstance(status.get("written"), int | float):
+        return False
+    return "planning" in status or _PARTS <= status.keys()
+
+
+def _live(state: Status, now: float) -> Iterator[str]:
     age = now - state["written"]
     if "planning" in state:
         yield f"{state['planning']}, told {age:.0f} s ago"
@@ -94,7 +126,7 @@ def _last_step(run_dir: Path, now: float) -> str:
     return f"{run_dir}: step {last['step']:.0f} done {ago:.0f} s ago ({', '.join(parts)})"
 
 
-def _ask_for_stacks(run_dir: Path, state: State) -> None:
+def _ask_for_stacks(run_dir: Path, state: Status) -> None:
     """Signal the ranks of this node, let the controller ask the others, wait for the files."""
     asked = time.time()
     shown = [Process(*facts[:3]).show_stacks() for facts in state.get("ranks", {}).values()]

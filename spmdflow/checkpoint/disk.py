@@ -1,25 +1,31 @@
-"""RUN_DIR on disk: writes that survive a power cut, the lock, and whether every rank sees it.
+"""RUN_DIR on disk: writes that survive a power cut, errors of disks, whether every rank sees it.
 
-The lock is advisory and dropped by the kernel when the process ends: one live run for each
-RUN_DIR. While ranks meet, the controller's rank keeps the run's key there; every rank reads it,
-which also shows that all share the folder.
+While ranks meet, the controller's rank keeps the run's key there; every rank reads it, which also
+shows that all share the folder. Who may write into the folder: `lock`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import logging
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
-from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
+from spmdflow.errors import CheckpointError, ReadError, SpmdflowError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -51,65 +57,144 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a folder for its entries."""
+    """fsync a file, or a folder for its entries.
+
+    Some file systems (FUSE, SMB) cannot fsync a folder: that is a warning, once for each of them.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as err:
+        status = os.fstat(descriptor)
+        if err.errno not in _UNSUPPORTED or not stat.S_ISDIR(status.st_mode):
+            raise
+        _warn_about_folder_sync(_mount_point(path))
     finally:
         os.close(descriptor)
 
 
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What fsync of a folder answers where the file system does not have it."""
+
+
+@cache
+def _warn_about_folder_sync(mount_point: Path) -> None:
+    """Warn, once for each file system: later calls do nothing."""
+    logger.warning(
+        "warning: the file system at %s cannot fsync folders: after a power cut the newest files "
+        "may be missing (a kill of the run loses nothing)",
+        mount_point,
+    )
+
+
+def _mount_point(path: Path) -> Path:
+    """The uppermost folder of the file system that has path."""
+    path = path.absolute()
+    device = path.stat().st_dev
+    while path.parent != path and path.parent.stat().st_dev == device:
+        path = path.parent
+    return path
+
+
 @contextmanager
 def disk_errors(doing: str, path: Path, what: str = "checkpoint") -> Iterator[None]:
-    """Turn an OSError into an error that names the path and the bytes free.
+    """Turn an OSError into an error that names the path, the cause and what helps against it.
 
     what: "checkpoint" makes it a CheckpointError, anything else a SpmdflowError.
     """
     try:
         yield
     except OSError as err:
-        at, cause = err.filename or path, err.strerror or err
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         kind = CheckpointError if what == "checkpoint" else SpmdflowError
-        raise kind(
-            f"{what}: cannot {doing} {path}: {cause} ({at}); expected a writable folder with "
-            f"space, {shutil.disk_usage(there).free} bytes are free; free some, fix its rights or "
-            f"set run.dir"
-        ) from err
+        raise kind(f"{what}: cannot {doing} {path}: {describe_disk_error(err, path)}") from err
 
 
-logger = logging.getLogger(__name__)
+def describe_disk_error(err: OSError, path: Path) -> str:
+    """Cause, file and what to do, such as "No space left on device (FILE); ... free some space"."""
+    at, cause = err.filename or path, err.strerror or err
+    return f"{cause} ({at}); {_advice(err, path)}"
 
 
-LOCK_FILE = ".lock"
-"""In RUN_DIR, from its first run on."""
+def _advice(err: OSError, path: Path) -> str:
+    """What to do about an error of the disk."""
+    if err.errno in _NO_SPACE:
+        there = _nearest_folder(path)
+        free = f"{shutil.disk_usage(there).free} bytes are free" if there else "the disk is full"
+        return f"{free} there: free some space (or raise the quota), or set run.dir to another disk"
+    return _ADVICE.get(err.errno or 0, "check that path and its file system, or set run.dir")
 
 
-class RunDirLock:
-    """Held from construction to `release`. ConfigError if another live process holds it."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CHECK_FILE_SYSTEM = (
+    "the file system fails, the space on it does not matter: check its mount, its server and the "
+    "kernel's log, then start the run again"
+)
+_FILE_IN_THE_WAY = "a file is where a folder is expected, or a folder where a file is: move it away"
+_ADVICE = {
+    errno.EACCES: "fix its rights, or set run.dir to a folder that this user may write",
+    errno.EPERM: "fix its rights, or set run.dir to a folder that this user may write",
+    errno.EROFS: "its file system is mounted read-only: mount it writable, or set run.dir",
+    errno.ENOENT: "it is gone, or a folder above it: restore it, or set run.dir",
+    errno.ENOTDIR: f"{_FILE_IN_THE_WAY}, or set run.dir",
+    errno.EISDIR: f"{_FILE_IN_THE_WAY}, or set run.dir",
+    errno.EEXIST: f"{_FILE_IN_THE_WAY}, or set run.dir",
+    errno.EIO: _CHECK_FILE_SYSTEM,
+    errno.ESTALE: _CHECK_FILE_SYSTEM,
+    errno.EREMOTEIO: _CHECK_FILE_SYSTEM,
+    errno.ETIMEDOUT: _CHECK_FILE_SYSTEM,
+    errno.ENOTCONN: _CHECK_FILE_SYSTEM,
+    errno.EHOSTDOWN: _CHECK_FILE_SYSTEM,
+    errno.ENOMEM: "this node has no memory left: end other programs, or use fewer ranks a node",
+    errno.EMFILE: "this process has too many open files: raise ulimit -n",
+    errno.ENFILE: "this node has too many open files: raise fs.file-max, or end other programs",
+    errno.ENAMETOOLONG: "set run.dir to a shorter path",
+}
 
-    def __init__(self, run_dir: Path) -> None:
-        path = run_dir / LOCK_FILE
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+def _nearest_folder(path: Path) -> Path | None:
+    """The path itself or the first folder above it whose free space can be asked for."""
+    for folder in (path, *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            if folder.exists():
+                return folder
+    return None
+
+
+READ_SECONDS = 5.0
+"""For so long a file that cannot be read is tried again."""
+_RETRY_SECONDS = 0.25
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""Answers of a file system that works: there is no such file."""
+
+
+def is_absent(err: OSError) -> bool:
+    """Whether the file system says that there is no such file (waiting does not help)."""
+    return err.errno in _ABSENT
+
+
+def read_patiently(path: Path, read: Callable[[], T], *, seconds: float = READ_SECONDS) -> T:
+    """read(), tried again for some seconds while the file system fails (EIO, ESTALE, EACCES, ...).
+
+    path: what is read, for messages. ReadError if it still fails then. The OSError itself, at
+    once, if there is no such file (`is_absent`).
+    """
+    limit = time.monotonic() + seconds
+    is_told = False
+    while True:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as err:
-            holder = os.read(self._file, 64).decode(errors="replace") or "unknown"
-            self.release()
-            raise ConfigError(
-                f"run.dir: {run_dir} is in use by a live run (process {holder}), expected a "
-                f"folder of its own; end that run, or set run.name or run.dir to another"
-            ) from err
-        except OSError as err:  # a file system without locks: go on without
-            logger.warning("%s cannot be locked (%s): start only one run in it", path, err)
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, str(os.getpid()).encode(), 0)
-
-    def release(self) -> None:
-        """Release the lock: the next run may start."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+            return read()
+        except OSError as err:
+            if is_absent(err):
+                raise
+            if time.monotonic() > limit:
+                raise ReadError(
+                    f"checkpoint: cannot read {path}, tried for {seconds:g} s: "
+                    f"{describe_disk_error(err, path)}"
+                ) from err
+            if not is_told:
+                logger.warning("warning: cannot read %s (%s): trying again", path, err.strerror)
+                is_told = True
+        time.sleep(_RETRY_SECONDS)
 
 
 KEY_BYTES = 32

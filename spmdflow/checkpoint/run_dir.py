@@ -24,12 +24,14 @@ from typing import Any
 import yaml
 
 from spmdflow.checkpoint.disk import (
-    RunDirLock,
+    describe_disk_error,
     disk_errors,
     make_folders,
+    read_patiently,
     sync,
     write_atomically,
 )
+from spmdflow.checkpoint.lock import RunDirLock, claim_run_dir
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     DamagedError,
@@ -91,12 +93,14 @@ def open_run_dir(
     run: RunConfig,
     yaml_text: str,
     *,
+    lock: RunDirLock | None = None,
     verify: Callable[[CheckpointInfo], None] = lambda _: None,
 ) -> RunDir:
     """Make or continue RUN_DIR and write config.yaml; only the controller's process calls it.
 
     yaml_text: every setting, resolved. With other settings than before, the differences are logged
-    as a warning and the old file is kept beside the new one. verify: of `newest_whole`. ConfigError
+    as a warning and the old file is kept beside the new one. lock: of the folder, if this process
+    has claimed it already; it stays held after an error. verify: of `newest_whole`. ConfigError
     if the folder cannot be written, holds an earlier run while run.resume=never, had checkpoints
     that are gone, or is in use by a live run.
     """
@@ -107,10 +111,8 @@ def open_run_dir(
             f"run.resume: never, but {path} holds {', '.join(used)} of an earlier run, expected "
             f"an unused folder; set run.name or run.dir to another, or run.resume=auto"
         )
-    lock = None
+    held = lock or claim_run_dir(path)
     try:
-        make_folders(path)
-        lock = RunDirLock(path)
         checkpoint = newest_whole(path, verify)
         if checkpoint is not None:
             _link_exports(path, checkpoint.folder)
@@ -122,20 +124,20 @@ def open_run_dir(
             )
         _write_config(path / "config.yaml", yaml_text, checkpoint)
     except BaseException as err:
-        if lock is not None:
-            lock.release()
+        if lock is None:
+            held.release()
         if not isinstance(err, OSError):
             raise
         raise ConfigError(
-            f"run.dir: cannot use {path}: {err.strerror} ({err.filename}), expected a writable "
-            f"folder; fix its rights or set run.dir"
+            f"run.dir: cannot use {path}, expected a writable folder: "
+            f"{describe_disk_error(err, path)}"
         ) from err
-    return RunDir(path, checkpoint, lock)
+    return RunDir(path, checkpoint, held)
 
 
 def differences(old_yaml: str, new_yaml: str) -> list[str]:
     """One "key: old -> new" for each setting that differs; "(absent)": that side lacks it."""
-    old, new = (flat(yaml.safe_load(text)) for text in (old_yaml, new_yaml))
+    old, new = (_flat_settings(text) for text in (old_yaml, new_yaml))
     absent = "(absent)"
     return [
         f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
@@ -144,20 +146,63 @@ def differences(old_yaml: str, new_yaml: str) -> list[str]:
     ]
 
 
+def _flat_settings(text: str) -> dict[str, Any]:
+    """Every setting by its dotted key; ValueError if the YAML is no map."""
+    found = yaml.safe_load(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"holds a {type(found).__name__}, no map of settings")
+    return flat(found)
+
+
 def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> None:
-    old = path.read_text(encoding="utf-8") if path.exists() else None
-    if old is not None and (changed := differences(old, text)):
-        step = checkpoint.step if checkpoint else 0
-        kept = path.with_name(f"config.until-step-{step}.yaml")
-        logger.warning(
-            "%s continues with other settings: %s; the old ones are in %s",
-            path.parent,
-            "; ".join(changed),
-            kept.name,
-        )
-        write_atomically(kept, old.encode())
+    """Write config.yaml, and tell what differs from the last start's.
+
+    The file is only a record: one that cannot be read is kept under another name.
+    """
+    old = None
+    if path.exists():
+        try:
+            old = path.read_text(encoding="utf-8")
+            changed = differences(old, text)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as err:
+            kept = _free_name(path.with_name("config.yaml.damaged"))
+            path.rename(kept)
+            logger.warning(
+                "warning: %s cannot be read (%s); it is only a record, so the run goes on with the "
+                "settings of this start, and the old file is kept as %s",
+                path,
+                _first_line(err),
+                kept.name,
+            )
+            old, changed = None, []
+        if changed:
+            step = checkpoint.step if checkpoint else 0
+            before = path.with_name(f"config.until-step-{step}.yaml")
+            if before.is_dir():
+                before = _free_name(before)
+            logger.warning(
+                "%s continues with other settings: %s; the old ones are in %s",
+                path.parent,
+                "; ".join(changed),
+                before.name,
+            )
+            write_atomically(before, (old or "").encode())
     if old != text:
         write_atomically(path, text.encode())
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first of PATH.2, PATH.3, ... at which there is nothing yet."""
+    found, numbers = path, itertools.count(2)
+    while os.path.lexists(found):
+        found = path.with_name(f"{path.name}.{next(numbers)}")
+    return found
+
+
+def _first_line(err: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    lines = str(err).splitlines() or [""]
+    return f"{type(err).__name__}: {lines[0]}"[:200]
 
 
 _TMP, _TRASH = ".tmp", ".trash"
@@ -240,9 +285,7 @@ def _set_aside(folder: Path, problems: Mapping[str, str], *, whole: str) -> None
         logger.error("%s; THE RUN CONTINUES FROM %s, the newest whole one", problem, whole)
         if name == "latest":
             continue
-        kept, others = folder / f"{name}.damaged", itertools.count(2)
-        while kept.exists():
-            kept = folder / f"{name}.damaged.{next(others)}"
+        kept = _free_name(folder / f"{name}.damaged")
         with disk_errors("rename", folder / name):
             (folder / name).rename(kept)
         logger.error(
@@ -255,11 +298,19 @@ class Checkpoints:
     no damaged one."""
 
     def __init__(
-        self, run_dir: Path, *, keep: int, best: str | None = None, patience_seconds: float = 10.0
+        self,
+        run_dir: Path,
+        *,
+        keep: int,
+        best: str | None = None,
+        patience_seconds: float = 10.0,
+        lock: RunDirLock | None = None,
     ) -> None:
         """keep: number of the newest. best: also the one with the highest value of a metric, of
         -NAME the lowest. patience_seconds: how long `seal` waits for files that ranks of other
-        nodes wrote."""
+        nodes wrote. lock: of RUN_DIR: `begin` and `seal` raise CheckpointError if it was deleted,
+        renamed, or is another run's by then."""
+        self._lock = lock
         assert keep >= 1, keep
         self.folder = run_dir / "checkpoints"
         self._keep, self._best, self._patience_seconds = keep, best, patience_seconds
@@ -280,11 +331,16 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """Make an empty folder into which every rank writes its files; then call `seal`."""
+        self._check_lock()
         unsealed = self.folder / f"step-{step}{_TMP}"
         with disk_errors("make", unsealed):
             _remove(unsealed)
             make_folders(unsealed)
         return unsealed
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check_held()
 
     def seal(
         self, step: int, meta: Mapping[str, Any], written: Iterable[Written]
@@ -296,6 +352,7 @@ class Checkpoints:
         if writing fails or a file that a rank wrote is not seen here: the unsealed folder is
         removed, `latest` stays as it was and no old checkpoint is removed.
         """
+        self._check_lock()
         unsealed = self.folder / f"step-{step}{_TMP}"
         try:
             with disk_errors("seal", unsealed):
@@ -368,9 +425,14 @@ def _sealed(folder: Path) -> list[str]:
 
 
 def _latest_or_none(folder: Path) -> str | None:
+    """The content of `latest`; None if there is no such file (a folder of that name is none)."""
     path = folder / "latest"
-    with disk_errors("read", path):
-        return path.read_bytes().decode(errors="replace").strip() if path.exists() else None
+    try:
+        return read_patiently(path, path.read_bytes).decode(errors="replace").strip()
+    except OSError:  # there is none (`is_absent`)
+        if path.is_dir():
+            logger.warning("warning: %s is a folder, expected a file with a name: ignored", path)
+        return None
 
 
 def _remove(path: Path) -> None:

@@ -18,6 +18,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
+from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     DamagedError,
@@ -58,12 +59,16 @@ class Saving:
         settings: str,
         *,
         models: Mapping[str, Sequence[str]] | None = None,
+        lock: RunDirLock | None = None,
     ) -> None:
         """checkpoint: what the run continues from. settings: all of them, as YAML. models: the
-        model folders that were given as links, as of `ModelFolders.followed`."""
+        model folders that were given as links, as of `ModelFolders.followed`. lock: of RUN_DIR:
+        nothing is saved once the folder is not this run's any more."""
         self._settings = settings
         self._models = {key: list(pair) for key, pair in (models or {}).items()}
-        self._checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints, best=run.keep_best)
+        self._checkpoints = Checkpoints(
+            run_dir, keep=run.keep_checkpoints, best=run.keep_best, lock=lock
+        )
         self._checkpoints.clean()
         age, shutdown = launched_seconds(os.getpid()), shutdown_seconds(os.getpid())
         self.ending = Ending(run.max_seconds, age=age, shutdown=shutdown)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.checkpoint.hub import open_repository, push
+from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.reading import ModelFolders
 from spmdflow.checkpoint.run_dir import open_run_dir
 from spmdflow.config.leaf import longest_call_of
@@ -82,6 +83,7 @@ def run_script(
     transport: Transport,
     ranks: tuple[int, ...],
     has_outside: bool,
+    lock: RunDirLock,
 ) -> int:
     """Build the flow and run the script; returns the exit status."""
     settings, repository = to_yaml(cfg), cfg.run.push_to_hub
@@ -90,6 +92,7 @@ def run_script(
     run_dir = open_run_dir(
         cfg.run,
         settings,
+        lock=lock,
         verify=partial(
             verify_on_ranks, transport, ranks, seconds=longest_call_of(cfg.run.call_seconds)
         ),
@@ -99,17 +102,15 @@ def run_script(
     before = run_dir.checkpoint.meta.get("models", {}) if run_dir.checkpoint else {}
     seconds = longest_call_of(cfg.run.call_seconds)
     missing = partial(find_unseen_folders, transport, ranks, seconds=seconds)
-    try:
-        cfg = folders.follow(cfg, before, missing)
-    except ConfigError:
-        run_dir.lock.release()
-        raise
+    cfg = folders.follow(cfg, before, missing)
     settings = to_yaml(cfg)
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
     file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step, script=file)
-    saving = Saving(run_dir.path, run_dir.checkpoint, cfg.run, settings, models=folders.followed)
+    saving = Saving(
+        run_dir.path, run_dir.checkpoint, cfg.run, settings, models=folders.followed, lock=lock
+    )
     keeps = cfg.run.capture_step
     flow = Flow(
         caller,
@@ -137,7 +138,6 @@ def run_script(
         status = FINISHED if stop.is_time_up else STOPPED
     finally:
         show.close()
-        run_dir.lock.release()
         folders.release()
     caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
     return status

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdflow.checkpoint.disk import describe_disk_error
 from spmdflow.controller.result import CallRecord, facts_of
 from spmdflow.errors import DataError, MessageError
 from spmdflow.parallel.message import decode, encode
@@ -69,7 +70,7 @@ class Transcript:
                 self._path.write_bytes(data)
             except OSError as err:  # a run goes on without it, but cannot be predicted afterwards
                 logger.warning(
-                    "cannot write %s: %s; free some space there", self._path, err.strerror
+                    "cannot write %s: %s", self._path, describe_disk_error(err, self._path)
                 )
                 self._is_open = False
 

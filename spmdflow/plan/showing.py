@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from spmdflow.checkpoint.lock import LOCK_FILE, claim_run_dir
+from spmdflow.errors import ConfigError
 from spmdflow.log import PLANNING
-from spmdflow.runtime.status_file import STATUS_FILE, StatusFile
+from spmdflow.runtime.status_file import StatusFile
 
 _FIRST_SECONDS, _EVERY_SECONDS, _LOG_SECONDS = 2.0, 0.5, 10.0
 _MOST_LETTERS = 78
@@ -34,7 +36,7 @@ class _Newest(logging.Handler):
 def planning_shown(run_dir: Path | None) -> Iterator[None]:
     """Show what is planned inside, once it has taken two seconds.
 
-    run_dir: gets a status.json meanwhile, unless a live run has one there.
+    run_dir: is locked and gets a status.json meanwhile, unless a live run uses it.
     """
     logger, newest, over = logging.getLogger(PLANNING), _Newest(), threading.Event()
     before = logger.level, logger.propagate
@@ -60,12 +62,14 @@ def _show(newest: _Newest, over: threading.Event, run_dir: Path | None) -> None:
     is_new = run_dir is not None and not run_dir.exists()
     with contextlib.ExitStack() as at_end:
         status = None
-        if run_dir is not None and not (run_dir / STATUS_FILE).exists():
-            run_dir.mkdir(parents=True, exist_ok=True)
-            status = StatusFile(run_dir, on_wanted=lambda: None)
-            if is_new:
-                at_end.callback(_remove_empty, run_dir)
-            at_end.callback(status.close)
+        with contextlib.suppress(ConfigError):  # a live run is there, or nothing can be written
+            if run_dir is not None:
+                lock = claim_run_dir(run_dir)
+                if is_new:
+                    at_end.callback(_remove_unused, run_dir)
+                at_end.callback(lock.release)
+                status = StatusFile(run_dir, on_wanted=lambda: None)
+                at_end.callback(status.close)
         is_terminal = sys.stderr.isatty()
         while True:
             seconds = time.monotonic() - began
@@ -84,7 +88,9 @@ def _show(newest: _Newest, over: threading.Event, run_dir: Path | None) -> None:
             sys.stderr.write("\r\033[K")
 
 
-def _remove_empty(run_dir: Path) -> None:
-    """If planning has refused what was asked, nothing is left."""
+def _remove_unused(run_dir: Path) -> None:
+    """Remove a folder that only planning has used: after a refusal nothing is left."""
     with contextlib.suppress(OSError):
+        if [path.name for path in run_dir.iterdir()] == [LOCK_FILE]:
+            (run_dir / LOCK_FILE).unlink()
         run_dir.rmdir()

@@ -268,7 +268,8 @@ class Comm:
         doing = self._about(
             "", self._rank, f"{why} (the controller silent for {self._silent():.0f} s)"
         )
-        dump_stacks(stacks_path(self._settings.run_dir, self._rank), doing.sentence())
+        path = stacks_path(self._settings.run_dir, self._rank)
+        dump_stacks(path, doing.sentence(), self._settings.owns_run_dir)
         self._beat()
 
     def _silent(self) -> float:
@@ -366,7 +367,8 @@ class Comm:
                 self._failures[0] = replace(self._failures[0], where=line)
         cause_first = self._failures[0]
         record = as_record(cause_first, self._failures)
-        write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
+        if self._settings.owns_run_dir():
+            write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
         where = f"; its Python was at {cause_first.where}" if cause_first.where else ""
         logger.error("run failed: %s%s", cause_first.sentence(), where)
         if self._rank in self._settings.ranks[1:2]:  # nobody else would

@@ -107,9 +107,8 @@ def run_failed(cause: Failure) -> RunFailed:
 
 
 def write_failure(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON; a full or missing disk is logged, never raised."""
+    """Write a record as JSON; a full disk or a missing folder is logged, never raised."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     except OSError as err:
         logger.error("cannot write %s: %s", path, err)
@@ -117,8 +116,11 @@ def write_failure(path: Path, record: Mapping[str, Any]) -> None:
             path.unlink()  # a full disk leaves an empty file
 
 
-def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
-    """Tell the user on stderr, as one block: the cause, the lines of their code, where more is."""
+def report(cause: Failure, others: Sequence[Failure], path: Path | None) -> None:
+    """Tell the user on stderr, as one block: the cause, the lines of their code, where more is.
+
+    path: of failure.json; None if it was not written, as RUN_DIR is not this run's.
+    """
     lines = ["", "=" * 88, f"RUN FAILED: {cause.sentence()}"]
     lines += [f"called at {cause.line}"] if cause.line else []
     lines += [f"its Python was at {cause.where}"] if cause.where not in cause.cause else []
@@ -131,7 +133,8 @@ def report(cause: Failure, others: Sequence[Failure], path: Path) -> None:
         known = text == cause.cause.partition("\n")[0]
         shown = "the same" if known else textwrap.shorten(text, _MOST_LETTERS)
         lines.append(f"also on rank {', '.join(map(str, sorted(failed)))}: {shown}")
-    lines.append(f"whole tracebacks: {path}; stacks: {path.parent / 'stacks-rank*.txt'}")
+    if path is not None:
+        lines.append(f"whole tracebacks: {path}; stacks: {path.parent / 'stacks-rank*.txt'}")
     lines += ["=" * 88, ""]
     with contextlib.suppress(OSError, ValueError):  # the launcher may have taken stderr along
         sys.stderr.write("\n".join(lines))

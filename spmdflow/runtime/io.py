@@ -53,7 +53,9 @@ class Io:
         self._watch = Watch(self._verdict)
         self._stalls = self._verdict.stalls
         self._status = StatusFile(
-            settings.run_dir, lambda: self.post(partial(self._verdict.show_stacks, []))
+            settings.run_dir,
+            lambda: self.post(partial(self._verdict.show_stacks, [])),
+            settings.owns_run_dir,
         )
         self.met = Pending("start", self._await)
         """Done when every rank is connected."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
+from spmdflow.checkpoint.lock import RunDirLock, claim_run_dir
 from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.config.leaf import call_limit_of, longest_call_of, profiled_of
 from spmdflow.data.store import RowCondition
@@ -42,9 +43,9 @@ from spmdflow.transfer.lane import CountedTransport
 
 logger = logging.getLogger(__name__)
 
-Control = Callable[[Transport, tuple[int, ...], bool], int]
+Control = Callable[[Transport, tuple[int, ...], bool, RunDirLock], int]
 """Runs in the controller's thread: control(transport, ranks of the run, whether others help to make
-its groups) -> exit status."""
+its groups, the lock of RUN_DIR) -> exit status."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def start_run(
     del lane  # the traceback of an error would keep the group
 
     def main(transport: Transport) -> None:
-        membership.status = control(transport, ranks, has_outside)
+        assert membership.lock is not None, "the session claims RUN_DIR before the script runs"
+        membership.status = control(transport, ranks, has_outside, membership.lock)
 
     membership.run(main, ranks, surroundings or Surroundings())
     return Outcome(membership.status)
@@ -120,6 +122,8 @@ class _Membership:
         self._lane: dist.ProcessGroup | None = lane
         self._state: RankState | None = None
         self.status = 0
+        self.lock: RunDirLock | None = None
+        """Of RUN_DIR, on the controller's rank while the session lasts."""
 
     def run(
         self, main: Callable[[Transport], None], ranks: tuple[int, ...], around: Surroundings
@@ -136,6 +140,7 @@ class _Membership:
             secret=around.secret,
             launcher=around.launcher,
             on_met=around.on_met,
+            on_claimed=self._keep_lock,
             unwinds=not around.owns_process,
             on_failure=self._tell if self._announcements else None,
             show_failure=around.show_failure,
@@ -148,6 +153,9 @@ class _Membership:
         finally:
             self._release()
         self._tell(None)
+
+    def _keep_lock(self, lock: RunDirLock) -> None:
+        self.lock = lock
 
     def _operations_of(self, rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
         announce = self._announcements.announce if self._announcements else None
@@ -177,9 +185,20 @@ class _Membership:
 def run_inproc(control: Control, cfg: Any) -> int:
     """Run `control` with everything in this process, a world of one rank; the exit status.
 
-    An error is written to RUN_DIR/failure.json, and raised as it is.
+    An error is written to RUN_DIR/failure.json, and raised as it is. ConfigError, before anything
+    is written, if a live run uses RUN_DIR.
     """
     run_dir = path_of(cfg.run)
+    lock = claim_run_dir(run_dir)
+    try:
+        remove_old_reports(run_dir)
+        return _run_claimed(control, cfg, lock)
+    finally:
+        lock.release()
+
+
+def _run_claimed(control: Control, cfg: Any, lock: RunDirLock) -> int:
+    """`run_inproc` in a RUN_DIR that this process has locked."""
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -189,13 +208,13 @@ def run_inproc(control: Control, cfg: Any) -> int:
     controller = InprocTransport(state.operations())
     try:
         with stop_on_signals(controller):
-            remove_old_reports(run_dir)
-            return control(controller, (0,), False)
+            return control(controller, (0,), False, lock)
     except ConfigError:
-        raise  # refused: perhaps the folder is another run's
+        raise  # refused: nothing was run
     except (Exception, KeyboardInterrupt) as err:
         failure = failure_of(err, 0, kind="script")
-        write_failure(run_dir / "failure.json", as_record(failure, ()))
+        if lock.is_held():
+            write_failure(lock.run_dir / "failure.json", as_record(failure, ()))
         raise
     finally:
         state.close()

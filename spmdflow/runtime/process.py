@@ -147,6 +147,12 @@ class Process:
         return True
 
 
+def parent_of(pid: int) -> int | None:
+    """Pid of the parent of a process of this node; None if there is no such process."""
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else None
+
+
 def describe_status(status: int) -> str:
     """A wait status in words."""
     if os.WIFSIGNALED(status):

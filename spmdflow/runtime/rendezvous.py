@@ -39,6 +39,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, Store
 
 from spmdflow.checkpoint.disk import read_key, shared_key
+from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
 from spmdflow.parallel.message import decode, encode
 from spmdflow.runtime.process import Process, node_identity
@@ -75,6 +76,11 @@ class SessionSettings:
     """Pid of the parent whose end ends this process (runtime/process.py); None: the current one."""
     on_met: Callable[[], None] = lambda: None
     """Called by the main thread when all ranks have met."""
+    on_claimed: Callable[[RunDirLock], None] = lambda lock: None
+    """Given the lock of RUN_DIR, on the controller's rank, before ranks meet."""
+    owns_run_dir: Callable[[], bool] = lambda: True
+    """Whether RUN_DIR is still the folder of this run: reports are written there only then.
+    `run_session` sets it."""
     unwinds: bool = False
     """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
     on_failure: Callable[[RunFailed], None] | None = None
@@ -121,10 +127,22 @@ class Rendezvous:
     """The controller's socket, on the controller's rank."""
     processes: Mapping[int, Process] = field(default_factory=dict)
     """Process of every rank, on the controller's rank."""
+    lock: RunDirLock | None = None
+    """The lock of RUN_DIR, on the controller's rank."""
 
 
-def meet(store: Store, rank: int, settings: SessionSettings) -> Rendezvous:
-    """Exchange addresses; every rank of the session calls it. DeadlineError names missing ranks."""
+class StartRefused(ConfigError):
+    """A start that the controller's rank refuses; every rank of the session raises it."""
+
+
+def meet(
+    store: Store, rank: int, settings: SessionSettings, claim: Callable[[], RunDirLock]
+) -> Rendezvous:
+    """Exchange addresses; every rank of the session calls it. DeadlineError names missing ranks.
+
+    claim: called first on the controller's rank. What it refuses, every rank raises as
+    StartRefused.
+    """
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
     prefix, store_host = f"spmdflow/{members}/{launch}", _store_host(store)
@@ -133,7 +151,7 @@ def meet(store: Store, rank: int, settings: SessionSettings) -> Rendezvous:
     info = RankInfo(Process.of(os.getpid()), source_ip, network)
     if rank == settings.controller_rank:
         return _refusing_everywhere(
-            store, prefix, lambda: _open_hub(store, prefix, info, settings, store_host)
+            store, prefix, lambda: _claim_and_open(store, prefix, info, settings, store_host, claim)
         )
     _wait(store, {settings.controller_rank: f"{prefix}/key"}, settings.start_seconds)
     key = read_key(settings.run_dir, _read(store, f"{prefix}/key"), seconds=_KEY_SECONDS)
@@ -141,7 +159,7 @@ def meet(store: Store, rank: int, settings: SessionSettings) -> Rendezvous:
     _wait(store, {settings.controller_rank: f"{prefix}/controller"}, settings.start_seconds)
     run_id, controller, addresses, refusal = _read(store, f"{prefix}/controller")
     if refusal or key is None:
-        error = ConfigError if refusal and refusal[0] else RunFailed
+        error = StartRefused if refusal and refusal[0] else RunFailed
         raise error(refusal[1] if refusal else f"start: rank {rank} has no key of this run")
     return Rendezvous(run_id, addresses[info.network], controller, _mixed(key, settings.secret))
 
@@ -154,7 +172,22 @@ def _refusing_everywhere(store: Store, prefix: str, work: Callable[[], Rendezvou
         _publish(store, f"{prefix}/key", "")
         refusal = [isinstance(err, ConfigError), str(err)]
         _publish(store, f"{prefix}/controller", [b"", None, {}, refusal])
+        if isinstance(err, ConfigError):
+            raise StartRefused(str(err)) from err
         raise
+
+
+def _claim_and_open(
+    store: Store,
+    prefix: str,
+    info: RankInfo,
+    settings: SessionSettings,
+    store_host: str | None,
+    claim: Callable[[], RunDirLock],
+) -> Rendezvous:
+    """Take RUN_DIR, then let the other ranks come."""
+    lock = claim()
+    return replace(_open_hub(store, prefix, info, settings, store_host), lock=lock)
 
 
 def _mixed(key: bytes, secret: str | None) -> bytes:

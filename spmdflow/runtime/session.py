@@ -16,13 +16,14 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import distributed as dist
 
-from spmdflow.checkpoint.disk import LOCK_FILE, RunDirLock
+from spmdflow.checkpoint.lock import STATUS_FILE, RunDirLock, RunDirMark, claim_run_dir
 from spmdflow.data.store import RowCondition
-from spmdflow.errors import ConfigError, ProtocolError, RunFailed
+from spmdflow.errors import ProtocolError, RunFailed
 from spmdflow.runtime.comm import Comm
 from spmdflow.runtime.executor import Operation, failure_of
 from spmdflow.runtime.failure import run_failed
@@ -56,6 +57,8 @@ def run_session(
     "transfer" and "files".
     operations_of(rank, arrival) gives them; arrival: how the compute lane waits for rows.
 
+    The first rank makes and locks RUN_DIR before anything is written into it. ConfigError on every
+    rank if another live run holds it, or if it is no folder that can be written.
     DeadlineError if ranks do not come to the rendezvous; ProtocolError outside the main thread;
     later failures end every process of the session, or raise RunFailed on every rank
     (`SessionSettings.unwinds`). In the latter case release() is called once this rank's lanes have
@@ -68,13 +71,23 @@ def run_session(
             f"session: started in thread {threading.current_thread().name!r}, expected the main "
             f"thread (signals and CUDA belong to it); call it there"
         )
-    settings.run_dir.mkdir(parents=True, exist_ok=True)
-    if rank == settings.controller_rank:
-        remove_old_reports(settings.run_dir)
-    found = meet(dist.distributed_c10d._get_default_store(), rank, settings)
-    hub = found.hub
-    settings.on_met()
     with contextlib.ExitStack() as at_end:
+
+        def claim() -> RunDirLock:
+            """The first thing that the controller's rank does: until then nothing is written."""
+            lock = claim_run_dir(settings.run_dir)
+            at_end.callback(lock.release)
+            remove_old_reports(settings.run_dir)
+            settings.on_claimed(lock)
+            return lock
+
+        found = meet(dist.distributed_c10d._get_default_store(), rank, settings, claim)
+        hub = found.hub
+        if found.lock is not None:
+            settings = replace(settings, owns_run_dir=found.lock.is_held)
+        else:
+            settings = replace(settings, owns_run_dir=RunDirMark.read(settings.run_dir).is_there)
+        settings.on_met()
         at_end.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_SECONDS)
         signals = at_end.enter_context(Signals())
@@ -105,13 +118,16 @@ def run_session(
 
 
 def remove_old_reports(run_dir: Path) -> None:
-    """Remove failure reports of an earlier start of this run, which would look like new ones."""
-    with contextlib.suppress(ConfigError, OSError), contextlib.ExitStack() as held:
-        if (run_dir / LOCK_FILE).exists():
-            held.callback(RunDirLock(run_dir).release)  # ConfigError: a live run has it
-        for pattern in ("failure.json", "failure-rank*.json", "stacks-*", "status.json"):
-            for path in run_dir.glob(pattern):
+    """Remove failure reports of an earlier start, which would look like new ones.
+
+    Only for a process that holds the lock of run_dir: otherwise they may be a live run's.
+    """
+    for pattern in ("failure.json", "failure-rank*.json", "stacks-*", STATUS_FILE):
+        for path in run_dir.glob(pattern):
+            try:
                 path.unlink(missing_ok=True)
+            except OSError as err:  # such as a folder of that name
+                logger.warning("warning: cannot remove %s: %s", path, err.strerror)
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:

@@ -11,7 +11,7 @@ import faulthandler
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,20 +28,22 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
     return run_dir / f"stacks-rank{rank}.txt"
 
 
-def dump_stacks(path: Path, header: str) -> None:
+def dump_stacks(path: Path, header: str, owns_folder: Callable[[], bool] = lambda: True) -> None:
     """Append header and the Python stack of every thread of this process to path.
 
+    Nothing is written unless owns_folder(): whether the folder of path is still this run's.
     With NCCL its flight recorder goes into the same name with .nccl (torch's own format).
     A bad disk raises nothing, and one that hangs holds the caller for a second.
     """
-    writer = threading.Thread(target=_write, args=(path, header), daemon=True)
+    writer = threading.Thread(target=_write, args=(path, header, owns_folder), daemon=True)
     writer.start()
     writer.join(_DUMP_SECONDS)
 
 
-def _write(path: Path, header: str) -> None:
+def _write(path: Path, header: str, owns_folder: Callable[[], bool]) -> None:
     with contextlib.suppress(OSError, RuntimeError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not owns_folder():
+            return
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {header}\n")
             file.flush()

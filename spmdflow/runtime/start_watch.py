@@ -15,8 +15,10 @@ import threading
 import time
 from pathlib import Path
 
+from spmdflow.checkpoint.lock import claim_run_dir, read_record
+from spmdflow.errors import ConfigError
 from spmdflow.runtime.failure import Failure, as_record, report, write_failure
-from spmdflow.runtime.process import Process, leave
+from spmdflow.runtime.process import Process, leave, parent_of
 
 _LOOK_SECONDS = 0.2
 _TERM_SECONDS = 1.0
@@ -84,12 +86,26 @@ class StartWatch:
                         self._ranks[descriptor] = int(rank), Process.of(pid)
                         self._poll.register(descriptor, select.POLLIN)
 
+    def _may_write(self, at_end: contextlib.ExitStack) -> bool:
+        """Whether RUN_DIR is this start's: rank 0 of this node holds its lock, or nobody does.
+
+        In the latter case it is locked until at_end.
+        """
+        assert self.run_dir is not None
+        try:
+            at_end.callback(claim_run_dir(self.run_dir).release)
+        except ConfigError:  # in use: by rank 0 of this start, or by another run
+            record = read_record(self.run_dir)
+            if record is None or not record.is_of_this_node():
+                return False
+            return parent_of(record.pid) == self.launcher
+        return True
+
     def _claim(self, path: Path) -> None:
         """FileExistsError if another rank of this start has begun to write path."""
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < self._begun:
                 path.unlink()
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(exist_ok=False)
 
     def _name(self, rank: int, cause: str) -> None:
@@ -99,11 +115,14 @@ class StartWatch:
             time.sleep(0.05)
             if time.monotonic() > until:
                 leave(1)
-        path = self.run_dir / "failure.json"
-        with contextlib.suppress(FileExistsError):
-            self._claim(path)
-            failure = Failure("death", rank, cause)
-            write_failure(path, as_record(failure, []))
-            report(failure, [], path)
+        failure = Failure("death", rank, cause)
+        with contextlib.suppress(FileExistsError), contextlib.ExitStack() as at_end:
+            path = self.run_dir / "failure.json"
+            if self._may_write(at_end):
+                self._claim(path)
+                write_failure(path, as_record(failure, []))
+                report(failure, [], path)
+            else:
+                report(failure, [], None)
         time.sleep(_LEAVE_SECONDS)
         leave(1)

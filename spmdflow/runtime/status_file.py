@@ -14,14 +14,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STATUS_FILE, WANTED_FILE = "status.json", "stacks-wanted"
+from spmdflow.checkpoint.lock import STATUS_FILE
+
+WANTED_FILE = "stacks-wanted"
 
 
 class StatusFile:
     """Rewrites the file with the newest state that it was given."""
 
-    def __init__(self, run_dir: Path, on_wanted: Callable[[], None]) -> None:
-        """on_wanted: called when stacks are asked for (any thread)."""
+    def __init__(
+        self,
+        run_dir: Path,
+        on_wanted: Callable[[], None],
+        owns_run_dir: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """on_wanted: called when stacks are asked for (any thread). owns_run_dir: whether run_dir
+        is still the folder of this run: nothing is written or removed there otherwise."""
+        self._owns_run_dir = owns_run_dir
         self._path, self._wanted = run_dir / STATUS_FILE, run_dir / WANTED_FILE
         self._on_wanted = on_wanted
         self._states: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=1)
@@ -43,10 +52,13 @@ class StatusFile:
         new = self._path.with_suffix(".new")
         while (state := self._states.get()) is not None:
             with contextlib.suppress(OSError):
+                if not self._owns_run_dir():
+                    continue
                 new.write_text(json.dumps(state), encoding="utf-8")
                 new.replace(self._path)
                 if self._wanted.exists():
                     self._wanted.unlink()
                     self._on_wanted()
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            if self._owns_run_dir():
+                self._path.unlink(missing_ok=True)

@@ -132,7 +132,8 @@ class Verdict:
     def unwind(self, pending: Iterable[Pending]) -> None:
         """End the session on every rank; pending are told, every process goes on."""
         self.cause, path = self._write_cause()
-        logger.error("run failed: %s; details: %s", self.cause.sentence(), path)
+        details = path or "not written, as RUN_DIR is not this run's any more"
+        logger.error("run failed: %s; details: %s", self.cause.sentence(), details)
         for rank in self.settings.ranks:
             self._hub.send(rank, self._hub.seal(Kind.UNWIND, self.cause))
         for waiting in pending:
@@ -157,18 +158,24 @@ class Verdict:
         abort = self._hub.seal(Kind.ABORT, stopped)
         for rank in self.settings.ranks[1:]:
             self._hub.send(rank, abort)
-        own = stacks_path(path.parent, self.settings.controller_rank)
-        dump_stacks(own, f"the end: {cause.sentence()}")
+        own = stacks_path(self.settings.run_dir, self.settings.controller_rank)
+        dump_stacks(own, f"the end: {cause.sentence()}", self.settings.owns_run_dir)
         for waiting in pending:
             waiting.fail(RunFailed(cause.sentence()))
         self._tell(cause)
         self._await_exits()
         call_within(SHOW_SECONDS, self.settings.show_failure)
 
-    def _write_cause(self) -> tuple[Failure, Path]:
-        """The first cause, and the file that tells it with all other failures."""
+    def _write_cause(self) -> tuple[Failure, Path | None]:
+        """The first cause, and the file that tells it with all other failures.
+
+        None instead of the file if RUN_DIR is not this run's any more: then nothing is written.
+        """
         self.failures = [self._with_line(failure) for failure in self.failures]
-        cause, path = first_cause(self.failures), self.settings.run_dir / "failure.json"
+        cause = first_cause(self.failures)
+        if not self.settings.owns_run_dir():
+            return cause, None
+        path = self.settings.run_dir / "failure.json"
         write_failure(path, as_record(cause, self.failures))
         return cause, path
 

@@ -7,15 +7,16 @@ be read, is named in `missing`. Each file is read when it is first asked for.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from spmdflow.checkpoint.lock import is_run_live, read_record
 from spmdflow.config.leaf import flat
 from spmdflow.errors import DataError
 from spmdflow.tracking.trace import Span
@@ -30,7 +31,20 @@ FILES = {
     "prediction.json": "prediction",
 }
 """File -> the property that it gives; a failed run has no prediction."""
-_LIVE_SECONDS = 30.0
+FINISHED_FILE = "finished"
+"""In RUN_DIR once the last step is done (`checkpoint.run_dir` writes it)."""
+_MARKS = ("config.yaml", "metrics.jsonl", "checkpoints")
+
+
+class RunState(Enum):
+    """What became of the last run in a RUN_DIR; the value is a sentence."""
+
+    LIVE = "it runs"
+    FAILED = "the last one failed (above)"
+    KILLED = "the last one was killed, its rank 0 said nothing; the same command continues it"
+    FINISHED = "the last one finished"
+    STOPPED = "the last one was stopped before its last step; the same command continues it"
+    NONE = "none has been in this folder"
 
 
 class RunFiles:
@@ -46,12 +60,23 @@ class RunFiles:
 
     @property
     def is_live(self) -> bool:
-        """Whether a run writes here now: ranks rewrite status.json every few seconds."""
-        try:
-            written = (self.path / "status.json").stat().st_mtime
-        except FileNotFoundError:
-            return False
-        return not self.failures and time.time() - written < _LIVE_SECONDS
+        """Whether a run holds the lock of this folder (`checkpoint.lock` tells of other nodes)."""
+        return is_run_live(self.path)
+
+    @property
+    def run_state(self) -> RunState:
+        """Live, or how the last run here ended."""
+        if self.is_live:
+            return RunState.LIVE
+        if self.failures:
+            return RunState.FAILED
+        if read_record(self.path) is not None:  # who ends by itself removes it
+            return RunState.KILLED
+        if (self.path / FINISHED_FILE).exists():
+            return RunState.FINISHED
+        if any((self.path / mark).exists() for mark in _MARKS):
+            return RunState.STOPPED
+        return RunState.NONE
 
     @property
     def missing(self) -> list[str]:
@@ -99,7 +124,7 @@ class RunFiles:
         """File -> the stacks that a rank wrote."""
         found = {}
         for path in self._named("stacks-rank*.txt"):
-            with suppress(FileNotFoundError):  # a run that ends removes those that are empty
+            with suppress(OSError):  # a run that ends removes those that are empty
                 found[path.name] = path.read_text(encoding="utf-8", errors="replace")
         return {name: text for name, text in found.items() if text}
 
@@ -136,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """An object in a file; {} if there is none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -144,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _settings(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return flat(found) if isinstance(found, dict) else {}
 
@@ -154,16 +179,19 @@ def _spans(path: Path) -> Iterator[Span]:
     if not path.exists():
         return
     lanes: dict[tuple[int, int], str] = {}
-    for line in path.read_bytes().splitlines():
-        try:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return
+    for line in data.splitlines():
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            # the brackets, a torn line, or what is no event of ours
             event = json.loads(line.rstrip(b","))
-        except ValueError:  # the brackets, and a torn line
-            continue
-        key = (event["pid"], event["tid"])
-        if event["name"] == "thread_name":
-            lanes[key] = event["args"]["name"]
-        if event["ph"] == "X":
-            told, start = event.get("args", {}), event["ts"] / 1e6
-            numbers = (told.get(name, 0) for name in ("step", "bytes", "host_bytes"))
-            lane, end = lanes.get(key, ""), start + event["dur"] / 1e6
-            yield Span(key[0], lane, event["name"], start, end, *numbers)
+            key = (event["pid"], event["tid"])
+            if event["name"] == "thread_name":
+                lanes[key] = event["args"]["name"]
+            if event["ph"] == "X":
+                told, start = event.get("args", {}), event["ts"] / 1e6
+                numbers = [told.get(name, 0) for name in ("step", "bytes", "host_bytes")]
+                lane, end = lanes.get(key, ""), start + event["dur"] / 1e6
+                yield Span(key[0], lane, event["name"], start, end, *numbers)

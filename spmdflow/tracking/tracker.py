@@ -84,7 +84,7 @@ class Tracker:
             for name, reference in references.items()
         }
         for path in (self.metrics_path, self.samples_path):
-            if last_step < 0:
+            if last_step < 0 or path.is_dir():
                 set_aside(path)
             else:
                 cut_back(path, last_step)
@@ -172,7 +172,7 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file, skipping torn or invalid lines; [] if there is no file."""
-    if not path.exists():
+    if not path.is_file():
         return []
     return [record for _, record in _records(path)]
 
@@ -189,7 +189,7 @@ def cut_back(path: Path, step: int) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a file that has content to the first free NAME.1.jsonl, NAME.2.jsonl, ..."""
-    if not path.exists() or not path.stat().st_size:
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
         return
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
@@ -211,7 +211,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _record_or_none(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:  # torn JSON or torn UTF-8
+    except (ValueError, RecursionError):  # torn JSON or torn UTF-8, or noise with many brackets
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record and line.endswith(b"\n") else None

@@ -107,16 +107,16 @@ def test_settings_as_the_loader_writes_them_can_be_compared():
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
 
-    with pytest.raises(ConfigError, match=r"cannot use .*file: .*expected a writable folder"):
+    with pytest.raises(ConfigError, match=r"cannot use .*file, expected a writable folder"):
         open_run_dir(run_in(tmp_path / "file"), YAML)
 
 
 def test_a_refused_start_lets_the_next_one_in(tmp_path):
-    (tmp_path / "config.yaml").mkdir()
+    (tmp_path / "config.yaml.tmp").mkdir()
     with pytest.raises(ConfigError, match="cannot use"):
         open_run_dir(run_in(tmp_path), YAML)
 
-    (tmp_path / "config.yaml").rmdir()
+    (tmp_path / "config.yaml.tmp").rmdir()
     open_run_dir(run_in(tmp_path), YAML).lock.release()
 
 

@@ -14,10 +14,12 @@ import pytest
 from rich.console import Console
 
 from spmdflow import status
+from spmdflow.checkpoint.lock import STATUS_FILE, claim_run_dir
 from spmdflow.live import panel
 from spmdflow.runtime.place import CODE, PEERS
-from spmdflow.runtime.status_file import STATUS_FILE, StatusFile
-from spmdflow.tracking.reading import RunFiles
+from spmdflow.runtime.status_file import StatusFile
+from spmdflow.tracking.reading import RunFiles, RunState
+from tests.unit.lock_holder import forked_holder
 from tests.unit.runtime.stalled import HERE, Session
 
 
@@ -35,7 +37,7 @@ def test_live_run_is_told_with_its_step_calls_ranks_and_lines(tmp_path: Path) ->
     record = {"step": 7, "time/step_seconds": 3.0, "perf/tokens_per_second": 250.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     state = _stalled(tmp_path)
-    lines = list(status.status_text(tmp_path, state, state["written"] + 2.0))
+    lines = list(status.status_text(tmp_path, RunState.LIVE, state, state["written"] + 2.0))
 
     assert lines[0].startswith(f"{tmp_path}: step 7 done ")
     assert lines[0].endswith("(3 s, 250 tokens/s)")
@@ -72,28 +74,28 @@ def test_live_panel_in_a_log_is_the_plain_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status.main([str(tmp_path), "--live"]) == 2  # at once
-    assert "no run is alive" in capsys.readouterr().out
+    assert "no run is live" in capsys.readouterr().out
 
 
 def test_controller_that_does_not_write_any_more_is_said_to_stand(tmp_path: Path) -> None:
     state = _stalled(tmp_path)
     state["ranks"]["0"][1] += 1  # another process has its pid now
-    lines = list(status.status_text(tmp_path, state, state["written"] + 90.0))
+    lines = list(status.status_text(tmp_path, RunState.LIVE, state, state["written"] + 90.0))
 
     assert "wrote this 90 s ago: IT STANDS" in lines[1]
     assert lines[2] == f"rank 0: process {os.getpid()} has ended"
 
 
-def test_run_that_is_over_is_told_with_its_failure_and_exit_code_2(
+def test_run_that_failed_is_told_with_its_failure_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failure = {"rank": 1, "role": "a", "method": "b", "call": 3, "cause": "why", "where": HERE}
     (tmp_path / "failure.json").write_text(json.dumps(failure))
     (tmp_path / "stacks-rank1.txt").write_text("stacks")
 
-    assert status.main([str(tmp_path)]) == 2
+    assert status.main([str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "no run is alive" in said and "no step is done" in said
+    assert "no run is live" in said and "no step is done" in said
     assert f"failure.json: rank 1, a.b (call 3): why; its Python was at {HERE}" in said
     assert "stacks: stacks-rank1.txt" in said
 
@@ -133,16 +135,57 @@ def test_a_run_that_ends_while_its_files_are_listed_has_no_stacks(tmp_path: Path
     assert EndingRun(tmp_path).stacks == {}
 
 
-def test_a_run_that_ends_while_it_is_looked_at_is_not_alive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _dead_state() -> str:
+    return json.dumps({"written": time.time(), "ranks": {}, "controller": 0})
+
+
+def test_status_tells_a_killed_run_from_a_live_one_though_its_files_are_fresh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class EndingFile(type(tmp_path)):  # type: ignore[misc]
-        """Is removed once somebody has seen it."""
+    (tmp_path / STATUS_FILE).write_text(_dead_state())
+    with forked_holder(tmp_path):
+        assert (status.main([str(tmp_path)]), RunFiles(tmp_path).is_live) == (0, True)
 
-        def exists(self) -> bool:
-            return super().exists() and self.unlink() is None
+    assert (status.main([str(tmp_path)]), RunFiles(tmp_path).is_live) == (1, False)
+    assert "no run is live: the last one was killed" in capsys.readouterr().out
 
-    files = RunFiles(EndingFile(tmp_path))
-    (tmp_path / STATUS_FILE).touch()
 
-    assert files.is_live == (tmp_path / STATUS_FILE).exists()
+def test_failure_of_another_start_does_not_make_a_live_run_look_dead(tmp_path: Path) -> None:
+    (tmp_path / "failure.json").write_text("{}")
+    lock = claim_run_dir(tmp_path)
+
+    assert status.main([str(tmp_path)]) == 0
+    lock.release()
+    assert status.main([str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "code", "said"),
+    [
+        (["config.yaml", "finished"], 4, "the last one finished"),
+        (["config.yaml"], 3, "stopped before its last step"),
+        ([], 2, "none has been in this folder"),
+        (["config.yaml", "finished", "failure.json"], 1, "failed"),
+    ],
+)
+def test_exit_code_of_status_tells_how_the_last_run_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: list[str], code: int, said: str
+) -> None:
+    claim_run_dir(tmp_path).release()
+    for name in left:
+        (tmp_path / name).write_text("{}")
+
+    assert status.main([str(tmp_path)]) == code
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("data", ["", "[" * 100_000, "null", '{"written": 1.0}', '{"written": []}'])
+def test_status_of_a_live_run_with_a_damaged_status_file_is_live(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str
+) -> None:
+    (tmp_path / STATUS_FILE).write_text(data)
+    lock = claim_run_dir(tmp_path)
+
+    assert status.main([str(tmp_path)]) == 0
+    assert "a run is live" in capsys.readouterr().out
+    lock.release()

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from spmdflow import status
+from spmdflow.checkpoint.lock import STATUS_FILE, claim_run_dir
 from spmdflow.live import panel
 from spmdflow.log import PLANNING
 from spmdflow.plan import showing
-from spmdflow.runtime.status_file import STATUS_FILE
-from spmdflow.tracking.reading import RunFiles, read_json
+from spmdflow.tracking.reading import RunFiles, RunState, read_json
 
 
 class Terminal(io.StringIO):
@@ -52,7 +52,7 @@ def test_status_and_panel_tell_what_is_planned_and_nothing_is_left(tmp_path: Pat
     assert planned(run_dir, is_shown)
 
     assert not run_dir.exists()
-    lines = list(status.status_text(run_dir, told, time.time()))
+    lines = list(status.status_text(run_dir, RunState.LIVE, told, time.time()))
     assert lines[1].startswith("planning: 3 of 7 sets of models (")
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(panel(RunFiles(run_dir), told, time.time()))
@@ -62,6 +62,7 @@ def test_status_and_panel_tell_what_is_planned_and_nothing_is_left(tmp_path: Pat
 def test_status_of_a_live_run_in_the_folder_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    lock = claim_run_dir(tmp_path)
     (tmp_path / STATUS_FILE).write_text('{"of": "another"}')
     text = []
 
@@ -72,6 +73,7 @@ def test_status_of_a_live_run_in_the_folder_stays(
     assert planned(tmp_path, is_shown)
 
     assert read_json(tmp_path / STATUS_FILE) == {"of": "another"}
+    lock.release()
     assert "\r" not in "".join(text)  # plain lines in a log
 
 

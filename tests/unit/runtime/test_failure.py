@@ -100,9 +100,11 @@ def test_failure_file_in_a_folder_that_cannot_be_made_is_no_second_failure(tmp_p
     (tmp_path / "file").touch()
 
     write_failure(tmp_path / "file" / "failure.json", as_record(DIED, []))
-    write_failure(tmp_path / "new" / "failure.json", as_record(DIED, []))
+    write_failure(tmp_path / "gone" / "failure.json", as_record(DIED, []))
+    write_failure(tmp_path / "failure.json", as_record(DIED, []))
 
-    assert json.loads((tmp_path / "new" / "failure.json").read_text())["rank"] == 2
+    assert json.loads((tmp_path / "failure.json").read_text())["rank"] == 2
+    assert not (tmp_path / "gone").exists()
 
 
 def test_reports_of_an_earlier_start_are_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from spmdflow.checkpoint.disk import RunDirLock
+from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.data.store import RowCondition
+from spmdflow.errors import ConfigError
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Pending, Transport
 from spmdflow.runtime.rendezvous import SessionSettings
@@ -142,13 +143,18 @@ def test_rows_that_never_come_are_missed_at_the_limit(run: Any) -> None:
     assert ran == [("call 1", "MainThread")]
 
 
-def test_a_second_start_in_the_folder_of_a_live_run_leaves_its_stacks(
+def test_a_second_start_in_the_folder_of_a_live_run_writes_nothing_there(
     run: Any, tmp_path: Path
 ) -> None:
-    lock, stacks = RunDirLock(tmp_path), tmp_path / "stacks-rank7.txt"
-    stacks.write_text("of the live run, whose faulthandler has this file open")
+    lock = claim_run_dir(tmp_path)
+    for name in ("stacks-rank7.txt", "failure-rank7.json", "status.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("of the live run")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    run(lambda transport: None)
+    with pytest.raises(ConfigError, match="in use by a live run"):
+        run(lambda transport: None)
+
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     lock.release()
-
-    assert stacks.exists()
+    run(lambda transport: None)
+    assert not (tmp_path / "failure-rank7.json").exists()

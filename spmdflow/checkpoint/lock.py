@@ -1,0 +1,232 @@
+"""The lock of RUN_DIR: who may write there, and whether a run is live there.
+
+One rule serves both: **a run is live as long as it holds the lock**, and exactly then a second
+start is refused. Rank 0 takes it before anything is written and the kernel drops it with the
+process, however that ends. RUN_DIR/.lock also holds a record of the holder, which a run that ends
+by itself removes. So a record without a lock tells of a run that was killed.
+
+The lock is flock's. Limits:
+
+- A file system without flock: nobody is refused (a warning says so). The later start takes the
+  record over; the earlier one ends at its next save, as the folder is no longer its own.
+- Another node, where locks may not be shared (NFS mounted with local locks): a run of another node
+  that is not seen to hold the lock counts as live while its status.json is young.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmdflow.checkpoint.disk import describe_disk_error, make_folders, read_patiently
+from spmdflow.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+"""In RUN_DIR, from its first run on."""
+STATUS_FILE = "status.json"
+"""In RUN_DIR: what a live run does; its rank 0 rewrites it every few seconds."""
+
+_TOUCHED_SECONDS = 0.5
+"""Who asks whether a run is live holds the lock for a moment: a start tries again so long."""
+_RETRY_SECONDS = 0.02
+_YOUNG_SECONDS = 60.0
+"""Age of a status.json that its run rewrites no more."""
+_MOST_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class LockRecord:
+    """Who holds the lock, as RUN_DIR/.lock tells."""
+
+    pid: int
+    node: str
+    """Host name."""
+    boot: str
+    """Differs between nodes of one host name, and between two boots of a node."""
+    token: str
+    """Differs between any two holders."""
+
+    @classmethod
+    def of_this_process(cls) -> LockRecord:
+        """A new record."""
+        return cls(os.getpid(), os.uname().nodename, _boot_id(), secrets.token_hex(8))
+
+    @classmethod
+    def parse(cls, data: bytes) -> LockRecord | None:
+        """The record in the bytes of a lock file; None if there is none."""
+        words = data.decode(errors="replace").split()
+        if not words or not words[0].isdigit():
+            return None
+        words += ["unknown"] * (4 - len(words))  # an earlier version wrote the process alone
+        return cls(int(words[0]), words[1], words[2], words[3])
+
+    def to_bytes(self) -> bytes:
+        """What the file holds."""
+        return f"{self.pid} {self.node} {self.boot} {self.token}\n".encode()
+
+    def describe(self) -> str:
+        """Its process, and the node if that is another one."""
+        where = "" if self.is_of_this_node() else f" on node {self.node}"
+        return f"process {self.pid}{where}"
+
+    def is_of_this_node(self) -> bool:
+        """Whether the holder ran on this node, since it was booted."""
+        return (self.node, self.boot) == (os.uname().nodename, _boot_id())
+
+
+class RunDirLock:
+    """Held from construction to `release`. ConfigError if another live process holds it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.record = LockRecord.of_this_process()
+        path = run_dir / LOCK_FILE
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._acquire()
+        except BlockingIOError as err:
+            holder = LockRecord.parse(os.pread(self._file, _MOST_BYTES, 0))
+            os.close(self._file)
+            process = holder.describe() if holder else "unknown process"
+            raise ConfigError(
+                f"run.dir: {run_dir} is in use by a live run ({process}), expected a "
+                f"folder of its own; end that run, or set run.name or run.dir to another"
+            ) from err
+        except OSError as err:  # a file system without locks: go on without
+            logger.warning("%s cannot be locked (%s): start only one run in it", path, err)
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, self.record.to_bytes(), 0)
+
+    def _acquire(self) -> None:
+        """Lock the file; BlockingIOError if somebody holds it for longer than a look takes."""
+        limit = time.monotonic() + _TOUCHED_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise
+            time.sleep(_RETRY_SECONDS)
+
+    def is_held(self) -> bool:
+        """Whether the folder of this name is still the one that was locked, and still ours."""
+        try:
+            return self._problem() is None
+        except OSError:
+            return False
+
+    def check_held(self) -> None:
+        """CheckpointError if RUN_DIR was deleted, renamed or replaced, or is now another run's."""
+        problem = read_patiently(self.run_dir / LOCK_FILE, self._problem)
+        if problem is not None:
+            raise CheckpointError(
+                f"checkpoint: {self.run_dir} {problem}, so nothing more is written there; keep "
+                f"RUN_DIR in its place while a run uses it, and start the run again (from a "
+                f"renamed folder: set run.dir to its new name)"
+            )
+
+    def _problem(self) -> str | None:
+        """What has happened to the folder; None: nothing. OSError if it cannot be looked at."""
+        assert self._file >= 0, "the lock has been released"
+        path = self.run_dir / LOCK_FILE
+        try:
+            is_same_file = os.path.samestat(path.stat(), os.fstat(self._file))
+            record = LockRecord.parse(path.read_bytes()[:_MOST_BYTES])
+        except (FileNotFoundError, NotADirectoryError):
+            what = "has lost its file .lock" if self.run_dir.is_dir() else "is not there any more"
+            return f"{what} (deleted or renamed while the run used it)"
+        if not is_same_file:
+            return "is another folder than the one that this run started in"
+        if record is None or record.token != self.record.token:
+            holder = f" ({record.describe()})" if record else ""
+            return f"was taken over by another run{holder}"
+        return None
+
+    def release(self) -> None:
+        """Let the next run start, and remove the record: this run was not killed."""
+        if self._file < 0:
+            return
+        record = LockRecord.parse(os.pread(self._file, _MOST_BYTES, 0))
+        if record == self.record:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, 0)
+        os.close(self._file)
+        self._file = -1
+
+
+@dataclass(frozen=True)
+class RunDirMark:
+    """How a rank without the lock knows the RUN_DIR of its run: by the record of rank 0's lock."""
+
+    run_dir: Path
+    record: LockRecord | None
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunDirMark:
+        """The mark of the run that holds RUN_DIR now."""
+        return cls(run_dir, read_record(run_dir))
+
+    def is_there(self) -> bool:
+        """Whether the folder of that name is still this run's."""
+        return self.record is not None and read_record(self.run_dir) == self.record
+
+
+def claim_run_dir(run_dir: Path) -> RunDirLock:
+    """Make RUN_DIR if it is not there, and lock it; nothing else ever makes it.
+
+    ConfigError if that cannot be, or if a live run uses it.
+    """
+    try:
+        make_folders(run_dir)
+        return RunDirLock(run_dir)
+    except OSError as err:
+        raise ConfigError(
+            f"run.dir: cannot use {run_dir}, expected a writable folder: "
+            f"{describe_disk_error(err, run_dir)}"
+        ) from err
+
+
+def read_record(run_dir: Path) -> LockRecord | None:
+    """The record of the run that holds RUN_DIR or was killed there; None if there is none."""
+    try:
+        return LockRecord.parse((run_dir / LOCK_FILE).read_bytes()[:_MOST_BYTES])
+    except OSError:
+        return None
+
+
+def is_run_live(run_dir: Path) -> bool:
+    """Whether a run uses RUN_DIR now (see the module for other nodes)."""
+    try:
+        file = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        can_lock = True
+    except BlockingIOError:
+        return True
+    except OSError:
+        can_lock = False
+    finally:
+        os.close(file)
+    record = read_record(run_dir)
+    if record is None or (can_lock and record.is_of_this_node()):
+        return False
+    with contextlib.suppress(OSError):
+        return time.time() - (run_dir / STATUS_FILE).stat().st_mtime < _YOUNG_SECONDS
+    return False
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return "unknown"
