@@ -3,23 +3,29 @@
 Messages are lines of JSON. In: {"functions": [[name, arguments]]}, then {"run": number, "seconds":
 limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...} or {"cancel": number}. Out:
 {"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
-{"ended": number} with "scores", "failed", or neither if the environment returned None. Imports the
+{"ended": number} with "scores", "failed", or neither if the environment returned None, and
+{"forked": number} from a child that an environment forked and that went on. Imports the
 user's module and little else: no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-import json
+import os
+import selectors
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import (
     BadAnswer,
+    decode,
     describe,
+    encode,
     find_function,
     load_or_tell,
     open_channel,
@@ -33,20 +39,67 @@ _FORM = "async def episode(row, *, base_url, model, api_key)"
 _MOST_LINE_BYTES = 1 << 28  # of one row
 
 
-def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
+_NUMBER: ContextVar[int | None] = ContextVar("episode", default=None)
+"""The episode that the running code belongs to."""
+
+
+def main(socket_fd: int, stack_fd: int) -> None:
     """Serve until the pool's end of the socket is closed."""
-    channel = open_channel(socket_fd, lifeline_fd, stack_fd)
-    asyncio.run(_serve(channel))
+    channel = open_channel(socket_fd, stack_fd)
+    forks = _Forks(channel.fileno())
+    with asyncio.Runner(
+        loop_factory=lambda: asyncio.SelectorEventLoop(_UnsharedSelector(forks))
+    ) as runner:
+        runner.run(_serve(channel, forks))
 
 
-async def _serve(channel: Any) -> None:
+class _Forks:
+    """Ends a child that an environment forked as soon as it goes on as this process does.
+
+    It would share the event loop's descriptors, and end every episode a second time.
+    """
+
+    def __init__(self, socket_fd: int) -> None:
+        self._own_pid = os.getpid()
+        self._socket_fd = socket_fd
+        self._number: int | None = None
+        """The episode that forked last."""
+        os.register_at_fork(before=self._remember_episode)
+
+    def _remember_episode(self) -> None:
+        self._number = _NUMBER.get()
+
+    def leave_if_forked(self) -> None:
+        """Tell the pool and end, if this is a forked child."""
+        if os.getpid() == self._own_pid:
+            return
+        with contextlib.suppress(OSError):
+            os.write(self._socket_fd, encode({"forked": self._number}).encode() + b"\n")
+        os._exit(1)
+
+
+class _UnsharedSelector(selectors.DefaultSelector):
+    """Waits in the process that made it, and in no child of it."""
+
+    def __init__(self, forks: _Forks) -> None:
+        super().__init__()
+        self._forks = forks
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See BaseSelector.select."""
+        self._forks.leave_if_forked()
+        return super().select(timeout)
+
+
+async def _serve(channel: Any, forks: _Forks) -> None:
     """Any: a socket; it stays blocking until the event loop has it."""
     reader, writer = await asyncio.open_connection(sock=channel, limit=_MOST_LINE_BYTES)
 
     def tell(message: Mapping[str, Any]) -> None:
-        writer.write(json.dumps(message).encode() + b"\n")
+        forks.leave_if_forked()
+        writer.write(encode(message).encode() + b"\n")
 
-    ((name, arguments),) = json.loads(await reader.readline())["functions"]
+    ((name, arguments),) = decode((await reader.readline()).decode())["functions"]
     function = load_or_tell(load_environment, name, arguments, tell)
     if function is None:
         await writer.drain()
@@ -54,7 +107,7 @@ async def _serve(channel: Any) -> None:
     tell({"ready": [place_of(function)]})
     running: dict[int, asyncio.Task[None]] = {}
     while line := await reader.readline():
-        call = json.loads(line)
+        call = decode(line.decode())
         if "cancel" in call:
             if task := running.get(call["cancel"]):
                 task.cancel()
@@ -72,6 +125,7 @@ async def _run(
     function: Environment, number: int, call: dict[str, Any], tell: Callable[..., None]
 ) -> None:
     """One episode; whatever the environment does, its end is told."""
+    _NUMBER.set(number)
     seconds, row = call.pop("seconds"), call.pop("row")
     limit = asyncio.timeout(seconds)
     try:

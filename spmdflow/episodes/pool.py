@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from spmdflow.config.episode import EpisodeConfig, environment_of
 from spmdflow.config.reward import RewardTerm
 from spmdflow.errors import ConfigError, RewardError
-from spmdflow.rewards.process import WorkerProcess
+from spmdflow.rewards.process import WorkerProcess, are_scores, wrote_to_channel
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,20 @@ class _Process(WorkerProcess):
         self.deadline = time.monotonic() + _START_SECONDS
         """Of its start."""
         self.send({"functions": [[term.function, dict(term.arguments)]]})
+
+    def accepts(self, message: dict[str, Any]) -> bool:
+        """Whether it may send this message now."""
+        if "ended" in message:
+            is_known = isinstance(message["ended"], int) and message["ended"] in self.running
+            is_scored = "scores" not in message or are_scores(message["scores"])
+            return is_known and is_scored and isinstance(message.get("failed", ""), str)
+        if message.keys() == {"forked"}:
+            return True
+        if message.keys() == {"refused"}:
+            return not self.ready and isinstance(message["refused"], str)
+        if message.keys() == {"broken"}:
+            return not self.ready and isinstance(message["broken"], list)
+        return message.keys() == {"ready"} and not self.ready
 
     @property
     def seconds_left(self) -> float:
@@ -127,9 +141,12 @@ class EnvironmentPool:
             self._fail(number, cause)
         for process, messages, end in read:
             for message in messages:
+                if not process.accepts(message):
+                    end = wrote_to_channel(message)
+                    break
                 self._record(process, message)
             if end is not None:
-                self._lose(process, f"ended its worker process ({end})")
+                self._lose(process, end)
             elif process.seconds_left <= 0:
                 limit = f"actor.rollout.episode.seconds ({self._seconds:g} s)"
                 self._lose(process, f"kept its worker process busy for longer than {limit}")
@@ -161,6 +178,8 @@ class EnvironmentPool:
         if "ended" in message:
             process.running.pop(message["ended"], None)
             self._end(message["ended"], message.get("scores"), message.get("failed", ""))
+        elif "forked" in message:
+            self._blame_fork(process, message["forked"])
         elif "refused" in message:
             raise ConfigError(message["refused"])
         elif "broken" in message:
@@ -170,6 +189,17 @@ class EnvironmentPool:
             )
         else:
             process.ready = True
+
+    def _blame_fork(self, process: _Process, number: object) -> None:
+        """Fail the episode that forked and let the child go on; the child has ended itself."""
+        cause = (
+            "forked, and its child went on as well (end the child with os._exit(0), or start a "
+            "program with asyncio.create_subprocess_exec)"
+        )
+        if isinstance(number, int) and number in process.running:
+            self._fail(number, cause)
+        else:
+            logger.warning("environment %r %s", self._term.function, cause)
 
     def _end(self, number: int, scores: dict[str, Any] | None, cause: str) -> None:
         call = self._calls.pop(number, None)

@@ -10,12 +10,14 @@ keyword arguments come from the setting. docs/REWARDS.md has examples.
 |---|---|
 | pool | `RewardPool`: samples in, scores out, in order; the weighted sum of several functions |
 | process | a worker process as the pool sees it: start, send, read, kill |
+| keeper | the parent of a worker process: ends whatever that one started |
 | child | what a worker process runs: finds functions, reads their results; imports no torch |
 | gsm8k, math, countdown | right answers: a number, LaTeX by its meaning, an expression |
 | format, length | the form asked for, and where the answer stands; penalties for long responses |
 | arithmetic, sentiment | the bundled task's reward and control; a lexicon score of a text |
 
 A worker process lives until its pool kills it or the pool's process is gone, whichever is first.
+What it started ends with it, also what has a session of its own.
 
 Why not pebble.ProcessPool: it has timeouts and restarts, but kills a worker process alone. Children
 of a hung function would live on, a worker whose rank was killed would run until its function

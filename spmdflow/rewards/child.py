@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
-import fcntl
 import importlib
 import importlib.util
 import inspect
@@ -26,7 +25,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,18 +40,21 @@ _FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
 _MEMORY_SHARE = 0.5  # of the node's memory: beyond it a function gets a MemoryError
 _OUR_MODULES = (__name__, "importlib", "spmdflow.episodes.child")
+# bound before the user's code is imported, which may replace json.dumps and json.loads
+encode = json.JSONEncoder().encode
+decode = json.JSONDecoder().decode
 
 
-def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
+def main(socket_fd: int, stack_fd: int) -> None:
     """Serve until the pool's end of the socket is closed."""
-    channel = open_channel(socket_fd, lifeline_fd, stack_fd)
+    channel = open_channel(socket_fd, stack_fd)
     lines = channel.makefile("rb")
-    functions = _load(json.loads(lines.readline())["functions"], channel)
+    functions = _load(decode(lines.readline().decode())["functions"], channel)
     if functions is None:
         return
     own_pid = os.getpid()
     for line in lines:
-        for numbers, *sample in json.loads(line):
+        for numbers, *sample in decode(line.decode()):
             for number in numbers:
                 answer = _answer(functions[number], sample)
                 if os.getpid() != own_pid:  # a child that the function forked, and that returned
@@ -62,16 +63,20 @@ def main(socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
                 _send(channel, answer)
 
 
-def open_channel(socket_fd: int, lifeline_fd: int, stack_fd: int) -> socket.socket:
-    """The socket to the pool, once this process has its limits and ends with the pool."""
+def open_channel(socket_fd: int, stack_fd: int) -> socket.socket:
+    """The socket to the pool, once this process has its limits; the pool is told its id.
+
+    It ends with the pool, by its keeper.
+    """
     _set_up_signals()
-    _end_with_pool(lifeline_fd)
     _show_stacks(stack_fd)
     _limit_memory()
     # whole lines, at once; with PYTHONUNBUFFERED each piece of a line would be written by itself
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.set_inheritable(socket_fd, False)
-    return socket.socket(fileno=socket_fd)
+    channel = socket.socket(fileno=socket_fd)
+    _send(channel, {"worker": os.getpid()})
+    return channel
 
 
 def _set_up_signals() -> None:
@@ -91,26 +96,6 @@ def _set_up_signals() -> None:
     signal.signal(signal.SIGTERM, go_on)
     signal.signal(signal.SIGINT, go_on)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _end_with_pool(lifeline_fd: int) -> None:
-    """Kill this process group when the pool's process has ended, which closes its end of a pipe.
-
-    The kernel sends SIGKILL itself (fcntl(2), F_SETSIG): a function that never releases the GIL
-    would starve a thread. The thread is for kernels without O_ASYNC on pipes.
-    """
-    os.set_inheritable(lifeline_fd, False)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())  # negative: the whole group
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
-
-    def watch() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # main's, to show stacks
-        os.read(lifeline_fd, 1)  # nothing is ever written: returns at the end of the pipe
-        os.killpg(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def _show_stacks(stack_fd: int) -> None:
@@ -200,7 +185,7 @@ def _is_ours(frame: TracebackType) -> bool:
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.sendall(json.dumps(message).encode() + b"\n")
+    channel.sendall(encode(message).encode() + b"\n")
 
 
 def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:

@@ -20,7 +20,7 @@ from typing import Any
 from spmdflow.config.reward import RewardTerm, on_error_of, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
-from spmdflow.rewards.process import RewardProcess
+from spmdflow.rewards.process import RewardProcess, wrote_to_channel
 
 logger = logging.getLogger(__name__)
 
@@ -178,9 +178,12 @@ class RewardPool:
         for process in list(self._processes):
             messages, end = process.advance()
             for message in messages:
+                if not process.accepts(message):
+                    end = wrote_to_channel(message)
+                    break
                 self._record(process, message, work)
             if end is not None:
-                self._replace(process, f"ended its worker process ({end})", work)
+                self._replace(process, end, work)
             elif process.seconds_left() <= 0 and process.ready:
                 limit = f"reward.sample_seconds ({self._sample_seconds:g} s)"
                 self._replace(process, f"ran longer than {limit}", work)
