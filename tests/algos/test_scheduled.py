@@ -118,6 +118,23 @@ def test_run_with_two_updates_a_step_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert last_checkpoint(tmp_path / "halves") == last_checkpoint(tmp_path / "whole")
 
 
+def test_run_that_goes_on_with_another_engine_and_fewer_ranks_has_the_rates_of_one_without_a_break(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ["updates=2", "save_every=1", "actor.optimizer.weight_decay=0.1"]
+    words.append("actor.optimizer.decay_parameters=matrices")
+    on_two = [*SMALL, *few_rows(tmp_path), *words, "actor.engine.kind=zero1"]
+    on_two.append("run.max_seconds=0.001")  # only one step is in time
+
+    run_ranks(run_dir, str(SETTINGS), *on_two, num_ranks=2, script=SCRIPT, small=())
+    first = steps_of(run_dir, own=RATES)
+    steps = run(run_dir, *words)
+
+    assert len(first) == 1
+    assert parts_of(steps) == [1, 3 / 4, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+
+
 def test_step_whose_rows_are_all_masked_changes_nothing_and_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
