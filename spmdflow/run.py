@@ -38,7 +38,7 @@ from functools import partial
 from pathlib import Path
 
 from spmdflow.config.check import with_problems
-from spmdflow.config.leaf import longest_call_of, schema_help
+from spmdflow.config.leaf import schema_help
 from spmdflow.config.load import Loaded, help_text, load, settings_text
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.parallel import batch_algebra
@@ -272,6 +272,7 @@ def _join_group(run: RunConfig) -> None:
     import torch.distributed as dist
 
     from spmdflow.parallel.device import CPU, own_device
+    from spmdflow.parallel.group import COLLECTIVE_SECONDS
     from spmdflow.runtime.rendezvous import StartingRank, own_store
 
     start = timedelta(seconds=run.start_seconds)
@@ -283,9 +284,7 @@ def _join_group(run: RunConfig) -> None:
     store.set_timeout(start)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=start)
     if own_device() != CPU:  # NCCL's communicators are made in the first calls
-        store.set_timeout(
-            timedelta(seconds=max(run.start_seconds, longest_call_of(run.call_seconds)))
-        )
+        store.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
 
 def _take_device(place: Place) -> None:

@@ -151,8 +151,8 @@ def call_limit_of(text: str, key: str = "run.call_seconds") -> float | None:
     raise ConfigError.of(key, repr(text), "auto or seconds, more than 0", do)
 
 
-def longest_call_of(text: str) -> float:
-    """Limit in seconds of all that waits for calls; an hour for auto."""
+def server_limit_of(text: str) -> float:
+    """Limit in seconds of what a call waits for outside of the run; an hour for auto."""
     return call_limit_of(text) or 3600.0
 
 

@@ -54,8 +54,8 @@ class RunConfig:
         "Limit for all ranks to meet and models to be built.", 600.0, above=0
     )
     call_seconds: str = setting(
-        "Limit for one worker method: seconds, or auto (20 times the median of its earlier calls, "
-        "at least 600 s; an hour before there are three).",
+        "Limit for one worker method, waits for rows not counted: seconds, or auto (20 times the "
+        "median of its earlier calls, at least 600 s; an hour before there are three).",
         AUTO,
     )
     transfer_seconds: float = setting(

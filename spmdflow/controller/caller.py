@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmdflow.config.leaf import longest_call_of
+from spmdflow.config.leaf import call_limit_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
@@ -49,7 +49,7 @@ class Caller:
     def __init__(self, transport: Transport, run: RunConfig, ranks: tuple[int, ...]) -> None:
         """run: its seed and limits. ranks: every rank of the run, the controller's first."""
         self.transport, self.ranks = transport, ranks
-        self._seed, self._seconds = run.seed, longest_call_of(run.call_seconds)
+        self._seed, self._seconds = run.seed, call_limit_of(run.call_seconds)
         self.transfers = Transfers(transport, seconds=run.transfer_seconds)
         self.step = self.last_step = 0
         self.total_steps = 0

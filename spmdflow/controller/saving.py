@@ -28,7 +28,7 @@ from spmdflow.checkpoint.manifest import (
 )
 from spmdflow.checkpoint.run_dir import Checkpoints
 from spmdflow.checkpoint.tensors import check_frozen
-from spmdflow.config.leaf import longest_call_of
+from spmdflow.config.leaf import call_limit_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.ending import Ending
@@ -78,7 +78,7 @@ class Saving:
         """Whether the running step ends with a checkpoint."""
         self._sealing: Future[float] | None = None
         """Seals the checkpoint that is being written; returns how many seconds saving took."""
-        self._seconds = longest_call_of(run.call_seconds)
+        self._seconds = call_limit_of(run.call_seconds)
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
         """Load the checkpoint that the run continues from; returns the flow's state, or None.
@@ -236,7 +236,7 @@ def _on_every_rank(
 
 
 def verify_on_ranks(
-    transport: Transport, ranks: tuple[int, ...], info: CheckpointInfo, *, seconds: float
+    transport: Transport, ranks: tuple[int, ...], info: CheckpointInfo, *, seconds: float | None
 ) -> None:
     """DamagedError naming a file that has changed; every rank reads a share of all bytes.
 

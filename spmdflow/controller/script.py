@@ -16,7 +16,7 @@ from spmdflow.checkpoint.hub import open_repository, push
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.reading import ModelFolders
 from spmdflow.checkpoint.run_dir import open_run_dir
-from spmdflow.config.leaf import longest_call_of
+from spmdflow.config.leaf import call_limit_of
 from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
@@ -94,7 +94,7 @@ def run_script(
         settings,
         lock=lock,
         verify=partial(
-            verify_on_ranks, transport, ranks, seconds=longest_call_of(cfg.run.call_seconds)
+            verify_on_ranks, transport, ranks, seconds=call_limit_of(cfg.run.call_seconds)
         ),
     )
     run_dir.mark_unfinished()

@@ -1,7 +1,7 @@
 """The rows a rank holds, by result (the call that made them), column and row id.
 
 Two lanes use it: the compute lane puts results and takes inputs, the transfer lane takes rows
-to send and puts rows received. Waiting for rows has a limit. Rows are kept in host memory,
+to send and puts rows received. Rows are kept in host memory,
 and a method gets them there; engines bring their micro-batches to the device.
 
 Rows that were returned never change: what is returned is copied once (`column.column_of`), as a
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.data.column import Column, join
-from spmdflow.errors import ColumnError, DeadlineError, RowError
+from spmdflow.errors import ColumnError, RowError
 
 
 class RowCondition:
@@ -30,7 +30,14 @@ class RowCondition:
         self._changed = threading.Condition()
         self._end: BaseException | None = None
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait for what another call brings, as long as the session lasts.
+
+        This time does not count against the limit of the call that waits (runtime/limit.py).
+        """
+        self.wait_until(condition, None)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         """Wait until condition() holds; False after seconds. Raises what `end` was given."""
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None or condition(), seconds)
@@ -123,14 +130,9 @@ class RowStore:
                 )
             return {name: self._results[result][name].take(ids) for name in names}
 
-    def wait(self, result: int, names: Sequence[str], ids: np.ndarray, *, seconds: float) -> None:
-        """Block until the rows are here; DeadlineError after `seconds`."""
-        if not self._arrival.wait_until(lambda: not self._lacking(result, names, ids), seconds):
-            raise DeadlineError(
-                f"columns {self._lacking(result, names, ids)} of call {result}: rows missing after "
-                f"{seconds:g} s, expected them from that call or its transfer; find out what it "
-                f"waits for, or raise run.call_seconds if it needs longer"
-            )
+    def wait(self, result: int, names: Sequence[str], ids: np.ndarray) -> None:
+        """Block until the rows are here. The limit of the call that makes them bounds the wait."""
+        self._arrival.wait(lambda: not self._lacking(result, names, ids))
 
     def _lacking(self, result: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
         """The columns of which at least one of the rows is not here."""

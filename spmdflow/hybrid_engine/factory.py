@@ -64,7 +64,7 @@ def hybrid_of(
         engine,
         generator,
         rank=context.rank,
-        seconds=context.call_seconds,
+        seconds=context.groups.timeout_seconds,
         verify_every=every,
         node=context.node_of(context.rank),
     )

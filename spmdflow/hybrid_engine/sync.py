@@ -224,7 +224,7 @@ class _Way:
             wire=GroupWire(context.groups, plan, rank=context.rank),
             dtype=self._dtype,
             device=context.device,
-            seconds=context.call_seconds,
+            seconds=context.groups.timeout_seconds,
         )
         self._names = [parameter.name for parameter in parameters(architecture)]
         self._group, self._source = context.groups.get(plan.ranks), training.ranks[0]

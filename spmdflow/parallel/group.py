@@ -50,11 +50,17 @@ class GroupSpec:
             raise ProtocolError.of(f"group {self.ranks}", got, expected, "choose one of each")
 
 
+COLLECTIVE_SECONDS = 7 * 86400.0
+"""The timeout of process groups. It must never be what ends a call: a rank may wait in a collective
+for one that waits for rows. The controller ends calls (runtime/limit.py), then all processes."""
+
+
 class GroupTable:
     """The process groups of one rank."""
 
-    def __init__(self, rank: int, timeout_seconds: float) -> None:
-        self._rank, self._timeout = rank, timedelta(seconds=timeout_seconds)
+    def __init__(self, rank: int, timeout_seconds: float = COLLECTIVE_SECONDS) -> None:
+        self._rank, self.timeout_seconds = rank, timeout_seconds
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._known: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
     def make(self, specs: Iterable[GroupSpec]) -> None:

@@ -1,10 +1,11 @@
 """The comm thread of a rank: the one that always answers, whatever the lanes are doing.
 
-Hands commands to the lanes, sends heartbeats, and watches for everything that ends a run:
-the limit of the running commands, the controller, the parent process (torchrun killed with -9
-leaves orphans), signals that ask the run to stop. When the run fails it ends the process itself:
-the lanes may be blocked in a collective. If every process of the run is alive and the program
-around the session wants to go on, the controller says UNWIND instead.
+Hands commands to the lanes, sends heartbeats, and watches for everything that ends a run: the
+controller, the parent process (torchrun killed with -9 leaves orphans), signals that ask the
+run to stop. The limits of calls are not among it: the controller enforces them by the heartbeats
+(runtime/limit.py). When the run fails it ends the process itself: the lanes may be blocked in a
+collective. If every process of the run is alive and the program around the session wants to go on,
+the controller says UNWIND instead.
 """
 
 from __future__ import annotations
@@ -237,13 +238,9 @@ class Comm:
         self._check_signals()
         if now >= self._give_up_at:
             self._leave_alone()
-        if not self._failures:
-            self._check_lanes(now)
-            if os.getppid() != self._parent:
-                ended = (
-                    f"the launcher (parent process {self._parent}) ended without ending its ranks"
-                )
-                self.fail(self._about("launcher", self._rank, ended))
+        if not self._failures and os.getppid() != self._parent:
+            ended = f"the launcher (parent process {self._parent}) ended without ending its ranks"
+            self.fail(self._about("launcher", self._rank, ended))
         self._check_controller(now)
 
     def _check_signals(self) -> None:
@@ -274,16 +271,6 @@ class Comm:
 
     def _silent(self) -> float:
         return time.monotonic() - self._heard
-
-    def _check_lanes(self, now: float) -> None:
-        for lane in self._lanes.values():
-            if running := lane.running:
-                command, start = running
-                if now > start + command.seconds:
-                    cause = f"still running after its limit of {command.seconds:g} s"
-                    about = command.label, command.number, lane.name
-                    self._beat()
-                    self.fail(Failure("deadline", self._rank, cause, *about))
 
     def _check_controller(self, now: float) -> None:
         if self._is_controller or self._controller_lost:

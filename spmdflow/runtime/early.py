@@ -1,7 +1,7 @@
 """Early methods: run before their call's turn, each in a thread, as soon as its rows have arrived.
 
-Every wait has a limit. If the rows do not arrive within the limit of a call, the thread gives up,
-and the call does all the work at its turn. Every wait ends with the session.
+The thread waits for the rows as long as the calls take that make them; it ends with the session.
+At the turn of the call, waiting for the result counts against the limit of the call.
 """
 
 from __future__ import annotations
@@ -19,38 +19,31 @@ from spmdflow.runtime.failure import UNWIND_SECONDS
 class Begun(Future[Any]):
     """The future result of an early method."""
 
-    def __init__(self, label: str, arrival: RowCondition, seconds: float) -> None:
+    def __init__(self, arrival: RowCondition) -> None:
         super().__init__()
-        self._label, self._arrival, self._seconds = label, arrival, seconds
+        self._arrival = arrival
         self.add_done_callback(lambda _: arrival.wake())
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for it, by default for the limit of a call; raises what it raised."""
-        seconds = self._seconds if timeout is None else timeout
-        if not self._arrival.wait_until(self.done, seconds):
-            got = f"no result after {seconds:g} s"
-            expected = "one within the limit of a call"
-            do = "give it a limit of its own, or raise run.call_seconds"
-            raise DeadlineError.of(self._label, got, expected, do)
+        """Wait for it, by default until the session ends; raises what it raised."""
+        if not self._arrival.wait_until(self.done, timeout):
+            raise TimeoutError(f"no result of the early method after {timeout} s")
         return super().result()
 
 
 class EarlyMethods:
     """Those of one rank that have begun, by the number of their call."""
 
-    def __init__(self, arrival: RowCondition, seconds: float) -> None:
-        """seconds: the limit of a call."""
-        self._arrival, self._seconds = arrival, seconds
+    def __init__(self, arrival: RowCondition) -> None:
+        self._arrival = arrival
         self._begun: dict[int, Begun] = {}
         self._threads: list[threading.Thread] = []
 
-    def begin(
-        self, number: int, label: str, wait: Callable[[], bool], run: Callable[[], Any]
-    ) -> None:
-        """Start a thread: wait(), False or DeadlineError if rows do not come, then run()."""
-        begun = self._begun[number] = Begun(label, self._arrival, self._seconds)
+    def begin(self, number: int, wait: Callable[[], None], run: Callable[[], Any]) -> None:
+        """Start a thread: wait() until the rows are there, then run()."""
+        begun = self._begun[number] = Begun(self._arrival)
         thread = threading.Thread(
-            target=self._run, args=(number, begun, wait, run), name=f"early-{number}", daemon=True
+            target=self._run, args=(begun, wait, run), name=f"early-{number}", daemon=True
         )
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
@@ -72,16 +65,9 @@ class EarlyMethods:
             do = "give what they wait for a limit"
             raise DeadlineError.of(where, got, expected, do)
 
-    def _run(
-        self, number: int, begun: Begun, wait: Callable[[], bool], run: Callable[[], Any]
-    ) -> None:
+    def _run(self, begun: Begun, wait: Callable[[], None], run: Callable[[], Any]) -> None:
         try:
-            try:
-                came = wait()
-            except DeadlineError:
-                came = False
-            if not came and self.take(number) is not None:
-                return  # rows are late: the call waits for them at its turn
-            begun.set_result(run())  # or its turn has come, and with it its rows
+            wait()
+            begun.set_result(run())
         except BaseException as err:
             begun.set_exception(err)

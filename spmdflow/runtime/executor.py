@@ -46,8 +46,6 @@ class Command:
     number: int
     lane: str
     label: str
-    seconds: float
-    """Limit, counted from the moment it starts."""
     payload: dict[str, Any]
 
 

@@ -138,7 +138,7 @@ class Io:
         """Envelope for each rank; equal objects are encoded once."""
         unknown = [rank for rank in order.commands if rank not in self._members]
         assert order.commands and not unknown, (order.label, unknown, self._settings.ranks)
-        head = [ticket, order.number, order.lane, order.label, order.seconds]
+        head = [ticket, order.number, order.lane, order.label]
         encoded: dict[int, bytes] = {}
         bodies = []
         # the controller's own rank last: its lane takes the interpreter lock from the sender

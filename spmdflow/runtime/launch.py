@@ -28,7 +28,7 @@ from torch.distributed import Store
 
 from spmdflow.checkpoint.lock import RunDirLock, claim_run_dir
 from spmdflow.checkpoint.run_dir import path_of
-from spmdflow.config.leaf import call_limit_of, longest_call_of, profiled_of
+from spmdflow.config.leaf import call_limit_of, profiled_of, server_limit_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.parallel.device import own_device
@@ -80,7 +80,7 @@ def start_run(
     """
     rank, world_size, run = dist.get_rank(), dist.get_world_size(), cfg.run
     ranks = tuple(range(world_size)) if ranks is None else ranks
-    groups = GroupTable(rank, timeout_seconds=longest_call_of(run.call_seconds))
+    groups = GroupTable(rank)
     limit = timedelta(seconds=run.transfer_seconds)
     lane = dist.new_group(list(ranks), timeout=limit, backend="gloo")
     announcements = Announcements(dist.distributed_c10d._get_default_store(), rank)
@@ -202,9 +202,7 @@ def _run_claimed(control: Control, cfg: Any, lock: RunDirLock) -> int:
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    state = _state(
-        cfg, 0, GroupTable(0, timeout_seconds=longest_call_of(cfg.run.call_seconds)), None
-    )
+    state = _state(cfg, 0, GroupTable(0), None)
     controller = InprocTransport(state.operations())
     try:
         with stop_on_signals(controller):
@@ -233,8 +231,14 @@ def _state(
     run = cfg.run
     steps, ranks = profiled_of(run.profile_steps) if run.profile_steps else (range(0), ())
     settings = RankSettings(
-        *(rank, own_device(), run.seed, longest_call_of(run.call_seconds), path_of(run), announce),
+        rank=rank,
+        device=own_device(),
+        seed=run.seed,
+        call_seconds=server_limit_of(run.call_seconds),
+        run_dir=path_of(run),
+        announce=announce,
         profiled=steps if rank in ranks else range(0),
+        waits_for_rows=arrival is not None,
     )
     transport = CountedTransport(lane, seconds=run.transfer_seconds)
     return RankState(settings, groups, transport, arrival)

@@ -64,6 +64,8 @@ class RankSettings:
     """Tells ranks outside the run which groups are made next; None: no more."""
     profiled: range = range(0)
     """Steps that torch.profiler records here."""
+    waits_for_rows: bool = True
+    """Whether another thread may bring rows; otherwise rows that are not here are an error."""
 
 
 class RankState:
@@ -80,13 +82,11 @@ class RankState:
         """arrival: how the compute lane waits for rows."""
         self._settings, self._groups, self._transport = settings, groups, transport
         self._arrival = arrival = arrival or RowCondition()
-        self.store, self._early = RowStore(arrival), EarlyMethods(arrival, settings.call_seconds)
+        self.store, self._early = RowStore(arrival), EarlyMethods(arrival)
         folder = settings.run_dir / "profile"
         self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
         self._workers: dict[str, Worker] = {}
-        self._files = RankFiles(
-            self._workers, arrival, rank=settings.rank, seconds=settings.call_seconds
-        )
+        self._files = RankFiles(self._workers, arrival, rank=settings.rank)
         self._sources: dict[str, PromptSource] = {}
         self._reading = threading.Lock()
 
@@ -201,12 +201,10 @@ class RankState:
         def is_there() -> bool:
             return plain["group"] in self._workers and named <= self._sources.keys()
 
-        def wait() -> bool:
-            if not self._arrival.wait_until(is_there, self._settings.call_seconds):
-                return False
+        def wait() -> None:
+            self._arrival.wait(is_there)
             for part in made:
                 self._await(part)
-            return True
 
         def run() -> Any:
             worker = self._workers[plain["group"]]
@@ -215,7 +213,7 @@ class RankState:
                 self._batch(plain, Unchanged()), _call_info(plain, number)
             )
 
-        self._early.begin(number, f"{plain['group']}.{plain['early']}", wait, run)
+        self._early.begin(number, wait, run)
         return {}
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
@@ -272,8 +270,8 @@ class RankState:
         return {seen: taken[stored] for seen, stored in names_in(part)}
 
     def _await(self, part: Plain) -> None:
-        rows = part["result"], part["columns"], part["ids"]
-        self.store.wait(*rows, seconds=self._settings.call_seconds)
+        if self._settings.waits_for_rows:
+            self.store.wait(part["result"], part["columns"], part["ids"])
 
     def _read_source(self, part: Plain) -> None:
         with self._reading:  # early methods read too

@@ -42,8 +42,8 @@ class Order:
     """What a user calls it, such as "actor.generate_sequences"."""
     commands: Mapping[int, dict[str, Any]]
     """Payload by rank; the same object for several ranks is encoded once."""
-    seconds: float
-    """Limit on each rank, from the moment it starts there."""
+    seconds: float | None
+    """Its limit; None: that of run.call_seconds=auto (runtime/limit.py)."""
     on_done: Callable[[Replies], None] | None = None
     """Runs in the io thread once all ranks have replied, before `Pending` is done."""
     phase: str = "train"

@@ -19,8 +19,6 @@ HELD_SECONDS = 75.0
 """A rank that is known to be stopped for so long ends the run sooner."""
 FEWEST_CALLS = 3
 """Without as many calls before it, a call has no limit of its own."""
-BOUNDED = ("call", "map", "join", "fetch")
-"""Operations whose limits come from medians; a disk, a hub or a compiler may take its time."""
 _KEPT, _SLOW_FACTOR, _SLOW_SECONDS = 10, 1.5, 10.0
 
 Key = tuple[str, str]

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from spmdflow.runtime.order import Order, Pending, Replies
@@ -151,10 +151,6 @@ class Peers:
         return [rank for rank in local if not self.processes[rank].has_ended()]
 
 
-GRACE_SECONDS = 2.0
-"""A rank reports its own missed limits; the controller waits this much longer."""
-
-
 @dataclass(slots=True)
 class Sent:
     """An order that is on its way."""
@@ -218,15 +214,6 @@ class Ledger:
         """What rank is running, as far as is known: at most one order per lane."""
         owed = (self._owed.get((rank, lane)) for lane in ("compute", "transfer", "files"))
         return [self.open[tickets[0]].order for tickets in owed if tickets]
-
-    def overdue(self, now: float) -> Iterator[tuple[int, Order]]:
-        """Ranks and orders whose limit passed more than GRACE_SECONDS ago."""
-        for (rank, _), tickets in self._owed.items():
-            if tickets:
-                sent = self.open[tickets[0]]
-                start = self.start_or_none(rank, tickets[0])
-                if start is not None and now > start + sent.order.seconds + GRACE_SECONDS:
-                    yield rank, sent.order
 
     def start_or_none(self, rank: int, ticket: int) -> float | None:
         """When rank began an order (time.monotonic()); None if others come first there."""

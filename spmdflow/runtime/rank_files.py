@@ -25,13 +25,9 @@ _LOOK_SECONDS = 0.05
 class RankFiles:
     """Operations on files of one rank, by the name that commands use."""
 
-    def __init__(
-        self, workers: Mapping[str, Worker], arrival: RowCondition, *, rank: int, seconds: float
-    ) -> None:
-        """workers: of the rank, by name. arrival: is woken after each command. seconds: the limit
-        of a command."""
-        self._workers, self._arrival = workers, arrival
-        self._rank, self._seconds = rank, seconds
+    def __init__(self, workers: Mapping[str, Worker], arrival: RowCondition, *, rank: int) -> None:
+        """workers: of the rank, by name. arrival: is woken after each command."""
+        self._workers, self._arrival, self._rank = workers, arrival, rank
         self._frozen: dict[str, tuple[str, str]] = {}
         self._unwritten: dict[str, Callable[[], None] | None] = {}
 
@@ -59,7 +55,7 @@ class RankFiles:
     def _write(self, plain: Plain, number: int) -> dict[str, Any]:
         """The reply is what this rank wrote: the checkpoint is sealed from it."""
         name, folder = plain["group"], Path(plain["folder"])
-        self._arrival.wait_until(lambda: name in self._unwritten, self._seconds)
+        self._arrival.wait(lambda: name in self._unwritten)
         write = self._unwritten.pop(name)
         if write is not None:
             write()

@@ -3,8 +3,9 @@
 `Stalls` belongs to the controller; every method is called with the io lock held. It knows the
 clocks of the calls (Ledger), and from heartbeats what each rank does. After a while
 (runtime/pace.py) a call that still runs is printed, and all ranks write their stacks; again each
-time twice as long has passed. Where run.call_seconds is auto, a call that takes many times its
-median ends the run, and so does a rank that stays stopped.
+time twice as long has passed. A call that reaches its limit (runtime/limit.py) ends the run. So do
+ranks that wait for rows while no call runs that could bring them, and, where run.call_seconds is
+auto, a rank that stays stopped.
 """
 
 from __future__ import annotations
@@ -12,20 +13,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmdflow.runtime.failure import Failure
+from spmdflow.runtime.limit import Heard, computing_seconds, key_of, limit_of
 from spmdflow.runtime.order import Order
-from spmdflow.runtime.pace import (
-    BOUNDED,
-    HELD_SECONDS,
-    LIMIT_FACTOR,
-    LIMIT_SECONDS,
-    LOOK_SECONDS,
-    Key,
-    Pace,
-)
+from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, Key, Pace
 from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.place import (
     CODE,
@@ -80,6 +74,8 @@ class Stalls:
         """When a call of each kind was answered last."""
         self._slow: dict[tuple[int, str], float] = {}
         """Until when a slow rank is not printed again."""
+        self._stuck_since: float | None = None
+        """Since when every open call waits for rows or for its turn; None: some call runs."""
 
     def heard(self, rank: int, doing: Sequence[Doing] | None, now: float) -> None:
         """A heartbeat."""
@@ -89,7 +85,8 @@ class Stalls:
         """All ranks of a call have answered."""
         self._due.pop(sent.ticket, None)
         self._idle_since, self._idle_due = now, LOOK_SECONDS
-        key = _key(sent.order)
+        self._stuck_since = None
+        key = key_of(sent.order)
         if sent.order.lane == "compute":
             self._ended[key] = now
         self._pace.note(key, sent.took)
@@ -114,25 +111,20 @@ class Stalls:
             self._peers.shift(gap)
             self._ledger.shift(gap)
             self._idle_since += gap
+            self._stuck_since = None
         for sent in list(self._ledger.open.values()):
             seconds = self._seconds(sent, now)
-            first = self._pace.look_after(_key(sent.order))
+            first = self._pace.look_after(key_of(sent.order))
             due = self._due.get(sent.ticket, first)
             if seconds >= due:
                 self._due[sent.ticket] = 2 * seconds
                 self._tell(sent, seconds, now, is_first=due == first)
             self._check_limit(sent, seconds, now)
+        self._check_waits_for_rows(now)
         if not self._ledger.open and now - self._idle_since >= self._idle_due:
             self._idle_due *= 2
             seconds = now - self._idle_since
             logger.warning("no call runs for %.0f s; the script is at %s", seconds, _script_line())
-
-    def culprit_or_none(self, failure: Failure, now: float) -> Failure | None:
-        """Whom the ranks of a late call wait for, as the failure of that rank."""
-        for sent in self._ledger.open.values():
-            if (sent.order.number, sent.order.lane) == (failure.number, failure.lane):
-                return self._culprit_or_none(sent, failure.cause, now)
-        return None
 
     def last_line(self, rank: int, order: Order, now: float) -> str:
         """Where rank was in a call by its last heartbeat, and when; empty if it did not tell."""
@@ -157,7 +149,7 @@ class Stalls:
         kinds = [[*key, medians.get(key), wall - now + at] for key, at in self._ended.items()]
         running = [
             [
-                *_key(sent.order),
+                *key_of(sent.order),
                 self._seconds(sent, now),
                 len(sent.order.commands.keys() - sent.replies),
             ]
@@ -170,17 +162,21 @@ class Stalls:
     # ---- one call
 
     def _seconds(self, sent: Sent, now: float) -> float:
-        """How long all its ranks that have not answered run a call; waiting for rows is none."""
+        """How long all its ranks that have not answered compute in a call (runtime/limit.py)."""
         found = []
         for rank in sent.order.commands.keys() - sent.replies.keys():
             start = self._ledger.start_or_none(rank, sent.ticket)
             if start is None:
                 return 0.0
-            waited = 0.0
-            if doing := self._heard_doing(rank, sent.order):
-                waited = doing[2] + (now - self._beats[rank][0] if doing[3] == ROWS else 0.0)
-            found.append(now - start - waited)
-        return max(0.0, min(found, default=0.0))
+            doing = self._heard_doing(rank, sent.order)
+            heard = Heard(at=self._beats[rank][0], row_seconds=doing[2]) if doing else None
+            is_silent = self._is_silent(rank, now)
+            found.append(computing_seconds(start, heard, now, is_silent=is_silent))
+        return min(found, default=0.0)
+
+    def _is_silent(self, rank: int, now: float) -> bool:
+        """Whether several heartbeats of a rank are missing."""
+        return self._peers.silence(rank, now) > _SILENT_BEATS * self._settings.beat_seconds
 
     def _heard_doing(self, rank: int, order: Order) -> Doing | None:
         """What rank said that it does in a call."""
@@ -202,7 +198,7 @@ class Stalls:
         seen, silent = f"; last seen at {line}" if line else "", self._peers.silence(rank, now)
         if process.is_stopped():
             return Place(STOPPED, f"{process.describe()}{seen}", line)
-        if silent > _SILENT_BEATS * self._settings.beat_seconds:
+        if self._is_silent(rank, now):
             text = f"{process.describe()} and has been silent for {silent:.0f} s{seen}"
             return Place(SILENT, text, line)
         if self._ledger.start_or_none(rank, sent.ticket) is None:
@@ -216,7 +212,7 @@ class Stalls:
         order, doing, groups = sent.order, self._doing(sent, now), dict[str, list[int]]()
         for rank, place in sorted(doing.items()):
             groups.setdefault(f"{place.kind}: {place.text}", []).append(rank)
-        known, (ranks, why) = self._pace.medians().get(_key(order)), blame(doing)
+        known, (ranks, why) = self._pace.medians().get(key_of(order)), blame(doing)
         usual = "no call before it" if known is None else f"median {known:.2g} s"
         name = f"{order.label} (call {order.number}, {order.lane} lane)"
         parts = [f"{name} runs for {seconds:.0f} s ({usual})"]
@@ -226,8 +222,8 @@ class Stalls:
 
     def _tell(self, sent: Sent, seconds: float, now: float, *, is_first: bool) -> None:
         """One line about a call; the first time all ranks write their stacks."""
-        limit = self._limit_or_none(sent.order) or sent.order.seconds
-        end = f"the run ends if it takes {limit:.0f} s"
+        limit = limit_of(sent.order, self._pace)
+        end = f"the run ends if it takes {limit.seconds:.0f} s ({limit.reason})"
         more = [end, f"stacks: {self._settings.run_dir}/stacks-rank*.txt"] if is_first else []
         logger.warning("%s", "; ".join(self._describe(sent, seconds, now) + more))
         if is_first:
@@ -235,44 +231,76 @@ class Stalls:
             self._show([rank for rank, place in doing if place.kind in (STOPPED, SILENT)])
 
     def _check_limit(self, sent: Sent, seconds: float, now: float) -> None:
-        """End the run if limits are measured ones and that of this call has passed."""
-        if self._settings.call_seconds is not None or seconds < HELD_SECONDS:
-            return
-        limit = self._limit_or_none(sent.order)
-        if limit is not None and seconds >= limit:
-            medians = f"{LIMIT_FACTOR:g} medians of {self._pace.medians()[_key(sent.order)]:.2g} s"
-            cause = f"not finished within {limit:.0f} s ({medians}, at least {LIMIT_SECONDS:g} s)"
-        elif any(self._is_held(rank, now) for rank in sent.order.commands.keys() - sent.answered):
-            cause = f"not finished after {seconds:.0f} s"
-        else:
-            return
-        if (failure := self._culprit_or_none(sent, cause, now)) is not None:
-            self._fail(failure)
+        """End the run if this call has reached its limit, or one of its ranks is stopped."""
+        limit = limit_of(sent.order, self._pace)
+        if seconds >= limit.seconds:
+            cause = f"not finished within {limit.seconds:.4g} s ({limit.reason})"
+            if not self._may_wait_for_others(sent, now, limit_passed=now - seconds + limit.seconds):
+                self._fail(self._failure_of(sent, cause, now))
+        elif self._settings.call_seconds is None and seconds >= HELD_SECONDS:
+            owing = sent.order.commands.keys() - sent.answered.keys()
+            if any(self._is_held(rank, now) for rank in owing):
+                cause = f"not finished after {seconds:.0f} s"
+                self._fail(self._failure_of(sent, cause, now))
 
-    def _limit_or_none(self, order: Order) -> float | None:
-        """The measured limit of a call; None: it has none."""
-        operations = {plain.get("operation") for plain in order.commands.values()}
-        if self._settings.call_seconds is not None or not operations <= set(BOUNDED):
-            return None
-        return self._pace.limit_or_none(_key(order))
+    def _check_waits_for_rows(self, now: float) -> None:
+        """End the run if calls wait for rows, and no other call has run for long.
+
+        The producer's limit bounds a wait for rows. If nothing runs, no limit would.
+        """
+        waiting = list(self._ledger.open.values())
+        if not waiting or any(self._runs(sent, now) for sent in waiting):
+            self._stuck_since = None
+            return
+        if self._stuck_since is None:
+            self._stuck_since = now
+        limit = self._settings.call_seconds or LIMIT_SECONDS
+        limit += _SILENT_BEATS * self._settings.beat_seconds  # what heartbeats said may be old
+        if now - self._stuck_since >= limit:
+            late = f"waits for rows, and nothing has run for {now - self._stuck_since:.0f} s"
+            cause = f"{late}; expected the call or transfer that brings them; see the stacks"
+            self._fail(self._failure_of(waiting[0], cause, now))
+
+    def _runs(self, sent: Sent, now: float) -> bool:
+        """Whether a call runs: it waits neither for rows nor for its turn on any rank."""
+        kinds = set()
+        for rank in sent.order.commands.keys() - sent.answered.keys():
+            doing = self._heard_doing(rank, sent.order)
+            if self._ledger.start_or_none(rank, sent.ticket) is None:
+                kinds.add(QUEUED)
+            elif doing is None or self._is_silent(rank, now):
+                kinds.add(CODE)  # it may run
+            else:
+                kinds.add(doing[3])
+        return CODE in kinds or not kinds & {ROWS, QUEUED}
 
     def _is_held(self, rank: int, now: float) -> bool:
         """Whether rank is stopped since long, not only for a debugger's look."""
         is_silent = self._peers.silence(rank, now) >= HELD_SECONDS
         return is_silent and self._peers.processes[rank].is_stopped()
 
-    def _may_wait_for_others(self, sent: Sent, doing: Mapping[int, Place], now: float) -> bool:
-        """Whether all its ranks are in collectives while another call runs: of its ranks, maybe."""
-        others = (other for other in self._ledger.open.values() if other is not sent)
-        return {place.kind for place in doing.values()} == {PEERS} and any(
-            place.kind == CODE for other in others for place in self._doing(other, now).values()
+    def _may_wait_for_others(self, sent: Sent, now: float, *, limit_passed: float) -> bool:
+        """Whether all its ranks are in collectives while another call runs: of its ranks, maybe.
+
+        limit_passed: when this one's limit did. Calls that were sent later are no excuse, so that
+        the limits of those before bound the wait.
+        """
+        if {place.kind for place in self._doing(sent, now).values()} != {PEERS}:
+            return False
+        return any(
+            place.kind == CODE
+            for other in self._ledger.open.values()
+            if other is not sent and other.time <= limit_passed
+            for place in self._doing(other, now).values()
         )
 
-    def _culprit_or_none(self, sent: Sent, cause: str, now: float) -> Failure | None:
+    def _failure_of(self, sent: Sent, cause: str, now: float) -> Failure:
+        """A late call as the failure of the rank that its other ranks wait for."""
         doing, order = self._doing(sent, now), sent.order
         ranks, why = blame(doing)
-        if not ranks or self._may_wait_for_others(sent, doing, now):
-            return None
+        if not ranks:  # by what was heard last it waits for rows or for its turn
+            ranks = sorted(order.commands.keys() - sent.answered.keys())
+            why = f"it is {doing[ranks[0]].kind}"
         place = doing[ranks[0]]
         lines = [p.line for p in doing.values()] if place.kind == DONE else []
         also = f" (also {named(ranks[1:])})" if ranks[1:] else ""
@@ -284,10 +312,6 @@ class Stalls:
             line=order.line,
             where=place.line or next(filter(None, lines), ""),
         )
-
-
-def _key(order: Order) -> Key:
-    return order.kind or order.label, order.phase
 
 
 def _script_line() -> str:

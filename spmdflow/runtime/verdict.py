@@ -32,7 +32,7 @@ from spmdflow.runtime.failure import (
     run_failed,
     write_failure,
 )
-from spmdflow.runtime.order import Order, Pending
+from spmdflow.runtime.order import Pending
 from spmdflow.runtime.peers import Ledger, Peers
 from spmdflow.runtime.process import STOP_SIGNALS
 from spmdflow.runtime.rendezvous import SessionSettings
@@ -90,6 +90,7 @@ class Verdict:
         elif self.failures[known[0]].cause.startswith(LOST):
             self.failures[known[0]] = death
 
+<<<<<<< HEAD
     def add_overdue(self, rank: int, order: Order, now: float) -> None:
         """Note, once, that rank does not answer, as stopped or merely late."""
         if self._is_known("deadline", rank) or self._is_known("stopped", rank):
@@ -103,6 +104,8 @@ class Verdict:
         """Note that a user wants the end at once."""
         self.add(self._about("interrupt", rank, "Ctrl-C (SIGINT) came again: stopped at once"))
 
+=======
+>>>>>>> 3acc53c (Define the limit of a call and the time that counts against it once, and do not count waits for rows)
     def add_endless(self, rank: int) -> None:
         """Note that rank sent a message without end, on a connection that is closed now."""
         text = f"sent more than {MAX_MESSAGE_BYTES >> 20} MiB as parts of one message"
@@ -150,7 +153,6 @@ class Verdict:
     def execute(self, pending: Iterable[Pending]) -> None:
         """End the run on every rank; pending are told, then the caller ends this process."""
         self._add_stopped_ranks(time.monotonic())
-        self._add_culprit(time.monotonic())
         stopped = [failure.rank for failure in self.failures if failure.kind == "stopped"]
         self.peers.kill(stopped)  # they write their stacks first
         cause, path = self._write_cause()
@@ -191,14 +193,6 @@ class Verdict:
             stopped = self._stopped(rank, now, silence_counts=late)
             if stopped and not self._is_known("stopped", rank):
                 self.add(self._about("stopped", rank, f"does not answer: {stopped}"))
-
-    def _add_culprit(self, now: float) -> None:
-        """A rank that reports its own limit may only wait for another one, which comes first."""
-        late = first_cause(self.failures)
-        if late.kind == "deadline" and not late.line:  # not named by `Stalls` itself
-            culprit = self.stalls.culprit_or_none(late, now)
-            if culprit is not None:
-                self.failures.insert(0, culprit)
 
     def _stopped(self, rank: int, now: float, *, silence_counts: bool) -> str | None:
         silent = 3 * self.settings.beat_seconds if silence_counts else float("inf")
@@ -251,7 +245,10 @@ _CLOSE_SECONDS = 30.0
 
 
 class Watch:
-    """The time limits of a session; every method is called with the io lock held."""
+    """The time limits of a session, except those of calls (`Stalls`).
+
+    Every method is called with the io lock held.
+    """
 
     def __init__(self, verdict: Verdict) -> None:
         self._peers, self._settings = verdict.peers, verdict.settings
@@ -316,8 +313,6 @@ class Watch:
             self.start_by = float("inf")
             self._verdict.add(self._describe_missing())
         self._check_deaths(now, probe)
-        for rank, order in self._verdict.ledger.overdue(now):
-            self._verdict.add_overdue(rank, order, now)
         if now > self._close_by:
             self._close_by, cause = float("inf"), f"did not leave within {_CLOSE_SECONDS:g} s"
             for rank in self._peers.staying():

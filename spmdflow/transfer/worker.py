@@ -106,7 +106,8 @@ class WorkerContext:
     seed: int
     total_steps: int = 0
     call_seconds: float = 3600.0
-    """Limit for one worker method."""
+    """Limit for what a method waits for outside of the run, such as a server. The limit of the
+    method itself is the controller's to enforce (runtime/limit.py)."""
     run_dir: Path | None = None
     nodes: Sequence[int] = ()
     """Node of every rank of the run, by global rank; empty: all share one."""

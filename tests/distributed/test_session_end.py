@@ -57,7 +57,7 @@ def test_call_beyond_its_limit_ends_the_run_and_names_rank_and_method(tmp_path: 
     text = (tmp_path / "failure.json").read_text()
 
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
-    for part in ('"rank": 1', '"method": "work"', '"kind": "deadline"', "limit of 3 s"):
+    for part in ('"rank": 1', '"method": "work"', '"kind": "deadline"', "not finished within 3 s"):
         assert part in text
     assert "only_rank_1" in (tmp_path / "stacks-rank1.txt").read_text()
 

@@ -20,8 +20,8 @@ from spmdflow.data.ragged import (
     rows_of,
     select_rows,
 )
-from spmdflow.data.store import RowStore
-from spmdflow.errors import ColumnError, DeadlineError, RowError
+from spmdflow.data.store import RowCondition, RowStore
+from spmdflow.errors import ColumnError, RowError, RunFailed
 
 rows_of_ints = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=8)
 
@@ -140,16 +140,17 @@ def test_waiting_ends_when_the_other_lane_puts_the_rows():
     late = threading.Timer(0.05, lambda: store.put(1, np.array([5]), dense(50)))
     late.start()
 
-    store.wait(1, ["x"], np.array([5]), seconds=5)
+    store.wait(1, ["x"], np.array([5]))
 
     assert store.take(1, ["x"], np.array([5]))["x"].values.tolist() == [50]
 
 
-def test_waiting_for_rows_that_never_come_reaches_its_limit():
-    with pytest.raises(
-        DeadlineError, match=r"columns \['x'\] of call 1: rows missing after 0.01 s, expected"
-    ):
-        RowStore().wait(1, ["x"], np.array([5]), seconds=0.01)
+def test_waiting_for_rows_that_never_come_ends_with_the_session():
+    arrival = RowCondition()
+    threading.Timer(0.05, arrival.end, args=[RunFailed("over")]).start()
+
+    with pytest.raises(RunFailed, match="over"):
+        RowStore(arrival).wait(1, ["x"], np.array([5]))
 
 
 def test_freed_frames_are_gone_and_unknown_ones_are_ignored():

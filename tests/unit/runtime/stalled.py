@@ -39,11 +39,20 @@ class Session:
             now=self.now,
         )
         self._tickets = 0
+        self._limit: float | None = settings.get("call_seconds")
+        self._row_seconds: dict[tuple[int, int], float] = {}
+        """How long a rank has waited for rows in a call, by rank and call."""
 
-    def send(self, label: str = "actor.update", operation: str = "call", kind: str = "") -> Sent:
+    def send(
+        self,
+        label: str = "actor.update",
+        operation: str = "call",
+        kind: str = "",
+        ranks: tuple[int, ...] = (0, 1),
+    ) -> Sent:
         self._tickets += 1
-        commands: dict[int, Any] = dict.fromkeys((0, 1), {"operation": operation})
-        order = Order(self._tickets, "compute", label, commands, 3600.0, kind=kind)
+        commands: dict[int, Any] = dict.fromkeys(ranks, {"operation": operation})
+        order = Order(self._tickets, "compute", label, commands, self._limit, kind=kind)
         sent = Sent(order, Pending(label, lambda pending: None))
         self.ledger.send(self._tickets, sent, now=self.now)
         return sent
@@ -59,11 +68,16 @@ class Session:
             self.answer(self.send(**named), 0, 1, seconds=seconds)
 
     def run(self, seconds: float, kinds: dict[int, str], call: int) -> None:
-        """So many seconds in which ranks send heartbeats."""
+        """So many seconds in which ranks send heartbeats about one call."""
+        self.run_calls(seconds, {rank: (call, kind) for rank, kind in kinds.items()})
+
+    def run_calls(self, seconds: float, doing: dict[int, tuple[int, str]]) -> None:
+        """So many seconds of heartbeats; doing: call and kind of place, by rank."""
         for _ in range(int(seconds)):
             self.now += 1.0
-            for rank, kind in kinds.items():
-                waited = self.now - self.start if kind == ROWS else 0.0
+            for rank, (call, kind) in doing.items():
+                waited = self._row_seconds.get((rank, call), 0.0) + (kind == ROWS)
+                self._row_seconds[rank, call] = waited
                 self.peers.heard(rank, self.now)
                 self.stalls.heard(rank, [[call, "compute", waited, kind, HERE, ""]], self.now)
             self.stalls.look(self.now)

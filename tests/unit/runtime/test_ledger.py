@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spmdflow.runtime.order import Order, Pending
-from spmdflow.runtime.peers import GRACE_SECONDS, Ledger, Sent
+from spmdflow.runtime.peers import Ledger, Sent
 
 
 def _send(
@@ -52,26 +52,23 @@ def test_order_is_complete_with_the_reply_of_its_last_rank() -> None:
     assert sent.replies == {3: {"value": 3}, 0: {"value": 0}} and not ledger.open
 
 
-def test_limit_counts_from_the_answer_before_not_from_sending() -> None:
+def test_command_begins_with_the_answer_before_it_not_when_it_is_sent() -> None:
     ledger = Ledger()
-    _send(ledger, 1, 0)
-    _send(ledger, 2, 0)
-    limit = 10.0 + GRACE_SECONDS
+    for ticket in (1, 2):
+        _send(ledger, ticket, 0)
 
-    assert [rank for rank, _ in ledger.overdue(limit)] == []
-    assert [(rank, order.number) for rank, order in ledger.overdue(limit + 0.1)] == [(0, 1)]
+    assert (ledger.start_or_none(0, 1), ledger.start_or_none(0, 2)) == (0.0, None)
     ledger.answer(0, 1, {}, now=8.0)
-    assert list(ledger.overdue(8.0 + limit)) == []
-    assert [order.number for _, order in ledger.overdue(8.1 + limit)] == [2]
+    assert ledger.start_or_none(0, 2) == 8.0
 
 
-def test_limit_of_a_command_sent_to_an_idle_lane_counts_from_sending() -> None:
+def test_command_that_is_sent_to_an_idle_lane_begins_then() -> None:
     ledger = Ledger()
     _send(ledger, 1, 0)
     ledger.answer(0, 1, {}, now=1.0)
     _send(ledger, 2, 0, now=100.0)
 
-    assert list(ledger.overdue(100.0 + 10.0 + GRACE_SECONDS)) == []
+    assert ledger.start_or_none(0, 2) == 100.0
 
 
 def test_owing_names_ranks_with_open_commands() -> None:

@@ -43,7 +43,7 @@ class Told:
 
 
 def command(number: int, operation: str = "move", **payload: Any) -> Command:
-    return Command(number, number, COMPUTE, "a.move", 5.0, {"operation": operation, **payload})
+    return Command(number, number, COMPUTE, "a.move", {"operation": operation, **payload})
 
 
 def test_lane_runs_its_commands_in_order_until_the_end() -> None:
