@@ -292,14 +292,20 @@ def _home(
 ) -> Input:
     """The widest input of the pool that made most of the columns.
 
-    If they are all of a data file, or of busy ranks: of the pool that made most of the batch's
-    other columns.
+    If they are all of a data file, of busy ranks, or of several pools that were concatenated: of
+    the pool that made most of the batch's other columns. Ranks of several pools have no group.
     """
-    for apart in dict.fromkeys((busy, frozenset())):
-        for candidates in (inputs, _inputs_of(batch, batch.columns)):
-            free = [x for x in candidates if apart.isdisjoint(getattr(x.result, "ranks", ()))]
-            if any(isinstance(each.result, RowResult) for each in free):
-                return _widest_of_most(free)
+    levels = (inputs, _inputs_of(batch, batch.columns))
+    of_one_pool = [
+        [x for x in each if not getattr(x.result, "spans_pools", False)] for each in levels
+    ]
+    for candidates in (*of_one_pool, *levels):
+        free = [x for x in candidates if busy.isdisjoint(getattr(x.result, "ranks", ()))]
+        if any(isinstance(each.result, RowResult) for each in free):
+            return _widest_of_most(free)
+    for candidates in (*of_one_pool, *levels):  # all of them are of busy ranks
+        if any(isinstance(each.result, RowResult) for each in candidates):
+            return _widest_of_most(candidates)
     got = f"a batch of {list(batch.columns)}, none of which a call has made"
     do = "call a worker method on the batch first"
     raise ProtocolError.of(label, got, "at least one column made by a worker", do)

@@ -385,6 +385,8 @@ class Caller:
         result = RowResult(
             number, "batch.concatenate", ranks, held, by_column, self.free, sources=sources
         )
+        pools = {each.ranks for each in made}
+        result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in made)
         self.submit(result.label, commands, result=result, kept=tuple(first))
         return result
 

@@ -25,7 +25,7 @@ from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
 from spmdflow.controller.guarding import Guarding
-from spmdflow.controller.prompts import PromptStream, no_held_out_prompts
+from spmdflow.controller.prompts import MAIN_STREAM, PromptStream, no_held_out_prompts
 from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
@@ -174,10 +174,11 @@ class Flow:
         commands = {rank: dict(command) for rank in self.caller.ranks}
         self.caller.submit(f"{label}.groups", commands, seconds=seconds)
 
-    def prompts(self, cfg: DataSettings, *, name: str = "prompts") -> PromptStream:
+    def prompts(self, cfg: DataSettings, *, name: str = MAIN_STREAM) -> PromptStream:
         """The prompts of a data section; `next(prompts)` is a batch for one step.
 
-        Its position is saved in checkpoints under `name`; a second stream needs another name.
+        Its position is saved in checkpoints under `name`; a second stream needs another name, and
+        has an order of its own.
         """
         if name in self.kept:
             got = f"the name {name!r} besides {sorted(self.kept)}"

@@ -31,6 +31,10 @@ _COLUMNS = {
 """What a row is (`rows` of its settings) -> columns of the batch."""
 
 
+MAIN_STREAM = "prompts"
+"""The name of a run's first stream of prompts."""
+
+
 class PromptStream(Iterator[Batch]):
     """`next(stream)` is a batch of prompts_per_step prompts, each samples_per_prompt times.
 
@@ -58,7 +62,11 @@ class PromptStream(Iterator[Batch]):
         if self.train_scan is not None:
             size, shuffle = cfg.prompts_per_step, cfg.shuffle
             self._order = PromptOrder(
-                self.train_scan, prompts_per_step=size, seed=seed, shuffle=shuffle
+                self.train_scan,
+                prompts_per_step=size,
+                seed=seed,
+                shuffle=shuffle,
+                name="" if name == MAIN_STREAM else name,
             )
 
     def __next__(self) -> Batch:

@@ -7,6 +7,7 @@ lengths) are known once the producer has replied; only the io thread writes them
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ class RowResult:
     done: bool = False
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Releases of transfers that wait for the producer (io thread)."""
+    spans_pools: bool = False
+    """Whether its rows were made on several pools and concatenated: no group has all its ranks."""
     make: Callable[[str, str], None] | None = None
     """Set while the call is delayed (waiting.py): makes it; arguments as of `be_made`."""
 
@@ -281,19 +284,36 @@ class Transfers:
     """All row transfers of a run: plans what rows travel, releases each transfer when its producer
     has replied, counts bytes.
 
-    `need` runs in the script thread; releasing runs in the io thread, which alone knows dtypes and
-    lengths. The two never touch the same fields.
+    `need` runs in the script thread; releasing and counting run in the io thread, which alone knows
+    dtypes and lengths and writes the fields below. The script reads them under the lock, as copies.
     """
 
     def __init__(self, transport: Transport, *, seconds: float) -> None:
         self._transport, self.seconds = transport, seconds
-        self.planned_bytes: Counter[Edge] = Counter()
-        """Of rows by (source, destination), since the run began."""
-        self.moved_bytes: Counter[Edge] = Counter()
-        self.header_bytes = 0
-        """Sent besides the rows: one short header for each edge of a transfer."""
+        self._lock = threading.Lock()
+        self._planned: Counter[Edge] = Counter()
+        self._moved: Counter[Edge] = Counter()
+        self._header_bytes = 0
         self._num_released = 0
         self._outstanding: list[CallRecord] = []
+
+    @property
+    def planned_bytes(self) -> Counter[Edge]:
+        """Of rows by (source, destination), since the run began; a copy."""
+        with self._lock:
+            return self._planned.copy()
+
+    @property
+    def moved_bytes(self) -> Counter[Edge]:
+        """As planned_bytes, as the ranks counted them."""
+        with self._lock:
+            return self._moved.copy()
+
+    @property
+    def header_bytes(self) -> int:
+        """Sent besides the rows: one short header for each edge of a transfer."""
+        with self._lock:
+            return self._header_bytes
 
     def need(self, result: RowResult, names: Sequence[str], need: Mapping[int, Ids]) -> None:
         """Plan transfers so that each rank gets its rows `need[rank]` of `names` (script thread).
@@ -328,7 +348,9 @@ class Transfers:
 
     def take_outstanding(self) -> list[CallRecord]:
         """Transfers released and not yet waited for; the end of a step waits for them."""
-        taken, self._outstanding = self._outstanding, []
+        with self._lock:
+            taken = self._outstanding
+            self._outstanding = []
         return taken
 
     def _offer(self, result: RowResult, edges: Edges) -> None:
@@ -360,14 +382,16 @@ class Transfers:
                 sent = [edge.destination, names, edge.ids]
                 _command(commands, edge.source, result)["sends"].append(sent)
                 planned[edge.source, edge.destination] += size
-        self.planned_bytes += planned
+        with self._lock:
+            self._planned.update(planned)
         label = f"transfer {self._num_released} of {result.label}"
         number, done = self._num_released, partial(self._count, result, label, planned)
         kind = f"transfer of {result.label}"
         order = Order(number, "transfer", label, commands, self.seconds, done, kind=kind)
         pending = self._transport.submit(order)
         record = CallRecord(number, label, "train", commands, pending, lane="transfer")
-        self._outstanding.append(record)
+        with self._lock:
+            self._outstanding.append(record)
 
     def _count(
         self, _kept: RowResult, label: str, planned: Counter[Edge], replies: Replies
@@ -381,8 +405,9 @@ class Transfers:
                 f"{label}: sent {sent}, received {got}, expected {expected} bytes by edge; "
                 f"the ranks and the plan disagree: report this with RUN_DIR/trace.json"
             )
-        self.moved_bytes.update(got)
-        self.header_bytes += sum(reply["header_bytes"] for reply in replies.values())
+        with self._lock:
+            self._moved.update(got)
+            self._header_bytes += sum(reply["header_bytes"] for reply in replies.values())
 
 
 def _command(commands: dict[int, dict[str, Any]], rank: int, result: RowResult) -> dict[str, Any]:

@@ -61,15 +61,17 @@ def is_held_out(row_id: int) -> bool:
     return row_id >= _FIRST_HELD_OUT
 
 
-def seed_of(seed: int, purpose: str, *numbers: int) -> int:
+def seed_of(seed: int, purpose: str, *numbers: int, name: str = "") -> int:
     """63-bit seed of one random stream, e.g. seed_of(cfg.run.seed, "sample", step, row_id).
 
     Every stream of a run (shuffles, permutations, samples) takes its seed here, never from a rank
     or from the process's generator: results do not depend on the layout, and a resumed run
     continues the same streams. The same arguments give the same seed on every node and Python
-    version (blake2b over the arguments' text); different ones give unrelated seeds.
+    version (blake2b over the arguments' text); different ones give unrelated seeds. name: of one of
+    several streams with the same purpose.
     """
-    text = repr((int(seed), purpose, *map(int, numbers)))
+    named = (name,) if name else ()
+    text = repr((int(seed), purpose, *map(int, numbers), *named))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

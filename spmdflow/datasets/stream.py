@@ -1,16 +1,18 @@
 """The order in which rows are drawn: epochs of row numbers with a cursor. Integers only.
 
-An epoch is a permutation of the good rows, derived from (seed, epoch). A step takes the next
+An epoch is a permutation of the good rows, derived from (seed, epoch), and from the stream's name
+if it is a second one. A step takes the next
 prompts_per_step numbers and may span two epochs: no row is lost, none repeated within an epoch.
 In a mixture the source of every prompt is drawn by weight, derived from (seed, step); each source
-gives its rows in the order that it would have without the others. Knows no texts and no tokens.
+gives its rows in an order of its own, derived from (seed, epoch, its name), whatever the others
+are. Two sources of equal length are permuted differently. Knows no texts and no tokens.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +25,18 @@ class PromptOrder:
     """Endless row numbers of one scanned file or mixture."""
 
     def __init__(
-        self, report: ScanReport, *, prompts_per_step: int, seed: int, shuffle: bool = True
+        self,
+        report: ScanReport,
+        *,
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        name: str = "",
     ) -> None:
-        """DataError if the file has fewer good rows than one step takes."""
+        """name: of a second stream; another name gives another order.
+
+        DataError if the file has fewer good rows than one step takes.
+        """
         if len(report.rows) < prompts_per_step:
             got = f"{len(report.rows)} usable prompts of {report.num_rows} rows"
             expected = f"at least the {prompts_per_step} of one step"
@@ -36,7 +47,13 @@ class PromptOrder:
         ends = [*(file.first for file in report.files[1:]), report.rows[-1] + 1]
         cuts = [0, *(bisect_left(report.rows, end) for end in ends)]
         files = [report.rows[start:stop] for start, stop in pairwise(cuts)]
-        self._epochs = [_Epochs(rows, seed, shuffle=shuffle) for rows in files]
+        names = [name]
+        if len(files) > 1:
+            names = [f"{name}/{file.name}" if name else file.name for file in report.files]
+        self._epochs = [
+            _Epochs(rows, seed, name=name, shuffle=shuffle)
+            for name, rows in zip(names, files, strict=True)
+        ]
 
     @property
     def epoch(self) -> int:
@@ -55,13 +72,18 @@ class PromptOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what identifies the stream; plain data."""
-        if len(self._epochs) == 1:
-            return self._identity() | self._epochs[0].state_dict()
         files = [epochs.state_dict() for epochs in self._epochs]
-        return self._identity() | {"step": self._step, "files": files}
+        state = self._identity() | {"has_own_orders": all(each.name for each in self._epochs)}
+        if len(files) == 1:
+            return state | files[0]
+        return state | {"step": self._step, "files": files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was saved; CheckpointError if it is another stream's."""
+        """Continue where the state was saved; CheckpointError if it is another stream's.
+
+        What an earlier version saved goes on in that version's order, in which all sources and
+        streams were permuted alike: no row is lost or repeated within an epoch.
+        """
         for key, mine in self._identity().items():
             if state.get(key) != mine:
                 got = f"a saved position of prompts with {key} {state.get(key)!r}"
@@ -70,6 +92,8 @@ class PromptOrder:
                 raise CheckpointError.of(self._report.path, got, repr(mine), do)
         self._step = int(state.get("step", 0))
         for epochs, saved in zip(self._epochs, state.get("files", [state]), strict=True):
+            if not state.get("has_own_orders", False):
+                epochs.name = ""
             epochs.load_state_dict(saved)
 
     def _identity(self) -> dict[str, Any]:
@@ -86,8 +110,10 @@ class PromptOrder:
 class _Epochs:
     """Endless row numbers of one file."""
 
-    def __init__(self, rows: list[int], seed: int, *, shuffle: bool) -> None:
+    def __init__(self, rows: Sequence[int], seed: int, *, name: str, shuffle: bool) -> None:
+        """name: of the source in its mixture; empty: the order does not depend on it."""
         self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self.name = name
         self.load_state_dict({"epoch": 0, "position": 0})
 
     def take(self, count: int) -> list[int]:
@@ -110,7 +136,9 @@ class _Epochs:
         self.number, self._position = int(state["epoch"]), int(state["position"])
         self._order = list(self._rows)
         if self._shuffle:
-            random.Random(seed_of(self._seed, "shuffle", self.number)).shuffle(self._order)
+            random.Random(seed_of(self._seed, "shuffle", self.number, name=self.name)).shuffle(
+                self._order
+            )
 
 
 def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:

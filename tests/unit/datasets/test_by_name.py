@@ -219,7 +219,7 @@ def mixture(tmp_path: Path) -> dict[str, str]:
     return {"sums": f"3 * {tmp_path}/a.jsonl", "others": f"{tmp_path}/b.jsonl"}
 
 
-def test_mixture_gives_the_rows_of_its_members_in_their_own_order(mixture: dict[str, str]) -> None:
+def test_mixture_gives_each_row_of_its_members_once_an_epoch(mixture: dict[str, str]) -> None:
     report = scanned(mixture)
     stream = PromptOrder(report, prompts_per_step=16, seed=5)
     drawn = [number for _ in range(30) for number in stream.next_rows()]
@@ -227,15 +227,66 @@ def test_mixture_gives_the_rows_of_its_members_in_their_own_order(mixture: dict[
 
     for place, (name, setting) in enumerate(mixture.items()):
         alone = setting.removeprefix("3 * ")
-        own = PromptOrder(scanned(alone), prompts_per_step=1, seed=5)
-        numbers = [own.next_rows()[0] for _ in range(files.count(place))]
+        numbers = scanned(alone).rows
         expected = [
             (ids, text, json.dumps(json.loads(row) | {"source": name}))
             for ids, text, row in plain(rows_of(alone, numbers))
         ]
-        assert [row for row, file in zip(rows, files, strict=True) if file == place] == expected
+        given = [row for row, file in zip(rows, files, strict=True) if file == place]
+        for start in range(0, len(given) - len(numbers) + 1, len(numbers)):
+            epoch = given[start : start + len(numbers)]
+            assert sorted(map(repr, epoch)) == sorted(map(repr, expected))
     assert 0.7 < files.count(0) / len(files) < 0.8  # 3 of 4, of 480 draws
     assert "sums 40 (drawn 75%), others 25 (drawn 25%)" in report.describe()
+
+
+def test_members_of_equal_length_are_permuted_differently_and_whatever_the_others_are(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "b", "c"):
+        jsonl(tmp_path / f"{name}.jsonl")
+    settings = {name: f"{tmp_path}/{name}.jsonl" for name in ("a", "b", "c")}
+
+    orders = [_first_epochs(settings), _first_epochs({"c": settings["c"], "a": settings["a"]})]
+
+    assert sorted(orders[0]["a"]) == sorted(orders[0]["b"])  # the same lines
+    assert len({tuple(order) for order in orders[0].values()}) == 3
+    assert [orders[0][name] for name in ("a", "c")] == [orders[1][name] for name in ("a", "c")]
+
+
+def _first_epochs(settings: dict[str, str]) -> dict[str, list[int]]:
+    """Line numbers within each member, in the order of its first epoch."""
+    report = scanned(settings)
+    stream = PromptOrder(report, prompts_per_step=8, seed=5)
+    drawn: dict[str, list[int]] = {name: [] for name in settings}
+    while stream.epoch == 0:
+        for number in stream.next_rows():
+            file = report.files[report.file_of([number])[0]]
+            drawn[file.name].append(number - file.first)
+    return {name: numbers[:40] for name, numbers in drawn.items()}
+
+
+def test_mixture_saved_before_members_had_orders_of_their_own_goes_on_in_its_order(
+    mixture: dict[str, str],
+) -> None:
+    report = scanned(mixture)
+    started = PromptOrder(report, prompts_per_step=7, seed=0)
+    old = started.state_dict()
+    del old["has_own_orders"]
+    resumed = PromptOrder(report, prompts_per_step=7, seed=0)
+    resumed.load_state_dict(old)
+    rows = [resumed.next_rows() for _ in range(4)]
+
+    again = PromptOrder(report, prompts_per_step=7, seed=0)
+    again.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
+
+    assert rows != [started.next_rows() for _ in range(4)]
+    alone = PromptOrder(
+        scanned(f"{mixture['sums'].removeprefix('3 * ')}"), prompts_per_step=1, seed=0
+    )
+    of_first = [number for step in rows for number in step if report.file_of([number])[0] == 0]
+    assert of_first == [alone.next_rows()[0] for _ in of_first]
+    assert again.next_rows() == resumed.next_rows()
 
 
 def test_mixture_that_resumes_goes_on_with_the_same_rows(mixture: dict[str, str]) -> None:

@@ -145,3 +145,18 @@ def test_evaluation_takes_the_first_rows_or_all_and_refuses_more_than_there_are(
         "p.jsonl: got 4 usable prompts, expected at least 5 (data.eval_prompts); "
         "lower it, or write all"
     )
+
+
+def test_second_stream_has_an_order_of_its_own_but_an_old_position_keeps_its() -> None:
+    rows = list(range(30))
+    first = PromptOrder(report_of(rows), prompts_per_step=30, seed=0)
+    second = PromptOrder(report_of(rows), prompts_per_step=30, seed=0, name="pretrain")
+    resumed = PromptOrder(report_of(rows), prompts_per_step=30, seed=0, name="pretrain")
+    old = first.state_dict()
+    del old["has_own_orders"]  # as versions saved it in which all streams were permuted alike
+    resumed.load_state_dict(old)
+
+    orders = [stream.next_rows() for stream in (first, second, resumed)]
+
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    assert orders[2] == orders[0]
