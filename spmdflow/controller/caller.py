@@ -42,6 +42,11 @@ from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
 from spmdflow.transfer.register import map_spec, method_spec
 
+PIECE_BYTES = 32 << 20
+"""Rows that the controller fetches travel in pieces of about this size."""
+_SOURCE_ROW_BYTES = 64 << 10
+"""What a row of a data file is taken to have, as the controller does not know it."""
+
 
 class Caller:
     """Makes calls, keeps track of which rank has which rows, and serves batches."""
@@ -257,13 +262,37 @@ class Caller:
             values[name] = self.column(name, batch.column(name), purpose=purpose).to_value()
         return values
 
-    def column(self, name: str, ref: ColumnRef, *, purpose: str) -> Column:
-        """The rows that a reference names, on the controller."""
-        column, ids = self._fetched(name, ref)
+    def column(
+        self, name: str, ref: ColumnRef, *, purpose: str, piece_bytes: int = PIECE_BYTES
+    ) -> Column:
+        """The rows that a reference names, on the controller.
+
+        They travel in pieces of about piece_bytes, as a reply is one message; a single row may
+        have MAX_MESSAGE_BYTES.
+        """
+        pieces = []
+        ids = []
+        for part in self._pieces_of(ref, piece_bytes):
+            fetched, fetched_ids = self._fetched(name, part)
+            pieces.append(fetched)
+            ids.append(fetched_ids)
+        column = join(pieces)
+        all_ids = np.concatenate(ids)
         self.fetched_bytes[purpose] += column.values.nbytes
-        order = np.argsort(ids, kind="stable")
-        place = order[np.searchsorted(ids, ref.ids, sorter=order)]
+        order = np.argsort(all_ids, kind="stable")
+        place = order[np.searchsorted(all_ids, ref.ids, sorter=order)]
         return column.take(torch.from_numpy(place))
+
+    def _pieces_of(self, ref: ColumnRef, piece_bytes: int) -> list[ColumnRef]:
+        """The rows of a reference, each once, in parts of about piece_bytes; at least one part."""
+        whole = ColumnRef(ref.result, np.unique(ref.ids), ref.stored)
+        if isinstance(ref.result, RowResult):
+            self.wait_for(ref.result)
+            ends = np.cumsum(whole.row_bytes())
+        else:
+            ends = np.arange(1, len(whole.ids) + 1) * _SOURCE_ROW_BYTES
+        cuts = np.flatnonzero(np.diff((ends - 1) // piece_bytes)) + 1
+        return [whole.at(places) for places in np.split(np.arange(len(whole.ids)), cuts)]
 
     def _fetched(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
         """The rows of a column, each once, and their ids, rank by rank."""

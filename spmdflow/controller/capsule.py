@@ -34,13 +34,12 @@ from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.result import CallRecord, ColumnRef, Result, RowResult, SourceRows
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
-from spmdflow.data.column import Column, join
+from spmdflow.data.column import Column
 from spmdflow.tracking.origin import versions
 
 logger = logging.getLogger(__name__)
 
 FOLDER, FACTS, ROWS, SETTINGS = "capsules", "capsule.json", "rows.safetensors", "config.yaml"
-_PIECE_BYTES = 32 << 20
 """Of a column that is fetched at once: a message has a limit."""
 
 Groups = Mapping[str, WorkerGroup]
@@ -128,7 +127,7 @@ def _calls(
         if result is not None:
             ids = np.unique(np.concatenate([*result.answer.values()]))
             refs = {name: ColumnRef(result, ids, name) for name in result.held}
-            made = {name: _column(caller, name, ref) for name, ref in refs.items()}
+            made = {name: caller.column(name, ref, purpose="capsule") for name, ref in refs.items()}
         elif (numbers := _numbers(record)) is not None:
             made = numbers
         else:
@@ -136,7 +135,8 @@ def _calls(
         for name, ref in _sources(given):
             if ref.result.number not in seen:
                 seen.add(ref.result.number)
-                yield ref.result.label, record.phase, {name: _column(caller, name, ref)}
+                column = caller.column(name, ref, purpose="capsule")
+                yield ref.result.label, record.phase, {name: column}
         yield record.label, record.phase, made
 
 
@@ -159,13 +159,3 @@ def _sources(given: object) -> Iterator[tuple[str, ColumnRef]]:
         ref = given.column("prompts")
         if isinstance(ref.result, SourceRows):
             yield "prompts", ref
-
-
-def _column(caller: Caller, name: str, ref: ColumnRef) -> Column:
-    """The rows of a column, fetched in pieces."""
-    sizes = np.cumsum(
-        ref.row_bytes() if isinstance(ref.result, RowResult) else np.zeros(len(ref.ids))
-    )
-    cuts = np.flatnonzero(np.diff(sizes // _PIECE_BYTES)) + 1
-    places = np.split(np.arange(len(ref.ids)), cuts)
-    return join([caller.column(name, ref.at(part), purpose="capsule") for part in places])

@@ -15,7 +15,7 @@ from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.result import ColumnRef, SourceRows
 from spmdflow.data.row_id import Ids, held_out_ids
-from spmdflow.datasets.scan import ScanReport
+from spmdflow.datasets.scan import ScanReport, join_reports
 from spmdflow.datasets.stream import PromptOrder, eval_rows
 from spmdflow.errors import ConfigError, ProtocolError, RowError
 from spmdflow.transfer.worker import Mean, Metric, Sum
@@ -31,6 +31,8 @@ _COLUMNS = {
 """What a row is (`rows` of its settings) -> columns of the batch."""
 
 
+ROWS_AT_ONCE = 2_000_000
+"""Rows of a scanned file that travel to the controller in one message, of 12 bytes each."""
 MAIN_STREAM = "prompts"
 """The name of a run's first stream of prompts."""
 
@@ -118,9 +120,15 @@ class PromptStream(Iterator[Batch]):
         if path is None:
             return None
         caller, first = self._caller, self._caller.ranks[0]
-        command = {"operation": "scan", "data": self._cfg, "path": path}
-        replies = caller.submit(f"{name}.scan", {first: command}).result()
-        report: ScanReport = replies[first]["report"]
+        command = {"operation": "scan", "data": self._cfg, "path": path, "most_rows": ROWS_AT_ONCE}
+        reply = caller.submit(f"{name}.scan", {first: command}).result()[first]
+        parts: list[ScanReport] = [reply["report"]]
+        while not reply.get("is_whole", True):
+            start = sum(len(part.rows) for part in parts)
+            more = {"operation": "scan_more", "start": start, "most_rows": ROWS_AT_ONCE}
+            reply = caller.submit(f"{name}.scan_more", {first: more}).result()[first]
+            parts.append(reply["report"])
+        report = join_reports(parts)
         logger.info("%s", report.describe())
         files = {"files": report.files, "data": self._cfg}
         command = {"operation": "source", "name": name} | files

@@ -100,7 +100,7 @@ def run_script(
     run_dir.mark_unfinished()
     folders = ModelFolders()
     before = run_dir.checkpoint.meta.get("models", {}) if run_dir.checkpoint else {}
-    seconds = longest_call_of(cfg.run.call_seconds)
+    seconds = call_limit_of(cfg.run.call_seconds)
     missing = partial(find_unseen_folders, transport, ranks, seconds=seconds)
     cfg = folders.follow(cfg, before, missing)
     settings = to_yaml(cfg)

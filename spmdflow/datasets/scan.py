@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from math import inf
@@ -57,10 +57,10 @@ class ScanReport:
     """Size of all files."""
     num_rows: int
     """Rows read, blank lines not counted."""
-    rows: list[int]
-    """Numbers of the good rows, ascending."""
-    token_lengths: list[int]
-    """Prompt tokens of each good row, aligned with rows."""
+    rows: np.ndarray
+    """(n,) int64: numbers of the good rows, ascending."""
+    token_lengths: np.ndarray
+    """(n,) int32: prompt tokens of each good row, aligned with rows."""
     num_too_long: int
     """Rows left out because they are longer than data.max_prompt_tokens."""
     longest_tokens: int
@@ -72,7 +72,7 @@ class ScanReport:
     files: tuple[ScannedFile, ...] = ()
     """The sources; empty if no file was read (spmdflow.plan)."""
 
-    def file_of(self, numbers: Sequence[int]) -> np.ndarray:
+    def file_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """(n,) int64: index in `files` of the file that has each of the rows `numbers`."""
         first = [file.first for file in self.files]
         return np.searchsorted(first, numbers, side="right") - 1
@@ -80,7 +80,12 @@ class ScanReport:
     def tokens_of(self, numbers: Sequence[int]) -> np.ndarray:
         """(n,) int64: prompt tokens of the good rows `numbers`."""
         places = np.searchsorted(self.rows, numbers)
-        return np.asarray(self.token_lengths, dtype=np.int64)[places]
+        return self.token_lengths[places].astype(np.int64)
+
+    def part(self, start: int, stop: int) -> ScanReport:
+        """The same with the good rows start to stop alone: a report travels in such parts."""
+        lengths = self.token_lengths[start:stop]
+        return replace(self, rows=self.rows[start:stop], token_lengths=lengths)
 
     def describe(self) -> str:
         """One line for the log."""
@@ -115,8 +120,8 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
         path=" + ".join(str(one.file.path) for one in passes),
         num_bytes=sum(one.file.num_bytes for one in passes),
         num_rows=sum(one.num_rows for one in passes),
-        rows=[one.first + row for one in passes for row in one.rows],
-        token_lengths=[length for one in passes for length in one.token_lengths],
+        rows=np.concatenate([np.asarray(one.rows, np.int64) + one.first for one in passes]),
+        token_lengths=np.concatenate([np.asarray(one.token_lengths, np.int32) for one in passes]),
         num_too_long=sum(one.num_too_long for one in passes),
         longest_tokens=max(max(one.token_lengths) for one in passes),
         bad_rows=[bad for one in passes for bad in one.bad_rows()],
@@ -125,6 +130,15 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
             ScannedFile(**asdict(one.source), num_bytes=one.file.num_bytes, first=one.first)
             for one in passes
         ),
+    )
+
+
+def join_reports(parts: Sequence[ScanReport]) -> ScanReport:
+    """The report of which `ScanReport.part` made these, one after the other."""
+    return replace(
+        parts[0],
+        rows=np.concatenate([part.rows for part in parts]),
+        token_lengths=np.concatenate([part.token_lengths for part in parts]),
     )
 
 

@@ -11,10 +11,10 @@ are. Two sources of equal length are permuted differently. Knows no texts and no
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.scan import ScanReport
@@ -44,9 +44,8 @@ class PromptOrder:
             raise DataError.of(report.path, got, expected, do)
         self._report, self._prompts_per_step = report, prompts_per_step
         self._seed, self._shuffle, self._step = seed, shuffle, 0
-        ends = [*(file.first for file in report.files[1:]), report.rows[-1] + 1]
-        cuts = [0, *(bisect_left(report.rows, end) for end in ends)]
-        files = [report.rows[start:stop] for start, stop in pairwise(cuts)]
+        cuts = np.searchsorted(report.rows, [file.first for file in report.files[1:]])
+        files = np.split(report.rows, cuts)
         names = [name]
         if len(files) > 1:
             names = [f"{name}/{file.name}" if name else file.name for file in report.files]
@@ -110,7 +109,7 @@ class PromptOrder:
 class _Epochs:
     """Endless row numbers of one file."""
 
-    def __init__(self, rows: Sequence[int], seed: int, *, name: str, shuffle: bool) -> None:
+    def __init__(self, rows: np.ndarray, seed: int, *, name: str, shuffle: bool) -> None:
         """name: of the source in its mixture; empty: the order does not depend on it."""
         self._rows, self._seed, self._shuffle = rows, seed, shuffle
         self.name = name
@@ -134,7 +133,7 @@ class _Epochs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a cursor."""
         self.number, self._position = int(state["epoch"]), int(state["position"])
-        self._order = list(self._rows)
+        self._order: list[int] = self._rows.tolist()
         if self._shuffle:
             random.Random(seed_of(self._seed, "shuffle", self.number, name=self.name)).shuffle(
                 self._order
@@ -147,4 +146,5 @@ def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:
         got = f"{len(report.rows)} usable prompts"
         expected = f"at least {num_prompts} (data.eval_prompts)"
         raise DataError.of(report.path, got, expected, "lower it, or write all")
-    return report.rows[:num_prompts]
+    rows: list[int] = report.rows[:num_prompts].tolist()
+    return rows

@@ -24,7 +24,7 @@ from spmdflow.episodes.endpoint import Draw, Endpoint, EpisodeFault
 from spmdflow.episodes.pool import Ended, EnvironmentPool
 from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
 from spmdflow.errors import ColumnError
-from spmdflow.parallel.group import all_gather_plain
+from spmdflow.parallel.group import broadcast_plain
 from spmdflow.rollout.generator import Replica, Request
 from spmdflow.rollout.lasting import Lasted, LastingRequests
 from spmdflow.rollout.sampling import Sampling
@@ -122,7 +122,7 @@ class EpisodeRunner:
             del self._begun[number]
         self._requests.forget(numbers)
         told = [tuple(each) for each in lead.take(numbers)] if lead else None
-        return [Episode(*each) for each in self._tell(told)]
+        return [Episode(*each) for each in self._broadcast(told)]
 
     def go_on(self, is_over: Callable[[], bool], *, greedy: bool = False) -> None:
         """Draw for the episodes until is_over(), as the replica's first rank sees it.
@@ -189,14 +189,14 @@ class EpisodeRunner:
 
     def _agree(self, mine: News | None) -> News:
         """The first rank's news, on every rank of the replica."""
-        return News(*self._tell(mine))
+        return News(*self._broadcast(mine))
 
-    def _tell(self, mine: Any) -> Any:
-        """What the first rank passes (plain data)."""
+    def _broadcast(self, mine: Any) -> Any:
+        """What the first rank passes: plain data of any size, also hours of episodes."""
         if self._replica.size == 1:
             return mine
         group = self._replica.group(self._replica.ranks, "gloo")
-        return all_gather_plain(mine if mine is None else list(mine), group)[0]
+        return broadcast_plain(mine if mine is None else list(mine), group)
 
 
 class News(NamedTuple):

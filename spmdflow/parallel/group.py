@@ -50,6 +50,8 @@ class GroupSpec:
             raise ProtocolError.of(f"group {self.ranks}", got, expected, "choose one of each")
 
 
+_PIECE_BYTES = 32 << 20
+"""Of what `broadcast_plain` sends at once."""
 COLLECTIVE_SECONDS = 7 * 86400.0
 """The timeout of process groups. It must never be what ends a call: a rank may wait in a collective
 for one that waits for rows. The controller ends calls (runtime/limit.py), then all processes."""
@@ -170,6 +172,26 @@ def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     dist.all_gather(found, padded, group=group)
     told = (each[: int(size)].cpu().numpy().data for each, size in zip(found, sizes))
     return [decode(data).value for data in told]
+
+
+def broadcast_plain(mine: Any, group: dist.ProcessGroup) -> Any:
+    """What the group's first rank passes: plain data of any size, in pieces. Collective (gloo).
+
+    The others pass None.
+    """
+    first = dist.get_global_rank(group, 0)
+    is_first = group.rank() == 0
+    size = torch.zeros(1, dtype=torch.int64)
+    data = torch.zeros(0, dtype=torch.uint8)
+    if is_first:
+        data = torch.frombuffer(bytearray(encode(_Told(mine), max_bytes=None)), dtype=torch.uint8)
+        size[0] = len(data)
+    dist.broadcast(size, first, group=group)
+    if not is_first:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    for piece in data.split(_PIECE_BYTES):
+        dist.broadcast(piece, first, group=group)
+    return mine if is_first else decode(data.numpy().data, max_bytes=None).value
 
 
 def _forget_meshes() -> None:

@@ -34,8 +34,9 @@ _ARRAY_KINDS = "biuf"
 _PLAIN: tuple[Any, ...] = (str, int, float, dict, list)
 
 
-def encode(obj: Any) -> bytes:
-    """obj as bytes. MessageError for anything but plain data and beyond MAX_MESSAGE_BYTES."""
+def encode(obj: Any, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> bytes:
+    """obj as bytes. MessageError for anything but plain data and beyond max_bytes (None: no limit,
+    for what does not travel as one message)."""
     try:
         data = _pack(obj, _extension)
     except (TypeError, ValueError, OverflowError) as err:
@@ -43,19 +44,19 @@ def encode(obj: Any) -> bytes:
             f"message: {err}; expected plain data (None, bool, int, float, str, bytes, list, "
             f"dict, numpy arrays, dataclasses); keep tensors in the batch and send names"
         ) from err
-    if len(data) > MAX_MESSAGE_BYTES:
+    if max_bytes is not None and len(data) > max_bytes:
         raise MessageError(
-            f"message: {len(data)} bytes; expected at most {MAX_MESSAGE_BYTES}; "
+            f"message: {len(data)} bytes; expected at most {max_bytes}; "
             f"let rows travel as columns of a batch, or cut the value into smaller ones"
         )
     return data
 
 
-def decode(data: bytes | memoryview) -> Any:
+def decode(data: bytes | memoryview, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> Any:
     """The object that `encode` turned into data. MessageError for anything else."""
-    if len(data) > MAX_MESSAGE_BYTES:
+    if max_bytes is not None and len(data) > max_bytes:
         raise MessageError(
-            f"message: {len(data)} bytes arrived; expected at most {MAX_MESSAGE_BYTES}; "
+            f"message: {len(data)} bytes arrived; expected at most {max_bytes}; "
             f"run the same version of spmdflow on every rank"
         )
     try:

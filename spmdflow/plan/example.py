@@ -237,8 +237,9 @@ def scan_or_assume(
     longest = data.max_prompt_tokens
     held_out = eval_prompts_of(data.eval_prompts).num_prompts or 0
     count = max(ASSUMED_ROWS, data.prompts_per_step, held_out)
-    rows = list(range(count))
-    report = ScanReport(path, 0, count, rows, [longest] * count, 0, longest, [], fingerprint="")
+    rows = np.arange(count, dtype=np.int64)
+    lengths = np.full(count, longest, dtype=np.int32)
+    report = ScanReport(path, 0, count, rows, lengths, 0, longest, [], fingerprint="")
     return report, f"prompts of {path}: {longest} tokens each, as {why}"
 
 

@@ -38,7 +38,7 @@ from spmdflow.runtime.failure import (
     call_within,
     write_failure,
 )
-from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS
+from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, SILENT_BEATS
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.place import ROWS
 from spmdflow.runtime.process import STATES, Process, Signals, leave
@@ -278,6 +278,10 @@ class Comm:
         self._was_stopped.append(self._controller.is_stopped())
         if self._controller.has_ended():
             self._lost_controller(self._controller.end_cause_or_none() or "ended")
+        elif self._neighbours and self._silent() > self._silence_limit():
+            known = STATES.get(self._controller.state() or "", "in an unknown state")
+            how = f"{known}, silent for {self._silent():.0f} s"
+            self._lost_controller(how, kind="stopped")
         elif self._silent() < LOOK_SECONDS:
             self._look_at = LOOK_SECONDS
         elif self._neighbours and self._silent() > self._look_at:
@@ -289,15 +293,11 @@ class Comm:
                 about = self._controller.describe()
                 logger.warning(text, controller, self._silent(), about, where)
             self._show_stacks([controller], "the controller is silent")
-        elif self._neighbours and self._silent() > self._silence_limit():
-            known = STATES.get(self._controller.state() or "", "in an unknown state")
-            how = f"{known}, silent for {self._silent():.0f} s"
-            self._lost_controller(how, kind="stopped")
 
     def _silence_limit(self) -> float:
-        """How long the controller may be silent."""
+        """How long the controller, which enforces the limits of calls, may be silent."""
         if self._settings.call_seconds is not None:
-            return self._settings.call_seconds
+            return max(self._settings.call_seconds, SILENT_BEATS * self._settings.beat_seconds)
         return HELD_SECONDS if self._controller.is_stopped() else LIMIT_SECONDS
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:

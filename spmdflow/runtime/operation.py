@@ -24,7 +24,7 @@ from spmdflow.data.column import Column, column_of, join, to_message
 from spmdflow.data.ragged import is_ragged, with_offsets
 from spmdflow.data.row_id import Ids, RowGroups
 from spmdflow.data.store import RowCondition, RowStore, Unchanged
-from spmdflow.datasets.scan import PromptSource, scan
+from spmdflow.datasets.scan import PromptSource, ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, DeadlineError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
@@ -88,6 +88,8 @@ class RankState:
         self._workers: dict[str, Worker] = {}
         self._files = RankFiles(self._workers, arrival, rank=settings.rank)
         self._sources: dict[str, PromptSource] = {}
+        self._scanned: ScanReport | None = None
+        """What the last scan found, until the controller has all of it."""
         self._reading = threading.Lock()
 
     def operations(self) -> dict[str, Operation]:
@@ -96,6 +98,7 @@ class RankState:
             "groups": self._make_groups,
             "spawn": self._spawn,
             "scan": self._scan,
+            "scan_more": self._scan_more,
             "source": self._open_source,
             "call": self._call,
             "map": self._map,
@@ -159,7 +162,21 @@ class RankState:
     def _scan(self, plain: Plain, number: int) -> dict[str, Any]:
         """Read a data file once; here and not on the controller, which loads no tokenizer."""
         data = plain["data"]
-        return {"report": scan(data, plain["path"], load_tokenizer(data.tokenizer_path))}
+        report = scan(data, plain["path"], load_tokenizer(data.tokenizer_path))
+        most = plain["most_rows"]
+        is_whole = len(report.rows) <= most
+        self._scanned = None if is_whole else report
+        return {"report": report.part(0, most), "is_whole": is_whole}
+
+    def _scan_more(self, plain: Plain, number: int) -> dict[str, Any]:
+        """More rows of the file that was scanned last."""
+        assert self._scanned is not None, "no file was scanned"
+        stop = plain["start"] + plain["most_rows"]
+        is_whole = len(self._scanned.rows) <= stop
+        reply = {"report": self._scanned.part(plain["start"], stop), "is_whole": is_whole}
+        if is_whole:
+            self._scanned = None
+        return reply
 
     def _open_source(self, plain: Plain, number: int) -> dict[str, Any]:
         self._sources[plain["name"]] = PromptSource(plain["files"], plain["data"])

@@ -17,6 +17,8 @@ LIMIT_SECONDS, LIMIT_FACTOR = 600.0, 20.0
 """The same for the end of the run (run.call_seconds=auto): a usually fast call may stall once."""
 HELD_SECONDS = 75.0
 """A rank that is known to be stopped for so long ends the run sooner."""
+SILENT_BEATS = 3
+"""A rank is silent when so many of its heartbeats are missing."""
 FEWEST_CALLS = 3
 """Without as many calls before it, a call has no limit of its own."""
 _KEPT, _SLOW_FACTOR, _SLOW_SECONDS = 10, 1.5, 10.0

@@ -19,7 +19,7 @@ from typing import Any
 from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.limit import Heard, computing_seconds, key_of, limit_of
 from spmdflow.runtime.order import Order
-from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, Key, Pace
+from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, SILENT_BEATS, Key, Pace
 from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.place import (
     CODE,
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY = 1.0
 _FROZEN_SECONDS = 10.0
 """So long between two looks: this process itself was stopped meanwhile."""
-_SILENT_BEATS = 3
 _SLOW_EVERY = 600.0
 
 Doing = Sequence[Any]
@@ -176,7 +175,7 @@ class Stalls:
 
     def _is_silent(self, rank: int, now: float) -> bool:
         """Whether several heartbeats of a rank are missing."""
-        return self._peers.silence(rank, now) > _SILENT_BEATS * self._settings.beat_seconds
+        return self._peers.silence(rank, now) > SILENT_BEATS * self._settings.beat_seconds
 
     def _heard_doing(self, rank: int, order: Order) -> Doing | None:
         """What rank said that it does in a call."""
@@ -255,7 +254,7 @@ class Stalls:
         if self._stuck_since is None:
             self._stuck_since = now
         limit = self._settings.call_seconds or LIMIT_SECONDS
-        limit += _SILENT_BEATS * self._settings.beat_seconds  # what heartbeats said may be old
+        limit += SILENT_BEATS * self._settings.beat_seconds  # what heartbeats said may be old
         if now - self._stuck_since >= limit:
             late = f"waits for rows, and nothing has run for {now - self._stuck_since:.0f} s"
             cause = f"{late}; expected the call or transfer that brings them; see the stacks"

@@ -90,22 +90,10 @@ class Verdict:
         elif self.failures[known[0]].cause.startswith(LOST):
             self.failures[known[0]] = death
 
-<<<<<<< HEAD
-    def add_overdue(self, rank: int, order: Order, now: float) -> None:
-        """Note, once, that rank does not answer, as stopped or merely late."""
-        if self._is_known("deadline", rank) or self._is_known("stopped", rank):
-            return
-        late = f"did not answer {order.label} within its limit of {order.seconds:g} s"
-        stopped = self._stopped(rank, now, silence_counts=True)
-        kind, cause = ("stopped", f"{late}: {stopped}") if stopped else ("deadline", late)
-        self.add(self._about(kind, rank, cause))
-
     def add_interrupt(self, rank: int) -> None:
         """Note that a user wants the end at once."""
         self.add(self._about("interrupt", rank, "Ctrl-C (SIGINT) came again: stopped at once"))
 
-=======
->>>>>>> 3acc53c (Define the limit of a call and the time that counts against it once, and do not count waits for rows)
     def add_endless(self, rank: int) -> None:
         """Note that rank sent a message without end, on a connection that is closed now."""
         text = f"sent more than {MAX_MESSAGE_BYTES >> 20} MiB as parts of one message"

@@ -274,7 +274,7 @@ def test_second_stream_of_prompts_needs_a_name(rank: Rank, prompts: PromptStream
         "give name=... for a second stream"
     )
     twin = rank.flow.prompts(rank.config.data, name="twin")
-    assert next(twin).fetch("prompt_text") == next(prompts).fetch("prompt_text")
+    assert next(twin).fetch("prompt_text") != next(prompts).fetch("prompt_text")
 
 
 def test_prompts_repeat_each_row_and_say_which_rows_belong_together(

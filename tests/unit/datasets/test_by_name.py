@@ -64,7 +64,7 @@ def rows_of(setting: Any, numbers: Sequence[int] | None = None) -> TensorDict:
     report = scanned(setting)
     cfg = DataConfig(train_path=setting, tokenizer_path=MODEL)
     source = PromptSource(report.files, cfg)
-    return source.read_rows(report.rows if numbers is None else numbers)
+    return source.read_rows(report.rows.tolist() if numbers is None else numbers)
 
 
 def plain(batch: TensorDict) -> list[tuple[list[int], str, str]]:
@@ -227,7 +227,7 @@ def test_mixture_gives_each_row_of_its_members_once_an_epoch(mixture: dict[str, 
 
     for place, (name, setting) in enumerate(mixture.items()):
         alone = setting.removeprefix("3 * ")
-        numbers = scanned(alone).rows
+        numbers = scanned(alone).rows.tolist()
         expected = [
             (ids, text, json.dumps(json.loads(row) | {"source": name}))
             for ids, text, row in plain(rows_of(alone, numbers))

@@ -196,7 +196,7 @@ def test_scan_reports_good_over_long_and_unreadable_rows(tmp_path):
 
     report = scan(cfg, path, load_tokenizer(str(MODEL)))
 
-    assert report.rows == [0, 4]
+    assert report.rows.tolist() == [0, 4]
     assert report.tokens_of([4, 0, 4]).tolist() == [3, 2, 3]
     assert (report.num_rows, report.num_too_long, report.longest_tokens) == (4, 1, 3)
     assert report.bad_rows == [f"{path}:2 has 'prompt' = number, expected text"]

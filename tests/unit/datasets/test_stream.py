@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +20,8 @@ def report_of(rows: list[int], *, fingerprint: str = "f") -> ScanReport:
         path="p.jsonl",
         num_bytes=1,
         num_rows=max(rows) + 1,
-        rows=rows,
-        token_lengths=[3] * len(rows),
+        rows=np.asarray(rows),
+        token_lengths=np.full(len(rows), 3),
         num_too_long=0,
         longest_tokens=3,
         bad_rows=[],

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spmdflow import program
@@ -142,7 +143,7 @@ def _entry_of(order: TracedOrder) -> dict[str, Any]:
 def scanned() -> ScanReport:
     """Of a data file whose rows have three tokens each."""
     rows = list(range(100_000))
-    return ScanReport("", 0, len(rows), rows, [3] * len(rows), 0, 3, [], "")
+    return ScanReport("", 0, len(rows), np.asarray(rows), np.full(len(rows), 3), 0, 3, [], "")
 
 
 def predicted(traced: Trace, orders: tuple[TracedOrder, ...]) -> Prediction:
