@@ -256,7 +256,7 @@ def verify_on_ranks(
 
 
 def find_unseen_folders(
-    transport: Transport, ranks: tuple[int, ...], folders: Sequence[str], *, seconds: float
+    transport: Transport, ranks: tuple[int, ...], folders: Sequence[str], *, seconds: float | None
 ) -> dict[str, list[int]]:
     """Folders that some ranks do not see, and these ranks."""
     command = {"operation": "find_folders", "folders": list(folders)}

@@ -202,7 +202,7 @@ class ScheduledCondition(RowCondition):
         self._scheduler = scheduler
         self._num_wakes = 0
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def wait_until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         """As `RowCondition`; the limit never passes."""
         if self._end is None and not condition():
             seen = self._num_wakes

@@ -148,7 +148,7 @@ class Ranks:
         ticket = len(self.open)
         self.open[ticket] = (order, pending, {})
         for rank, payload in order.commands.items():
-            command = Command(ticket, order.number, order.lane, order.label, 60.0, payload)
+            command = Command(ticket, order.number, order.lane, order.label, payload)
             self.lanes[rank, order.lane].put(command)
         return pending
 
