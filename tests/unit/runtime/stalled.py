@@ -49,10 +49,11 @@ class Session:
         operation: str = "call",
         kind: str = "",
         ranks: tuple[int, ...] = (0, 1),
+        lane: str = "compute",
     ) -> Sent:
         self._tickets += 1
         commands: dict[int, Any] = dict.fromkeys(ranks, {"operation": operation})
-        order = Order(self._tickets, "compute", label, commands, self._limit, kind=kind)
+        order = Order(self._tickets, lane, label, commands, self._limit, kind=kind)
         sent = Sent(order, Pending(label, lambda pending: None))
         self.ledger.send(self._tickets, sent, now=self.now)
         return sent

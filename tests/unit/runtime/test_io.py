@@ -105,3 +105,25 @@ def test_an_error_in_what_follows_a_reply_names_the_call_and_the_line_of_the_scr
         "rank 0, map.bonus (call 5, compute lane): ColumnError: the rows do not fit"
     )
     assert failure.line == "own.py:7: batch.map(x)"
+
+
+def test_what_a_reply_submits_is_done_before_the_next_message_is_read(
+    controller: Controller,
+) -> None:
+    done: list[str] = []
+
+    def first(replies: Any) -> None:
+        done.append("first reply")
+        controller.io.post(lambda: done.append("what it submitted"))
+
+    def second(replies: Any) -> None:
+        done.append("second reply")
+
+    for number, on_done in ((1, first), (2, second)):
+        controller.io.submit(Order(number, "compute", "map.bonus", {0: {}}, 60.0, on_done))
+    controller.io._step()
+    for ticket in sorted(controller.io._ledger.open):
+        controller.say(Kind.REPLY, [ticket, {}, [0.0, 0.0]])
+    controller.io._step()
+
+    assert done == ["first reply", "what it submitted", "second reply"]

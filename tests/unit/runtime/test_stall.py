@@ -161,3 +161,26 @@ def test_transfers_of_one_methods_rows_are_one_kind_of_call_however_many_there_a
     assert list(session.stalls.state(session.now)["medians"]) == [
         "transfer of actor.generate (train)"
     ]
+
+
+@pytest.mark.parametrize("other_kind", [CODE, PEERS])
+def test_ranks_that_wait_for_one_another_are_blamed_unless_another_call_computes(
+    tmp_path: Path, other_kind: str
+) -> None:
+    session = Session(tmp_path)
+    session.measure(0.1)
+    waiting = session.send()
+    other = session.send("map.bonus", lane="transfer")  # never measured: it has no limit itself
+    for _ in range(610):
+        session.now += 1.0
+        for rank in (0, 1):
+            session.peers.heard(rank, session.now)
+            heartbeat = [
+                [waiting.ticket, "compute", 0.0, PEERS, HERE, ""],
+                [other.ticket, "transfer", 0.0, other_kind, HERE, ""],
+            ]
+            session.stalls.heard(rank, heartbeat, session.now)
+        session.stalls.look(session.now)
+
+    blamed = {failure.number for failure in session.failures}
+    assert blamed == (set() if other_kind == CODE else {waiting.ticket})
