@@ -169,12 +169,16 @@ def _try(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException 
 
 
 def describe(err: BaseException) -> str:
-    """The error in one line, then its traceback from the user's first frame on."""
+    """The error in one line, then its traceback from the user's first frame on.
+
+    Of a long error this is the beginning of its first line, and the end of the traceback.
+    """
     frame = err.__traceback__
     while frame is not None and _is_ours(frame):
         frame = frame.tb_next
     text = "".join(traceback.format_exception(type(err), err, frame))
     first, *_ = str(err).splitlines() or [""]
+    first = first[:_TRACEBACK_LETTERS]
     line = f"{type(err).__name__}: {first}" if first else type(err).__name__
     return f"{line}\n{text[-_TRACEBACK_LETTERS:]}"
 
