@@ -114,6 +114,21 @@ def test_mlflow_continues_one_run_in_the_run_dir(tmp_path, monkeypatch):
     assert json.loads((folder / names[0]).read_text()) == {"columns": COLUMNS, "data": ROWS}
 
 
+def test_mlflow_gets_all_metrics_of_a_step_that_has_more_than_a_request_may(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="extra mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="extra mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = Tracker(tmp_path, ["mlflow"])
+
+    tracker.write_metrics(1, {f"metric_{number}": number for number in range(1001)})
+    tracker.close()
+
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("spmdflow")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert len(run.data.metrics) == 1001
+
+
 def test_trackio_continues_one_run_in_its_local_database(tmp_path):
     pytest.importorskip("trackio", reason="extra trackio is not installed")
     program = (
