@@ -41,7 +41,7 @@ are no part of the table. Neither are limits that are settings (max_prompt_token
 | 4 MiB, a file that a plan reads | plan/example.py | here |
 | 16 MiB, a transcript | controller/transcript.py | here |
 | 32 MiB, the batch that a guard keeps | controller/guarding.py | here |
-| 32 MiB, rows fetched at once | controller/caller.py | test_batch.py |
+| 32 MiB, rows fetched at once | controller/caller.py | here |
 | 512 values of a guarded metric | tracking/guard.py | here |
 | bytes of trace.json | tracking/trace.py | here |
 | 100 parameters, 1000 metrics | tracking/sink.py | test_sinks.py: mlflow |
