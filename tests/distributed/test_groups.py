@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdflow.errors import ProtocolError
-from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.errors import MessageError, ProtocolError
+from spmdflow.parallel.group import GroupSpec, GroupTable, broadcast_plain
 from spmdflow.parallel.layout import Layout
+from spmdflow.parallel.message import MAX_MESSAGE_BYTES, encode
 
 LAYOUT = Layout((0, 1, 2, 3), tp_size=2, pp_size=2, gen_tp_size=1)
 
@@ -37,7 +38,14 @@ def on_each_rank() -> dict[str, Any]:
         with pytest.raises(ProtocolError) as caught:
             table.get(ranks)
         said.append(str(caught.value))
+    pair = LAYOUT.axis_group(rank, "tp")
+    is_first = rank == pair[0]
+    episodes = [[rank, "text", [1.5] * 3, bytes(MAX_MESSAGE_BYTES + 8)], None]
+    with pytest.raises(MessageError):
+        encode(episodes)
+    heard = broadcast_plain(episodes if is_first else None, table.get(pair))
     return {
+        "heard": heard == [[pair[0], *episodes[0][1:]], None],
         "specs": len(table.specs()),
         "sums": sums,
         "reduced": (reduced.dtype == torch.float64, reduced.tolist(), given.tolist()),
@@ -56,5 +64,6 @@ def test_groups_are_made_once_found_by_ranks_and_refused_to_others(spawn_ranks) 
         tenth = float(torch.tensor(0.1))  # of float32: summed in float64, the argument kept
         assert found["reduced"] == (True, [4 * tenth] * 2, [tenth] * 2)
         assert found["alone"] and found["none"]
+        assert found["heard"]  # more than fits into a message
         assert f"expected a group that rank {rank} is in" in found["said"][0]
         assert "not made; expected one of" in found["said"][1]
