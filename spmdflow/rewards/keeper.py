@@ -24,6 +24,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_MILLISECONDS = 1000
 """Between two looks for adopted processes that have ended."""
+_LOOK_MILLISECONDS = 20
+"""Between two looks for the worker's end, where nothing tells it."""
 _KILL_SECONDS = 4.0
 """Until processes that cannot be killed (another user's, stuck in the kernel) are given up."""
 
@@ -51,11 +53,15 @@ def _keep(worker_pid: int, lifeline_fd: int) -> None:
     """Wait for the end of the worker process or of the pool's; then end everything."""
     poll = select.poll()
     poll.register(lifeline_fd, select.POLLIN)  # nothing is ever written: it ends
-    poll.register(os.pidfd_open(worker_pid), select.POLLIN)
+    milliseconds = _REAP_MILLISECONDS
+    try:
+        poll.register(os.pidfd_open(worker_pid), select.POLLIN)
+    except OSError:  # a sandbox without pidfds
+        milliseconds = _LOOK_MILLISECONDS
     status: int | None = None
     is_wanted = True
     while status is None and is_wanted:
-        ready = poll.poll(_REAP_MILLISECONDS)
+        ready = poll.poll(milliseconds)
         status = _reap().get(worker_pid)
         is_wanted = all(descriptor != lifeline_fd for descriptor, _ in ready)
     _kill_children()
