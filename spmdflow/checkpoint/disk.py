@@ -172,13 +172,13 @@ def is_absent(err: OSError) -> bool:
     return err.errno in _ABSENT
 
 
-def read_patiently(path: Path, read: Callable[[], T], *, seconds: float = READ_SECONDS) -> T:
+def read_patiently(path: Path, read: Callable[[], T]) -> T:
     """read(), tried again for some seconds while the file system fails (EIO, ESTALE, EACCES, ...).
 
     path: what is read, for messages. ReadError if it still fails then. The OSError itself, at
     once, if there is no such file (`is_absent`).
     """
-    limit = time.monotonic() + seconds
+    limit = time.monotonic() + READ_SECONDS
     is_told = False
     while True:
         try:
@@ -188,7 +188,7 @@ def read_patiently(path: Path, read: Callable[[], T], *, seconds: float = READ_S
                 raise
             if time.monotonic() > limit:
                 raise ReadError(
-                    f"checkpoint: cannot read {path}, tried for {seconds:g} s: "
+                    f"checkpoint: cannot read {path}, tried for {READ_SECONDS:g} s: "
                     f"{describe_disk_error(err, path)}"
                 ) from err
             if not is_told:
@@ -215,7 +215,8 @@ def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with disk_errors("write", path, "run.dir"):
             for old in run_dir.glob(".key-*"):
-                old.unlink(missing_ok=True)
+                with contextlib.suppress(IsADirectoryError, PermissionError):  # no file of ours
+                    old.unlink(missing_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.write(file, key)

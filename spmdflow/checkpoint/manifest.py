@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdflow.checkpoint.disk import disk_errors
+from spmdflow.checkpoint.disk import disk_errors, read_patiently
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.file import changed_bytes, read_head
+
+logger = logging.getLogger(__name__)
 
 NAME = "manifest.json"
 FORMAT = "spmdflow-checkpoint-3"
@@ -68,17 +72,22 @@ def facts_of(
     """
 
     def read(name: str) -> FileFacts:
-        with (folder / name).open("rb") as file:
-            if is_synced:
-                os.fsync(file.fileno())
-            num_bytes, head = os.fstat(file.fileno()).st_size, read_head(folder / name)
-            if head is not None:
-                return FileFacts(num_bytes, head.sha256, head.num_bytes)
-            return FileFacts(num_bytes, hashlib.file_digest(file, "sha256").hexdigest())
+        return _facts_of_file(folder / name, is_synced=is_synced)
 
     names = list(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(names, threads.map(read, names), strict=True))
+
+
+def _facts_of_file(path: Path, *, is_synced: bool) -> FileFacts:
+    """Size and hash of one file; is_synced: fsync it too."""
+    with path.open("rb") as file:
+        if is_synced:
+            os.fsync(file.fileno())
+        num_bytes, head = os.fstat(file.fileno()).st_size, read_head(path)
+        if head is not None:
+            return FileFacts(num_bytes, head.sha256, head.num_bytes)
+        return FileFacts(num_bytes, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def file_names(folder: Path) -> list[str]:
@@ -106,15 +115,15 @@ def write_manifest(
 def read_manifest(folder: Path) -> CheckpointInfo:
     """The checkpoint in folder; CheckpointError if its manifest is missing, damaged or not ours."""
     path = folder / NAME
-    if not path.is_file():
-        raise damaged(path, "is missing")
-    with disk_errors("read", path):
-        data = path.read_bytes()
+    try:
+        data = read_patiently(path, path.read_bytes)
+    except OSError as err:  # there is none (`is_absent`)
+        raise damaged(path, f"is missing ({err.strerror})") from err
     try:
         body = json.loads(data)
         claimed = body.pop("sha256")
         actual = _digest(json.dumps(body, sort_keys=True))
-    except (ValueError, KeyError, AttributeError, TypeError) as err:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as err:
         raise damaged(path, f"does not read as a manifest ({err!r})") from err
     if claimed != actual:
         raise damaged(path, "has been changed: its own sha256 does not fit")
@@ -153,32 +162,65 @@ def _describes_file(name: str, facts: Any) -> bool:
 
 
 def check_file_sizes(info: CheckpointInfo) -> None:
-    """CheckpointError naming the first file that is missing, of another size, or unlisted."""
-    here = set(file_names(info.folder))
+    """DamagedError naming the first file that is missing or of another size.
+
+    ReadError if the file system does not tell for some seconds. Files that the manifest does not
+    list (`.nfs...`, `.DS_Store`) are named in a warning and left alone.
+    """
     for name, facts in info.files.items():
         path = info.folder / name
-        if name not in here or not path.exists():
-            raise damaged(path, "is missing", facts)
-        num_bytes = path.stat().st_size
+        try:
+            status = read_patiently(path, path.stat)
+        except OSError as err:  # there is none (`is_absent`)
+            raise damaged(path, "is missing", facts) from err
+        if not stat.S_ISREG(status.st_mode):
+            raise damaged(path, "is no file", facts)
+        num_bytes = status.st_size
         if num_bytes != facts.num_bytes:
             word = "short" if num_bytes < facts.num_bytes else "too long"
             raise damaged(path, f"is {word}: {num_bytes} bytes", facts)
-    for name in sorted(here - set(info.files)):
-        raise CheckpointError(
-            f"checkpoint: {info.folder / name} is foreign, expected only the "
-            f"{len(info.files)} files of {NAME}; move it out of the checkpoint"
+    unlisted = sorted(set(file_names(info.folder)) - set(info.files))
+    if unlisted:
+        logger.warning(
+            "warning: %s holds files that are not of the checkpoint; they are left alone: %s",
+            info.folder,
+            ", ".join(unlisted),
         )
 
 
 def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
-    """Read and hash every byte of files below folder. DamagedError naming one that has changed."""
-    with disk_errors("read", folder):
-        found = facts_of(folder, files)
-        for name, expected in files.items():
-            if found[name] != expected:
-                raise damaged(folder / name, f"has sha256 {found[name].sha256}", expected)
-            if expected.head_bytes is not None and (place := changed_bytes(folder / name)):
-                raise damaged(folder / name, f"has other bytes in {place}", expected)
+    """Read and hash every byte of files below folder. DamagedError naming one that has changed.
+
+    ReadError naming one that cannot be read for some seconds: it may be whole.
+    """
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        pending = [threads.submit(_verify_file, folder, name, files[name]) for name in files]
+    problems = [each.exception() for each in pending]
+    for problem in problems:
+        if isinstance(problem, DamagedError):  # certain, whatever else cannot be read
+            raise problem
+    for problem in problems:
+        if problem is not None:
+            raise problem
+
+
+def _verify_file(folder: Path, name: str, expected: FileFacts) -> None:
+    """`verify_files` for one of them."""
+    path = folder / name
+
+    def read() -> tuple[FileFacts, str | None]:
+        found = _facts_of_file(path, is_synced=False)
+        is_hashed_by_tensor = found == expected and found.head_bytes is not None
+        return found, changed_bytes(path) if is_hashed_by_tensor else None
+
+    try:
+        found, changed = read_patiently(path, read)
+    except OSError as err:  # there is none (`is_absent`)
+        raise damaged(path, f"is missing ({err.strerror})", expected) from err
+    if found != expected:
+        raise damaged(path, f"has sha256 {found.sha256}", expected)
+    if changed:
+        raise damaged(path, f"has other bytes in {changed}", expected)
 
 
 def moved_groups(
@@ -287,7 +329,9 @@ def part_of(folder: Path, rank: int) -> Path:
     """The folder below `folder` for the files that a rank writes now; made if it is not there."""
     own = folder / f".rank-{rank}"
     with disk_errors("make", own):
-        own.mkdir(parents=True, exist_ok=True)
+        # checkpoints, step-N.tmp, folder, own: RUN_DIR itself is never made again
+        for each in (*reversed((folder, *list(folder.parents)[:2])), own):
+            each.mkdir(exist_ok=True)
     return own
 
 

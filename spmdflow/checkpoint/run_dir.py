@@ -237,7 +237,9 @@ def settings_before(run_dir: Path) -> tuple[dict[str, Any], int] | None:
     Of the newest one with a readable manifest: one that is damaged is named by who loads it.
     """
     folder = run_dir / "checkpoints"
-    names = [*_sealed(folder), *filter(None, [_latest_or_none(folder)])]
+    names, latest = _sealed(folder), _latest_or_none(folder)
+    if latest in names:
+        names.append(latest)
     for name in reversed(names):
         with suppress(CheckpointError):
             meta = read_manifest(folder / name).meta

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint.disk import disk_errors, sync
+from spmdflow.checkpoint.disk import disk_errors, read_patiently, sync
 from spmdflow.checkpoint.manifest import check_plain, damaged
 from spmdflow.errors import CheckpointError
 from spmdflow.parallel.device import CPU
@@ -69,7 +69,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
     """Header and plain data of a file of `write_tensors`; CheckpointError as `read_tensors`."""
     with disk_errors("read", path):
-        head = read_head(path)
+        head = read_patiently(path, lambda: read_head(path))
         end = max((each.stop for each in head.tensors.values()), default=0) if head else 0
         if head is None or end > path.stat().st_size:
             raise damaged(path, "is damaged, or of another program")
@@ -83,7 +83,9 @@ def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
 def read_tensor(path: Path, stored: Stored, *, is_verified: bool = True) -> Tensor:
     """One tensor of a file on the host; CheckpointError if its bytes have changed."""
     with disk_errors("read", path):
-        values, digest = read_bytes(path, stored, is_hashed=is_verified)
+        values, digest = read_patiently(
+            path, lambda: read_bytes(path, stored, is_hashed=is_verified)
+        )
     if is_verified and digest != stored.xxh3_128:
         raise damaged(path, f"has hash {digest} in bytes {stored.start}:{stored.stop}")
     return values

@@ -33,7 +33,7 @@ from spmdflow.config.schema import RunConfig
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.ending import Ending
 from spmdflow.controller.group import WorkerGroup
-from spmdflow.errors import CheckpointError, RunFailed
+from spmdflow.errors import CheckpointError, ReadError, RunFailed
 from spmdflow.runtime.executor import FILES
 from spmdflow.runtime.failure import noting
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
@@ -240,6 +240,8 @@ def verify_on_ranks(
 ) -> None:
     """DamagedError naming a file that has changed; every rank reads a share of all bytes.
 
+    ReadError naming one that cannot be read: it may be whole, so no older checkpoint is taken.
+
     The K-th rank reads rank-K's files: with the layout that saved it loads them next.
     """
     shares: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
@@ -250,9 +252,13 @@ def verify_on_ranks(
     where = {"operation": "verify", "folder": str(info.folder)}
     commands = {rank: where | {"files": files} for rank, files in shares.items()}
     order = Order(0, "compute", "verify", commands, seconds)
-    for reply in transport.submit(order).result().values():
+    replies = transport.submit(order).result().values()
+    for reply in replies:
         if reply["damage"] is not None:
             raise DamagedError(reply["damage"])
+    for reply in replies:
+        if reply["unreadable"] is not None:
+            raise ReadError(reply["unreadable"])
 
 
 def find_unseen_folders(

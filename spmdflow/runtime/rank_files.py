@@ -12,10 +12,10 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from spmdflow.checkpoint.manifest import FileFacts, finish_part, part_of, verify_files
+from spmdflow.checkpoint.manifest import DamagedError, FileFacts, finish_part, part_of, verify_files
 from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.store import RowCondition
-from spmdflow.errors import CheckpointError
+from spmdflow.errors import ReadError
 from spmdflow.transfer.worker import Worker
 
 Plain = Mapping[str, Any]
@@ -71,13 +71,15 @@ class RankFiles:
             self._arrival.wait_until(lambda: False, _LOOK_SECONDS)
 
     def _verify(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Read a share of a checkpoint's files; what of them has changed, or None."""
+        """Read a share of a checkpoint's files: what of them has changed or cannot be read."""
         files = {name: FileFacts(*facts) for name, facts in plain["files"].items()}
         try:
             verify_files(Path(plain["folder"]), files)
-        except CheckpointError as err:
-            return {"damage": str(err)}
-        return {"damage": None}
+        except DamagedError as err:
+            return {"damage": str(err), "unreadable": None}
+        except ReadError as err:
+            return {"damage": None, "unreadable": str(err)}
+        return {"damage": None, "unreadable": None}
 
     def _find_folders(self, plain: Plain, number: int) -> dict[str, Any]:
         """The folders that this rank does not see."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,7 +76,9 @@ class Tracker:
         self.samples_path = run_dir / SAMPLES
         id_path = run_dir / _RUN_ID
         with disk_errors("write", id_path, "tracking"):
-            if last_step < 0:
+            if id_path.is_dir():
+                set_aside(id_path)
+            if last_step < 0 or not _is_run_id(id_path):
                 id_path.unlink(missing_ok=True)
             if references and not id_path.exists():
                 write_atomically(id_path, secrets.token_hex(8).encode())
@@ -127,6 +130,16 @@ class Tracker:
                     name,
                     self.metrics_path,
                 )
+
+
+def _is_run_id(path: Path) -> bool:
+    """Whether a file holds what `Sink.run_id` promises."""
+    if not path.exists():
+        return False
+    is_whole = re.fullmatch(rb"[0-9a-f]{16}", path.read_bytes()) is not None
+    if not is_whole:
+        logger.warning("warning: %s is damaged: trackers begin a new run", path)
+    return is_whole
 
 
 def _started(name: str, reference: Reference, run_dir: Path, last_step: int) -> Sink:
@@ -195,6 +208,9 @@ def set_aside(path: Path) -> None:
     aside = next(name for name in names if not name.exists())
     with disk_errors("write", path, "tracking"):
         path.rename(aside)
+    if aside.is_dir():
+        logger.warning("warning: %s was a folder, expected a file: it is %s now", path, aside.name)
+        return
     logger.warning("%s: the run starts from its first step; the old one is %s", path, aside.name)
 
 

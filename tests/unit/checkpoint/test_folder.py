@@ -169,12 +169,13 @@ def test_a_missing_file_is_named(tmp_path):
         find_latest(tmp_path)
 
 
-def test_a_foreign_file_is_named(tmp_path):
+def test_an_unlisted_file_is_named_and_left_alone(tmp_path, caplog):
     info = save(tmp_path, 1)
     (info.folder / "actor/rank-2.safetensors").touch()
 
-    with pytest.raises(CheckpointError, match=r"rank-2\.safetensors is foreign.*move it out"):
-        find_latest(tmp_path)
+    assert find_latest(tmp_path) == info
+    assert "actor/rank-2.safetensors" in caplog.text
+    assert (info.folder / "actor/rank-2.safetensors").exists()
 
 
 def test_a_missing_manifest_is_named(tmp_path):

@@ -65,9 +65,9 @@ def test_auto_continues_from_the_latest_checkpoint(tmp_path):
 def test_a_damaged_latest_checkpoint_stops_the_start(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.begin(7)
-    (checkpoints.seal(7, {}, []).folder / "foreign").touch()
+    (checkpoints.seal(7, {}, []).folder / "manifest.json").write_text("torn")
 
-    with pytest.raises(CheckpointError, match="foreign"):
+    with pytest.raises(CheckpointError, match="no whole one in .*does not read as a manifest"):
         open_run_dir(run_in(tmp_path), YAML)
 
 
