@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> CheckpointInfo:
     try:
         data = read_patiently(path, path.read_bytes)
     except OSError as err:  # there is none (`is_absent`)
-        raise damaged(path, f"is missing ({err.strerror})") from err
+        raise damaged(path, "is missing") from err
     try:
         body = json.loads(data)
         claimed = body.pop("sha256")
@@ -216,7 +216,7 @@ def _verify_file(folder: Path, name: str, expected: FileFacts) -> None:
     try:
         found, changed = read_patiently(path, read)
     except OSError as err:  # there is none (`is_absent`)
-        raise damaged(path, f"is missing ({err.strerror})", expected) from err
+        raise damaged(path, "is missing", expected) from err
     if found != expected:
         raise damaged(path, f"has sha256 {found.sha256}", expected)
     if changed:
