@@ -38,11 +38,11 @@ from functools import partial
 from pathlib import Path
 
 from spmdflow.config.check import with_problems
-from spmdflow.config.leaf import schema_help
+from spmdflow.config.leaf import parts_of, schema_help
 from spmdflow.config.load import Loaded, help_text, load, settings_text
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.parallel import batch_algebra
-from spmdflow.config.schema import PPOConfig, RunConfig
+from spmdflow.config.schema import ModelConfig, PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
 from spmdflow.plan.showing import planning_shown
@@ -54,6 +54,7 @@ from spmdflow.runtime.process import (
     keep_freed_memory,
 )
 from spmdflow.runtime.start_watch import StartWatch
+from spmdflow.weights.own_code import unused_code_text
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
 
@@ -191,6 +192,8 @@ def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
     _say(place, settings_text(loaded))
     if placed:
         _say(place, placed)
+    if own_code := unused_code_text(part.path for _, part in parts_of(loaded.cfg, ModelConfig)):
+        _say(place, own_code)
     _say(place, batch_algebra(loaded.cfg, place.world_size))
     return loaded
 

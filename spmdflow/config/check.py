@@ -65,6 +65,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import TRACKERS, home_of
 from spmdflow.kind.table import optimizer_kind
+from spmdflow.weights.own_code import refuse_own_code
 
 T = TypeVar("T")
 Rule = Callable[[], object]
@@ -364,6 +365,7 @@ def _check_tokenizer(key: str, data: DataSettings) -> None:
             f"{key}.tokenizer_path: no tokenizer in {folder}, expected a folder with "
             f"tokenizer.json; give the folder of the model it belongs to"
         )
+    refuse_own_code(f"{key}.tokenizer_path", folder)
 
 
 def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:

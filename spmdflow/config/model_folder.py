@@ -1,6 +1,7 @@
 """Facts about a model from its folder, and which folder of a checkpoint holds a model.
 
-Reads JSON only, no transformers. A size that a file does not state is 0 and is not checked.
+Reads JSON only, and asks transformers only about a folder with code of its own.
+A size that a file does not state is 0 and is not checked.
 
     RUN_DIR, RUN_DIR/checkpoints, RUN_DIR/checkpoints/latest      the newest sealed step
     RUN_DIR/checkpoints/step-N                                    that step
@@ -19,6 +20,8 @@ from typing import Any
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind, generator_names
 from spmdflow.weights.architecture import Architecture, read_config, read_json
+from spmdflow.weights.index import read_index
+from spmdflow.weights.own_code import refuse_own_code
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """Endings of architectures that generate."""
@@ -50,11 +53,14 @@ def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFact
             f"download the model and give its folder"
         )
     config = read_config(folder, key=key)
+    refuse_own_code(key, folder)
     if weights and not any(folder.glob("*.safetensors")) and not (folder / ".metadata").is_file():
         raise ConfigError(
             f"{key}: no *.safetensors in {path}, expected weights beside config.json; "
             f"save the model with safetensors"
         )
+    if weights:
+        read_index(folder, key=key)
     arch = Architecture.sizes_from_config(config)
     return ModelFacts(key, folder, {**config, **config.get("text_config", {})}, arch)
 

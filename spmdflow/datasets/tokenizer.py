@@ -40,7 +40,9 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, LookupError) as err:
         raise ConfigError(
             f"data.tokenizer_path: got {path!r}, whose tokenizer cannot be read "

@@ -66,9 +66,9 @@ def forward_of(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if not covers(module):
         return HuggingFaceForward(causal_lm(path, dtype=dtype, device=device))
     if not empty:
@@ -82,9 +82,11 @@ def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one bar per rank and model would bury the run's own lines
-    attention = attention_of(AutoConfig.from_pretrained(path, local_files_only=True))
+    attention = attention_of(
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    )
     module = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, local_files_only=True, **attention
+        path, dtype=dtype, local_files_only=True, trust_remote_code=False, **attention
     )
     return module.to(device).eval().requires_grad_(False)
 
@@ -93,7 +95,9 @@ def end_tokens(path: str) -> tuple[int, ...]:
     """Token ids that end a response: generation_config.json's, else config.json's; may be none."""
     from transformers import AutoConfig, GenerationConfig
 
-    found = AutoConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    found = AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    ).eos_token_id
     if (Path(path) / "generation_config.json").exists():
         chosen = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         found = found if chosen is None else chosen
@@ -106,7 +110,7 @@ def vocab_size(path: str) -> int:
     """Rows of the embedding, as config.json says: token ids of the model are below."""
     from transformers import AutoConfig
 
-    cfg = AutoConfig.from_pretrained(path, local_files_only=True)
+    cfg = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return int(cfg.get_text_config().vocab_size)
 
 

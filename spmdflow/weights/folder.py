@@ -22,11 +22,12 @@ from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.dcp import METADATA, TorchCheckpoint
+from spmdflow.weights.index import INDEX, read_index
 from spmdflow.weights.table import shapes_by_name
 
 logger = logging.getLogger(__name__)
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _NOT_COPIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json"),
     *(METADATA, ".distcp"),
@@ -87,7 +88,11 @@ class HuggingFaceFolder:
         path = self._file_of[name]
         if path not in self._files:
             self._files[path] = _open(path)
-        return self._files[path].get_slice(name)
+        try:
+            return self._files[path].get_slice(name)
+        except SafetensorError as err:
+            got, do = f"{path} without {name}", "download the folder again"
+            raise ConfigError.of("model", got, f"that tensor, by {INDEX}", do) from err
 
     def _check(self, wanted: Mapping[str, Sequence[int]], kind: str) -> None:
         wanted = {name: shape for name, shape in wanted.items() if name not in self._zeros}
@@ -106,14 +111,14 @@ class HuggingFaceFolder:
     @cached_property
     def _file_of(self) -> Mapping[str, Path]:
         """Tensor name -> file."""
-        index, single = self._path / _INDEX, self._path / _SINGLE
-        if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: self._path / file for name, file in weight_map.items()}
+        indexed = read_index(Path(self._path))
+        if indexed is not None:
+            return indexed
+        single = self._path / _SINGLE
         if (self._path / METADATA).is_file() and not single.is_file():
             single = self._path / METADATA
         if not single.is_file():
-            got, do = f"{self._path} with neither {_SINGLE} nor {_INDEX}", "save with safetensors"
+            got, do = f"{self._path} with neither {_SINGLE} nor {INDEX}", "save with safetensors"
             raise ConfigError.of("model", got, "a Hugging Face folder", do)
         return dict.fromkeys(_open(single).keys(), single)
 
@@ -153,9 +158,13 @@ def empty_module(auto: Any, path: str | Path, dtype: torch.dtype, **settings: An
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **settings)
+    config = transformers.AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False, **settings
+    )
     with torch.device("meta"):
-        module = auto.from_config(config, dtype=dtype, **attention_of(config))
+        module = auto.from_config(
+            config, dtype=dtype, trust_remote_code=False, **attention_of(config)
+        )
     for part in module.modules():
         part._is_hf_initialized = False
         for name, buffer in part.named_buffers(recurse=False):
@@ -208,7 +217,8 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
         raise _NotByBoxes("its weights are quantized")
     is_torch = (Path(path) / METADATA).is_file()
     if not is_torch and not any(Path(path).glob("*.safetensors")):
-        raise _NotByBoxes("it has no safetensors files")
+        got, do = f"{path} without safetensors files", "save the model with safetensors"
+        raise ConfigError.of("model", got, "weights that are no pickle", do)
     state, changes = module.state_dict(), get_model_conversion_mapping(module)
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     renamings = [change for change in changes if not isinstance(change, WeightConverter)]
@@ -256,7 +266,7 @@ def write_beside(
         total = sum(num_bytes for tensors in weights.values() for num_bytes in tensors.values())
         places = {name: file for file, tensors in weights.items() for name in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _open(path: Path) -> Any:

@@ -172,7 +172,9 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     auto, settings = transformers.AutoModelForCausalLM, {}
     if head != "causal_lm":
         auto, settings = transformers.AutoModelForSequenceClassification, {"num_labels": 1}
-        labels = transformers.AutoConfig.from_pretrained(cfg.path).num_labels
+        labels = transformers.AutoConfig.from_pretrained(
+            cfg.path, trust_remote_code=False
+        ).num_labels
         if names[0].endswith("ForSequenceClassification") and labels != 1:
             raise ConfigError(
                 f"model.path {cfg.path}: got a head with {labels} labels; expected one, whose "
@@ -244,7 +246,12 @@ def _open_or_load(
     transformers.utils.logging.disable_progress_bar()
     attention = attention_of(module.config)
     module, info = auto.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True, **settings, **attention
+        path,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **settings,
+        **attention,
     )
     missing = set(info["missing_keys"])
     if new_head and "score.weight" in missing:

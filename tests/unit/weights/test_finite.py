@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -46,9 +47,11 @@ def test_weight_of_a_model_that_transformers_loads_whole_is_named_with_its_folde
 ) -> None:
     folder = shutil.copytree(MODEL, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
     tensors[name := "model.norm.weight"][3] = float("nan")
-    torch.save(tensors, folder / "pytorch_model.bin")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
     with pytest.raises(ConfigError, match=rf"got 1 of \d+ numbers nan or inf.* {name} of {folder}"):
         load_model(ModelConfig(path=str(folder)), head="causal_lm")

@@ -135,5 +135,7 @@ def test_index_that_names_a_missing_file_is_refused_with_the_file(tmp_path):
     index = {"weight_map": dict.fromkeys(values, "gone.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    with pytest.raises(ConfigError, match="gone.safetensors, which does not read"):
+    with pytest.raises(
+        ConfigError, match="without gone.safetensors, which model.safetensors.index.json names"
+    ):
         HuggingFaceFolder(tmp_path, architecture())

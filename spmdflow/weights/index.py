@@ -1,0 +1,34 @@
+"""Which file of a model folder holds which tensor, by its index. Reads JSON only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spmdflow.errors import ConfigError
+from spmdflow.weights.architecture import read_json
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_index(folder: Path, *, key: str = "model.path") -> dict[str, Path] | None:
+    """Tensor name -> file, by the folder's index; None if it has none.
+
+    ConfigError, naming the setting `key` and the file, for an index that is no JSON or names no
+    files of the folder.
+    """
+    file = folder / INDEX
+    if not file.is_file():
+        return None
+    again = "download the folder again, or save the model anew"
+    weight_map = read_json(file, key=key).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        expected = "weight_map: the file of each tensor"
+        raise ConfigError.of(key, f"{file} without weight_map", expected, again)
+    for name in dict.fromkeys(weight_map.values()):
+        if not isinstance(name, str) or Path(name).name != name:
+            got = f"{file}, which names {name!r} as a file of weights"
+            raise ConfigError.of(key, got, "files beside it", again)
+        if not (folder / name).is_file():
+            got = f"{folder} without {name}, which {INDEX} names"
+            raise ConfigError.of(key, got, "every file of the index", again)
+    return {tensor: folder / name for tensor, name in weight_map.items()}

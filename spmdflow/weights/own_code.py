@@ -1,0 +1,75 @@
+"""Python files that a model folder brings along (`auto_map`): never run, and refused where needed.
+
+transformers would fetch and run them, or ask on the terminal whether it may. Here every call says
+`trust_remote_code=False`; a folder that cannot do without is refused before ranks meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from spmdflow.errors import ConfigError
+from spmdflow.weights.architecture import read_json
+
+_CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
+
+
+def refuse_own_code(key: str, folder: Path) -> None:
+    """ConfigError if transformers has no class of its own for the folder's model or tokenizer.
+
+    key: the setting that names the folder. Code that is only an alternative is no error.
+    """
+    config = _read(key, folder / _CONFIG)
+    if config.get("auto_map") and not _knows_model(config):
+        raise _refusal(key, folder / _CONFIG, config, f"model_type {config.get('model_type')!r}")
+    tokenizer = _read(key, folder / _TOKENIZER)
+    if tokenizer.get("auto_map") and not _knows_tokenizer(config, tokenizer):
+        what = f"tokenizer_class {tokenizer.get('tokenizer_class')!r}"
+        raise _refusal(key, folder / _TOKENIZER, tokenizer, what)
+
+
+def unused_code_text(folders: Iterable[str]) -> str:
+    """A line for each file of these folders that names code of the folder; empty without any."""
+    lines = []
+    for folder in dict.fromkeys(folders):
+        for name in (_CONFIG, _TOKENIZER):
+            file = Path(folder) / name
+            if _read("model", file).get("auto_map"):
+                lines.append(f"code   {file}: its auto_map is not used, transformers has a class")
+    return "\n".join(lines)
+
+
+def _read(key: str, file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    found: dict[str, Any] = read_json(file, key=key)
+    return found
+
+
+def _knows_model(config: dict[str, Any]) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return config.get("model_type") in CONFIG_MAPPING
+
+
+def _knows_tokenizer(config: dict[str, Any], tokenizer: dict[str, Any]) -> bool:
+    """Whether AutoTokenizer finds a class of transformers, or one that the script registered."""
+    from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    model_type = config.get("model_type")
+    if model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in TOKENIZER_MAPPING:
+        return True
+    name = str(tokenizer.get("tokenizer_class") or "").removesuffix("Fast")
+    names = (name, f"{name}Fast") if name else ()
+    return any(tokenizer_class_from_name(each) is not None for each in names)
+
+
+def _refusal(key: str, file: Path, found: dict[str, Any], what: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: got {file}, whose auto_map {found['auto_map']} names code of the folder, expected "
+        f"a {what} that transformers has; code of a model folder is never run: use a model that "
+        f"transformers knows, or register its classes in the script (AutoConfig.register)"
+    )
