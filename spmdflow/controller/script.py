@@ -31,6 +31,7 @@ from spmdflow.parallel.device import backend_of, own_device
 from spmdflow.runtime import launch as runtime
 from spmdflow.runtime.launch import Outcome
 from spmdflow.runtime.order import Transport
+from spmdflow.tracking.tracker import sync_records
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def run_script(
         status = FINISHED
         if repository is not None:
             logger.info("pushed to %s", push(run_dir.path, repository))
+        sync_records(run_dir.path)
         run_dir.mark_finished(caller.step or caller.last_step)
     except Stopped as stop:
         logger.warning("%s", stop)

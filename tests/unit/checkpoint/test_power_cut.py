@@ -1,4 +1,4 @@
-"""What was reported as saved is there after a power cut: checkpoints, exports, metrics."""
+"""What was reported as saved is there after a power cut: checkpoints, exports, metrics, marks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from spmdflow.blocks.box import Box
 from spmdflow.checkpoint import write_state
 from spmdflow.checkpoint.disk import make_folders, write_atomically
 from spmdflow.checkpoint.manifest import Written, finish_part, part_of
-from spmdflow.checkpoint.run_dir import Checkpoints, newest_whole
+from spmdflow.checkpoint.run_dir import Checkpoints, newest_whole, open_run_dir
+from spmdflow.config.schema import RunConfig
 from spmdflow.export import export
 from spmdflow.tracking.tracker import read_lines
 from tests.unit.checkpoint_files import verify_checkpoint, write_as_rank
 from tests.unit.power_cut import Moment, RecordedDisk
 from tests.unit.toy_flow import Toy, ToyConfig, rank_of_one
 
-NUM_DRAWS = 3
+NUM_DRAWS = 2
 """Folders that are tried for each moment of a cut, besides the one without anything unsynced."""
 
 
@@ -88,29 +89,15 @@ def test_a_power_cut_at_any_moment_of_a_save_leaves_the_old_or_the_new_checkpoin
     with disk.record(before_call=lambda: moments.append(disk.moment())):
         save(run_dir, 2)
 
-    seen = [
-        saved_step(folder / "job" / "run")
-        for number, moment in enumerate(moments)
-        for folder in folders_after_cut(moment, tmp_path / "left", seed=number)
-    ]
-    assert set(seen) == {1, 2}
-    assert len(moments) > 40, disk.calls
-
-
-def test_what_latest_names_is_sealed_whenever_the_power_is_cut(disk, tmp_path):
-    run_dir = disk.root / "job" / "run"
-    moments: list[Moment] = []
-
-    with disk.record(before_call=lambda: moments.append(disk.moment())):
-        save(run_dir, 1)
-        save(run_dir, 2)
-
-    for number, moment in enumerate([*moments, disk.moment()]):
+    seen = set()
+    for number, moment in enumerate(moments):
         for folder in folders_after_cut(moment, tmp_path / "left", seed=number):
             checkpoints = folder / "job" / "run" / "checkpoints"
-            if (checkpoints / "latest").exists():
-                name = (checkpoints / "latest").read_text().strip()
-                assert (checkpoints / name / "manifest.json").exists(), disk.calls[:number][-5:]
+            latest = (checkpoints / "latest").read_text().strip()
+            assert (checkpoints / latest / "manifest.json").exists(), disk.calls[-50:]
+            seen.add(saved_step(folder / "job" / "run"))
+    assert seen == {1, 2}
+    assert len(moments) > 40, disk.calls
 
 
 def test_the_link_to_the_exported_model_is_there_after_a_power_cut(disk, tmp_path):
@@ -165,6 +152,24 @@ def test_metrics_of_every_step_up_to_the_checkpoint_are_there_after_a_power_cut(
         assert [record["step"] for record in read_lines(left / "metrics.jsonl")] == [1, 2]
 
 
+def test_the_mark_of_a_finished_run_is_there_and_gone_after_a_power_cut(disk, tmp_path):
+    run = RunConfig(dir=str(disk.root / "job" / "run"))
+
+    with disk.record():
+        opened = open_run_dir(run, "run: {}")
+        opened.mark_finished(7)
+
+    for folder in folders_after_cut(disk.moment(), tmp_path / "left"):
+        assert (folder / "job" / "run" / "finished").read_text() == "step 7\n"
+
+    with disk.record():
+        opened.mark_unfinished()
+
+    for folder in folders_after_cut(disk.moment(), tmp_path / "left"):
+        assert not (folder / "job" / "run" / "finished").exists()
+    opened.lock.release()
+
+
 def test_a_file_that_was_replaced_has_its_new_bytes_after_a_power_cut(disk, tmp_path):
     path = disk.root / "job" / "note"
 
@@ -176,15 +181,17 @@ def test_a_file_that_was_replaced_has_its_new_bytes_after_a_power_cut(disk, tmp_
             assert (folder / "job" / "note").read_bytes() == data
 
 
-def test_a_cut_leaves_nothing_of_what_was_not_synced(disk, tmp_path):
+def test_a_cut_may_leave_any_part_of_what_was_not_synced_or_nothing(disk, tmp_path):
     path = disk.root / "job" / "note"
 
     with disk.record():
         path.write_bytes(b"not synced")
 
-    left = [
-        (folder / "job" / "note").exists() and (folder / "job" / "note").read_bytes()
-        for folder in folders_after_cut(disk.moment(), tmp_path / "left")
-    ]
-    assert left[0] is False
-    assert {b"", b"not synced"} & set(left)
+    left = []
+    for seed in (None, *range(20)):
+        folder = tmp_path / f"left-{seed}"
+        disk.moment().build(folder, None if seed is None else random.Random(seed))
+        note = folder / "job" / "note"
+        left.append(note.read_bytes() if note.exists() else None)
+    assert left[0] is None
+    assert set(left) == {None, b"", b"not synced"}

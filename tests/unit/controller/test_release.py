@@ -102,3 +102,19 @@ def test_holder_that_should_have_sent_but_did_not_is_an_error() -> None:
 
     with pytest.raises(TransferError, match=r"sent {}, received {\(0, 1\): 104}"):
         orders.answer({0: {"received": {}}, 1: {"received": {0: 104}}})
+
+
+def test_rows_that_have_travelled_once_do_not_travel_again() -> None:
+    result = frame_of([])
+    orders = Orders()
+    transfers = Transfers(orders, seconds=5)
+
+    transfers.need(result, ["x"], {1: ROWS[:2]})
+    transfers.need(result, ["x"], {1: ROWS[:2]})
+    transfers.need(result, ["x"], {1: ROWS[1:]})
+
+    received = [order.commands[1]["receives"] for order in orders.open]
+    assert [[edge[2].tolist() for edge in edges] for edges in received] == [
+        [[100, 101]],
+        [[102, 103]],
+    ]
