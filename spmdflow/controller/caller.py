@@ -43,9 +43,11 @@ from spmdflow.tracking.metric import merge
 from spmdflow.transfer.register import map_spec, method_spec
 
 PIECE_BYTES = 32 << 20
-"""Rows that the controller fetches travel in pieces of about this size."""
+"""Rows that the controller fetches travel in pieces of at most this size."""
 _SOURCE_ROW_BYTES = 64 << 10
 """What a row of a data file is taken to have, as the controller does not know it."""
+_ROW_HEAD_BYTES = 16
+"""Of a row that is fetched: its id in the command, its length in the reply."""
 
 
 class Caller:
@@ -267,7 +269,7 @@ class Caller:
     ) -> Column:
         """The rows that a reference names, on the controller.
 
-        They travel in pieces of about piece_bytes, as a reply is one message; a single row may
+        They travel in pieces of at most piece_bytes, as a reply is one message; a single row may
         have MAX_MESSAGE_BYTES.
         """
         pieces = []
@@ -284,14 +286,17 @@ class Caller:
         return column.take(torch.from_numpy(place))
 
     def _pieces_of(self, ref: ColumnRef, piece_bytes: int) -> list[ColumnRef]:
-        """The rows of a reference, each once, in parts of about piece_bytes; at least one part."""
+        """The rows of a reference, each once, in parts of at most piece_bytes; at least one part.
+
+        A row that is larger is a part of its own.
+        """
         whole = ColumnRef(ref.result, np.unique(ref.ids), ref.stored)
         if isinstance(ref.result, RowResult):
             self.wait_for(ref.result)
-            ends = np.cumsum(whole.row_bytes())
+            row_bytes = whole.row_bytes() + _ROW_HEAD_BYTES
         else:
-            ends = np.arange(1, len(whole.ids) + 1) * _SOURCE_ROW_BYTES
-        cuts = np.flatnonzero(np.diff((ends - 1) // piece_bytes)) + 1
+            row_bytes = np.full(len(whole.ids), _SOURCE_ROW_BYTES)
+        cuts = cut_rows(row_bytes, piece_bytes)
         return [whole.at(places) for places in np.split(np.arange(len(whole.ids)), cuts)]
 
     def _fetched(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
@@ -439,3 +444,17 @@ class Draws:
         if not greedy:
             counts.update(numbers)
         return earlier
+
+
+def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:
+    """Where to cut rows of these sizes, so that each piece has at most piece_bytes, or one row."""
+    ends = np.cumsum(row_bytes)
+    cuts: list[int] = []
+    start = 0
+    while start < len(ends):
+        taken = ends[start - 1] if start else 0
+        fitting = int(np.searchsorted(ends, taken + piece_bytes, side="right"))
+        start = max(fitting, start + 1)
+        if start < len(ends):
+            cuts.append(start)
+    return cuts

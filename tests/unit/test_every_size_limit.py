@@ -91,6 +91,7 @@ from spmdflow.checkpoint.tensors import model_hash, write_state
 from spmdflow.config.offline import ExampleDataConfig
 from spmdflow.config.schema import MAX_TEXTS_PER_LINE, DataConfig
 from spmdflow.controller import guarding, transcript
+from spmdflow.controller.caller import cut_rows
 from spmdflow.controller.transcript import Transcript, read_transcript
 from spmdflow.data import row_id
 from spmdflow.data.column import Column, empty_values
@@ -644,6 +645,24 @@ def test_transcript_of_the_largest_size_is_written_and_a_larger_step_is_left_out
 
     steps = [step["step"] for step in read_transcript(tmp_path / "largest")["steps"]]
     assert steps == ([1] if more else [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ([], []),
+        ([32], []),
+        ([16, 16], []),
+        ([16, 17], [1]),
+        ([5, 60, 31], [1, 2]),
+        ([60, 0, 31, 1, 0, 1], [1, 5]),
+        ([12] * 6, [2, 4]),
+    ],
+)
+def test_rows_are_fetched_in_pieces_of_which_none_is_too_large_but_a_large_row(
+    sizes: list[int], cuts: list[int]
+) -> None:
+    assert cut_rows(np.array(sizes, dtype=np.int64), 32) == cuts
 
 
 class Heavy(Learner):
