@@ -199,9 +199,14 @@ def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
 
 
 def _say(place: Place, text: str) -> None:
-    if place.rank == 0:
+    if place.rank != 0 or sys.stdout is None:  # None: it was closed before the start
+        return
+    try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+    except OSError as err:
+        expected, do = "a place to write to", "free space there, or send it elsewhere"
+        raise ConfigError.of("standard output", err, expected, do) from err
 
 
 def _refuse(err: SpmdflowError, place: Place) -> int:

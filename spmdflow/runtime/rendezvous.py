@@ -348,15 +348,36 @@ def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until
                 f"start: ranks {missing} did not come in time, expected all of {world_size}; see "
                 f"their logs, or raise run.start_seconds"
             )
-        said: dict[str, Any] = json.loads(store.get(key))
-        name_heard = said.pop("heard", None)
-        asking = StartingRank(**said)
+        found = _read_asking(store.get(key), world_size)
+        if found is None:
+            logger.warning(
+                "start: torchrun's store has something under %s that no rank of this run wrote; it "
+                "is left out: does another program use that store?",
+                key,
+            )
+            continue
+        asking, name_heard = found
         is_stranger = asking.node == me.node and asking.origin != me.origin  # of another torchrun
         if name_heard is None and not is_stranger:
             store.set(f"{_ROOT}/answer/{asking.nonce}", name)
         elif name_heard == name:
             _check_origin(asking, heard)
             heard[asking.rank] = asking
+
+
+def _read_asking(data: bytes, world_size: int) -> tuple[StartingRank, str | None] | None:
+    """Who asks, and the name that it has heard; None for what no rank of a run writes."""
+    try:
+        said = json.loads(data)
+        heard = said.pop("heard", None)
+        asking = StartingRank(**said)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return None
+    texts = (asking.origin, asking.nonce, heard or "")
+    is_rank = type(asking.rank) is int and 0 <= asking.rank < world_size
+    if not is_rank or type(asking.node) is not int or not all(type(x) is str for x in texts):
+        return None
+    return asking, heard
 
 
 def _check_origin(new: StartingRank, heard: dict[int, StartingRank]) -> None:

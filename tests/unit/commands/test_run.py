@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -133,6 +134,26 @@ def test_help_prints_usage_exit_codes_and_the_schema(capsys: pytest.CaptureFixtu
         in text
     )
     assert "actor.rollout.top_p (float, default 1.0)\n    Nucleus sampling" in text
+
+
+def test_standard_output_on_a_full_disk_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status = run.main(["ppo.py", "--help"])
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+    assert status == 2
+    assert "standard output: got [Errno 28] No space left" in capsys.readouterr().err
+
+
+def test_closed_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+
+    assert run.main(["ppo.py", "--help"]) == 0
 
 
 def test_refusal_needs_neither_torch_nor_a_process_group() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from spmdflow.errors import ConfigError, DeadlineError
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import (
+    _ROOT,
     RankInfo,
     SessionSettings,
     StartingRank,
@@ -64,6 +65,21 @@ def test_ranks_of_two_torchruns_on_another_node_are_refused() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(DeadlineError, match=r"ranks \[1, 2\] did not come in time, expected all"):
         own_store(dist.HashStore(), StartingRank(0, 0, ""), 3, seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"\xff{", b"[1]", b"7", b'{"rank": 1}', b'{"rank": 9, "node": 0, "origin": "a"}']
+    + [b'{"rank": "1", "node": 0, "origin": "a"}', b'{"rank": 1, "node": 0, "origin": {}}'],
+)
+def test_what_no_rank_wrote_into_the_list_of_a_start_is_left_out(nonsense: bytes) -> None:
+    store = dist.HashStore()
+    store.set(f"{_ROOT}/asked/{store.add(f'{_ROOT}/count', 1)}", nonsense)
+
+    first, second = start(store, of_one_node("a", 2))
+    first.set("key", "of the first")
+
+    assert second.get("key") == b"of the first"
 
 
 def test_rank_alone_waits_for_nobody() -> None:
