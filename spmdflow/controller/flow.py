@@ -373,6 +373,8 @@ class Flow:
         """Wait for every call of the step, then write what it measured."""
         caller = self.caller
         caller.waiting.make_all()
+        for link in self._links:
+            link.halt()
         for record in caller.records:
             record.pending.result()
         transfers = caller.transfers.take_outstanding()

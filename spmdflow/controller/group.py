@@ -94,8 +94,7 @@ class WeightLink:
 
     def sync(self) -> None:
         """Copy the weights after the policy's earlier calls, for the generator's later calls."""
-        if self._caller.busy >= self._ranks:
-            self._halt_when_policy_is_there()
+        self.halt()
         self.version = self.next_version
         self._synced = self._caller.num_updates[self._policy.name]
         ends: tuple[tuple[WorkerGroup, str, dict[str, int]], ...] = (
@@ -126,6 +125,15 @@ class WeightLink:
         """Let the generator draw for rows under way until the policy is ready for a sync."""
         self._turn, self._caller.busy = self._turn + 1, self._caller.busy | self._ranks
         self.generator.go_on(turn=self._turn)
+
+    def halt(self) -> None:
+        """End `go_on`, if it was begun, as soon as the policy has come as far as here.
+
+        The end of a step needs it, as it waits for every call: without it, it would wait until all
+        rows under way are drawn.
+        """
+        if self._caller.busy >= self._ranks:
+            self._halt_when_policy_is_there()
 
     def _halt_when_policy_is_there(self) -> None:
         """End `go_on` once every rank of the policy has come as far as here."""
