@@ -111,6 +111,8 @@ class RankInfo:
     """Node and network namespace: equal where loopback addresses mean the same."""
     has_key: bool = True
     """Whether it has read the run's key in RUN_DIR."""
+    key_name: str = ""
+    """The file of RUN_DIR in which it looked for that, as the store had it."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,10 @@ def meet(
             store, prefix, lambda: _claim_and_open(store, prefix, info, settings, store_host, claim)
         )
     _wait(store, {settings.controller_rank: f"{prefix}/key"}, settings.start_seconds)
-    key = read_key(settings.run_dir, _read(store, f"{prefix}/key"), seconds=_KEY_SECONDS)
-    _publish(store, f"{prefix}/info/{rank}", replace(info, has_key=key is not None))
+    key_name = str(_read(store, f"{prefix}/key"))
+    key = read_key(settings.run_dir, key_name, seconds=_KEY_SECONDS)
+    told = replace(info, has_key=key is not None, key_name=key_name)
+    _publish(store, f"{prefix}/info/{rank}", told)
     _wait(store, {settings.controller_rank: f"{prefix}/controller"}, settings.start_seconds)
     run_id, controller, addresses, refusal = _read(store, f"{prefix}/controller")
     if refusal or key is None:
@@ -204,7 +208,7 @@ def _open_hub(
         _publish(store, f"{prefix}/key", name)
         _wait(store, keys, settings.start_seconds)
     others: dict[int, RankInfo] = {rank: _read(store, key) for rank, key in keys.items()}
-    _check_shared(settings, info, others)
+    _check_shared(settings, replace(info, key_name=name), others)
     run_id, key = os.urandom(RUN_ID_BYTES), _mixed(key, settings.secret)
     hub = Hub(run_id, key=key, most_ranks=len(settings.ranks))
     hosts: dict[str, str] = {}
@@ -224,7 +228,17 @@ def _open_hub(
 
 
 def _check_shared(settings: SessionSettings, own: RankInfo, others: dict[int, RankInfo]) -> None:
-    """ConfigError naming the ranks that do not see RUN_DIR as this process does."""
+    """ConfigError naming the ranks that do not see RUN_DIR as this process does.
+
+    SpmdflowError if one was told to look for another file: then RUN_DIR is not to blame.
+    """
+    for rank, other in others.items():
+        if other.key_name != own.key_name:
+            raise SpmdflowError(
+                f"start: rank {rank} was told by torchrun's store to look for {other.key_name!r}, "
+                f"expected {own.key_name!r}, the file that rank {settings.controller_rank} wrote; "
+                f"somebody else writes into that store: start again, on a network of the job's own"
+            )
     node = {rank: other.process.node.rpartition("/")[2] for rank, other in others.items()}
     blind = [f"rank {rank} on node {node[rank]}" for rank, x in others.items() if not x.has_key]
     if blind:

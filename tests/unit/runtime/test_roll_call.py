@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from spmdflow.errors import ConfigError, DeadlineError
+from spmdflow.errors import ConfigError, DeadlineError, SpmdflowError
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import (
     _ROOT,
@@ -84,6 +84,17 @@ def test_what_no_rank_wrote_into_the_list_of_a_start_is_left_out(nonsense: bytes
 
 def test_rank_alone_waits_for_nobody() -> None:
     own_store(dist.HashStore(), StartingRank(0, 0, ""), 1, seconds=0.1).set("key", "value")
+
+
+def test_another_name_of_the_key_in_the_store_does_not_blame_the_folder(tmp_path: Path) -> None:
+    process = Process(1, 1, "boot/pids/a")
+    own = RankInfo(process, None, "a", key_name=".key-1")
+    misled = RankInfo(process, None, "a", has_key=False, key_name="../../x")
+
+    with pytest.raises(SpmdflowError, match=r"rank 1 was told by torchrun's store") as caught:
+        _check_shared(SessionSettings(tmp_path, (0, 1)), own, {1: misled})
+
+    assert "shared" not in str(caught.value)
 
 
 def test_ranks_that_cannot_read_the_key_are_refused_by_rank_node_and_path(tmp_path: Path) -> None:
