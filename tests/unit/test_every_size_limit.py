@@ -7,12 +7,13 @@ are no part of the table. Neither are limits that are settings (max_prompt_token
 
 | limit | where | test |
 |---|---|---|
-| 64 MiB, one message | parallel/message.py | below here; above test_message.py: beyond_the_limit |
+| 64 MiB, one message | parallel/message.py | test_size_limits.py: message_of_the_largest |
 | 80 MiB on a connection | runtime/inflow.py | test_wire.py: large_messages, message_without_end |
 | 100,000 queued messages | runtime/wire.py | here |
 | 10 warnings of another run | runtime/wire.py | here |
 | 64 connections without a key | runtime/wire.py | test_hostile_network.py: whoever_reaches |
 | 128 KiB, columns in one message | transfer/lane.py | here |
+| 32 MiB, a piece of plain data | parallel/group.py | test_groups.py: groups_are_made_once |
 | 16 MiB, memory with huge pages | data/column.py | here |
 | 2**20 samples of a held-out row | data/row_id.py | below here; above test_row_id.py |
 | 4 MiB, body of a request | episodes/endpoint.py | here |
@@ -41,7 +42,9 @@ are no part of the table. Neither are limits that are settings (max_prompt_token
 | 4 MiB, a file that a plan reads | plan/example.py | here |
 | 16 MiB, a transcript | controller/transcript.py | here |
 | 32 MiB, the batch that a guard keeps | controller/guarding.py | here |
-| 32 MiB, rows fetched at once | controller/caller.py | here |
+| 32 MiB, rows fetched at once | controller/caller.py | here; test_size_limits.py: column_below |
+| rows of a scan in a message | controller/prompts.py | test_size_limits.py: rows_are_scanned |
+| 16 and at least 4 samples, 16,384 tokens | controller/sample.py | here |
 | 512 values of a guarded metric | tracking/guard.py | here |
 | bytes of trace.json | tracking/trace.py | here |
 | 100 parameters, 1000 metrics | tracking/sink.py | test_sinks.py: mlflow |
@@ -92,9 +95,11 @@ from spmdflow.config.offline import ExampleDataConfig
 from spmdflow.config.schema import MAX_TEXTS_PER_LINE, DataConfig
 from spmdflow.controller import guarding, transcript
 from spmdflow.controller.caller import cut_rows
+from spmdflow.controller.sample import samples_of
 from spmdflow.controller.transcript import Transcript, read_transcript
 from spmdflow.data import row_id
 from spmdflow.data.column import Column, empty_values
+from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.data.row_id import held_out_ids
 from spmdflow.data.store import RowStore
 from spmdflow.datasets import line_file
@@ -109,7 +114,6 @@ from spmdflow.episodes.connections import MOST_IDLE, Connections
 from spmdflow.episodes.endpoint import Draw, Endpoint, EpisodeFault
 from spmdflow.episodes.fields import Refusal, ask_of
 from spmdflow.errors import DataError, MessageError
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.plan.example import SMALL_FILE_BYTES, scan_or_assume
 from spmdflow.rewards import child, countdown, gsm8k
 from spmdflow.rewards.child import describe
@@ -132,7 +136,7 @@ from tests.unit.datasets.test_examples import TURNS, chat_tokenizer
 from tests.unit.episodes.test_agent_requests import words
 from tests.unit.episodes.test_endpoint import TOKENIZER, WAIT_SECONDS, Agent, answer_from
 from tests.unit.runtime.test_wire import wait_for_message
-from tests.unit.toy_flow import ROWS, Rank, ToyConfig, draw, rank_of_one
+from tests.unit.toy_flow import ROWS, Rank, Toy, ToyConfig, draw, rank_of_one
 
 JUST_AROUND = pytest.mark.parametrize("more", [-1, 0, 1])
 
@@ -144,18 +148,6 @@ def seeded_bytes(count: int) -> Tensor:
 
 
 # Messages
-
-
-def test_message_of_the_largest_size_comes_back() -> None:
-    head_bytes = len(encode(bytes(1 << 16))) - (1 << 16)
-    body = b"x" * (MAX_MESSAGE_BYTES - head_bytes)
-
-    data = encode(body)
-
-    assert len(data) == MAX_MESSAGE_BYTES
-    assert decode(data) == body
-    with pytest.raises(MessageError, match=f"expected at most {MAX_MESSAGE_BYTES}; let rows"):
-        encode(body + b"x")
 
 
 def test_messages_wait_for_a_rank_that_takes_none_until_there_are_too_many() -> None:
@@ -645,6 +637,43 @@ def test_transcript_of_the_largest_size_is_written_and_a_larger_step_is_left_out
 
     steps = [step["step"] for step in read_transcript(tmp_path / "largest")["steps"]]
     assert steps == ([1] if more else [1, 2])
+
+
+class Talker(Toy):
+    """Answers with as many tokens as it is told."""
+
+    num_tokens = 0
+
+    @register(
+        transfer_mode="3D_PROTO",
+        reads=("prompts",),
+        writes=("responses", "response_text", "scores"),
+    )
+    def talk(self, batch: TensorDict) -> TensorDict:
+        """The same response for every row."""
+        rows = [torch.ones(Talker.num_tokens, dtype=torch.int64)] * len(batch)
+        made = TensorDict({"scores": torch.zeros(len(batch))}, batch_size=batch.batch_size)
+        made["responses"] = ragged_from_rows(rows, dtype=torch.int64)
+        made.set_non_tensor("response_text", ["said"] * len(batch))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "num_samples"),
+    [(15, 1, 15), (17, 1, 16), (17, 1024, 16), (17, 1025, 15), (17, 5000, 4)],
+)
+def test_samples_are_as_many_as_may_be_written_but_some_however_long(
+    tmp_path: Path, num_rows: int, num_tokens: int, num_samples: int
+) -> None:
+    Talker.num_tokens = num_tokens
+    with rank_of_one(tmp_path, prompts_per_step=num_rows) as rank:
+        talker = rank.flow.spawn(Talker, ToyConfig())
+        rows = next(rank.flow.prompts(rank.config.data))
+
+        found = samples_of(rows | talker.talk(rows), "train", str(MODEL))
+
+    assert len(found) == num_samples
+    assert {len(sample.facts["lengths"]) for sample in found} == {num_tokens}
 
 
 @pytest.mark.parametrize(
