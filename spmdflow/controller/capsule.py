@@ -70,7 +70,8 @@ class Capsule:
         """Keep the state before the step; state: the flow's."""
         with disk_errors("write", self._folder):
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
+            self._folder.parent.mkdir(exist_ok=True)  # RUN_DIR itself is never made again
+            self._folder.mkdir()
             write_atomically(self._folder / SETTINGS, self._settings.encode())
         run = replace(self._run, keep_checkpoints=2, keep_best=None)
         self._saving, self._start = Saving(self._folder, None, run, self._settings), state

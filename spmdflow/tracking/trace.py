@@ -149,6 +149,6 @@ class StepProfiler:
         running.stop()
         path = self._folder / f"step_{step}_rank_{self._rank}.json.gz"
         with disk_errors("write", path, "profiling"):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)  # RUN_DIR itself is never made again
             running.export_chrome_trace(str(path))
         logger.info("profile of step %d: %s", step, path)
