@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.tracking.progress import Sample
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
@@ -140,8 +141,8 @@ def test_long_run_is_thinned_in_whole_steps_and_says_so(
 
 
 def test_page_of_a_live_run_loads_itself_again_until_the_run_has_ended(run_dir: Path) -> None:
-    state, page = run_dir / "status.json", run_dir / "view.html"
-    state.write_text("{}")
+    page = run_dir / "view.html"
+    lock = claim_run_dir(run_dir)
     words = [str(run_dir), "--follow", "--every", "0.05"]
     following = threading.Thread(target=main, args=(words,), daemon=True)
     following.start()
@@ -151,7 +152,7 @@ def test_page_of_a_live_run_loads_itself_again_until_the_run_has_ended(run_dir: 
     first = json.loads(Page(page).texts["summary"])
 
     Tracker(run_dir, last_step=3).write_metrics(4, {"reward/mean": 1.0})
-    state.unlink()
+    lock.release()
     following.join(300)
 
     last = json.loads(Page(page).texts["summary"])
