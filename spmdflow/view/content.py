@@ -49,7 +49,7 @@ def content_of(files: RunFiles, number: int) -> RunContent:
     summary = {
         "name": files.name,
         "path": str(files.path),
-        "live": files.is_live,
+        "live": files.is_live and not files.failures,  # a failed run writes its page, then ends
         "missing": files.missing,
         **_metrics(files.metrics, notes),
         "settings": _texts(files.settings),
