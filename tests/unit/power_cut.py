@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,10 @@ CALLS = (
     *("mkdir", "rmdir", "unlink", "remove", "truncate", "ftruncate"),
 )
 """Functions of os that change a folder, or make a change last."""
+
+
+Piece = tuple[int, str | None]
+"""A name in the folder of an inode, or (None) the bytes of the file of an inode."""
 
 
 @dataclass(frozen=True)
@@ -64,38 +67,42 @@ class Moment:
     certain: Snapshot
     """What is on the disk for certain."""
 
-    def build(self, to: Path, draw: random.Random | None) -> None:
-        """Make the folder `to` as a cut may leave it. draw: decides for each piece that was not
-        synced whether it is there; None: nothing of it is."""
-        self._build_folder(self.root, to, draw)
+    def unsynced(self) -> list[Piece]:
+        """The pieces of which a cut may leave any: names in folders, and bytes of files."""
+        pieces: list[Piece] = []
+        for inode, seen in self.seen.folders.items():
+            certain = self.certain.folders.get(inode, {})
+            names = sorted({*certain, *seen})
+            pieces += [(inode, name) for name in names if certain.get(name) != seen.get(name)]
+        for inode, data in self.seen.files.items():
+            if self.certain.files.get(inode, b"") != data:
+                pieces.append((inode, None))
+        return pieces
 
-    def _build_folder(self, inode: int, folder: Path, draw: random.Random | None) -> None:
+    def build(self, to: Path, kept: Collection[Piece]) -> None:
+        """Make the folder `to` as a cut may leave it. kept: pieces that were not synced and are
+        there all the same."""
+        self._build_folder(self.root, to, kept)
+
+    def _build_folder(self, inode: int, folder: Path, kept: Collection[Piece]) -> None:
         folder.mkdir()
         certain = self.certain.folders.get(inode, {})
         seen = self.seen.folders.get(inode, certain)
         for name in sorted({*certain, *seen}):
-            entry = certain.get(name)
-            if entry != seen.get(name) and _is_kept(draw):
-                entry = seen.get(name)
+            entry = seen.get(name) if (inode, name) in kept else certain.get(name)
             if entry is None:
                 continue
             if entry.kind == "folder":
-                self._build_folder(entry.inode, folder / name, draw)
+                self._build_folder(entry.inode, folder / name, kept)
             elif entry.kind == "link":
                 (folder / name).symlink_to(entry.target)
             else:
-                (folder / name).write_bytes(self._bytes_of(entry.inode, draw))
+                (folder / name).write_bytes(self._bytes_of(entry.inode, kept))
 
-    def _bytes_of(self, inode: int, draw: random.Random | None) -> bytes:
-        certain = self.certain.files.get(inode, b"")
-        seen = self.seen.files.get(inode, certain)
-        if seen != certain and _is_kept(draw):
-            return seen
-        return certain
-
-
-def _is_kept(draw: random.Random | None) -> bool:
-    return draw is not None and draw.random() < 0.5
+    def _bytes_of(self, inode: int, kept: Collection[Piece]) -> bytes:
+        if (inode, None) in kept:
+            return self.seen.files[inode]
+        return self.certain.files.get(inode, b"")
 
 
 class RecordedDisk:
