@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from spmdflow.checkpoint import StateFiles
 from spmdflow.checkpoint.disk import disk_errors, sync_tree
 from spmdflow.checkpoint.export import MergedState, ModelExport
 from spmdflow.checkpoint.manifest import CheckpointInfo, order_of, read_manifest
 from spmdflow.checkpoint.run_dir import FOLDER, find_latest
+from spmdflow.checkpoint.state import StateFiles
 from spmdflow.errors import CheckpointError, SpmdflowError
 
 FINISHED, REFUSED = 0, 2

@@ -17,9 +17,32 @@ every file and every folder is fsynced before the next name points to it, metric
 `run_dir` holds the rules of RUN_DIR itself: who may start, who continues, which settings; `disk`
 checks at the start that every rank sees it. Frozen models are not saved: the manifest has their
 folders and hashes (`tensors.model_hash`), and a resumed run reads them again.
+
+Import from its modules: the package itself imports none of them, so that `lock` and `disk` can be
+read before torch is there (an error in settings is told without waiting for torch).
 """
 
-from spmdflow.checkpoint.state import StateFiles
-from spmdflow.checkpoint.tensors import HostCopies, read_tensors, write_state, write_tensors
+from __future__ import annotations
 
-__all__ = ["HostCopies", "StateFiles", "read_tensors", "write_state", "write_tensors"]
+import warnings
+from importlib import import_module
+
+_MOVED = {
+    "HostCopies": "tensors",
+    "StateFiles": "state",
+    "read_tensors": "tensors",
+    "write_state": "tensors",
+    "write_tensors": "tensors",
+}
+"""Names that could be imported from here in 0.1, and their modules; for one release."""
+
+
+def __getattr__(name: str) -> object:
+    """The object that was imported from here before, with a warning that says where it is now."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = f"{__name__}.{_MOVED[name]}"
+    warnings.warn(
+        f"{__name__}.{name} has moved; import it from {home}", FutureWarning, stacklevel=2
+    )
+    return getattr(import_module(home), name)

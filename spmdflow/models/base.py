@@ -22,9 +22,10 @@ from typing import Any, ClassVar
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.checkpoint import HostCopies, StateFiles, write_state
 from spmdflow.checkpoint.disk import disk_errors
 from spmdflow.checkpoint.export import ModelExport
+from spmdflow.checkpoint.state import StateFiles
+from spmdflow.checkpoint.tensors import HostCopies, write_state
 from spmdflow.config.parallel import generation_sizes, training_sizes
 from spmdflow.config.schema import EngineConfig
 from spmdflow.data.ragged import select_rows

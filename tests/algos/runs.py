@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from spmdflow.checkpoint import read_tensors
+from spmdflow.checkpoint.tensors import read_tensors
 from tests import forked
 from tests.metrics_page import unknown_metrics
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForSequenceClassification as SequenceClassific
 
 from spmdflow import export
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import StateFiles
+from spmdflow.checkpoint.state import StateFiles
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError

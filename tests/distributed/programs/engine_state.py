@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import StateFiles, write_state
 from spmdflow.checkpoint.export import ModelExport, plan_files
+from spmdflow.checkpoint.state import StateFiles
+from spmdflow.checkpoint.tensors import write_state
 from spmdflow.weights.folder import folder_tensors
 from spmdflow.weights.move import Block, Blocks
 from spmdflow.workers.engine import TrainEngine

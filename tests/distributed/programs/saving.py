@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import StateFiles
+from spmdflow.checkpoint.state import StateFiles
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.models.policy import ActorWorker

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import HostCopies, write_state
 from spmdflow.checkpoint.manifest import part_of
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest, open_run_dir
+from spmdflow.checkpoint.tensors import HostCopies, write_state
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint_files import write_as_rank

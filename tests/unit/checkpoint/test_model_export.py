@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import StateFiles, export, tensors, write_state
+from spmdflow.checkpoint import export, tensors
 from spmdflow.checkpoint.export import ModelExport, plan_files
+from spmdflow.checkpoint.state import StateFiles
+from spmdflow.checkpoint.tensors import write_state
 from spmdflow.weights.file import Facts
 
 BF16 = torch.bfloat16

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import write_state
 from spmdflow.checkpoint.disk import make_folders, write_atomically
 from spmdflow.checkpoint.manifest import Written, finish_part, part_of
 from spmdflow.checkpoint.run_dir import Checkpoints, newest_whole, open_run_dir
+from spmdflow.checkpoint.tensors import write_state
 from spmdflow.config.schema import RunConfig
 from spmdflow.export import export
 from spmdflow.tracking.tracker import read_lines

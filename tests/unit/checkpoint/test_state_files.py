@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spmdflow import checkpoint
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import plan_reads
-from spmdflow.checkpoint import StateFiles, tensors, write_state
+from spmdflow.checkpoint import tensors
 from spmdflow.checkpoint.manifest import Written, finish_part, part_of
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
+from spmdflow.checkpoint.state import StateFiles
+from spmdflow.checkpoint.tensors import write_state
 from spmdflow.errors import CheckpointError
 
 WHOLE = {"w": torch.arange(60.0).reshape(10, 6), "w.exp_avg": -torch.arange(60.0).reshape(10, 6)}
@@ -167,3 +170,10 @@ def test_nothing_but_headers_is_read_again_to_seal(tmp_path):
     facts = info.files["actor/rank-0.safetensors"]
     size = (folder / "rank-0.safetensors").stat().st_size
     assert (facts.num_bytes, facts.head_bytes) == (size, size - 2 * 4 * 6 * 4)
+
+
+def test_name_that_the_package_had_before_is_found_with_a_warning_that_tells_its_module() -> None:
+    with pytest.warns(FutureWarning, match=r"import it from spmdflow\.checkpoint\.state"):
+        found = checkpoint.StateFiles
+
+    assert found is StateFiles

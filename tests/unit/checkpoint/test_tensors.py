@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdflow.checkpoint import read_tensors, write_tensors
+from spmdflow.checkpoint.tensors import read_tensors, write_tensors
 from spmdflow.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

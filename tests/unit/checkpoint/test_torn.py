@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import write_state
 from spmdflow.checkpoint.manifest import CheckpointInfo, Written, finish_part, part_of, verify_files
 from spmdflow.checkpoint.run_dir import Checkpoints, open_run_dir
+from spmdflow.checkpoint.tensors import write_state
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import CheckpointError
 

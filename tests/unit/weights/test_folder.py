@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint import StateFiles, write_state
 from spmdflow.checkpoint.export import ModelExport, plan_files
+from spmdflow.checkpoint.state import StateFiles
+from spmdflow.checkpoint.tensors import write_state
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
