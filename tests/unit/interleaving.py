@@ -4,9 +4,9 @@ A step of a thread ends where it calls `Scheduler.pause`: at a place where anoth
 in between, or where it waits for something. `EveryOrder` runs a program again and again, each time
 with another choice of who goes next, until every choice was made in every state.
 
-The pieces below let the code of a rank pause where it would be interrupted or would wait: the
-condition on which lanes wait for rows, the queue of a lane, the threads of early methods, and the
-network between two ranks.
+The pieces below let the code pause where it would be interrupted or would wait: a lock, the
+condition on which lanes of a rank wait for rows, the queue of a lane, the threads of early methods,
+and the network between two ranks.
 """
 
 from __future__ import annotations
@@ -192,6 +192,21 @@ def _next_choices(made: Sequence[tuple[int, int]]) -> list[int] | None:
         if place + 1 < count:
             return [place for place, _ in made[:moment]] + [place + 1]
     return None
+
+
+class ScheduledLock:
+    """A lock: taking it is a step of its own, which waits while another actor has it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_taken = False
+
+    def __enter__(self) -> None:
+        self._scheduler.pause(lambda: not self._is_taken)
+        self._is_taken = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_taken = False
 
 
 class ScheduledCondition(RowCondition):
