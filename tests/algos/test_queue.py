@@ -34,7 +34,9 @@ from tests.algos.runs import (
 )
 
 ASYNC, SYNC = (ROOT / "algos" / f"{name}.py" for name in ("grpo_async", "grpo"))
-QUEUED = ROOT / "tests" / "algos" / "programs" / "queued.py"
+QUEUED, UNSYNCED = (
+    ROOT / "tests" / "algos" / "programs" / f"{name}.py" for name in ("queued", "unsynced")
+)
 SMALL = (
     "data.prompts_per_step=6",
     "data.samples_per_prompt=4",
@@ -196,6 +198,18 @@ def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
     check_trained(run_dir, words, steps, bound=2)
     rows = [row for step in trained_of(run_dir) for row in step["versions"]]
     assert any(len(set(row)) > 1 for row in rows), "no row went on over a sync"
+
+
+def test_steps_end_and_are_saved_while_rows_of_later_steps_have_no_end(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = (*TAIL, "total_steps=3", "save_every=1", "run.keep_checkpoints=3")
+
+    run_ranks(run_dir, *words, num_ranks=2, script=UNSYNCED, small=())
+
+    assert [step["step"] for step in steps_of(run_dir)] == [1, 2, 3]
+    sealed = sorted(path.parent.name for path in run_dir.glob("checkpoints/*/manifest.json"))
+    assert sealed == ["step-1", "step-2", "step-3"]
+    assert list(run_dir.glob("checkpoints/step-1/generator/ahead-*.safetensors")) != []
 
 
 @pytest.mark.slow

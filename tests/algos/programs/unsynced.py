@@ -1,0 +1,60 @@
+"""Trains from a queue, and leaves it to the queue to sync: the script does not.
+
+The generator is busy with rows of later steps until it is halted, as if they had no end.
+"""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+from spmdflow import (
+    ActorConfig,
+    Flow,
+    GeneratorWorker,
+    GRPOAsyncConfig,
+    PolicyWorker,
+    RewardWorker,
+    WorkerContext,
+    compute_advantages,
+    register,
+)
+
+LIMIT_SECONDS = 120.0
+"""Only for a generator that is never halted."""
+
+
+class Tireless(GeneratorWorker):
+    """Draws ahead until it is halted, and not only until all rows have ended."""
+
+    def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
+        super().__init__(cfg, context)
+        self._halted_turns: SimpleQueue[int] = SimpleQueue()
+
+    @register(transfer_mode="ONE_TO_ALL")
+    def go_on(self, turn: int) -> None:
+        """A turn that does not end by itself."""
+        super().go_on(turn)
+        while self._halted_turns.get(timeout=LIMIT_SECONDS) < turn:
+            pass
+
+    def halt(self, turn: int) -> None:
+        """See Worker.halt."""
+        super().halt(turn)
+        self._halted_turns.put(turn)
+
+
+def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
+    actor = flow.spawn(PolicyWorker, cfg.actor)
+    generator = flow.spawn(Tireless, cfg.actor)
+    reward = flow.spawn(RewardWorker, cfg.reward)
+    prompts = flow.prompts(cfg.data)
+    weights = flow.connect(actor, generator)
+    queue = flow.queue(prompts, weights, max_staleness=cfg.max_staleness)
+
+    for step in flow.steps(cfg.total_steps):
+        batch = next(queue)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reward.compute_reward(batch)
+        batch |= batch.map(compute_advantages, estimator=cfg.advantage.estimator, cfg=cfg.advantage)
+        step.log(actor.update_actor(batch))
+        flow.save(every=cfg.save_every)
