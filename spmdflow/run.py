@@ -266,7 +266,7 @@ def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: b
     except KeyboardInterrupt:  # of a second Ctrl-C in one process, or before the ranks have met
         sys.stderr.write("spmdflow: stopped at once by Ctrl-C\n")
         return FAILED
-    except StartRefused as err:  # of all ranks: told once for each node
+    except StartRefused as err:  # by all ranks, or all of a node: told once for each node
         return _refuse(err, place)
     except SpmdflowError as err:
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
@@ -276,12 +276,15 @@ def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: b
 
 
 def _join_group(run: RunConfig) -> None:
-    """Create the default process group, under a prefix of torchrun's store that only we use."""
+    """Create the default process group, under a prefix of torchrun's store that only we use.
+
+    StartRefused if this node has no address for it.
+    """
     import torch.distributed as dist
 
     from spmdflow.parallel.device import CPU, own_device
     from spmdflow.parallel.group import COLLECTIVE_SECONDS
-    from spmdflow.runtime.rendezvous import StartingRank, own_store
+    from spmdflow.runtime.rendezvous import StartingRank, own_store, refusal_without_address
 
     start = timedelta(seconds=run.start_seconds)
     shared, rank, world_size = next(dist.rendezvous("env://", timeout=start))
@@ -290,7 +293,15 @@ def _join_group(run: RunConfig) -> None:
     me = StartingRank(rank, int(os.environ.get("GROUP_RANK", 0)), origin)
     store = own_store(shared, me, world_size, seconds=run.start_seconds)
     store.set_timeout(start)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=start)
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=start
+        )
+    except RuntimeError as err:
+        refusal = refusal_without_address(err, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        if refusal is None:
+            raise
+        raise refusal from err
     if own_device() != CPU:  # NCCL's communicators are made in the first calls
         store.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 

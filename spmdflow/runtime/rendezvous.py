@@ -47,7 +47,8 @@ from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACKS = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+"""The loopback address of each family; the first that this node has is used."""
 _KEY_SECONDS = 5.0
 """What a network file system may take to show a new file on another node."""
 
@@ -134,7 +135,7 @@ class Rendezvous:
 
 
 class StartRefused(ConfigError):
-    """A start that the controller's rank refuses; every rank of the session raises it."""
+    """A start that every rank of the session, or every rank of a node, refuses alike."""
 
 
 def meet(
@@ -214,7 +215,7 @@ def _open_hub(
     hosts: dict[str, str] = {}
     for other in others.values():
         if other.network == info.network:
-            hosts[other.network] = _LOOPBACK
+            hosts[other.network] = _loopback()
         elif other.network not in hosts:
             peer = other.host_ip or store_host or socket.gethostname()
             hosts[other.network] = _source_ip(peer) or _own_ip()
@@ -303,6 +304,41 @@ def _own_ip() -> str:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "0.0.0.0"
+
+
+def _loopback() -> str:
+    """The loopback address of this node: 127.0.0.1, or ::1 where only IPv6 has one."""
+    for family, address in _LOOPBACKS.items():
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return address
+    raise ConfigError(
+        f"start: this node has no loopback address, expected {' or '.join(_LOOPBACKS.values())} "
+        f"for the ranks that share it; run `ip link set lo up`"
+    )
+
+
+_GLOO_ADDRESS_WORDS = ("to a (local) address", "Unable to find address for")
+"""What gloo says when it has no address to listen on, in torch 2.13."""
+
+
+def refusal_without_address(err: RuntimeError, interface: str) -> StartRefused | None:
+    """The refusal of a start in which gloo found no address to listen on; None: another error.
+
+    interface: the value of GLOO_SOCKET_IFNAME; empty if it is not set.
+    """
+    if not any(words in str(err) for words in _GLOO_ADDRESS_WORDS):
+        return None
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    if interface:
+        expected = f"an interface of this node with an address ({names})"
+        do = "set it to the one that reaches the other ranks, or unset it"
+        return StartRefused.of("GLOO_SOCKET_IFNAME", repr(interface), expected, do)
+    return StartRefused(
+        f"start: gloo found no address of this node to listen on ({err}); set GLOO_SOCKET_IFNAME "
+        f"to the interface that reaches the other ranks (this node has {names}; lo serves where "
+        f"all ranks are on it), and torchrun's --master-addr to an address of that interface"
+    )
 
 
 _ROOT = "spmdflow/roll-call"
