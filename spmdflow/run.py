@@ -52,6 +52,7 @@ from spmdflow.runtime.process import (
     allow_open_files,
     die_with_launcher,
     keep_freed_memory,
+    open_closed_streams,
 )
 from spmdflow.runtime.start_watch import StartWatch
 from spmdflow.weights.own_code import unused_code_text
@@ -118,6 +119,7 @@ def run_rank(load: Callable[[Place], tuple[Loaded, bool] | None]) -> int:
 
     None: nothing is to be run. Returns the exit code of this rank.
     """
+    open_closed_streams()
     has_agent = AGENT_MARK in os.environ
     launcher = die_with_launcher() if has_agent else None
     if has_agent and launcher is None:
@@ -199,11 +201,16 @@ def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
 
 
 def _say(place: Place, text: str) -> None:
-    if place.rank != 0 or sys.stdout is None:  # None: it was closed before the start
+    """Print text on rank 0, for a reader that may have gone; ConfigError if it cannot be stored."""
+    if place.rank != 0:
         return
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+    except BrokenPipeError:  # such as `| head`; what Python still holds goes nowhere at the end
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
     except OSError as err:
         expected, do = "a place to write to", "free space there, or send it elsewhere"
         raise ConfigError.of("standard output", err, expected, do) from err

@@ -180,6 +180,36 @@ def host_bytes() -> int:
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null as each standard stream that this process was started without.
+
+    Otherwise Python has no `sys.stdout`, the next file or socket gets the number of the closed
+    descriptor, and processes that this one starts have no such stream either.
+    """
+    missing = [
+        (number, name)
+        for number, name in enumerate(("stdin", "stdout", "stderr"))
+        if getattr(sys, name) is None
+    ]
+    for number, _ in missing:
+        if not _is_open(number):
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number, so mostly this one
+            os.dup2(null, number)
+            os.set_inheritable(number, True)
+            if null != number:
+                os.close(null)
+    for number, name in missing:
+        setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 def allow_open_files() -> None:
     """Raise the limit of open descriptors as far as this process may.
 

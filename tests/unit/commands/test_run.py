@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,10 +151,42 @@ def test_standard_output_on_a_full_disk_is_refused_in_words(
     assert "standard output: got [Errno 28] No space left" in capsys.readouterr().err
 
 
-def test_closed_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_error_here_nor_in_processes_started_from_here(
+    closed: str, tmp_path: Path
+) -> None:
+    child = "import sys; sys.stdin.fileno(); sys.stdout.write('a'); sys.stderr.write('b')"
+    program = (
+        "import subprocess, sys; from spmdflow.run import main\n"
+        "status = main(['ppo.py', '--help'])\n"
+        f"child = subprocess.run([sys.executable, '-c', {child!r}])\n"
+        "print(status, child.returncode, file=open('statuses', 'w'))"
+    )
 
-    assert run.main(["ppo.py", "--help"]) == 0
+    subprocess.run(
+        ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program],
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": "", "RANK": "0"},
+        stdin=subprocess.DEVNULL,
+        timeout=600,
+    )
+
+    assert (tmp_path / "statuses").read_text() == "0 0\n"
+
+
+def test_reader_of_standard_output_that_has_gone_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "spmdflow.run", "ppo.py", "--help"],
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=600,
+    )
+    os.close(writing)
+
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_refusal_needs_neither_torch_nor_a_process_group() -> None:
