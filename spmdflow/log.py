@@ -1,8 +1,12 @@
-"""Logging of a rank: `[rank 3] HH:MM:SS level text`, one line per event, on stderr."""
+"""Logging of a rank: `[rank 3] HH:MM:SS level text`, one line per event, on stderr.
+
+`print_text` is for the few results that go to standard output.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 
@@ -19,6 +23,20 @@ class _OneLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return " | ".join(line for line in super().format(record).splitlines() if line.strip())
+
+
+def print_text(text: str) -> None:
+    """Write text to standard output at once; OSError if that cannot be, as on a full disk.
+
+    A reader that has gone (`| head`) is no error: then this text and all that follows are dropped.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # Python writes what it still holds when it ends: that goes nowhere
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def set_up_logging(rank: int, *, level: int = logging.INFO) -> logging.Handler:

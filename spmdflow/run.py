@@ -45,6 +45,7 @@ from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import ModelConfig, PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
+from spmdflow.log import print_text
 from spmdflow.plan.showing import planning_shown
 from spmdflow.program import prepare
 from spmdflow.runtime.process import (
@@ -201,16 +202,11 @@ def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
 
 
 def _say(place: Place, text: str) -> None:
-    """Print text on rank 0, for a reader that may have gone; ConfigError if it cannot be stored."""
+    """Print text on rank 0; ConfigError if standard output does not take it."""
     if place.rank != 0:
         return
     try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # such as `| head`; what Python still holds goes nowhere at the end
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+        print_text(text + "\n")
     except OSError as err:
         expected, do = "a place to write to", "free space there, or send it elsewhere"
         raise ConfigError.of("standard output", err, expected, do) from err

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -21,6 +21,7 @@ from spmdflow.controller.group import WeightLink, WorkerGroup
 from spmdflow.controller.prompts import PromptStream
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError, RewardError
+from spmdflow.log import print_text
 from spmdflow.tracking.estimate import (
     as_metrics,
     estimates,
@@ -30,6 +31,8 @@ from spmdflow.tracking.estimate import (
 
 Generate = Callable[..., Batch]
 """A script's own generation: generate(rows) or generate(rows, greedy=...) -> rows."""
+
+logger = logging.getLogger(__name__)
 
 EVALUATION_FILE = "evaluation.jsonl"
 
@@ -140,8 +143,15 @@ class Evaluation:
         facts["mean tokens, greedy"] = mean(lengths)
         if samples:
             facts["mean tokens, sampled"] = mean(s.num_tokens for row in samples for s in row)
-        sys.stdout.write(evaluation_table("evaluation (accuracy and score: greedy)", found, facts))
-        sys.stdout.flush()
+        try:
+            print_text(evaluation_table("evaluation (accuracy and score: greedy)", found, facts))
+        except OSError as err:
+            logger.warning(
+                "standard output does not take the table of the evaluation (%s); its numbers are "
+                "in metrics.jsonl, its samples in %s",
+                err,
+                run_dir / EVALUATION_FILE,
+            )
         return as_metrics(found, "eval") | {"eval/response_length": facts["mean tokens, greedy"]}
 
 

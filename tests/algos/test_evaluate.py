@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,22 @@ def test_configuration_of_a_run_is_that_of_its_evaluation(
 
     assert rows_of(tmp_path) == rows_of(alone)
     assert loaded.cfg.actor.model.path == exported_folder("path", str(trained))
+
+
+def test_table_that_standard_output_does_not_take_costs_no_evaluation(
+    trained: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(SCRIPT, trained / "config.yaml", [f"run.dir={tmp_path}"])
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+    assert rows_of(tmp_path) == rows_of(alone)
+    assert "eval/accuracy" in steps_of(tmp_path)[-1]
 
 
 def test_yaml_of_training_is_taken_over_and_typos_are_refused() -> None:
