@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,18 +50,6 @@ _ROW_HEAD_BYTES = 16
 """Of a row that is fetched: its id in the command, its length in the reply."""
 
 
-class DrawsAhead(Protocol):
-    """A generator that draws for rows of later steps until it is paused or halted."""
-
-    ranks: frozenset[int]
-
-    def pause(self, made_first: Sequence[RowResult] = ()) -> None:
-        """End the drawing once these results are made."""
-
-    def go_on(self) -> None:
-        """Draw again, after the calls that were made meanwhile."""
-
-
 class Caller:
     """Makes calls, keeps track of which rank has which rows, and serves batches."""
 
@@ -83,8 +71,8 @@ class Caller:
         """The last rows that an update of the running step was given."""
         self.num_updates: Counter[str] = Counter()
         """Updates of this launch by model."""
-        self.drawing: list[DrawsAhead] = []
-        """Generators that draw for rows of later steps: other calls on their ranks pause them."""
+        self.busy: AbstractSet[int] = frozenset()
+        """Ranks whose compute lane draws for rows of later steps: other calls would wait."""
         self.captured: list[tuple[CallRecord, RowResult | None, object]] | None = None
         """Orders of a step that is kept (capsule.py), what they make and their inputs."""
         self.is_skipped: Callable[[Batch], bool] | None = None
@@ -101,11 +89,6 @@ class Caller:
         """Node of every rank, by global rank; -1: not a rank of the run."""
         found = {rank: self.transport.node_of(rank) for rank in self.ranks}
         return [found.get(rank, -1) for rank in range(max(self.ranks) + 1)]
-
-    @property
-    def busy(self) -> AbstractSet[int]:
-        """Ranks whose compute lane draws for rows of later steps."""
-        return frozenset().union(*(each.ranks for each in self.drawing))
 
     # Calls
 
@@ -198,10 +181,7 @@ class Caller:
         for given, names, rows in plan.needs:  # first: the rows are under way before the call
             given.be_made(plan.label)
             self.transfers.need(given, names, rows)
-        paused = [each for each in self.drawing if not each.ranks.isdisjoint(plan.commands)]
-        for each in paused:
-            each.pause([given for given, _, _ in plan.needs])
-        pending = self.submit(
+        return self.submit(
             plan.label,
             plan.commands,
             result=result,
@@ -209,9 +189,6 @@ class Caller:
             answering=plan.answering,
             place=place,
         )
-        for each in paused:
-            each.go_on()
-        return pending
 
     # Orders
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import too_many
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.result import Result, RowResult
+from spmdflow.controller.result import Result
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.runtime.order import Order, Replies
 from spmdflow.transfer.register import method_spec
@@ -88,9 +88,7 @@ class WeightLink:
         """Of the generator's weights: how often they were other ones than before."""
         self._synced: int | None = None
         """Updates that the generator's weights have seen; None: not synced in this launch."""
-        self._turn = 0
-        self.ranks = frozenset(generator.target.layout.ranks)
-        """Of the generator."""
+        self._turn, self._ranks = 0, frozenset(generator.target.layout.ranks)
         policy.open_weights(peer=asdict(generator.target.layout))
         generator.open_weights(peer=asdict(policy.target.layout))
 
@@ -125,32 +123,8 @@ class WeightLink:
 
     def go_on(self) -> None:
         """Let the generator draw for rows under way until the policy is ready for a sync."""
-        if self in self._caller.drawing:
-            return
-        self._turn += 1
+        self._turn, self._caller.busy = self._turn + 1, self._caller.busy | self._ranks
         self.generator.go_on(turn=self._turn)
-        self._caller.drawing.append(self)
-
-    def pause(self, made_first: Sequence[RowResult] = ()) -> None:
-        """End `go_on`, if it was begun, once these results are made.
-
-        A call on the generator's ranks needs it, as it would wait until all rows under way are
-        drawn. made_first: what the call reads; the generator draws until it could begin.
-        """
-        if self not in self._caller.drawing:
-            return
-        self._caller.drawing.remove(self)
-        transport = self._caller.transport
-        halt = self._order(self.generator, "halt", "transfer")
-
-        def halt_once_made() -> None:
-            unmade = [result for result in made_first if not result.done]
-            if unmade:
-                unmade[0].waiting.append(halt_once_made)
-            else:
-                transport.submit(halt)
-
-        transport.post(halt_once_made)
 
     def halt(self) -> None:
         """End `go_on`, if it was begun, as soon as the policy has come as far as here.
@@ -158,21 +132,24 @@ class WeightLink:
         The end of a step needs it, as it waits for every call: without it, it would wait until all
         rows under way are drawn.
         """
-        if self not in self._caller.drawing:
-            return
-        self._caller.drawing.remove(self)
-        transport = self._caller.transport
-        halt = self._order(self.generator, "halt", "transfer")
-        reach = self._order(self._policy, "reach", "compute")
+        if self._caller.busy >= self._ranks:
+            self._halt_when_policy_is_there()
 
-        def halt_generator(_: Replies) -> None:
-            transport.submit(halt)
+    def _halt_when_policy_is_there(self) -> None:
+        """End `go_on` once every rank of the policy has come as far as here."""
+        caller, generator, turn = self._caller, self.generator, self._turn
+        caller.busy -= self._ranks
 
-        transport.submit(replace(reach, on_done=halt_generator))
+        def order(target: WorkerGroup, operation: str, lane: str) -> Order:
+            command = {"operation": operation, "group": generator.name, "turn": turn}
+            commands = dict.fromkeys(target.target.layout.ranks, command)
+            label, limit = f"{target.name}.{operation}", caller.transfers.seconds
+            return Order(caller.next_number(), lane, label, commands, limit)
 
-    def _order(self, group: WorkerGroup, operation: str, lane: str) -> Order:
-        """An order to every rank of a group, about the turn of `go_on` that was begun last."""
-        command = {"operation": operation, "group": self.generator.name, "turn": self._turn}
-        commands = dict.fromkeys(group.target.layout.ranks, command)
-        number, limit = self._caller.next_number(), self._caller.transfers.seconds
-        return Order(number, lane, f"{group.name}.{operation}", commands, limit)
+        halt = order(generator, "halt", "transfer")
+        reach = order(self._policy, "reach", "compute")
+
+        def is_there(_: Replies) -> None:
+            caller.transport.submit(halt)
+
+        caller.transport.submit(replace(reach, on_done=is_there))

@@ -51,7 +51,6 @@ class RolloutQueue(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         self._link.refresh()
-        self._link.pause()
         left = self._caller.last_step - self._caller.step
         wanted = 1 + min(self._max_staleness, left)
         while len(self._ahead) < wanted:

@@ -71,17 +71,13 @@ class RowsAhead:
         return self._runner.finish([self._numbers.pop(row) for row in ids])
 
     def go_on(self, turn: int) -> None:
-        """Draw until `halt` says so, or until every row has ended.
-
-        Leaves nothing in the generator, which another call may use then.
-        """
+        """Draw until `halt` says so, or until every row has ended."""
         runner = self._runner
         if runner is not None:
             runner.go_on(lambda: self._halted >= turn or not runner.num_under_way)
-        else:
-            while len(self._requests) and not self._is_halted(turn):
-                self._draw()
-        self.set_aside()
+            return
+        while len(self._requests) and not self._is_halted(turn):
+            self._draw()
 
     def halt(self, turn: int) -> None:
         """End `go_on` of this turn, or keep it from beginning (another thread)."""

@@ -200,7 +200,7 @@ def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
     assert any(len(set(row)) > 1 for row in rows), "no row went on over a sync"
 
 
-def test_calls_steps_and_saves_end_while_rows_of_later_steps_have_no_end(tmp_path: Path) -> None:
+def test_steps_end_and_are_saved_while_rows_of_later_steps_have_no_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = (*TAIL, "total_steps=3", "save_every=1", "run.keep_checkpoints=3")
 
