@@ -53,10 +53,10 @@ def read_yaml(path: Path) -> Source:
         got = f"a byte that is not UTF-8 at position {err.start}"
         do = "save the file in that encoding"
         raise ConfigError.of(path, got, "text in UTF-8", do) from err
+    except OmegaConfBaseException as err:  # some of them are ValueErrors
+        raise _unreadable(path, err) from err
     except ValueError as err:
         raise _too_long(path, err) from err
-    except OmegaConfBaseException as err:
-        raise _unreadable(path, err) from err
     except OSError as err:  # also of a file that is one number
         raise ConfigError.of(path, err, "a file of key: value lines", "correct it") from err
     if not isinstance(tree, dict):

@@ -28,6 +28,7 @@ WAITS = {
     ),
     (UP, "rollout/builtin.py:_settle"): (1, "which rows stay"),
     (UP, "rollout/generator.py:generate"): (1, "the order of the rows"),
+    (READ, "rollout/generator.py:response_columns"): (1, "whether a log-probability is nan"),
     (READ, "rollout/builtin.py:_counts_of_ended"): (1, "whether all rows go on, every 8 tokens"),
     (DOWN, "rollout/builtin.py:_counts_of_ended"): (2, "if not, which, and their lengths"),
     (DOWN, "data/column.py:_copied"): (3, "what a method returns lies in host memory"),
