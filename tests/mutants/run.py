@@ -1,4 +1,4 @@
-"""Runs the tests against deliberate faults (mutants): each must make a test fail.
+"""Runs the tests against deliberate bugs (mutants): each must make a test fail.
 
 Usage: .venv/bin/python tests/mutants/run.py [NAME ...]      by default all of them; some minutes
 
@@ -24,7 +24,7 @@ LIMIT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault."""
+    """A deliberate bug."""
 
     name: str
     path: Path
@@ -53,7 +53,7 @@ def _read(path: Path) -> Mutant:
 
 
 def copy_of_tree(to: Path) -> Path:
-    """The files that git knows, as they are now, below a folder that has the data beside it."""
+    """The files that git knows, as they are now, copied into the folder `to`."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
@@ -82,7 +82,7 @@ def apply(tree: Path, mutant: Mutant, *options: str) -> None:
 
 
 def main(names: list[str]) -> int:
-    """Run each mutant; the number that survived, at most 1."""
+    """Run the tests against each mutant. Exit code: 1 if a mutant survives, otherwise 0."""
     survivors = []
     chosen = mutants(names)
     with tempfile.TemporaryDirectory() as folder:

@@ -104,7 +104,7 @@ class Scheduler:
             ready = [actor for actor in waiting if actor.may_go()]
             if not ready:
                 names = [actor.name for actor in waiting]
-                raise Deadlock(f"{names} wait for ever after {self.trace}")
+                raise Deadlock(f"deadlock: {names} are all waiting, after the steps {self.trace}")
             actor = self._choose(ready)
             self.trace.append(actor.name)
             actor.num_steps += 1
