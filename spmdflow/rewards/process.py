@@ -89,7 +89,7 @@ class WorkerProcess:
             return messages, wrote_to_channel(foreign)
         if status is None:
             return messages, None
-        how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        how = f"exit status {status}" if status >= 0 else f"signal {_signal_name(-status)}"
         return messages, f"ended its worker process ({how})"
 
     def accepts(self, message: dict[str, Any]) -> bool:
@@ -107,6 +107,7 @@ class WorkerProcess:
         Innermost call first; "" if none comes in time.
         """
         if self._worker_pid is not None and not self.ended:
+            self._drop_stacks()
             with contextlib.suppress(ProcessLookupError):  # its keeper is still ending the others
                 os.kill(self._worker_pid, signal.SIGUSR1)
         text = b""
@@ -135,6 +136,11 @@ class WorkerProcess:
             kill_marked(self._mark)
         self._channel.close()
         os.close(self._stack)
+
+    def _drop_stacks(self) -> None:
+        """Read away stacks that others asked for, such as a batch system's SIGUSR1 to a job."""
+        while select.select([self._stack], [], [], 0)[0] and os.read(self._stack, _READ_BYTES):
+            pass
 
     def _flush(self) -> None:
         try:
@@ -250,6 +256,14 @@ def are_scores(value: object) -> bool:
         if not (is_number or is_answer):
             return False
     return True
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL, ...; of real-time signals Python names the first and the last alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def _message_or_none(line: bytes) -> dict[str, Any] | None:

@@ -153,10 +153,18 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL, ...; of real-time signals Python names the first and the last alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def describe_status(status: int) -> str:
     """A wait status in words."""
     if os.WIFSIGNALED(status):
-        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"killed by {signal_name(os.WTERMSIG(status))}"
     return f"exited with status {os.waitstatus_to_exitcode(status)}"
 
 

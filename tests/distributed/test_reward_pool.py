@@ -37,6 +37,12 @@ def score(prompt, response, row):
         os._exit(7)
     if response == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "realtime":
+        os.kill(os.getpid(), signal.SIGRTMIN + 6)
+    if response == "job signals":  # as from a batch system, to every process of the job
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getppid(), signal.SIGINT)
+        os.abort()
     if response == "nan":
         return float("nan")
     if response == "text":
@@ -137,6 +143,8 @@ def test_scores_keep_the_order_and_both_processes_work(pool):
         ("hold", f"ran longer than reward.sample_seconds ({LIMIT} s)", "re.match("),
         ("vanish", "ended its worker process (exit status 7)", None),
         ("segfault", "ended its worker process (signal SIGSEGV)", "signal.SIGSEGV"),
+        ("realtime", f"ended its worker process (signal {signal.SIGRTMIN + 6})", None),
+        ("job signals", "ended its worker process (signal SIGABRT)", "os.abort()"),
     ],
 )
 def test_bad_sample_is_named_with_cause_and_place_and_the_pool_goes_on(
@@ -177,6 +185,23 @@ def test_exception_is_raised_with_the_traceback_of_the_function(
     assert trace.startswith(f'  File "{function[:-6]}", line ')
     assert line in trace
     assert "spmdflow" not in trace
+
+
+def test_place_of_a_hung_function_is_not_that_of_an_earlier_signal(patience, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import os, signal, time\n"
+        "def warned(): os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "def hang(): time.sleep(60)\n"
+        "def score(prompt, response, row):\n"
+        "    warned()\n"
+        "    hang()\n"
+    )
+
+    with (
+        RewardPool(f"{tmp_path}/own.py:score", sample_seconds=LIMIT) as pool,
+        pytest.raises(RewardError, match=r"line 3 in hang\n.*line 6 in score$"),
+    ):
+        score(pool, [""])
 
 
 def test_lines_that_processes_print_beside_each_other_stay_whole(function, monkeypatch, capfd):

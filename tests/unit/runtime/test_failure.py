@@ -125,6 +125,7 @@ def test_reports_of_an_earlier_start_are_removed_and_nothing_else(tmp_path: Path
 
 def test_wait_status_is_told_as_signal_or_number() -> None:
     assert describe_status(9) == "killed by SIGKILL"
+    assert describe_status(41) == "killed by signal 41", "Python has no name for it"
     assert describe_status(7 << 8) == "exited with status 7"
 
 
