@@ -299,6 +299,11 @@ def _start(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socke
             env=environment,
             start_new_session=True,  # torchrun signals the rank's whole group
         )
+    except OSError:  # no more processes or memory
+        ours.close()
+        os.close(lifeline)
+        os.close(stack)
+        raise
     finally:
         theirs.close()
         os.close(watched)

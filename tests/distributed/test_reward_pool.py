@@ -350,6 +350,16 @@ def test_processes_and_their_children_go_when_their_rank_is_killed(function, res
         assert_gone(pids)
 
 
+def test_process_that_cannot_be_started_leaves_no_descriptor(function, monkeypatch):
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    with pytest.raises(FileNotFoundError):
+        RewardPool(function)
+
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_missing_function_is_refused_at_construction(tmp_path):
     with pytest.raises(ConfigError) as caught:
         RewardPool(f"{tmp_path}/none.py:score", 2)
