@@ -91,30 +91,31 @@ class RunDirLock:
         path = run_dir / LOCK_FILE
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            self._acquire()
-        except BlockingIOError as err:
-            holder = LockRecord.parse(os.pread(self._file, _MOST_BYTES, 0))
+            self._acquire(path)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, self.record.to_bytes(), 0)
+        except BaseException:  # such as a full disk, or Ctrl-C
             os.close(self._file)
-            process = holder.describe() if holder else "unknown process"
-            raise ConfigError(
-                f"run.dir: {run_dir} is in use by a live run ({process}), expected a "
-                f"folder of its own; end that run, or set run.name or run.dir to another"
-            ) from err
-        except OSError as err:  # a file system without locks: go on without
-            logger.warning("%s cannot be locked (%s): start only one run in it", path, err)
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, self.record.to_bytes(), 0)
+            raise
 
-    def _acquire(self) -> None:
-        """Lock the file; BlockingIOError if somebody holds it for longer than a look takes."""
+    def _acquire(self, path: Path) -> None:
+        """Lock the file; ConfigError if somebody holds it for longer than a look takes."""
         limit = time.monotonic() + _TOUCHED_SECONDS
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            except BlockingIOError:
+            except BlockingIOError as err:
                 if time.monotonic() > limit:
-                    raise
+                    holder = LockRecord.parse(os.pread(self._file, _MOST_BYTES, 0))
+                    process = holder.describe() if holder else "unknown process"
+                    raise ConfigError(
+                        f"run.dir: {self.run_dir} is in use by a live run ({process}), expected a "
+                        f"folder of its own; end that run, or set run.name or run.dir to another"
+                    ) from err
+            except OSError as err:  # a file system without locks: go on without
+                logger.warning("%s cannot be locked (%s): start only one run in it", path, err)
+                return
             time.sleep(_RETRY_SECONDS)
 
     def is_held(self) -> bool:
@@ -159,6 +160,8 @@ class RunDirLock:
         if record == self.record:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
+        with contextlib.suppress(OSError):  # a forked process has the file open, too
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
         self._file = -1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,34 @@ def test_a_folder_of_a_file_system_without_locks_belongs_to_the_later_start(
     first.release()
     second.check_held()
     second.release()
+
+
+def test_a_start_that_cannot_write_its_record_does_not_keep_the_lock(tmp_path: Path) -> None:
+    claim_run_dir(tmp_path).release()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"run\.dir: cannot use .*File too large"):
+            claim_run_dir(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    claim_run_dir(tmp_path).release()
+
+
+def test_a_forked_process_does_not_keep_a_released_lock(tmp_path: Path) -> None:
+    lock = claim_run_dir(tmp_path)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        lock.release()
+
+        assert not is_run_live(tmp_path)
+        claim_run_dir(tmp_path).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_run_of_another_node_is_live_while_its_status_is_young(tmp_path: Path) -> None:
