@@ -23,14 +23,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import itertools
 import json
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -342,6 +341,10 @@ def refusal_without_address(err: RuntimeError, interface: str) -> StartRefused |
 
 
 _ROOT = "spmdflow/roll-call"
+_LOOK_SECONDS = 0.01
+"""Between two looks for ranks that ask."""
+_MOST_NEW = 1000
+"""Entries that one look takes up: whoever reaches the store can write any number as their count."""
 
 
 @dataclass(frozen=True)
@@ -388,11 +391,10 @@ def _ask(store: Store, me: StartingRank, until: float) -> str:
 def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until: float) -> None:
     """Answer whoever asks until every rank has heard the name."""
     heard = {me.rank: me}
-    for number in itertools.count(1):
-        if len(heard) == world_size:
-            return
-        key = f"{_ROOT}/asked/{number}"
-        if not _arrive(store, [key], until):
+    entries = _entries(store, until)
+    while len(heard) < world_size:
+        key = next(entries, None)
+        if key is None:
             missing = sorted(set(range(world_size)) - set(heard))
             raise DeadlineError(
                 f"start: ranks {missing} did not come in time, expected all of {world_size}; see "
@@ -413,6 +415,25 @@ def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until
         elif name_heard == name:
             _check_origin(asking, heard)
             heard[asking.rank] = asking
+
+
+def _entries(store: Store, until: float) -> Iterator[str]:
+    """Keys of the list that ranks append to, as they are written, until that time.
+
+    An entry may lack its text for ever: of a rank that was killed while it wrote. So entries behind
+    one are not held up.
+    """
+    awaited: list[str] = []
+    num_known = 0
+    while time.monotonic() < until:
+        num_entries = min(store.add(f"{_ROOT}/count", 0), num_known + _MOST_NEW)
+        awaited += [_entry(number) for number in range(num_known + 1, num_entries + 1)]
+        num_known = num_entries
+        written = [key for key in awaited if store.check([key])]
+        awaited = [key for key in awaited if key not in written]
+        yield from written
+        if not written:
+            time.sleep(_LOOK_SECONDS)
 
 
 def _read_asking(data: bytes, world_size: int) -> tuple[StartingRank, str | None] | None:
@@ -443,4 +464,9 @@ def _check_origin(new: StartingRank, heard: dict[int, StartingRank]) -> None:
 def _append(store: Store, said: dict[str, Any]) -> None:
     """Append to the list that rank 0 reads."""
     number = store.add(f"{_ROOT}/count", 1)
-    store.set(f"{_ROOT}/asked/{number}", json.dumps(said))
+    store.set(_entry(number), json.dumps(said))
+
+
+def _entry(number: int) -> str:
+    """Key of an entry of that list."""
+    return f"{_ROOT}/asked/{number}"

@@ -82,6 +82,16 @@ def test_what_no_rank_wrote_into_the_list_of_a_start_is_left_out(nonsense: bytes
     assert second.get("key") == b"of the first"
 
 
+def test_rank_that_was_killed_while_it_asked_does_not_hold_up_the_next_start() -> None:
+    store = dist.HashStore()
+    store.add(f"{_ROOT}/count", 1)  # the text of that entry never comes
+
+    first, second = start(store, of_one_node("a", 2), seconds=5.0)
+    first.set("key", "of the first")
+
+    assert second.get("key") == b"of the first"
+
+
 def test_rank_alone_waits_for_nobody() -> None:
     own_store(dist.HashStore(), StartingRank(0, 0, ""), 1, seconds=0.1).set("key", "value")
 
