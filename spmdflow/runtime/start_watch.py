@@ -68,6 +68,8 @@ class StartWatch:
                 terminated = time.monotonic()
             if time.monotonic() > terminated + _TERM_SECONDS:
                 leave(128 + signal.SIGTERM)
+        if terminated < float("inf"):  # nobody died: it asks the session to stop
+            os.kill(os.getpid(), signal.SIGTERM)
         for descriptor in self._ranks:
             os.close(descriptor)
 

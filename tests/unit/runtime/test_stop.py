@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from spmdflow.runtime.order import InprocTransport, stop_on_signals
 from spmdflow.runtime.process import STOP_SIGNALS, Signals, shutdown_seconds
 from spmdflow.runtime.wire import Kind
 from tests.unit.runtime.test_io import Controller
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -131,6 +135,32 @@ def test_every_stop_signal_of_a_session_is_taken_but_one_that_was_ignored_before
 
     assert taken == expected
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+MET_AFTER_SIGTERM = """
+import os, signal, time
+from spmdflow.runtime.process import Signals
+from spmdflow.runtime.start_watch import StartWatch
+
+watch = StartWatch(os.getppid())
+os.kill(os.getpid(), signal.SIGTERM)
+while signal.SIGTERM in signal.sigpending():
+    time.sleep(0.01)
+watch.end()
+with Signals() as signals:
+    until = time.monotonic() + 60
+    while not (taken := signals.take()) and time.monotonic() < until:
+        time.sleep(0.01)
+print(*taken)
+"""
+
+
+def test_sigterm_in_the_last_moment_of_a_start_stops_the_session() -> None:
+    words = [sys.executable, "-c", MET_AFTER_SIGTERM]
+
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=600)
+
+    assert (ended.returncode, ended.stdout.strip()) == (0, str(int(signal.SIGTERM))), ended.stderr
 
 
 def test_in_one_process_the_first_ctrl_c_is_a_request_and_the_second_an_interrupt() -> None:
