@@ -83,7 +83,7 @@ def load(
     script = load_script(script_path)
     schema = schema_of(script)
     sources = _read(_files(script_path, yaml_path), overrides)
-    assume = {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
+    assume = _examples(schema, sources)
     known = _known(schema)
     tree, errors = OmegaConf.structured(schema), Errors()
     given = _given(schema, sources, known)
@@ -93,7 +93,7 @@ def load(
     cfg = _resolve(tree, known, errors)
     resolve_paths(cfg, download=download)
     follow(cfg)
-    return Loaded(cfg, script, assume, _shown(given, known))
+    return Loaded(cfg, script, assume, _shown(given, known, tree))
 
 
 def help_text(
@@ -106,7 +106,7 @@ def help_text(
     script_path = find_file(script_path, ".py")
     schema = schema_of(load_script(script_path))
     sources = _read(_files(script_path, yaml_path), overrides)
-    take_examples(sources)
+    _examples(schema, sources)
     known = _known(schema)
     tree, errors = OmegaConf.structured(schema), Errors()
     given = _given(schema, sources, known)
@@ -114,7 +114,7 @@ def help_text(
         with errors.noted():
             _set(tree, setting.key, setting.value, setting.source, known)
     errors.raise_all()
-    return schema_help(schema, _shown(given, known))
+    return schema_help(schema, _shown(given, known, tree))
 
 
 def settings_text(loaded: Loaded) -> str:
@@ -140,6 +140,11 @@ def settings_text(loaded: Loaded) -> str:
     return "\n".join(lines)
 
 
+def _examples(schema: type, sources: Sequence[Source]) -> dict[str, Any]:
+    """Take the section `assume` out of the sources, unless it is one of the script's settings."""
+    return {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
+
+
 class _Given(NamedTuple):
     """What a source says of one setting."""
 
@@ -162,11 +167,16 @@ def _given(schema: type, sources: Sequence[Source], known: _Known) -> list[_Give
     return given
 
 
-def _shown(given: Sequence[_Given], known: _Known) -> dict[str, tuple[Any, str]]:
-    """Value and source of each setting that has another value than its default."""
+def _shown(given: Sequence[_Given], known: _Known, tree: DictConfig) -> dict[str, tuple[Any, str]]:
+    """Value and source of each setting that has another value than its default.
+
+    A map has what all sources say of it, and the name of the last.
+    """
+    plain: Any = OmegaConf.to_container(tree, resolve=False)
+    maps = {key: value for key, value in flat(plain, known.groups).items() if type(value) is dict}
     last = {each.key: each for each in given}
     return {
-        key: (each.value, each.source.name)
+        key: (maps.get(key, each.value), each.source.name)
         for key, each in last.items()
         if key in known.settings and each.value != known.settings[key].value
     }

@@ -94,6 +94,40 @@ def test_help_shows_the_values_that_the_command_line_would_run_with() -> None:
     assert "actor.model.path (str, required; here " in text
 
 
+def test_help_and_first_lines_show_a_map_with_all_that_files_and_words_put_into_it() -> None:
+    Path("mine.yaml").write_text("reward: {function: {right: reward.py:score}}\n")
+    words = [
+        "reward.function.twice=2 * reward.py:score",
+        "reward.function.half=0.5 * reward.py:score",
+    ]
+    whole = {
+        "right": "reward.py:score",
+        "twice": "2 * reward.py:score",
+        "half": "0.5 * reward.py:score",
+    }
+
+    loaded = load("ppo.py", "mine.yaml", words)
+
+    assert f"here {whole} by command line)" in help_text("ppo.py", "mine.yaml", words)
+    assert loaded.changed["reward.function"] == (whole, "command line")
+    assert loaded.cfg.reward.function == whole
+
+
+def test_help_shows_a_setting_of_the_script_that_has_the_name_of_the_examples() -> None:
+    Path("own.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from spmdflow.config.leaf import setting\n"
+        "@dataclass\n"
+        "class Settings:\n"
+        "    assume: str = setting('What is assumed.', 'nothing')\n"
+        "def main(flow, cfg: Settings): pass\n"
+    )
+
+    text = help_text("own.py", None, ["assume=much"])
+
+    assert "assume (str, default nothing; here much by command line)" in text
+
+
 @pytest.mark.parametrize("digits", [4301, 20_000])
 def test_number_that_is_too_long_to_read_is_refused_with_its_place(digits: int) -> None:
     Path("mine.yaml").write_text(f"total_steps: {'1' * digits}\n")
