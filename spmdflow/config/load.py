@@ -291,7 +291,8 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
     """Set one key; ConfigError if there is none of that name, or it is of another type.
 
     A map that is one setting, such as the terms of a reward: in a file it replaces the one of the
-    file before; a word of the command line changes what it names in it.
+    file before; a word of the command line changes what it names in it, and nothing else: what is
+    no map has nothing of that name.
     """
     name = source.name
     if key not in known.settings and key not in known.groups:
@@ -302,6 +303,13 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
     if value != REQUIRED and _holds_required(value):
         expected = f"a value in the place of {REQUIRED}"
         raise ConfigError.of(f"{name}: {key}", value, expected, "write it")
+    before = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
+    if source.key.startswith(f"{key}.") and isinstance(before, str):
+        entry = source.key.removeprefix(f"{key}.")
+        raise ConfigError(
+            f"{name}: {source.key} is an entry of a map, but {key} is {before!r}; write the whole "
+            f"map, as in {key}={{NAME: {before}, {entry}: ...}}"
+        )
     try:
         for group in _groups_of(key):
             if OmegaConf.select(tree, group) is None:  # an optional one

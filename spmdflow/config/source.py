@@ -35,6 +35,8 @@ class Source:
     tree: dict[str, Any]
     file: Path | None = None
     """None: the command line."""
+    key: str = ""
+    """What a word of the command line gives a value to."""
 
 
 def read_yaml(path: Path) -> Source:
@@ -127,7 +129,7 @@ def read_override(text: str) -> Source:
     except ValueError as err:
         raise _too_long(f"command line: {key}", err) from err
     assert isinstance(tree, dict), tree
-    return Source("command line", {str(name): value for name, value in tree.items()})
+    return Source("command line", {str(name): value for name, value in tree.items()}, key=key)
 
 
 def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str, ...]]:

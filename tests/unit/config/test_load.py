@@ -128,6 +128,16 @@ def test_help_shows_a_setting_of_the_script_that_has_the_name_of_the_examples() 
     assert "assume (str, default nothing; here much by command line)" in text
 
 
+@pytest.mark.parametrize("key", ["reward.function", "data.train_path"])
+def test_entry_of_a_setting_that_is_one_text_is_refused_and_does_not_replace_it(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("ppo.py", None, [f"{key}.more=other"])
+
+    now = {"reward.function": "reward.py:score", "data.train_path": "train.jsonl"}[key]
+    assert f"command line: {key}.more is an entry of a map, but {key} is '" in str(caught.value)
+    assert f"{now}'; write the whole map, as in {key}={{NAME: " in str(caught.value)
+
+
 @pytest.mark.parametrize("digits", [4301, 20_000])
 def test_number_that_is_too_long_to_read_is_refused_with_its_place(digits: int) -> None:
     Path("mine.yaml").write_text(f"total_steps: {'1' * digits}\n")
