@@ -431,6 +431,11 @@ def _messages_of(value: object, column: str) -> Messages:
                 f"has {column!r} with message {number} = {_kind_of(message)}, "
                 f'expected {{"role": ..., "content": ...}}'
             )
+        if not isinstance(message["role"], str):
+            raise DataError(
+                f"has {column!r} with message {number}, whose role = {_kind_of(message['role'])}, "
+                f"expected text"
+            )
         content = message["content"]  # a template would write null as "None"
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise DataError(
