@@ -36,6 +36,8 @@ Message = dict[str, Any]
 _PLACEHOLDER = f"{secrets.randbelow(10**24):024d}"
 _SPELLING = f"{secrets.randbelow(10**24):024d}"
 _PLACEHOLDERS = re.compile(_PLACEHOLDER + r"(\d{6})")
+_DIGITS = re.compile("[0-9]+")
+"""A special token of digits alone would be found in every placeholder."""
 
 _TEMPLATE_FAILURES = (
     TypeError,
@@ -154,10 +156,19 @@ class ChatTemplate:
 
     def _hide(self, value: Any) -> Any:
         """A value of JSON with placeholders for the texts of special tokens."""
+        try:
+            return self._hide_below(value)
+        except RecursionError as err:
+            raise DataError(
+                "has lists or objects in a message, or in a tool, that are too deep to read; take "
+                "them out"
+            ) from err
+
+    def _hide_below(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {self._hide(name): self._hide(each) for name, each in value.items()}
+            return {self._hide_below(name): self._hide_below(x) for name, x in value.items()}
         if isinstance(value, list):
-            return [self._hide(each) for each in value]
+            return [self._hide_below(each) for each in value]
         if not isinstance(value, str) or self._pattern is None:
             return value
         if self._pattern.search(value) is None:
@@ -166,6 +177,12 @@ class ChatTemplate:
             raise DataError(
                 "has the text of a special token in a message, which this tokenizer cannot keep "
                 "as text; use a tokenizer with tokenizer.json, or remove that text"
+            )
+        if digits := [text for text in self._special if _DIGITS.fullmatch(text)]:
+            raise DataError(
+                f"has the text of a special token in a message, which cannot be kept as text as "
+                f"{digits[0]!r} is a special token; add digits to the tokenizer with "
+                f"special_tokens=False, or name the role in data.trusted_roles"
             )
         numbers = {text: number for number, text in enumerate(self._special)}
         # again until none is left: removing one may leave another

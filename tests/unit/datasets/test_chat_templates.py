@@ -6,6 +6,7 @@ examples (SFT) and as pairs.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -318,6 +319,16 @@ def test_forged_token_that_another_hides_stays_text_too() -> None:
 
     end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert ids.count(end) == 1 and said in tokenizer.decode(ids)
+
+
+def test_special_tokens_of_digits_refuse_the_row_and_do_not_hang() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    names = [*FAMILIES["qwen2.5"].special[1:-1], "7"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    cfg = settings_of(DataConfig, prompt_column="messages")
+
+    with pytest.raises(DataError, match="as '7' is a special token; add digits to the tokenizer"):
+        encoded(tokenizer, cfg, {"messages": [{"role": "user", "content": "what is 7*8?"}]})
 
 
 def test_special_tokens_that_the_author_or_the_model_wrote_count() -> None:

@@ -17,6 +17,8 @@ from spmdflow.errors import ConfigError, DataError, SpmdflowError
 
 MODEL = Path(__file__).parents[3] / "algos/arithmetic/model"
 NESTED = b"[" * 100_000
+DEEP: Any = json.loads("[" * 600 + "]" * 600)
+"""As deep as JSON is still read."""
 
 
 def scan_text(
@@ -95,6 +97,15 @@ def test_row_of_brackets_without_end_is_refused(tmp_path):
         (
             [{"role": "user", "content": [{"type": "text", "text": "1"}]}],
             "has 'prompt' with message 1, whose content = list, expected text",
+        ),
+        (
+            [{"role": ["user"], "content": "1"}],
+            "has 'prompt' with message 1, whose role = list, expected text",
+        ),
+        (
+            [{"role": "user", "content": "1", "more": DEEP}],
+            "has lists or objects in a message, or in a tool, that are too deep to read; "
+            "take them out",
         ),
         (
             [{"role": "user", "content": "1"}, "2"],
