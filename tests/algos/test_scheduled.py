@@ -107,8 +107,9 @@ def test_number_of_steps_that_is_set_holds_and_a_step_beyond_it_is_told(
     ) in caplog.text
 
 
-def test_run_with_two_updates_a_step_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    words = ("updates=2", "save_every=1", "actor.optimizer.name=ASGD")
+def test_run_with_three_updates_a_step_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """ASGD keeps the rate of its last step, which is not the one that was planned for it."""
+    words = ("updates=3", "save_every=1", "actor.optimizer.name=ASGD")
     whole = run(tmp_path / "whole", *words)
 
     run(tmp_path / "halves", *words, "counted=4", "run.max_seconds=0.001")
