@@ -35,9 +35,9 @@ class Likelihood(Loss):
         self._factor = factor
 
     def __call__(self, output, micro, totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """A micro-batch's share."""
+        """A micro-batch's share; without any token 0, as of the package's own losses."""
         log_probs = micro.spread(output.log_probs())
-        loss = -(log_probs * micro.response_mask).sum() / totals["tokens"]
+        loss = -(log_probs * micro.response_mask).sum() / max(totals["tokens"], 1.0)
         return loss * self._factor, {}
 
 
