@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spmdflow.checkpoint import disk
 from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.checkpoint.manifest import CheckpointInfo, DamagedError, verify_files
 from spmdflow.checkpoint.run_dir import Checkpoints, RunDir, open_run_dir, settings_before
+from spmdflow.checkpoint.tensors import read_tensors, write_tensors
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import ReadError
 from spmdflow.runtime.session import remove_old_reports
@@ -96,8 +98,10 @@ def test_damaged_record_is_named_and_the_newest_checkpoint_continued(
     assert opened.last_step == 4
     assert (tmp_path / "config.yaml").read_text() == YAML
     is_config = name == "config.yaml" and damage not in ("torn", "gone")
-    if is_config or (name == "metrics.jsonl" and damage not in ("empty", "gone")):
+    is_id = name == "tracker_id" and damage != "gone"
+    if is_config or is_id or (name == "metrics.jsonl" and damage not in ("empty", "gone")):
         assert name in caplog.text
+    assert (tmp_path / "tracker_id").exists() == (name != "tracker_id")  # trackers begin a new run
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -136,31 +140,49 @@ def test_foreign_files_and_folders_are_left_alone(tmp_path: Path, place: str) ->
     assert (tmp_path / place / "foreign" / "file").exists()
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, path: Path, number: int, *, times: float) -> None:
-    """Let opening a file fail as a file system does, so many times."""
-    real, left = Path.open, [times]
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    path: Path,
+    number: int,
+    *,
+    times: float,
+    method: str = "open",
+    after: int = 0,
+) -> None:
+    """Let a method of a path fail as a file system does, so many times, after so many calls."""
+    real = getattr(Path, method)
+    num_calls = 0
 
-    def open_or_fail(self: Path, *args: Any, **kwargs: Any) -> Any:
-        if self == path and left[0] > 0:
-            left[0] -= 1
-            raise OSError(number, os.strerror(number), str(path))
+    def call_or_fail(self: Path, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        if self == path:
+            num_calls += 1
+            if after < num_calls <= after + times:
+                raise OSError(number, os.strerror(number), str(path))
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", open_or_fail)
+    monkeypatch.setattr(Path, method, call_or_fail)
+    monkeypatch.setattr(disk, "_RETRY_SECONDS", 0.01)
 
 
 UNREADABLE = (errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOMEM)
+READ_BY_A_START = [
+    ("step-4/actor/a.bin", "open"),
+    ("step-4/actor/a.bin", "stat"),
+    ("step-4/manifest.json", "open"),
+    ("latest", "open"),
+]
+"""Files below checkpoints, and how they are read."""
 
 
 @pytest.mark.parametrize("number", UNREADABLE)
-@pytest.mark.parametrize("name", ["actor/a.bin", "manifest.json"])
+@pytest.mark.parametrize(("name", "method"), READ_BY_A_START)
 def test_passing_read_error_costs_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str, number: int
 ) -> None:
     used_run_dir(tmp_path)
-    path = tmp_path / "checkpoints" / "step-4" / name
     lock = claim_run_dir(tmp_path)
-    failing(monkeypatch, path, number, times=2)
+    failing(monkeypatch, tmp_path / "checkpoints" / name, number, times=2, method=method)
 
     opened = open_run_dir(RunConfig(dir=str(tmp_path)), YAML, lock=lock, verify=verify)
 
@@ -168,16 +190,44 @@ def test_passing_read_error_costs_no_checkpoint(
     lock.release()
 
 
-@pytest.mark.parametrize("number", UNREADABLE)
-@pytest.mark.parametrize("name", ["actor/a.bin", "manifest.json"])
-def test_lasting_read_error_is_refused_by_name_and_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+def test_passing_read_error_of_latest_does_not_replace_what_it_names_by_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used_run_dir(tmp_path)
-    path = tmp_path / "checkpoints" / "step-4" / name
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.write_text("step-2")
+    lock = claim_run_dir(tmp_path)
+    failing(monkeypatch, latest, errno.EIO, times=2)
+
+    opened = open_run_dir(RunConfig(dir=str(tmp_path)), YAML, lock=lock, verify=verify)
+
+    assert opened.last_step == 2
+    lock.release()
+
+
+@pytest.mark.parametrize("after", [0, 1])  # the header, the bytes of a tensor
+def test_passing_read_error_ends_no_rank_that_loads_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.ones(2)}, {})
+    failing(monkeypatch, path, errno.ESTALE, times=2, after=after)
+
+    tensors, _ = read_tensors(path)
+
+    assert tensors["a"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("number", UNREADABLE)
+@pytest.mark.parametrize(("name", "method"), READ_BY_A_START)
+def test_lasting_read_error_is_refused_by_name_and_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str, number: int
+) -> None:
+    used_run_dir(tmp_path)
+    path = tmp_path / "checkpoints" / name
     lock = claim_run_dir(tmp_path)
     monkeypatch.setattr(disk, "READ_SECONDS", 0.0)
-    failing(monkeypatch, path, number, times=float("inf"))
+    failing(monkeypatch, path, number, times=float("inf"), method=method)
 
     with pytest.raises(ReadError, match=f"cannot read .*{name}.*{os.strerror(number)}") as caught:
         open_run_dir(RunConfig(dir=str(tmp_path)), YAML, lock=lock, verify=verify)
