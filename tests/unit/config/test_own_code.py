@@ -6,18 +6,24 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from spmdflow.config.model_folder import read_model_folder
+from spmdflow.config.schema import ModelConfig
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ConfigError
-from spmdflow.weights.folder import HuggingFaceFolder
+from spmdflow.parallel.device import CPU
+from spmdflow.rollout.forward import causal_lm, end_tokens, forward_of, vocab_size
+from spmdflow.weights.folder import HuggingFaceFolder, empty_module
 from spmdflow.weights.own_code import refuse_own_code, unused_code_text
+from spmdflow.workers.model import load_model
 
 MODEL = Path(__file__).parents[3] / "algos" / "arithmetic" / "model"
 INDEX = "model.safetensors.index.json"
@@ -66,6 +72,46 @@ def test_tokenizer_that_only_code_of_its_folder_knows_is_refused_with_key_and_fi
         refuse_own_code("data.tokenizer_path", folder)
     with pytest.raises(ConfigError, match=r"data\.tokenizer_path"):
         load_tokenizer(str(folder))
+
+    assert not (folder.parent / "ran").exists()
+
+
+MODELS: dict[str, Callable[[str], object]] = {
+    "empty module": lambda path: empty_module(AutoModelForCausalLM, path, torch.float32),
+    "forward": lambda path: forward_of(path, dtype=torch.float32, device=CPU, empty=True),
+    "causal model": lambda path: causal_lm(path, dtype=torch.float32, device=CPU),
+    "value model": lambda path: load_model(ModelConfig(path=path), head="critic"),
+}
+READERS = MODELS | {"end tokens": end_tokens, "vocabulary": vocab_size}
+
+
+def needs_own_code(folder: Path, model_type: str) -> None:
+    """Let the folder have a class of its own for each that transformers lacks for model_type."""
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    auto_map = {name: f"own.{name}" for name in names}
+    change(folder / "config.json", model_type=model_type, auto_map=auto_map)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_a_model_that_only_code_of_its_folder_knows_runs_none(
+    folder: Path, reader: str
+) -> None:
+    needs_own_code(folder, "own_model")
+
+    with pytest.raises((ConfigError, ValueError)):
+        READERS[reader](str(folder))
+
+    assert not (folder.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("reader", MODELS)
+def test_whatever_reads_a_known_model_whose_head_only_code_of_its_folder_knows_runs_none(
+    folder: Path, reader: str
+) -> None:
+    needs_own_code(folder, "siglip_vision_model")  # has neither of the two heads
+
+    with pytest.raises((ConfigError, ValueError)):
+        MODELS[reader](str(folder))
 
     assert not (folder.parent / "ran").exists()
 
