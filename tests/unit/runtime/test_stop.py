@@ -185,5 +185,15 @@ def test_in_one_process_a_closed_terminal_is_a_request_again_and_again() -> None
     assert transport.stop_requested
 
 
+def test_in_one_process_a_signal_that_was_ignored_before_stays_so(nohup: None) -> None:
+    transport = InprocTransport({})
+
+    with stop_on_signals(transport):
+        signal.raise_signal(signal.SIGHUP)
+
+    assert not transport.stop_requested
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 def test_time_before_ranks_are_killed_is_infinite_where_no_torchrun_started_them() -> None:
     assert shutdown_seconds(os.getpid()) == float("inf")
