@@ -22,7 +22,9 @@ LONG, LIMIT = 600.0, 10.0
 
 @pytest.fixture
 def drill(tmp_path: Path) -> Iterator[Drill]:
-    drill = Drill(tmp_path, [[*TORCHRUN, "--standalone", "--nproc-per-node", "3"]], 3)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    drill = Drill(run_dir, [[*TORCHRUN, "--standalone", "--nproc-per-node", "3"]], 3)
     yield drill
     drill.end()
 
@@ -124,6 +126,20 @@ def test_stopped_rank_is_named_at_the_limit_of_the_call(
     for name in ["failure-rank1.json", "failure-rank2.json"] if victim == 0 else ["failure.json"]:
         failure = drill.failure(name)
         assert (failure["rank"], failure["kind"]) == (victim, "stopped"), failure
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_reports_of_a_run_go_into_no_folder_that_took_the_place_of_its_own(
+    drill: Drill, victim: int
+) -> None:
+    """The controller reports the end of rank 2, the other ranks that of the controller."""
+    drill.start("compute", "wait", victim, LONG)
+    drill.run_dir.rename(drill.run_dir.with_name("moved"))
+    drill.run_dir.mkdir()
+    drill.signal_rank(victim, signal.SIGKILL)
+    drill.wait_until_out()
+
+    assert list(drill.run_dir.iterdir()) == []
 
 
 @pytest.mark.slow

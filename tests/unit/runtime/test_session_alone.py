@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.data.store import RowCondition
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, RunFailed
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import Order, Pending, Transport
 from spmdflow.runtime.rendezvous import SessionSettings
@@ -52,8 +53,8 @@ def run(tmp_path: Path) -> Any:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = Ranks()
 
-    def run_script(script: Any) -> list[tuple[str, str]]:
-        settings = SessionSettings(tmp_path, (0,))
+    def run_script(script: Any, **changes: Any) -> list[tuple[str, str]]:
+        settings = replace(SessionSettings(tmp_path, (0,)), **changes)
         assert run_session(script, ranks.operations_of, settings) == 0
         return ranks.ran
 
@@ -158,3 +159,24 @@ def test_a_second_start_in_the_folder_of_a_live_run_writes_nothing_there(
     lock.release()
     run(lambda transport: None)
     assert not (tmp_path / "failure-rank7.json").exists()
+
+
+def test_a_run_whose_folder_was_replaced_writes_and_removes_no_report_in_the_new_one(
+    run: Any, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    others = ("status.json", "stacks-wanted", "failure.json")
+
+    def script(transport: Transport) -> None:
+        run_dir.rename(tmp_path / "moved")
+        claim_run_dir(run_dir).release()
+        for name in others:
+            (run_dir / name).write_text("of the other run")
+        time.sleep(1.0)  # some heartbeats, of which each would write status.json
+        raise ValueError("the end")
+
+    with pytest.raises(RunFailed, match="the end"):
+        run(script, run_dir=run_dir, heartbeat_seconds=0.1, unwinds=True)
+
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted([".lock", *others])
+    assert {(run_dir / name).read_text() for name in others} == {"of the other run"}

@@ -47,3 +47,12 @@ def test_signal_and_call_append_stacks_and_an_unused_file_is_removed(tmp_path: P
     by_signal, by_call = path.read_text().split("rank 3: why")
     here = "in test_signal_and_call_append_stacks_and_an_unused_file_is_removed"
     assert here in by_signal and here in by_call
+
+
+def test_stacks_are_not_written_into_a_folder_of_another_run_or_one_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    dump_stacks(tmp_path / "stacks", "rank 3: why", lambda: False)
+    dump_stacks(tmp_path / "gone" / "stacks", "rank 3: why")
+
+    assert list(tmp_path.iterdir()) == []
