@@ -300,9 +300,8 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
         raise ConfigError(f"{name}: unknown key {key}{near}; --help lists every key")
     if key in known.groups and not isinstance(value, dict | None):  # also a ${reference}
         raise _wrong_type(name, key, value, known)
-    if value != REQUIRED and _holds_required(value):
-        expected = f"a value in the place of {REQUIRED}"
-        raise ConfigError.of(f"{name}: {key}", value, expected, "write it")
+    if error := _unfilled(f"{name}: {key}", value):
+        raise error
     before = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
     if source.key.startswith(f"{key}.") and isinstance(before, str):
         entry = source.key.removeprefix(f"{key}.")
@@ -318,6 +317,13 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
         OmegaConf.update(tree, key, value, merge=not is_replaced)
     except OmegaConfBaseException as err:
         raise _wrong_type(name, key, value, known) from err
+
+
+def _unfilled(where: str, value: Any) -> ConfigError | None:
+    """The error of a list or map with the mark for "still to be given" in it; None without."""
+    if value == REQUIRED or not _holds_required(value):
+        return None
+    return ConfigError.of(where, value, f"a value in the place of {REQUIRED}", "write it")
 
 
 def _holds_required(value: Any) -> bool:
@@ -343,6 +349,7 @@ def complete(cfg: Any, *, download: bool = True) -> Any:
         tree = OmegaConf.structured(cfg)
     except OmegaConfBaseException as err:
         key = str(err.full_key or "").partition("[")[0]
+        key = next((each for each in known.settings if f"{key}.".startswith(f"{each}.")), key)
         raise _wrong_type("settings", key, flat(asdict(cfg), known.groups).get(key), known) from err
     found = _resolve(tree, known, Errors())
     resolve_paths(found, download=download)
@@ -369,11 +376,19 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
         )
     references = {key: value for key, value in written.items() if "${" in str(value)}
     broken = [_unresolved(tree, key, value) for key, value in references.items()]
-    for error in filter(None, broken):
+    unfilled = [_unfilled(key, value) for key, value in written.items()]
+    for error in filter(None, [*broken, *unfilled]):
         errors.add(error)
-    if any(broken):
+    if any(broken) or any(unfilled):
         errors.raise_all()
-    cfg = OmegaConf.to_object(tree)
+    try:
+        cfg = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as err:  # \${...}, a text, in the place of a list or map
+        texts = {key: value for key, value in references.items() if "\\${" in str(value)}
+        got = ", ".join(f"{key}={value}" for key, value in texts.items())
+        do = f"correct it ({str(err).splitlines()[0]})"
+        errors.add(ConfigError.of("settings", got, "a value of the setting's type", do))
+        errors.raise_all()
     errors.raise_all(cfg)
     return cfg
 

@@ -11,7 +11,7 @@ import yaml
 
 from spmdflow.config.check import check
 from spmdflow.config.leaf import defaults, flat, leaves, schema_help
-from spmdflow.config.load import SCRIPT_MODULE, help_text, load, settings_text
+from spmdflow.config.load import SCRIPT_MODULE, complete, help_text, load, settings_text
 from spmdflow.config.location import to_yaml
 from spmdflow.config.offline import DPOConfig
 from spmdflow.config.parallel import batch_algebra
@@ -136,6 +136,21 @@ def test_entry_of_a_setting_that_is_one_text_is_refused_and_does_not_replace_it(
     now = {"reward.function": "reward.py:score", "data.train_path": "train.jsonl"}[key]
     assert f"command line: {key}.more is an entry of a map, but {key} is '" in str(caught.value)
     assert f"{now}'; write the whole map, as in {key}={{NAME: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ({"a": "???"}, r"^reward\.function: got \{'a': '\?\?\?'\}, expected a value in the place"),
+        ({"a": object()}, r"^settings: reward\.function got \{'a': <object"),
+    ],
+)
+def test_map_of_settings_made_in_python_is_refused_by_its_key(function: object, said: str) -> None:
+    cfg = load("ppo.py", None, []).cfg
+    cfg.reward.function = function
+
+    with pytest.raises(ConfigError, match=said):
+        complete(cfg)
 
 
 @pytest.mark.parametrize("digits", [4301, 20_000])

@@ -48,6 +48,9 @@ KEYS_AND_TYPES = {
     "run.name=${run.nam}": "run.name: got ${run.nam}, expected ${key} of a setting with a fitting "
     "value or ${oc.env:NAME} of a variable that is set; correct it (Interpolation key 'run.nam' "
     "not found)",
+    r"critic.optimizer.betas=\${run.seed}": r"settings: got critic.optimizer.betas=\${run.seed}, "
+    "expected a value of the setting's type; correct it (Invalid value assigned: int is not a "
+    "ListConfig, TupleConfig, list, or tuple.)",
     "reward.model.dtype=bfloat16": "missing reward.model.path, expected a value for each; set them "
     "in the YAML or as reward.model.path=VALUE\n"
     "  reward.model.path: Hugging Face folder, owner/name[@revision] on the hub, or a "
