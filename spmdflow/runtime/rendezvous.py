@@ -169,16 +169,29 @@ def meet(
 
 
 def _refusing_everywhere(store: Store, prefix: str, work: Callable[[], Rendezvous]) -> Rendezvous:
-    """work(); what it refuses is also raised by the other ranks, which wait for the controller."""
+    """work(); what it refuses is also raised by the other ranks, which wait for the controller.
+
+    So is any other error: this process may live on, in a host program, and they would wait for it.
+    """
     try:
         return work()
-    except SpmdflowError as err:
-        _publish(store, f"{prefix}/key", "")
-        refusal = [isinstance(err, ConfigError), str(err)]
-        _publish(store, f"{prefix}/controller", [b"", None, {}, refusal])
-        if isinstance(err, ConfigError):
-            raise StartRefused(str(err)) from err
+    except ConfigError as err:
+        _publish_refusal(store, prefix, StartRefused(str(err)))
+        raise StartRefused(str(err)) from err
+    except BaseException as err:
+        _publish_refusal(store, prefix, err)
         raise
+
+
+def _publish_refusal(store: Store, prefix: str, err: BaseException) -> None:
+    """Tell the other ranks why there is no controller to connect to."""
+    text = str(err)
+    if not isinstance(err, SpmdflowError):
+        text = f"start: the controller's rank failed ({type(err).__name__}: {err}); see its log"
+    with contextlib.suppress(DistError):  # of a store that is gone: it is what has failed
+        _publish(store, f"{prefix}/key", "")
+        refusal = [isinstance(err, StartRefused), text]
+        _publish(store, f"{prefix}/controller", [b"", None, {}, refusal])
 
 
 def _claim_and_open(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from spmdflow.errors import ConfigError, DeadlineError, SpmdflowError
+from spmdflow.checkpoint.lock import RunDirLock
+from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import (
     _ROOT,
@@ -16,6 +19,7 @@ from spmdflow.runtime.rendezvous import (
     SessionSettings,
     StartingRank,
     _check_shared,
+    meet,
     own_store,
 )
 
@@ -90,6 +94,23 @@ def test_rank_that_was_killed_while_it_asked_does_not_hold_up_the_next_start() -
     first.set("key", "of the first")
 
     assert second.get("key") == b"of the first"
+
+
+def test_error_of_the_controllers_rank_is_told_to_the_ranks_that_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    def fail() -> RunDirLock:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    settings = SessionSettings(tmp_path, (0, 1), start_seconds=20.0)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(meet, store, rank, settings, fail) for rank in (0, 1))
+
+        with pytest.raises(OSError, match="Too many open files"):
+            first.result()
+        with pytest.raises(RunFailed, match=r"rank failed \(OSError: \[Errno 24\] Too many open"):
+            second.result()
 
 
 def test_rank_alone_waits_for_nobody() -> None:
