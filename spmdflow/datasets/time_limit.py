@@ -16,6 +16,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LOOK_EVERY_SECONDS = 0.5
+_AGAIN_SECONDS = 1.0
+"""Of processor time, from one stop to the next."""
 
 
 class OutOfTime(Exception):
@@ -55,8 +57,8 @@ class TimeLimit:
             time.sleep(_LOOK_EVERY_SECONDS)
             with self._lock:
                 late = [thread for thread, end in self._ends.items() if _used_by(thread) > end]
-                for thread in late:
-                    del self._ends[thread]
+                for thread in late:  # again, while it runs: a finalizer would swallow the stop
+                    self._ends[thread] = _used_by(thread) + _AGAIN_SECONDS
                     _raise_in(thread)
 
 

@@ -6,9 +6,11 @@ examples (SFT) and as pairs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.encode import encoder_of
 from spmdflow.datasets.scan import PromptSource, scan
-from spmdflow.datasets.time_limit import TimeLimit
+from spmdflow.datasets.time_limit import OutOfTime, TimeLimit
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 from tests.unit.datasets.families import FAMILIES, tokenizer_of
@@ -483,6 +485,20 @@ def test_template_that_does_not_end_is_stopped_and_named_with_the_row(
 
     with pytest.raises(DataError, match=rf"{path}:2 the chat template .* after 0.1 s of processor"):
         scan(cfg, str(path), tokenizer)
+
+
+def test_code_that_swallows_its_stop_is_stopped_again() -> None:
+    def run() -> None:
+        with contextlib.suppress(OutOfTime):
+            while True:
+                time.thread_time()
+        while time.thread_time() < began + 60:
+            pass
+
+    began = time.thread_time()
+
+    with pytest.raises(OutOfTime):
+        TimeLimit(seconds=0.1).call(run)
 
 
 def test_template_that_looks_at_the_text_of_special_tokens_is_refused() -> None:
