@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from spmdflow.config.episode import EpisodeConfig, environment_of
 from spmdflow.config.reward import RewardTerm
 from spmdflow.errors import ConfigError, RewardError
-from spmdflow.rewards.process import WorkerProcess, are_scores, wrote_to_channel
+from spmdflow.rewards.process import WorkerProcess, are_scores, are_texts, wrote_to_channel
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,9 @@ class _Process(WorkerProcess):
         if message.keys() == {"refused"}:
             return not self.ready and isinstance(message["refused"], str)
         if message.keys() == {"broken"}:
-            return not self.ready and isinstance(message["broken"], list)
-        return message.keys() == {"ready"} and not self.ready
+            return not self.ready and are_texts(message["broken"], 2)
+        is_ready = message.keys() == {"ready"} and are_texts(message["ready"], 1)
+        return is_ready and not self.ready
 
     @property
     def seconds_left(self) -> float:
@@ -147,6 +148,8 @@ class EnvironmentPool:
                 self._record(process, message)
             if end is not None:
                 self._lose(process, end)
+            elif process.seconds_left <= 0 and not process.ready:
+                self._lose(process, f"did not end within {_START_SECONDS:g} s")
             elif process.seconds_left <= 0:
                 limit = f"actor.rollout.episode.seconds ({self._seconds:g} s)"
                 self._lose(process, f"kept its worker process busy for longer than {limit}")

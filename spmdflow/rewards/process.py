@@ -168,7 +168,8 @@ class WorkerProcess:
             message = _message_or_none(line)
             if message is None:
                 return messages, line
-            if message.keys() == {"worker"}:
+            is_first = self._worker_pid is None  # which it sends before it runs code of users
+            if is_first and message.keys() == {"worker"} and type(message["worker"]) is int:
                 self._worker_pid = message["worker"]
             else:
                 messages.append(message)
@@ -211,11 +212,11 @@ class RewardProcess(WorkerProcess):
     def accepts(self, message: dict[str, Any]) -> bool:
         """Whether it may send this message now."""
         if message.keys() == {"ready"}:
-            return not self.ready and _are_texts(message["ready"])
+            return not self.ready and are_texts(message["ready"], self._num_functions)
         if message.keys() == {"refused"}:
             return not self.ready and isinstance(message["refused"], str)
         if message.keys() == {"broken"}:
-            return not self.ready and _are_texts(message["broken"])
+            return not self.ready and are_texts(message["broken"], 2)
         if message.keys() == {"scores"}:
             return len(self.pending) > 0 and are_scores(message["scores"])
         if message.keys() == {"failed"}:
@@ -266,6 +267,15 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
+def are_texts(value: object, count: int) -> bool:
+    """Whether this is a list of so many texts."""
+    return (
+        isinstance(value, list)
+        and len(value) == count
+        and all(isinstance(text, str) for text in value)
+    )
+
+
 def _message_or_none(line: bytes) -> dict[str, Any] | None:
     """The message in a line; None if there is none."""
     try:
@@ -273,10 +283,6 @@ def _message_or_none(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _start(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:

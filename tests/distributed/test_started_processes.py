@@ -176,6 +176,8 @@ def test_worker_processes_have_the_environment_without_the_secret(
         '{"scores": {"score": NaN}}',
         '{"forked": 5}',
         '{"broken": []}',
+        '{"worker": "1"}',
+        '{"worker": 1}',
     ],
 )
 def test_function_that_writes_to_its_channel_is_named_and_its_sample_is_dropped(
@@ -195,6 +197,31 @@ def test_function_that_writes_to_its_channel_ends_a_strict_call_by_a_sentence(co
         pytest.raises(RewardError, match=r"started.py:score' wrote 'hello' to the socket"),
     ):
         judged(pool, "write hello")
+
+
+@pytest.mark.parametrize("data", ['{"broken": ["x"]}', '{"ready": {}}', '{"worker": "x"}'])
+def test_module_that_writes_to_its_channel_is_refused_by_a_sentence(
+    tmp_path: Path, data: str
+) -> None:
+    path = tmp_path / "writes.py"
+    path.write_text(f"{CODE}\nwrite_to_sockets({data.encode()} + b'\\n')\n")
+    said = f"importing its module wrote {data!r} to the socket between"
+
+    with pytest.raises(RewardError, match=re.escape(said)):
+        RewardPool(f"{path}:score")
+    with pytest.raises(RewardError, match=re.escape(said)):
+        play(str(path), [{"does": ""}])
+
+
+def test_environment_whose_module_hangs_is_refused_with_the_limit_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "hangs.py"
+    path.write_text("import time\ntime.sleep(600)\nasync def episode(row, **_): pass\n")
+    monkeypatch.setattr("spmdflow.episodes.pool._START_SECONDS", 2.0)
+
+    with pytest.raises(RewardError, match=r"importing its module did not end within 2 s; expected"):
+        play(str(path), [{}])
 
 
 def test_function_that_replaces_json_scores_as_any_other(pool: RewardPool) -> None:
