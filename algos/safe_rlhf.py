@@ -29,7 +29,8 @@ from spmdflow import (
 
 def main(flow: Flow, cfg: SafeRLHFConfig) -> None:
     """The algorithm; runs once, on the controller."""
-    actor, critic = flow.spawn(ActorWorker, cfg.actor), flow.spawn(CriticWorker, cfg.critic)
+    actor = flow.spawn(ActorWorker, cfg.actor)
+    critic = flow.spawn(CriticWorker, cfg.critic)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
     cost = flow.spawn(CostWorker, cfg.cost)

@@ -126,7 +126,8 @@ def layer_efficiency(device: torch.device, known: Values) -> Values:
             model(ids, use_cache=False).logits.float().sum().backward()
 
         seconds[layers] = best_of(run, device)
-    tokens, weights = rows * length, 4 * hidden * hidden + 3 * hidden * ffn
+    tokens = rows * length
+    weights = 4 * hidden * hidden + 3 * hidden * ffn
     flops = 3 * (2 * tokens * weights + 4 * tokens * length / 2 * hidden)
     moved = 3 * dtype.itemsize * (weights + tokens * (8 * hidden + 3 * ffn))
     busy = (seconds[5] - seconds[1]) / 4 - moved / known["memory_bandwidth"]
@@ -165,7 +166,8 @@ def collectives(device: torch.device, known: Values) -> Values:
 
     Latencies are what a run pays on average: a rank that waits is woken late now and then.
     """
-    number, rank = dist.get_world_size(), dist.get_rank()
+    number = dist.get_world_size()
+    rank = dist.get_rank()
     words = torch.zeros(1024, device=device)  # gloo sends fewer messages for single numbers
     reduce_seconds = usual(lambda: dist.all_reduce(words), device)
     base = min(usual(lambda: _ping(words, rank), device) / 2, 0.5 * reduce_seconds)

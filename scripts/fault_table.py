@@ -34,7 +34,9 @@ from spmdflow.runtime.stacks import line_in_stacks, stacks_path
 
 ROOT = Path(__file__).parents[1]
 TASK = ROOT / "algos" / "arithmetic"
-NAMED_SECONDS, OUT_SECONDS, START_SECONDS = 90.0, 30.0, 120.0
+NAMED_SECONDS = 90.0
+OUT_SECONDS = 30.0
+START_SECONDS = 120.0
 LIMIT_SECONDS = 600.0
 """Of a call, at default settings."""
 TOY = Path(__file__).parent / "faults" / "faulty.py"
@@ -256,12 +258,14 @@ def drill(fault: Fault, folder: Path, to_the_end: bool) -> Found:
     script = str(ROOT / "algos" / "ppo.py")
     settings = [text.format(here=TOY) for text in fault.settings]
     if fault.script == "toy":
-        script, ranks = str(TOY), 3
+        script = str(TOY)
+        ranks = 3
         data = [f"data.train_path={TASK / 'train.jsonl'}", f"data.tokenizer_path={TASK / 'model'}"]
         data += ["data.prompts_per_step=6", "data.max_prompt_tokens=64", "placement=colocate"]
         settings = [*data, "run.sample_every=0", *settings]
     else:
-        ranks, settings = 2, [*PPO, *settings]
+        ranks = 2
+        settings = [*PPO, *settings]
     try:
         with _agents(fault, ranks) as agents:
             run = Run(folder, agents, [script, *settings], to_the_end)
@@ -290,7 +294,8 @@ def _watch(fault: Fault, run: Run) -> Found:
         if not run.wait(lambda: any(note.exists() for note in notes), START_SECONDS):
             return Found(fault, None, None, "", "", "did not start")
         harmed = float(next(note for note in notes if note.exists()).read_text())
-    pattern, named = re.compile(fault.says), None
+    pattern = re.compile(fault.says)
+    named = None
     if run.wait(lambda: pattern.search(run.log()) is not None, NAMED_SECONDS + OUT_SECONDS):
         named = time.time() - harmed
     line = next((text for text in run.log().splitlines() if pattern.search(text)), "")

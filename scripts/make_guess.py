@@ -78,12 +78,16 @@ def build_model(
 
 def play(stream: random.Random, *, sense: float) -> tuple[list[str], list[bool], bool]:
     """Words of a game that the teacher plays, which of them it said, and whether it won."""
-    low, high, digit = 0, 9, stream.randrange(10)
-    words, said = ["<user>", "guess"], [False, False]
+    low = 0
+    high = 9
+    digit = stream.randrange(10)
+    words = ["<user>", "guess"]
+    said = [False, False]
     for _ in range(NUM_GUESSES):
         heeds = stream.random() < sense
         guess = str(stream.randint(low, high)) if heeds else stream.choice([*SPECIAL, *WORDS])
-        words, said = [*words, "<policy>", guess], [*said, False, True]
+        words = [*words, "<policy>", guess]
+        said = [*said, False, True]
         if guess == str(digit):
             return words, said, True
         told = "digit"
@@ -94,7 +98,8 @@ def play(stream: random.Random, *, sense: float) -> tuple[list[str], list[bool],
                 if told == "higher"
                 else (low, min(high, int(guess) - 1))
             )
-        words, said = [*words, "<user>", told], [*said, False, False]
+        words = [*words, "<user>", told]
+        said = [*said, False, False]
     return words, said, False
 
 

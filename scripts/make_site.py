@@ -188,7 +188,8 @@ def _samples(samples: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str
         lines = []
         for name, told in sample.items():
             score = f"  ({told['score']:g})" if "score" in told else ""
-            start, more = f"{name:<10}", " " * 10
+            start = f"{name:<10}"
+            more = " " * 10
             indents = {"initial_indent": start, "subsequent_indent": more}
             lines += textwrap.wrap(printable(told["text"]) + score, 86, **indents) or [start]
         yield "```text\n" + "\n".join(lines) + "\n```"

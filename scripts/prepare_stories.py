@@ -51,10 +51,13 @@ from transformers.utils import logging
 
 from spmdflow.rewards.sentiment import lexicon_score, load_lexicon
 
-SOURCE, PADDED = "models/stories260K", "models/stories260K-hd64"
+SOURCE = "models/stories260K"
+PADDED = "models/stories260K-hd64"
 REWARD = "models/stories260K-hd64-rm-vader"
-STORIES, LEXICON = "tinystories/stories.jsonl", "vader/vader_lexicon.txt"
-TRAIN, TEST = "tinystories/prompts.train.jsonl", "tinystories/prompts.test.jsonl"
+STORIES = "tinystories/stories.jsonl"
+LEXICON = "vader/vader_lexicon.txt"
+TRAIN = "tinystories/prompts.train.jsonl"
+TEST = "tinystories/prompts.test.jsonl"
 LEAST_OPENING = 40  # characters; a shorter first sentence takes the next one along
 STORY_TOKENS = 64  # of a story after its opening, as in the run
 LOGIT_TOLERANCE = 1e-4  # float32, logits of about 10: rounding in another order
@@ -216,7 +219,8 @@ def batches(num_rows: int, size: int, generator: torch.Generator) -> Iterator[Te
 def verify(data: Path) -> list[str]:
     """What holds for a ready folder, one sentence each; SystemExit at the first fault."""
     stories = [row["text"] for row in read_rows(data / STORIES)]
-    train, test = read_rows(data / TRAIN), read_rows(data / TEST)
+    train = read_rows(data / TRAIN)
+    test = read_rows(data / TEST)
     found = [verify_prompts(train, test, stories)]
     if (data / SOURCE).is_dir():
         found.append(verify_padding(data / SOURCE, data / PADDED, [row["prompt"] for row in test]))
@@ -311,7 +315,8 @@ def copy(sources: Path, out: Path, *names: str) -> None:
 
 def make(args: argparse.Namespace) -> None:
     """Write every part to args.out, saying whether it is made or copied."""
-    sources, out = args.sources, args.out
+    sources = args.sources
+    out = args.out
     sizes = {"head_dim": args.head_dim, "mlp_width": args.mlp_width}
     stories = [row["text"] for row in read_rows(sources / STORIES)]
     model = load(AutoModelForCausalLM, sources / SOURCE)

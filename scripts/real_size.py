@@ -229,7 +229,8 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     ranks = [json.loads((folder / f"memory-{rank}.json").read_text()) for rank in range(2)]
     print(f"base {max(rank['base'] for rank in ranks) / 1e9:.2f} GB a rank: imports")
     for phase in json.loads(done.stdout)["memory"]:
-        name, planned = phase["phase"], phase["total"]
+        name = phase["phase"]
+        planned = phase["total"]
         found = [rank["peaks"][name] for rank in ranks if name in rank["peaks"]]
         if not found:
             continue

@@ -35,8 +35,10 @@ from transformers.utils import logging
 
 from spmdflow.rewards.sentiment import lexicon_score, load_lexicon
 
-REFERENCE, REWARD = "models/stories260K-hd64", "models/stories260K-hd64-rm-vader"
-PROMPTS, LEXICON = "tinystories/prompts.test.jsonl", "vader/vader_lexicon.txt"
+REFERENCE = "models/stories260K-hd64"
+REWARD = "models/stories260K-hd64-rm-vader"
+PROMPTS = "tinystories/prompts.test.jsonl"
+LEXICON = "vader/vader_lexicon.txt"
 Ids = list[int]
 
 

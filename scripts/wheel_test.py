@@ -64,7 +64,8 @@ class Environment:
     """A virtual environment, and an empty folder in which its programs are run."""
 
     def __init__(self, folder: Path, python: str) -> None:
-        self.bin, self.empty = folder / "venv" / "bin", folder / "empty"
+        self.bin = folder / "venv" / "bin"
+        self.empty = folder / "empty"
         self.empty.mkdir(parents=True)
         hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         kept = {name: value for name, value in os.environ.items() if name not in hidden}

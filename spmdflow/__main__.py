@@ -10,7 +10,8 @@ from importlib import import_module
 from spmdflow import __version__
 from spmdflow.config.source import bundled_folder, bundled_scripts
 
-FINISHED, REFUSED = 0, 2
+FINISHED = 0
+REFUSED = 2
 
 COMMANDS = {
     "run": ("spmdflow.run", "train or evaluate: one rank of a run; torchrun starts it"),
@@ -53,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
     name = words[0] if words else "--help"
     if name in _HELP:
         commands = "\n".join(f"  {name:<8} {phrase}" for name, (_, phrase) in COMMANDS.items())
-        scripts, folder = ", ".join(bundled_scripts()), bundled_folder()
+        scripts = ", ".join(bundled_scripts())
+        folder = bundled_folder()
         facts = {"version": __version__, "folder": folder, "scripts": scripts}
         sys.stdout.write(_USAGE.format(commands=commands, **facts))
         return FINISHED

@@ -23,7 +23,8 @@ from spmdflow.checkpoint.run_dir import FOLDER, find_latest
 from spmdflow.checkpoint.state import StateFiles
 from spmdflow.errors import CheckpointError, SpmdflowError
 
-FINISHED, REFUSED = 0, 2
+FINISHED = 0
+REFUSED = 2
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -85,7 +86,8 @@ def export(
             raise CheckpointError.of("export", f"{folder}, which holds files", "an empty one", do)
         state = StateFiles(info.folder / role)
         if "model" not in state.plain:
-            got, do = f"{info.folder} of an earlier version", "copy RUN_DIR/export instead"
+            got = f"{info.folder} of an earlier version"
+            do = "copy RUN_DIR/export instead"
             raise CheckpointError.of("export", got, "one that says how to export it", do)
         source = Path(state.plain["model"]["source"])
         saved = [source, *sorted(info.folder.glob(f"*/{FOLDER}"))]
@@ -97,7 +99,9 @@ def export(
         if adapter and not has_adapters:
             got = f"--adapter for {role} of {info.folder}, which was trained whole"
             raise CheckpointError.of("export", got, "adapters", "leave --adapter out")
-        read = MergedState(state, source) if has_adapters and not adapter else state
+        read: StateFiles | MergedState = state
+        if has_adapters and not adapter:
+            read = MergedState(state, source)
         ModelExport(read.plain, precision).write(read, folder, beside=beside)
         sync_tree(folder)
     return role

@@ -22,17 +22,21 @@ from spmdflow.checkpoint.lock import STATUS_FILE
 from spmdflow.tracking.progress import progress_line
 from spmdflow.tracking.reading import RunFiles, read_json
 
-_EVERY, _START_SECONDS = 1.0, 60.0
-_BAR, _RECENT = 24, 20
+_EVERY = 1.0
+_START_SECONDS = 60.0
+_BAR = 24
+_RECENT = 20
 _STEP = "time/step_seconds"
 
 
 def watch(run_dir: Path, console: Console) -> None:
     """Draw until the run ends or Ctrl-C; a run that is not there yet is waited for a minute."""
-    seen, began = False, time.monotonic()
+    seen = False
+    began = time.monotonic()
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            files, state = RunFiles(run_dir), read_json(run_dir / STATUS_FILE)
+            files = RunFiles(run_dir)
+            state = read_json(run_dir / STATUS_FILE)
             is_live = files.is_live
             live.update(panel(files, state if is_live else {}, time.time()), refresh=True)
             if not is_live and (seen or time.monotonic() - began > _START_SECONDS):
@@ -44,10 +48,17 @@ def watch(run_dir: Path, console: Console) -> None:
 def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableType:
     """What is drawn. state: of status.json, {} without a live run; now: seconds since 1970."""
     grid = Table.grid(padding=(0, 2))
-    total, records = files.settings.get("total_steps"), files.metrics
+    total = files.settings.get("total_steps")
+    records = files.metrics
     step = int(records[-1]["step"]) if records else 0
-    took = [x for x in (each.get(_STEP) for each in records[-_RECENT:]) if x]
-    left = f"{_duration((total - step) * median(took))} left" if total and took else ""
+    took = []
+    for x in (each.get(_STEP) for each in records[-_RECENT:]):
+        if x:
+            took.append(x)
+    if total and took:
+        left = f"{_duration((total - step) * median(took))} left"
+    else:
+        left = ""
     of = f"step {step} of {total}" if total else f"step {step}"
     grid.add_row(Text(files.name, "bold"), _bar(step, total or 0), of, left)
     if "planning" in state:
@@ -73,14 +84,19 @@ def _calls(
     began: when the running step did; kinds that ended last before `recent` are left out.
     """
     since = now - state["written"]
-    running = {(label, phase): rest for label, phase, *rest in state.get("open", ())}
-    kinds = {(label, phase): rest for label, phase, *rest in state.get("kinds", ())}
+    running = {}
+    for label, phase, *rest in state.get("open", ()):
+        running[(label, phase)] = rest
+    kinds = {}
+    for label, phase, *rest in state.get("kinds", ()):
+        kinds[(label, phase)] = rest
     for key, (usual, ended) in kinds.items():
         if key not in running and ended > recent and "." in key[0]:  # no reading of metrics
             is_done = ended > began
             yield _name(*key), _bar(is_done, 1), f"{usual:.2g} s" if is_done else "", ""
     for key, (seconds, num_ranks) in running.items():
-        usual, works = kinds.get(key, (0.0, 0.0))[0], seconds > 0
+        usual = kinds.get(key, (0.0, 0.0))[0]
+        works = seconds > 0
         seconds += since if works else 0.0
         about = f"{seconds:.1f} s" + (f" of about {usual:.2g}" if usual else "")
         ranks = f"{num_ranks} rank{'s'[: num_ranks > 1]} {'at work' if works else 'to begin'}"
@@ -88,7 +104,9 @@ def _calls(
 
 
 def _name(label: str, phase: str) -> str:
-    return label if phase == "train" else f"{label} ({phase})"
+    if phase == "train":
+        return label
+    return f"{label} ({phase})"
 
 
 def _bar(completed: float, total: float) -> ProgressBar:

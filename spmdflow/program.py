@@ -52,7 +52,9 @@ def load_settings(
     ConfigError for anything that does not fit.
     """
     loaded = load(script, config, overrides)
-    return loaded.cfg if num_ranks is None else prepare(loaded, num_ranks)[0].cfg
+    if num_ranks is None:
+        return loaded.cfg
+    return prepare(loaded, num_ranks)[0].cfg
 
 
 def prepare(
@@ -69,10 +71,14 @@ def prepare(
 
     cfg = copy.deepcopy(loaded.cfg)
     device = own_device().type
-    before = None if cfg.run.resume == "never" else settings_before(run_dir_of(cfg.run))
+    if cfg.run.resume == "never":
+        before = None
+    else:
+        before = settings_before(run_dir_of(cfg.run))
     saved, num_ranks = before or ({}, 0)
     choices = choose_by_device(cfg, device, kept=flat(saved))
-    loaded, placed = replace(loaded, cfg=cfg), ""
+    loaded = replace(loaded, cfg=cfg)
+    placed = ""
     hardware_name = cfg.run.hardware
     if hardware_name is not None:
         load_hardware(hardware_name)
@@ -176,7 +182,9 @@ def launch(
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     ready, _ = prepare(loaded, len(members), node_size=min(node_size, len(members)))
     outcome = run_prepared(ready.script, ready.cfg, ranks=members, inproc=inproc)
-    return outcome.wait() if wait else outcome
+    if wait:
+        return outcome.wait()
+    return outcome
 
 
 def _loaded(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) -> Loaded:
@@ -193,7 +201,8 @@ def _loaded(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) 
         )
     cfg = complete(cfg)
     if not isinstance(script, ModuleType):
-        known, path = sys.modules.get(SCRIPT_MODULE), find_file(script, ".py").resolve()
+        known = sys.modules.get(SCRIPT_MODULE)
+        path = find_file(script, ".py").resolve()
         is_known = known is not None and Path(known.__file__ or "").resolve() == path
         script = known if known is not None and is_known else load_script(script)
     elif script.__name__ == SCRIPT_MODULE:
@@ -243,7 +252,9 @@ def run_prepared(
         threading.current_thread() is threading.main_thread()  # only it may set handlers
     ):
         repeated = (signal.SIGTERM, signal.SIGHUP)  # by launchers and shells
-        earlier = {number: signal.signal(number, signal.SIG_IGN) for number in repeated}
+        earlier = {}
+        for number in repeated:
+            earlier[number] = signal.signal(number, signal.SIG_IGN)
         try:
             compare_run(cfg)
         finally:

@@ -39,7 +39,8 @@ from spmdflow.tracking.progress import shortened
 
 TOLERANCE = 1e-3
 """On another layout: largest difference, as a share of the largest number of the tensor."""
-_REPLAY, _STATE = "replay", "*/rank-*.safetensors"
+_REPLAY = "replay"
+_STATE = "*/rank-*.safetensors"
 _USAGE = """\
 usage: torchrun --standalone --nproc-per-node N -m spmdflow.replay CAPSULE [key=value ...]
        python -m spmdflow.replay --inproc CAPSULE [key=value ...]
@@ -117,7 +118,9 @@ def _report(folder: Path) -> int:
     found = compare(folder, capsule_folder(folder / _REPLAY, step))
     sys.stdout.write(found.text())
     sys.stdout.flush()
-    return FAILED if found.first else FINISHED
+    if found.first:
+        return FAILED
+    return FINISHED
 
 
 class Comparison(NamedTuple):
@@ -135,9 +138,10 @@ class Comparison(NamedTuple):
     def text(self) -> str:
         """Lines for a terminal."""
         lines = [f"replay: {note}" for note in self.notes]
-        close = (
-            f", the others to {self.largest:.1e} of their largest number" if self.largest else ""
-        )
+        if self.largest:
+            close = f", the others to {self.largest:.1e} of their largest number"
+        else:
+            close = ""
         if self.first is None:
             lines.append(f"replay: equal: {self.num_equal} tensors in every bit{close}")
         else:
@@ -150,24 +154,24 @@ class Comparison(NamedTuple):
 
 def compare(recorded: Path, replayed: Path) -> Comparison:
     """Compare the tensors of two capsules in the order in which the recorded run made them."""
-    one, other = read_facts(recorded), read_facts(replayed)
+    one = read_facts(recorded)
+    other = read_facts(replayed)
     step = one["step"]
-    before = [
-        read_manifest(folder / "checkpoints" / f"step-{step - 1}").meta["layout"]
-        for folder in (recorded, replayed)
-    ]
+    before = []
+    for folder in (recorded, replayed):
+        before.append(read_manifest(folder / "checkpoints" / f"step-{step - 1}").meta["layout"])
     same_layout = before[0] == before[1]
-    notes = [
-        f"{name} was {old}, is {other['versions'].get(name)}"
-        for name, old in one["versions"].items()
-        if other["versions"].get(name) != old
-    ]
+    notes = []
+    for name, old in one["versions"].items():
+        if other["versions"].get(name) != old:
+            notes.append(f"{name} was {old}, is {other['versions'].get(name)}")
     if one["script_sha256"] != other["script_sha256"]:
         notes.append(f"{other['script']} has changed since")
     if not same_layout:
         notes.append(f"another layout: numbers are compared to {TOLERANCE:g}")
     tolerance = 0.0 if same_layout else TOLERANCE
-    num_equal, largest = 0, 0.0
+    num_equal = 0
+    largest = 0.0
     for name, old, new in _pairs(recorded, replayed, step):
         if new is None:
             return Comparison(num_equal, largest, f"{name} was not made again", notes)
@@ -191,8 +195,12 @@ def _pairs(
         files, others = (StateFiles(folder / role) for folder in (state, other))
         known = others.shapes()
         for name, shape in files.shapes().items():
-            box, what = Box.of_shape(shape), f"{role} after the step: {name}"
-            new = Column("dense", others.read(name, box)) if known.get(name) == shape else None
+            box = Box.of_shape(shape)
+            what = f"{role} after the step: {name}"
+            if known.get(name) == shape:
+                new = Column("dense", others.read(name, box))
+            else:
+                new = None
             yield what, Column("dense", files.read(name, box)), new
 
 
@@ -220,8 +228,12 @@ def _difference(old: Column, new: Column) -> tuple[float, str]:
     wrong = (gap > 0).any(1).nonzero()[:, 0]
     if not len(wrong):
         return 0.0, ""
-    row, most = int(rows[wrong[0]]), float(gap.max())
-    share = most / float(one.abs().max()) if old.values.is_floating_point() else inf
+    row = int(rows[wrong[0]])
+    most = float(gap.max())
+    if old.values.is_floating_point():
+        share = most / float(one.abs().max())
+    else:
+        share = inf
     text = f"{len(rows[wrong].unique())} of {len(old)} rows differ, the first is {row}: recorded "
     text += f"{_shown(old, row)}, replayed {_shown(new, row)}; largest difference {most:.3g}"
     return share, text

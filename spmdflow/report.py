@@ -48,16 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--png", type=Path, help="the picture of the last run (default: RUN_DIR/curve.png)"
     )
     options = parser.parse_args(arguments)
-    runs, wanted = list(map(RunFiles, options.run_dirs)), options.keys and options.keys.split(",")
+    runs = list(map(RunFiles, options.run_dirs))
+    wanted = options.keys and options.keys.split(",")
     try:
-        drawn = [(run, drawn_keys(run.needed_metrics(), wanted)) for run in runs]
+        drawn = []
+        for run in runs:
+            drawn.append((run, drawn_keys(run.needed_metrics(), wanted)))
     except DataError as err:
         sys.stderr.write(f"{err}\n")
         return 2
     for run, keys in drawn:
         sys.stdout.write(run_text(run.path, run.metrics, keys))
         sys.stdout.writelines(f"{line}\n" for line in _beside(run))
-        png_path = options.png if options.png and run is runs[-1] else run.path / "curve.png"
+        if options.png and run is runs[-1]:
+            png_path = options.png
+        else:
+            png_path = run.path / "curve.png"
         if keys:
             sys.stdout.write(f"\ncurve: {write_png(run.metrics, keys, png_path)}\n")
     sys.stdout.writelines(f"{line}\n" for line in _settings_table(runs))
@@ -66,10 +72,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
     """The keys to draw: those wanted (DataError if no step has one), or the defaults there are."""
-    present = {name for record in records for name in record if name != "step"}
+    present = set()
+    for record in records:
+        for name in record:
+            if name != "step":
+                present.add(name)
     if wanted is None:
-        return [key for key in DEFAULT_KEYS if key in present]
-    unknown = [key for key in wanted if key not in present]
+        result = []
+        for key in DEFAULT_KEYS:
+            if key in present:
+                result.append(key)
+        return result
+    unknown = []
+    for key in wanted:
+        if key not in present:
+            unknown.append(key)
     if unknown:
         raise DataError(
             f"report: no step has {', '.join(unknown)}, expected names of metrics"
@@ -82,14 +99,23 @@ def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
 def _nearest(key: str, present: Collection[str]) -> str:
     """A hint at the metric that was probably meant: spelled alike, or with the same words."""
     words = set(key.replace("/", "_").split("_"))
-    alike = [name for name in sorted(present) if words <= set(name.replace("/", "_").split("_"))]
+    alike = []
+    for name in sorted(present):
+        if words <= set(name.replace("/", "_").split("_")):
+            alike.append(name)
     near = difflib.get_close_matches(key, present, 1, 0.7) or alike
-    return f" (did you mean {near[0]}?)" if near else ""
+    if near:
+        return f" (did you mean {near[0]}?)"
+    return ""
 
 
 def points_of(records: Records, key: str) -> list[Point]:
     """(step, value) of every step that has a finite value."""
-    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    points = []
+    for record in records:
+        if record.get(key) is not None:
+            points.append((record["step"], record[key]))
+    return points
 
 
 def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
@@ -98,7 +124,10 @@ def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
     lines = [f"{run_dir}: steps {min(steps)} to {max(steps)}", ""]
     for key in keys:
         lines += [*text_curve(key, points_of(records, key)), ""]
-    shown = [key for key in dict.fromkeys([*keys, *_TABLE_KEYS]) if points_of(records, key)]
+    shown = []
+    for key in dict.fromkeys([*keys, *_TABLE_KEYS]):
+        if points_of(records, key):
+            shown.append(key)
     lines += _value_table(records, shown)
     lines += _stage_table(records)
     return "\n".join(lines) + "\n"
@@ -106,7 +135,9 @@ def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
 
 def _beside(run: RunFiles) -> Iterator[str]:
     """What is known of a run besides its metrics."""
-    stages = {stage["stage"]: stage for stage in run.prediction.get("stages", ())}
+    stages = {}
+    for stage in run.prediction.get("stages", ()):
+        stages[stage["stage"]] = stage
     whole = stages.get("step", {})
     if whole.get("predicted") and whole.get("measured"):
         seconds = f"predicted {whole['predicted']:.3g} s, measured {whole['measured']:.3g} s"
@@ -136,7 +167,8 @@ def write_png(records: Records, keys: Sequence[str], path: Path) -> str:
     axes = figure.subplots(len(keys), 1, sharex=True, squeeze=False)[:, 0]
     for axis, key in zip(axes, keys, strict=True):
         points = points_of(records, key)
-        steps, values = [x for x, _ in points], [y for _, y in points]
+        steps = [x for x, _ in points]
+        values = [y for _, y in points]
         axis.plot(steps, values, marker="o" if len(points) <= 60 else "", markersize=3)
         axis.set_ylabel(key)
         axis.grid(alpha=0.3)
@@ -162,7 +194,10 @@ def _stage_table(records: Records) -> list[str]:
     """Total seconds of each stage and its share of all steps' seconds."""
     totals: dict[str, float] = {}
     for record in records:
-        numbers = {name: x for name, x in record.items() if isinstance(x, int | float)}
+        numbers = {}
+        for name, x in record.items():
+            if isinstance(x, int | float):
+                numbers[name] = x
         for stage, seconds in stage_seconds(numbers).items():
             totals[stage] = totals.get(stage, 0.0) + seconds
     whole = sum(seconds for _, seconds in points_of(records, "time/step_seconds"))

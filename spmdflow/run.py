@@ -58,7 +58,9 @@ from spmdflow.runtime.process import (
 from spmdflow.runtime.start_watch import StartWatch
 from spmdflow.weights.own_code import unused_code_text
 
-FINISHED, FAILED, REFUSED = 0, 1, 2
+FINISHED = 0
+FAILED = 1
+REFUSED = 2
 
 _USAGE = """\
 usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]
@@ -158,14 +160,20 @@ def _load(words: Sequence[str], place: Place) -> tuple[Loaded, bool] | None:
 def parse_arguments(words: Sequence[str]) -> Arguments:
     """Sort the words of a command line into SCRIPT, CONFIG.yaml, overrides and flags."""
     flags = frozenset(_flag(word) for word in words if word.startswith("-"))
-    plain = [word for word in words if not word.startswith("-")]
+    plain = []
+    for word in words:
+        if not word.startswith("-"):
+            plain.append(word)
     return Arguments(*sort_words(plain), flags)
 
 
 def _flag(word: str) -> str:
     if word not in _FLAGS:
         near = difflib.get_close_matches(word, _FLAGS, 1)
-        hint = f"did you mean {near[0]}?" if near else "torchrun's own flags go before -m"
+        if near:
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = "torchrun's own flags go before -m"
         raise ConfigError.of("command line", word, ", ".join(_FLAGS), hint)
     return _FLAGS[word]
 
@@ -173,10 +181,12 @@ def _flag(word: str) -> str:
 def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
     """Load and check everything; ConfigError for what cannot work."""
     if arguments.script is None:
-        expected, do = "one such as algos/ppo.py", "--help shows the usage"
+        expected = "one such as algos/ppo.py"
+        do = "--help shows the usage"
         raise ConfigError.of("command line", "no SCRIPT", expected, do)
     if "inproc" in arguments.flags and place.world_size > 1:
-        where, got = "command line", f"--inproc on {place.world_size} ranks"
+        where = "command line"
+        got = f"--inproc on {place.world_size} ranks"
         raise ConfigError.of(where, got, "one process", "start it without torchrun")
     if place.world_size == 1 and "RANK" not in os.environ and "inproc" not in arguments.flags:
         raise ConfigError(
@@ -208,7 +218,8 @@ def _say(place: Place, text: str) -> None:
     try:
         print_text(text + "\n")
     except OSError as err:
-        expected, do = "a place to write to", "free space there, or send it elsewhere"
+        expected = "a place to write to"
+        do = "free space there, or send it elsewhere"
         raise ConfigError.of("standard output", err, expected, do) from err
 
 
@@ -275,7 +286,9 @@ def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: b
         message = f"rank {place.rank}: {type(err).__name__}: {err}"
         sys.stderr.write(f"spmdflow: {message}\n{own_traceback(err)}")
         _tell_torchrun(message)
-        return REFUSED if isinstance(err, ConfigError) else FAILED
+        if isinstance(err, ConfigError):
+            return REFUSED
+        return FAILED
 
 
 def _join_group(run: RunConfig) -> None:
@@ -317,9 +330,11 @@ def _take_device(place: Place) -> None:
     """
     import torch
 
-    devices, ranks = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    devices = torch.accelerator.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if 1 < devices < ranks:
-        where, got = "devices", f"{ranks} ranks on a node with {devices} devices"
+        where = "devices"
+        got = f"{ranks} ranks on a node with {devices} devices"
         raise ConfigError.of(where, got, "one for each rank", "lower --nproc-per-node")
     torch.accelerator.set_device_index(place.local_rank % devices)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

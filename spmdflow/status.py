@@ -42,7 +42,8 @@ EXIT_CODES = {
     RunState.FINISHED: FINISHED,
 }
 _PARTS = {"ranks", "controller", "calls", "slow", "medians"}
-_OLD_SECONDS, _STACK_SECONDS = 20.0, 12.0
+_OLD_SECONDS = 20.0
+_STACK_SECONDS = 12.0
 Status = Mapping[str, Any]
 """The content of status.json (`Stalls.state` in runtime/stall.py)."""
 
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.live and console.is_terminal:  # a log gets the lines below
         with suppress(KeyboardInterrupt):
             watch(options.run_dir, console)
-    run_dir, status = options.run_dir, read_json(options.run_dir / STATUS_FILE)
+    run_dir = options.run_dir
+    status = read_json(options.run_dir / STATUS_FILE)
     run_state = RunFiles(run_dir).run_state
     if options.stacks and run_state is RunState.LIVE:
         _ask_for_stacks(run_dir, status)
@@ -114,12 +116,15 @@ def _live(state: Status, now: float) -> Iterator[str]:
 
 
 def _last_step(run_dir: Path, now: float) -> str:
-    path, records = run_dir / "metrics.jsonl", RunFiles(run_dir).metrics
+    path = run_dir / "metrics.jsonl"
+    records = RunFiles(run_dir).metrics
     if not records:
         return f"{run_dir}: no step is done"
     last = records[-1]
     rate = last.get("perf/tokens_per_second")
-    parts = [f"{name} {seconds:.2g} s" for name, seconds in stage_seconds(last).items()]
+    parts = []
+    for name, seconds in stage_seconds(last).items():
+        parts.append(f"{name} {seconds:.2g} s")
     parts = [f"{last.get('time/step_seconds', 0.0):.2g} s", *parts]
     parts += [f"{rate:.0f} tokens/s"] if rate else []
     ago = now - path.stat().st_mtime
@@ -129,10 +134,14 @@ def _last_step(run_dir: Path, now: float) -> str:
 def _ask_for_stacks(run_dir: Path, state: Status) -> None:
     """Signal the ranks of this node, let the controller ask the others, wait for the files."""
     asked = time.time()
-    shown = [Process(*facts[:3]).show_stacks() for facts in state.get("ranks", {}).values()]
+    shown = []
+    for facts in state.get("ranks", {}).values():
+        shown.append(Process(*facts[:3]).show_stacks())
     if not all(shown):
         (run_dir / WANTED_FILE).touch()
-    files = [run_dir / f"stacks-rank{rank}.txt" for rank in state.get("ranks", {})]
+    files = []
+    for rank in state.get("ranks", {}):
+        files.append(run_dir / f"stacks-rank{rank}.txt")
     while time.time() < asked + _STACK_SECONDS:
         if all(path.exists() and path.stat().st_mtime >= asked - 1.0 for path in files):
             return

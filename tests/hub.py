@@ -98,7 +98,8 @@ class _Answer(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:  # noqa: N802
-        body, words = self._body(), self.path.split("?")[0].strip("/").split("/")
+        body = self._body()
+        words = self.path.split("?")[0].strip("/").split("/")
         self.server.asked[f"POST {words[-1] if words[-2] == 'repos' else words[-2]}"] += 1
         if words[:3] == ["api", "repos", "create"]:
             self._create(json.loads(body))
@@ -120,7 +121,8 @@ class _Answer(BaseHTTPRequestHandler):
             self._send(404, b"")
 
     def do_PUT(self) -> None:  # noqa: N802
-        body, digest = self._body(), self.path.rpartition("/")[2]
+        body = self._body()
+        digest = self.path.rpartition("/")[2]
         if _digest(body) == digest:
             self.server.objects[digest] = body
         self._send(200 if digest in self.server.objects else 400, b"")

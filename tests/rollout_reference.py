@@ -71,9 +71,11 @@ def ended_at(tokens: list[list[int]], stop: Sequence[str]) -> list[list[int]]:
     """Responses drawn without stop strings, cut behind the token that completes one."""
     cut = []
     for row in tokens:
-        text, count = "", 0
+        text = ""
+        count = 0
         while count < len(row) and not any(string in text for string in stop):
-            text, count = f"{text}<{row[count]}>", count + 1
+            text = f"{text}<{row[count]}>"
+            count += 1
         cut.append(row[:count])
     return cut
 
@@ -158,7 +160,8 @@ def reference(
     """The response of each row, every token from a forward over the whole row."""
     rows = []
     for prompt, seed in zip(rows_of(prompts), seeds, strict=True):
-        row, ids = Expected([], [], []), prompt.tolist()
+        row = Expected([], [], [])
+        ids = prompt.tolist()
         while len(row.tokens) < sampling.max_new_tokens and not set(row.tokens) & set(end_tokens):
             logits = model(input_ids=torch.tensor([ids])).logits[:, -1]
             scaled = scale(logits, sampling.temperature)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-COMMAND, MORE, LARGE = 4, 1, 2
+COMMAND = 4
+MORE = 1
+LARGE = 2
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:

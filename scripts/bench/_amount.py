@@ -73,7 +73,8 @@ def weights(arch: Architecture, tables: RankTables, *, element_bytes: int) -> By
 def received(arch: Architecture, plan: ReshardPlan, have: RankTables, need: RankTables) -> ByRank:
     """What reaches each rank over the wire: what it needs, less what it needs and has."""
     size = plan.element_bytes
-    found, needs = {}, weights(arch, need, element_bytes=size)
+    found = {}
+    needs = weights(arch, need, element_bytes=size)
     for rank, needed in needs.items():
         copies = _copies(have.get(rank, {}))
         kept = summed(

@@ -64,7 +64,8 @@ class Cell:
 
     def dataflow(self, *, log_prob: bool, imposed: bool = False) -> Dataflow:
         """PPO on these models; imposed: trained with the sizes that the paper trains with."""
-        actor, critic = NOMINAL[self.actor], NOMINAL[self.critic]
+        actor = NOMINAL[self.actor]
+        critic = NOMINAL[self.critic]
         flow = ppo(
             actor, critic, reference=actor, reward=critic, workload=WORKLOAD, log_prob=log_prob
         )

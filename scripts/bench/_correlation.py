@@ -51,7 +51,8 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
             f"spearman: got {len(one)} and {len(other)} values, expected as many of each and at "
             f"least 2; measure more configurations"
         )
-    left, right = ranks(one), ranks(other)
+    left = ranks(one)
+    right = ranks(other)
     if len(set(left)) == 1 or len(set(right)) == 1:
         return math.nan
     return statistics.correlation(left, right)

@@ -186,7 +186,8 @@ def cost_of(system: str, case: Case, *, mode: str = "") -> Cost:
 def paper(system: str, layout: Layout) -> Formula:
     """Table 2's row for the layout's training and generation sizes (the room's own for the two
     systems that have none, see the module)."""
-    replica, everyone = layout.tp_size * layout.pp_size, layout.size
+    replica = layout.tp_size * layout.pp_size
+    everyone = layout.size
     generation = Fraction(1, layout.gen_tp_size * layout.gen_pp_size)
     one = Fraction(1)
     return {
@@ -203,7 +204,8 @@ def obstacle(case: Case) -> str | None:
 
     mode copy is always possible.
     """
-    layout, vocab_size = case.layout, case.arch.vocab_size
+    layout = case.layout
+    vocab_size = case.arch.vocab_size
     if case.rollout is not None:
         return "generation has ranks of its own"
     if not layout.nests:
@@ -236,7 +238,8 @@ def _hybridflow_v(case: Case) -> Cost:
 def _gathering(system: str, case: Case, have: RankTables, scopes: Mapping[str, Groups]) -> Cost:
     need = whole_tables(case.arch, case.layout)
     plan = _plan(case, have, need, scopes)
-    held, whole = _weights(case, have), _weights(case, need)
+    held = _weights(case, have)
+    whole = _weights(case, need)
     shard = _weights(case, vllm_tables(case.arch, case.layout))
     return Cost(
         system=system,
@@ -301,9 +304,11 @@ def _padded(case: Case, numel: Mapping[int, int]) -> ByRank:
 
 def _copy(case: Case) -> Cost:
     """vLLM's own layout on the same ranks, beside the training shards."""
-    have, need = case.training, vllm_tables(case.arch, case.layout)
+    have = case.training
+    need = vllm_tables(case.arch, case.layout)
     plan = _plan(case, have, need, scopes_of(case.layout, case.layout))
-    held, shard = _weights(case, have), _weights(case, need)
+    held = _weights(case, have)
+    shard = _weights(case, need)
     return Cost(
         system="hybridflow",
         mode="copy",
@@ -325,10 +330,12 @@ def _two_copies(case: Case) -> Cost:
             "hybrid engine: got two_copies without a rollout pool of its own, expected ranks "
             "outside of the trainer's; give `rollout`"
         )
-    have, need = case.training, vllm_tables(case.arch, case.rollout)
+    have = case.training
+    need = vllm_tables(case.arch, case.rollout)
     plan = _plan(case, have, need, scopes_of(case.layout, case.rollout))
     nothing = dict.fromkeys((*case.layout.ranks, *case.rollout.ranks), Amount())
-    held, shard = {**nothing, **_weights(case, have)}, {**nothing, **_weights(case, need)}
+    held = {**nothing, **_weights(case, have)}
+    shard = {**nothing, **_weights(case, need)}
     return Cost(
         system="two_copies",
         mode="",

@@ -14,7 +14,9 @@ from spmdflow.weights.architecture import Architecture
 Part = Architecture | Model
 """A model, or only its shape where the defaults will do."""
 
-GENERATION, PREPARATION, LEARNING = "generation", "preparation", "learning"
+GENERATION = "generation"
+PREPARATION = "preparation"
+LEARNING = "learning"
 
 
 def ppo(
@@ -89,7 +91,8 @@ def safe_rlhf(
     """Safe-RLHF: PPO with a cost model, and a critic of costs if given."""
     flow = ppo(actor, critic, reference=reference, reward=reward, workload=workload)
     models = (*flow.models, _scorer("cost", cost))
-    ahead, updates = flow.calls[:-2], flow.calls[-2:]
+    ahead = flow.calls[:-2]
+    updates = flow.calls[-2:]
     calls = (*ahead, *_infer("cost", "compute_cost", workload), *updates)
     if cost_critic is not None:
         models += (_scorer("cost_critic", cost_critic, trained=True),)

@@ -61,13 +61,15 @@ def memory_floor(
     """Fewest ranks, in multiples of `unit`, of a pool that holds these models (A_min)."""
     names = [model.name for model in dataflow.models]
     block = tuple(sorted(names.index(dataflow.model(name).name) for name in models))
-    first, last = unit, 8 * unit
+    first = unit
+    last = 8 * unit
     while first <= _LARGEST_WORLD:
         table = CostTable(dataflow, hardware, range(first, last + 1, unit))
         for candidate in table.ideal(block).sizes.tolist():
             if len(table.front(block, candidate).costs):
                 return int(candidate)
-        first, last = last + unit, 2 * last
+        first = last + unit
+        last = 2 * last
     raise ConfigError(
         f"placement: got {', '.join(models)}, which fit on no pool of up to {_LARGEST_WORLD} "
         f"ranks of {hardware.usable_bytes / 1e9:.1f} GB, expected a strategy that fits; use "

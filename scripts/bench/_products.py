@@ -16,7 +16,8 @@ import torch
 
 from bench._trl_work import Work
 
-BODY_TOKENS, HEAD_TOKENS = 4096, 1024
+BODY_TOKENS = 4096
+HEAD_TOKENS = 1024
 """Of one product."""
 
 
@@ -79,10 +80,13 @@ class Model:
     """A Llama's products, by its config.json."""
 
     def __init__(self, config: dict[str, int]) -> None:
-        self.hidden, self.vocabulary = config["hidden_size"], config["vocab_size"]
-        self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
+        self.hidden = config["hidden_size"]
+        self.vocabulary = config["vocab_size"]
+        self.layers = config["num_hidden_layers"]
+        self.heads = config["num_attention_heads"]
         self.size = config.get("head_dim") or self.hidden // self.heads
-        kv, inner = config["num_key_value_heads"] * self.size, config["intermediate_size"]
+        kv = config["num_key_value_heads"] * self.size
+        inner = config["intermediate_size"]
         own = self.heads * self.size
         self._linears = [(self.hidden, width) for width in (own, kv, kv, inner, inner)]
         self._linears += [(own, self.hidden), (inner, self.hidden)]

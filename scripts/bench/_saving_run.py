@@ -43,8 +43,12 @@ class Actor(ActorWorker):
 def main(flow: Any, cfg: Any) -> None:
     """Each phase in turn, `rounds` times, after one that warms up; prints a line of JSON each."""
     given = json.loads(os.environ["BENCH_SAVING"])
-    actor, saving = flow.spawn(Actor, cfg.actor), flow._saving
-    each, began, used, copying = given["steps"], 0.0, 0.0, 0.0
+    actor = flow.spawn(Actor, cfg.actor)
+    saving = flow._saving
+    each = given["steps"]
+    began = 0.0
+    used = 0.0
+    copying = 0.0
 
     def look() -> tuple[float, float]:
         saving.finish()
@@ -54,7 +58,8 @@ def main(flow: Any, cfg: Any) -> None:
         place, first = divmod(step.number - 1, each)
         phase = PHASES[(place - 1) % 3] if place else "warm"
         if not first:
-            (began, used), copying = look(), 0.0
+            began, used = look()
+            copying = 0.0
         actor.work(work=given["work"], amount=given["amount"])
         if not first and phase != "none":
             flow._finish(step)

@@ -59,7 +59,8 @@ def cpu_seconds(pid: int) -> float:
                 continue
             fields = text.rpartition(")")[2].split()
             parents[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
-    own, total = {pid}, 0
+    own = {pid}
+    total = 0
     grown = True
     while grown:
         more = {each for each, (parent, _) in parents.items() if parent in own} - own

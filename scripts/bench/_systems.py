@@ -52,7 +52,9 @@ class System:
 
     def __init__(self, case: Case, cost: Cost, seat: Seat) -> None:
         """All ranks of the case build it together; weights are zero until `load`."""
-        self.case, self.cost, self.seat = case, cost, seat
+        self.case = case
+        self.cost = cost
+        self.seat = seat
         self._table = cost.have.get(seat.rank, {})
         self.training = self._trained()
         """Local tensors by the trainer's names."""
@@ -139,11 +141,13 @@ class Gathered(Streamed):
         table = vllm_tables(self.case.arch, self.case.layout)[self.seat.rank]
         shard = self._empty(table)
         fill(shard, table, Blocks(self.generation()).read)
-        self._held, self._held_table = shard, table
+        self._held = shard
+        self._held_table = table
 
     def release(self) -> None:
         """The shard goes; the next gather begins with whole tensors again."""
-        self._held, self._held_table = self._empty(self._needed), self._needed
+        self._held = self._empty(self._needed)
+        self._held_table = self._needed
         super().release()
 
 
@@ -166,13 +170,16 @@ class OneCopy(System):
         self._storage.free()
 
     def _trained(self) -> dict[str, Tensor]:
-        layout, rank = self.case.layout, self.seat.rank
+        layout = self.case.layout
+        rank = self.seat.rank
         self._ranks = ranks = layout.axis_group(rank, "micro_dp")
         group = self.seat.groups.get(ranks) if len(ranks) > 1 else None
-        is_flat, stage = self.cost.mode == "flat", layout.coordinate(rank).pp
+        is_flat = self.cost.mode == "flat"
+        stage = layout.coordinate(rank).pp
         self._storage = SharedStorage(ranks, rank, group, stage=stage, is_flat=is_flat)
         starts, size = self.case.buffer_places(self._table)
-        dtype, device = self.seat.dtype, self.seat.device
+        dtype = self.seat.dtype
+        device = self.seat.device
         own = None if self.cost.mode == "flat" else torch.zeros(size, dtype=dtype, device=device)
         places = {name: (start, self._table[name].shape) for name, start in starts.items()}
         self._storage.lay_out(places, size, own=own, dtype=dtype, device=device)
@@ -204,6 +211,7 @@ def groups_of(cost: Cost) -> list[tuple[int, ...]]:
 def _resize(tensors: Iterable[Tensor], *, full: bool) -> None:
     """Give tensors their memory, or take it."""
     for tensor in tensors:
-        storage, size = tensor.untyped_storage(), tensor.nbytes if full else 0
+        storage = tensor.untyped_storage()
+        size = tensor.nbytes if full else 0
         if storage.nbytes() != size:  # torch would allocate once more for the same size
             storage.resize_(size)

@@ -85,7 +85,8 @@ def stories(folder: Path, data: Path, *, threads: int, steps: int) -> Work:
 
 def vocabulary(folder: Path, *, threads: int, steps: int) -> Work:
     """A random Llama of 11.3 million parameters, 32,000 words and prompts of 8 to 96 tokens."""
-    model, prompts = folder / "vocabulary", folder / "vocabulary.jsonl"
+    model = folder / "vocabulary"
+    prompts = folder / "vocabulary.jsonl"
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,

@@ -103,7 +103,8 @@ def run_rank(folder: Path, rounds: int) -> None:
     """What every rank of the torchrun of four does."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, groups = dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=120)
+    rank = dist.get_rank()
+    groups = GroupTable(dist.get_rank(), timeout_seconds=120)
     rows = [measured(row, case, rank, groups, rounds) for row, case in cases().items()]
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
@@ -125,7 +126,8 @@ def measured(row: str, case: Case, rank: int, groups: GroupTable, rounds: int) -
     assert wire.received == planned, (row, wire.received, planned)
     bench.system.release()
     most, _ = peak_allocated(bench.system.transition)
-    seconds, plain = [], []
+    seconds = []
+    plain = []
     for _ in range(rounds):
         bench.system.release()
         plain.append(seconds_of(bench.plain, bench.group))

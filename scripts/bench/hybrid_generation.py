@@ -43,7 +43,9 @@ MODEL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-NUM_ROWS, PROMPT_TOKENS, NEW_TOKENS = 32, 16, 64
+NUM_ROWS = 32
+PROMPT_TOKENS = 16
+NEW_TOKENS = 64
 WAYS = {"stock": 0, "blocks, D = 1": 1, "blocks, D = 2": 2}
 
 
@@ -108,7 +110,8 @@ def run(folder: str, num_shards: int, batches: int) -> dict[str, Any]:
     ids = torch.arange(NUM_ROWS * PROMPT_TOKENS).view(NUM_ROWS, PROMPT_TOKENS)
     prompts = ragged_from_rows(list(ids * 7 % 2048), dtype=torch.int64)
     sampling = Sampling(NEW_TOKENS, greedy=True)
-    speeds, tokens = [], []
+    speeds = []
+    tokens = []
     for _ in range(batches + 1):
         started = time.process_time()
         batch = generator.generate(prompts, sampling, list(range(NUM_ROWS)))
@@ -128,7 +131,8 @@ def whole_values(folder: str) -> dict[str, Tensor]:
 
 def shards_of(folder: str, num_shards: int) -> dict[str, list[Tensor]]:
     """The tensors of so many tensor-parallel training ranks."""
-    values, arch = whole_values(folder), Architecture.from_folder(folder)
+    values = whole_values(folder)
+    arch = Architecture.from_folder(folder)
     names = vllm_names(arch)
     found: dict[str, list[Tensor]] = {}
     for shard in range(num_shards):

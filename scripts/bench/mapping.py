@@ -180,7 +180,8 @@ def _cold_runs(
 
 
 def _dataflow(actor: int, critic: int, models: int) -> Dataflow:
-    a, c = NOMINAL[f"{actor}B"], NOMINAL[f"{critic}B"]
+    a = NOMINAL[f"{actor}B"]
+    c = NOMINAL[f"{critic}B"]
     if models == 4:
         return ppo(a, c, reference=a, reward=c, workload=WORKLOAD)
     return safe_rlhf(a, c, reference=a, reward=c, cost=c, workload=WORKLOAD)
@@ -222,8 +223,10 @@ def _rounded(values: dict[Any, float]) -> dict[Any, float]:
 
 def _search_once(arguments: list[str]) -> None:
     actor, critic, models, gpus, unit = map(int, arguments)
-    dataflow, hardware = _dataflow(actor, critic, models), load_hardware("a100_80gb")
-    started, used = time.perf_counter(), time.process_time()
+    dataflow = _dataflow(actor, critic, models)
+    hardware = load_hardware("a100_80gb")
+    started = time.perf_counter()
+    used = time.process_time()
     find_mapping(dataflow, hardware, gpus, unit=unit)
     print(json.dumps([time.perf_counter() - started, time.process_time() - used]))
 

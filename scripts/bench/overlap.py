@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 TASKS = {
     "sums": [str(ROOT / "algos" / "grpo_async.py"), str(ROOT / "algos" / "grpo_async.yaml")],
     "sleeping": [

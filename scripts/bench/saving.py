@@ -52,7 +52,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for process in beside:
                 process.kill()
     none = {key: statistics.median(values) for key, values in found["none"].items()}
-    rows, whole = [], 0.0
+    rows = []
+    whole = 0.0
     for phase in ("none", "waited", "beside"):
         row = {key: statistics.median(values) for key, values in found[phase].items()}
         more = row["seconds"] - none["seconds"]

@@ -69,7 +69,8 @@ def one_run(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
         command += [f"--nproc-per-node={arguments.ranks}", str(rank), arguments.script]
         command += ["total_steps=1", f"run.dir={run_dir}", *arguments.settings]
         more = {"STARTUP_MARKS": str(marks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.time()
         done = subprocess.run(
             command, env=os.environ | more, capture_output=True, text=True, timeout=300
         )
@@ -83,7 +84,8 @@ def one_run(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
         ends = dict[str, float]()
         for event in json.loads((run_dir / "trace.json").read_text()):
             if event["ph"] == "X":
-                step, start = event.get("args", {}).get("step", 0), event["ts"] / 1e6 - began
+                step = event.get("args", {}).get("step", 0)
+                start = event["ts"] / 1e6 - began
                 name = "end of the first step" if step else f"end of {event['name']}"
                 ends[name] = max(ends.get(name, 0.0), start + event["dur"] / 1e6)
                 if step:

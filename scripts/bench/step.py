@@ -95,7 +95,8 @@ def taken_apart(stretches: list[Stretch]) -> dict[int, dict[Key, Part]]:
     """By step, stage and rank; a stage that a step has twice is added up."""
     computing = [x for x in stretches if x.lane == "compute"]
     steps: dict[int, dict[Key, Part]] = {x.step: {} for x in computing}
-    turns, calls = Counter[tuple[int, str, int]](), []
+    turns = Counter[tuple[int, str, int]]()
+    calls = []
     for each in computing:
         calls.append((each.step, each.stage, turns[each.step, each.stage, each.rank]))
         turns[each.step, each.stage, each.rank] += 1

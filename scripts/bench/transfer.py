@@ -31,7 +31,9 @@ from spmdflow.transfer.worker import Worker
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "algos" / "arithmetic"
 SIZES_MB = (1, 16, 64)
-ROWS, WARM_UP, REPEATS = 64, 3, 15
+ROWS = 64
+WARM_UP = 3
+REPEATS = 15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +103,8 @@ class RightWorker(Worker):
 
 def main(flow: Any, cfg: Config) -> None:
     """Measure every size; writes RUN_DIR/transfer.json."""
-    left, right = flow.spawn(LeftWorker, cfg.left), flow.spawn(RightWorker, cfg.right)
+    left = flow.spawn(LeftWorker, cfg.left)
+    right = flow.spawn(RightWorker, cfg.right)
     prompts = flow.prompts(cfg.data)
     found = {}
     for _ in flow.steps(1):

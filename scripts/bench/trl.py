@@ -38,7 +38,8 @@ from bench._steps import Moment, run_watched
 from bench._trl_work import Work, stories, vocabulary
 from spmdflow.config.schema import EngineConfig
 
-ROOT, SIDE = Path(__file__).parents[2], Path(__file__).parent / "_trl"
+ROOT = Path(__file__).parents[2]
+SIDE = Path(__file__).parent / "_trl"
 SETTINGS = ("stories", "vocabulary")
 ENGINES = ("actor", "reference")
 SKIPPED = 2

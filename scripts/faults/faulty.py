@@ -50,14 +50,16 @@ class FaultyWorker(Worker):
 
     def __init__(self, config: FaultyConfig, context: Any) -> None:
         super().__init__(config, context)
-        self._faults, self._calls = config, 0
+        self._faults = config
+        self._calls = 0
 
     @register(transfer_mode="3D_PROTO", reads=("prompts",), writes=("number",))
     def check(self, batch: TensorDict) -> TensorDict:
         """The call that goes wrong on the victim."""
         self._calls += 1
         time.sleep(0.02)
-        fault, is_time = self._faults.fault, self._calls >= self._faults.at_call
+        fault = self._faults.fault
+        is_time = self._calls >= self._faults.at_call
         if is_time and self.context.rank == self._faults.victim:
             if self._calls == self._faults.at_call:
                 Path(self.context.run_dir, HARMED).write_text(str(time.time()))

@@ -18,7 +18,8 @@ from spmdflow.tracking.reading import RunFiles
 Text = dict[str, Any]
 """{"text"} and, where there is one, {"score"}. Any: JSON values."""
 
-_NUMBER, _MOST_TOKENS = 3, 64
+_NUMBER = 3
+_MOST_TOKENS = 64
 PAIRS = (
     (
         "Sam had a new ball. He played with his friends and they all laughed.",

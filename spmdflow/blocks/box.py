@@ -48,7 +48,10 @@ class Box:
 
     def slices(self, outer: Box | None = None) -> tuple[slice, ...]:
         """Index of this box in a tensor that holds `outer` (default: the full tensor)."""
-        origins = [0] * len(self.bounds) if outer is None else [low for low, _ in outer.bounds]
+        if outer is None:
+            origins = [0] * len(self.bounds)
+        else:
+            origins = [low for low, _ in outer.bounds]
         return tuple(
             slice(start - origin, stop - origin)
             for (start, stop), origin in zip(self.bounds, origins, strict=True)
@@ -65,7 +68,8 @@ class Box:
         """The common elements as a box; None if there are none."""
         common = []
         for (start, stop), (low, high) in zip(self.bounds, other.bounds, strict=True):
-            first, last = max(start, low), min(stop, high)
+            first = max(start, low)
+            last = min(stop, high)
             if first >= last:
                 return None
             common.append((first, last))
@@ -75,8 +79,11 @@ class Box:
         """This box without `other`: disjoint boxes, at most two per dimension."""
         common = self.intersect(other)
         if common is None:
-            return [self] if self.size else []
-        rest, bounds = [], list(self.bounds)
+            if self.size:
+                return [self]
+            return []
+        rest = []
+        bounds = list(self.bounds)
         for dim, (first, last) in enumerate(common.bounds):
             start, stop = bounds[dim]
             for part in ((start, first), (last, stop)):
@@ -89,7 +96,8 @@ class Box:
         """The part below index along dim, and the part from it on."""
         start, stop = self.bounds[dim]
         assert start <= index <= stop, f"box {self.bounds}: cannot cut dimension {dim} at {index}"
-        before, after = self.bounds[:dim], self.bounds[dim + 1 :]
+        before = self.bounds[:dim]
+        after = self.bounds[dim + 1 :]
         return Box((*before, (start, index), *after)), Box((*before, (index, stop), *after))
 
 
@@ -132,7 +140,8 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not shape:
         return [Box(())]
     inner = prod(shape[1:])
-    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
     if first == last:
         return _at(first, flat_range(shape[1:], head, tail))
     boxes = _at(first, flat_range(shape[1:], head, inner)) if head else []
@@ -143,7 +152,10 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def _at(index: int, boxes: list[Box]) -> list[Box]:
-    return [Box(((index, index + 1), *box.bounds)) for box in boxes]
+    result = []
+    for box in boxes:
+        result.append(Box(((index, index + 1), *box.bounds)))
+    return result
 
 
 def _merged_along(boxes: list[Box], dim: int) -> list[Box]:
@@ -193,20 +205,23 @@ def own_boxes(everyone: Sequence[Description], place: int) -> list[list[Box]]:
     mine = range(first, first + len(everyone[place]))
     starts = np.searchsorted(keys, rows[mine, 0], "left")
     stops = np.searchsorted(keys, rows[mine, 0], "right")
-    return [
-        _own(rows, order[start:stop], number)
-        for number, start, stop in zip(mine, starts, stops, strict=True)
-    ]
+    result = []
+    for number, start, stop in zip(mine, starts, stops, strict=True):
+        result.append(_own(rows, order[start:stop], number))
+    return result
 
 
 def _own(rows: Description, same_name: npt.NDArray[Any], number: int) -> list[Box]:
     """What row `number` owns; same_name: all rows of its tensor, ascending."""
-    starts, stops = rows[:, 2 : 2 + _DIMS], rows[:, 2 + _DIMS :]
+    starts = rows[:, 2 : 2 + _DIMS]
+    stops = rows[:, 2 + _DIMS :]
     mine = _box(rows[number])
     meets = (starts[same_name] < stops[number]) & (starts[number] < stops[same_name])
     holders = same_name[meets.all(1)]
     if not mine.size or len(holders) <= 1:
-        return [mine] if mine.size else []
+        if mine.size:
+            return [mine]
+        return []
     if (rows[holders] == rows[number]).all():
         turn = int(rows[number, 0]) % len(holders)
         return _part(mine, int(np.searchsorted(holders, number)), len(holders), turn)
@@ -219,7 +234,9 @@ def _part(box: Box, number: int, count: int, turn: int) -> list[Box]:
         if stop - start >= count:
             low, high = (start + (stop - start) * each // count for each in (number, number + 1))
             return [Box((*box.bounds[:dim], (low, high), *box.bounds[dim + 1 :]))]
-    return [box] if number == turn else []
+    if number == turn:
+        return [box]
+    return []
 
 
 def _box(row: Description) -> Box:

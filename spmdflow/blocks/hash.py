@@ -24,9 +24,12 @@ from spmdflow.blocks.box import Box
 
 Key = TypeVar("Key", bound=Hashable)
 MODULUS = 2**64
-_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
+_CPU_CHUNK = 1 << 16
+_CHUNK = 1 << 22
 """Elements that are hashed together: what fits into a core's cache, and what fills a device."""
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -43,7 +46,10 @@ def box_hash(values: Tensor, box: Box) -> int:
 def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
     """Hashes in [0, 2**64) of several `box_sum`s on one device; waits for the device once."""
     values = torch.stack(list(sums.values())).tolist() if sums else []
-    return {key: value % MODULUS for key, value in zip(sums, values, strict=True)}
+    result = {}
+    for key, value in zip(sums, values, strict=True):
+        result[key] = value % MODULUS
+    return result
 
 
 def box_sum(values: Tensor, box: Box) -> Tensor:
@@ -53,7 +59,8 @@ def box_sum(values: Tensor, box: Box) -> Tensor:
     hashes add up, modulo 2**64, to that of the whole; int64 wraps at 2**64.
     """
     assert tuple(values.shape) == box.shape, f"values {tuple(values.shape)} for box {box.shape}"
-    values, bounds = values.detach(), box.bounds or ((0, 1),)
+    values = values.detach()
+    bounds = box.bounds or ((0, 1),)
     if values.element_size() == 8:  # as two elements of four bytes
         values = values.unsqueeze(-1).contiguous().view(torch.int32)
         bounds = (*bounds, (0, 2))
@@ -76,7 +83,9 @@ def box_sum(values: Tensor, box: Box) -> Tensor:
 
 def to_signed(value: int) -> int:
     """The int64 with the same bits, so that hashes can be summed in a tensor."""
-    return value - MODULUS if value >= MODULUS // 2 else value
+    if value >= MODULUS // 2:
+        return value - MODULUS
+    return value
 
 
 @lru_cache(maxsize=256)

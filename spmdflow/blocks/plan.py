@@ -76,7 +76,9 @@ def redistribute(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf | None = None)
             for box in merged(parts):
                 to.setdefault((source, box), []).append(rank)
         moves += [Move(source, box, tuple(sorted(ranks))) for (source, box), ranks in to.items()]
-    kept = {rank: _kept(tuple(need[rank]), tuple(have.get(rank, ()))) for rank in sorted(need)}
+    kept = {}
+    for rank in sorted(need):
+        kept[rank] = _kept(tuple(need[rank]), tuple(have.get(rank, ())))
     return Plan(tuple(sorted(moves)), kept)
 
 
@@ -126,7 +128,8 @@ def share_classes(
         sizes = [size_of(some) for _, some in classes[senders]]
         ends = list(accumulate(share_out([loads[rank] for rank in senders], sum(sizes))))
         sent: dict[tuple[int, int], list[Some]] = {}
-        sender, done = 0, 0
+        sender = 0
+        done = 0
         for destination, whole in classes[senders]:
             rest: Some | None = whole
             while rest is not None:
@@ -136,7 +139,8 @@ def share_classes(
                 if taken is None:
                     sender += 1
                     continue
-                source, size = senders[sender], size_of(taken)
+                source = senders[sender]
+                size = size_of(taken)
                 sent.setdefault((source, destination), []).append(taken)
                 loads[source] += size
                 done += size
@@ -163,7 +167,11 @@ def _stretches(lacking: Mapping[Ranks, Sequence[Box]]) -> list[tuple[int, Box]]:
     for ranks, boxes in lacking.items():
         for rank in ranks:
             found.setdefault(rank, []).extend(boxes)
-    return [(rank, box) for rank in sorted(found) for box in merged(found[rank])]
+    stretches = []
+    for rank in sorted(found):
+        for box in merged(found[rank]):
+            stretches.append((rank, box))
+    return stretches
 
 
 @lru_cache(maxsize=4096)
@@ -235,7 +243,10 @@ def _by_senders(holders: Ranks, lackers: Ranks, node_of: NodeOf | None) -> Mappi
     found: dict[Senders, list[int]] = {}
     for rank in lackers:
         found.setdefault(tuple(near.get(node_of(rank), holders)), []).append(rank)
-    return {senders: tuple(ranks) for senders, ranks in found.items()}
+    result = {}
+    for senders, ranks in found.items():
+        result[senders] = tuple(ranks)
+    return result
 
 
 NodeOf = Callable[[int], int]
@@ -257,7 +268,8 @@ def share_out(loads: Sequence[int], total: int) -> list[int]:
     them. Receivers end within 1 of one another, and no lower load than theirs is passed over.
     """
     order = sorted(range(len(loads)), key=lambda place: (loads[place], place))
-    filled, num_receivers = 0, 0
+    filled = 0
+    num_receivers = 0
     for place in order:
         # elements that raise all receivers so far to this load
         if num_receivers * loads[place] - filled > total:
@@ -272,7 +284,11 @@ def share_out(loads: Sequence[int], total: int) -> list[int]:
 
 
 Boxes = tuple[Box, ...]
-MISSING, TWICE, THERE, STRANGE, FALSE = "missing", "twice", "there", "strange", "false"
+MISSING = "missing"
+TWICE = "twice"
+THERE = "there"
+STRANGE = "strange"
+FALSE = "false"
 """What `find_cover_error` finds: nobody sends it, sent twice, sent where it is already, sent where
 it is not needed, kept though not held and needed once."""
 
@@ -299,7 +315,9 @@ def find_cover_error(
         if is_twice or subtract_all([box], held) or subtract_all([box], need):
             return FALSE, box
     missing = subtract_all(disjoint(need), [*kept, *arriving])
-    return (MISSING, missing[0]) if missing else None
+    if missing:
+        return (MISSING, missing[0])
+    return None
 
 
 _READER = -1

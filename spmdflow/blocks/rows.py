@@ -52,12 +52,18 @@ def redistribute_rows(
         for side in (have, need)
     )
     ranks = {*have, *need}
-    nodes = None if node_of is None else tuple((rank, node_of(rank)) for rank in sorted(ranks))
+    if node_of is None:
+        nodes = None
+    else:
+        nodes = tuple((rank, node_of(rank)) for rank in sorted(ranks))
     try:
         edges = _redistribute_again(*keys, nodes)
     except RowError:
         return _redistribute(have, need, node_of)  # whose message names the true ids
-    return [RowEdge(edge.source, edge.destination, edge.ids + base) for edge in edges]
+    result = []
+    for edge in edges:
+        result.append(RowEdge(edge.source, edge.destination, edge.ids + base))
+    return result
 
 
 def plan_rounds(
@@ -89,7 +95,8 @@ def _teams(direct: Sequence[RowEdge], node_of: NodeOf | None) -> Iterator[tuple[
         arriving.setdefault(edge.destination, []).append(edge)
     teams: dict[tuple[int, bytes], tuple[list[int], set[int], Ids]] = {}
     for rank, edges in arriving.items():
-        node, ids = node_of(rank) if node_of else 0, _joined([edge.ids for edge in edges])
+        node = node_of(rank) if node_of else 0
+        ids = _joined([edge.ids for edge in edges])
         team, sources, _ = teams.setdefault((node, ids.tobytes()), ([], set(), ids))
         team.append(rank)
         sources |= {e.source for e in edges if node_of is None or node_of(e.source) == node}
@@ -118,7 +125,10 @@ def _redistribute(
     for sent in share_classes(classes, dict.fromkeys(have, 0), _take, len):
         for pair, parts in sent.items():
             pieces.setdefault(pair, []).extend(parts)
-    return [RowEdge(*pair, _joined(parts)) for pair, parts in sorted(pieces.items())]
+    result = []
+    for pair, parts in sorted(pieces.items()):
+        result.append(RowEdge(*pair, _joined(parts)))
+    return result
 
 
 def _take(ids: Ids, room: int) -> tuple[Ids, Ids | None]:
@@ -143,7 +153,9 @@ def _classes(holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None)
 
 
 def _joined(parts: list[Ids]) -> Ids:
-    return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+    if len(parts) == 1:
+        return parts[0]
+    return np.sort(np.concatenate(parts))
 
 
 class _Holders:
@@ -197,12 +209,13 @@ class _Holders:
             raise RowError.of(f"transfer to rank {rank}", got, "a holder of each", do)
         labels = self._labels[np.searchsorted(self._all, lacking)]
         order = np.argsort(labels, kind="stable")
-        labels, lacking = labels[order], lacking[order]
+        labels = labels[order]
+        lacking = lacking[order]
         starts = np.flatnonzero(np.diff(labels, prepend=-1)).tolist()
-        return [
-            (int(labels[start]), lacking[start:stop])
-            for start, stop in zip(starts, [*starts[1:], len(lacking)], strict=False)
-        ]
+        fresh = []
+        for start, stop in zip(starts, [*starts[1:], len(lacking)], strict=False):
+            fresh.append((int(labels[start]), lacking[start:stop]))
+        return fresh
 
     def _refine(self, ids: Ids, ranks: list[int]) -> None:
         places = np.searchsorted(self._all, ids)
@@ -230,4 +243,6 @@ def _among(ids: Ids, ascending: Ids) -> np.ndarray:
     """(n,) bool: which ids are in the ascending array."""
     places = np.searchsorted(ascending, ids)
     places[places == len(ascending)] = 0
-    return ascending[places] == ids if len(ascending) else np.zeros(len(ids), dtype=bool)
+    if len(ascending):
+        return ascending[places] == ids
+    return np.zeros(len(ids), dtype=bool)

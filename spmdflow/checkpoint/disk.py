@@ -41,7 +41,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def make_folders(path: Path) -> None:
     """Make a folder and its missing parents; they are there after a power cut too."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = []
+    for folder in (path, *path.parents):
+        if not folder.exists():
+            missing.append(folder)
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
         sync(folder.parent)
@@ -111,7 +114,8 @@ def disk_errors(doing: str, path: Path, what: str = "checkpoint") -> Iterator[No
 
 def describe_disk_error(err: OSError, path: Path) -> str:
     """Cause, file and what to do, such as "No space left on device (FILE); ... free some space"."""
-    at, cause = err.filename or path, err.strerror or err
+    at = err.filename or path
+    cause = err.strerror or err
     return f"{cause} ({at}); {_advice(err, path)}"
 
 
@@ -119,7 +123,10 @@ def _advice(err: OSError, path: Path) -> str:
     """What to do about an error of the disk."""
     if err.errno in _NO_SPACE:
         there = _nearest_folder(path)
-        free = f"{shutil.disk_usage(there).free} bytes are free" if there else "the disk is full"
+        if there:
+            free = f"{shutil.disk_usage(there).free} bytes are free"
+        else:
+            free = "the disk is full"
         return f"{free} there: free some space (or raise the quota), or set run.dir to another disk"
     return _ADVICE.get(err.errno or 0, "check that path and its file system, or set run.dir")
 
@@ -210,7 +217,8 @@ def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
     user may read the file, where the file system keeps such rights. SpmdflowError if it
     cannot be written.
     """
-    name, key = f".key-{secrets.token_hex(8)}", secrets.token_bytes(KEY_BYTES)
+    name = f".key-{secrets.token_hex(8)}"
+    key = secrets.token_bytes(KEY_BYTES)
     path = run_dir / name
     try:
         with disk_errors("write", path, "run.dir"):

@@ -22,9 +22,11 @@ from spmdflow.weights.adapter import adapter_names
 from spmdflow.weights.file import Facts, write_file
 from spmdflow.weights.folder import HuggingFaceFolder, file_names, write_beside
 
-_LEAST_FILE_BYTES, _MOST_FILE_BYTES = 64 << 20, 4 << 30
+_LEAST_FILE_BYTES = 64 << 20
+_MOST_FILE_BYTES = 4 << 30
 _SLAB_ELEMENTS = 1 << 24
-_PEFT, _PEFT_FILES = "base_model.model.", ("adapter_model.safetensors", "adapter_config.json")
+_PEFT = "base_model.model."
+_PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
 """What peft's files put before a tensor's name; their names."""
 
 
@@ -66,13 +68,17 @@ class ModelExport:
 
         Adapters become a folder of peft's, of one file, in float32.
         """
-        self._model, self._is_first = plain["model"], place == 0
+        self._model = plain["model"]
+        self._is_first = place == 0
         self._lora = self._model.get("lora")
         own = "float32" if self._lora else self._model["dtype"]
         self._dtype = dtype or getattr(torch, own)
         kept = {"score.weight": torch.float32}  # a scalar head, whatever the others are
-        shapes, prefix = plain["shapes"].items(), _PEFT if self._lora else ""
-        facts = [Facts(prefix + n, kept.get(n, self._dtype), x) for n, x in shapes]
+        shapes = plain["shapes"].items()
+        prefix = _PEFT if self._lora else ""
+        facts = []
+        for n, x in shapes:
+            facts.append(Facts(prefix + n, kept.get(n, self._dtype), x))
         files = [facts] if self._lora else plan_files(facts, count)
         names = _PEFT_FILES[:1] if self._lora else file_names(len(files))
         self._files = dict(zip(names, files, strict=True))
@@ -89,7 +95,9 @@ class ModelExport:
         for name, tensors in self.mine.items():
             write_file(folder / name, tensors, _rows(state, tensors), {"format": "pt"})
         if self._is_first:
-            weights = {n: {x.name: x.num_bytes for x in facts} for n, facts in self._files.items()}
+            weights = {}
+            for n, facts in self._files.items():
+                weights[n] = {x.name: x.num_bytes for x in facts}
             config = {**self._model["config"], "dtype": str(self._dtype).removeprefix("torch.")}
             source = beside or Path(self._model["source"])
             write_beside(folder, weights, config=config, source=source)
@@ -104,22 +112,30 @@ class MergedState:
 
     def __init__(self, adapters: StateFiles, source: Path) -> None:
         """ConfigError if the folder does not read, CheckpointError if it is of another model."""
-        self._adapters, self._base = adapters, HuggingFaceFolder(source, {})
+        self._adapters = adapters
+        self._base = HuggingFaceFolder(source, {})
         self._lora = adapters.plain["model"]["lora"]
         shapes = self._base.shapes()
         self._adapted = {n for n in shapes if adapter_names(n)[0] in adapters.plain["shapes"]}
         if 2 * len(self._adapted) != len(adapters.plain["shapes"]):
             got = f"{source} without some of the weights that have adapters"
-            expected, do = "the model that was trained", "give the folder that the run had"
+            expected = "the model that was trained"
+            do = "give the folder that the run had"
             raise CheckpointError.of("export", got, expected, do)
-        model = {key: x for key, x in adapters.plain["model"].items() if key != "lora"}
+        model = {}
+        for key, x in adapters.plain["model"].items():
+            if key != "lora":
+                model[key] = x
         self.plain = {**adapters.plain, "model": model, "shapes": shapes}
         """As that of a checkpoint of the whole model."""
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
         """A whole tensor as boxes of some rows, in order."""
         whole = Box.of_shape(shape)
-        rows = max(1, _SLAB_ELEMENTS * shape[0] // max(1, whole.size)) if shape else 1
+        if shape:
+            rows = max(1, _SLAB_ELEMENTS * shape[0] // max(1, whole.size))
+        else:
+            rows = 1
         starts = range(0, shape[0], rows) if shape else ()
         inner = whole.bounds[1:]
         return [Box(((n, min(n + rows, shape[0])), *inner)) for n in starts] or [whole]
@@ -129,7 +145,8 @@ class MergedState:
         values = self._base.read(name, box)
         if name not in self._adapted:
             return values
-        rank, (a, b) = self._lora["rank"], adapter_names(name)
+        rank = self._lora["rank"]
+        a, b = adapter_names(name)
         wide = self._adapters.read(a, Box(((0, rank), box.bounds[1])))
         tall = self._adapters.read(b, Box((box.bounds[0], (0, rank))))
         return torch.add(values.float(), tall @ wide, alpha=self._lora["alpha"] / rank)

@@ -30,19 +30,21 @@ def push(run_dir: Path, repository: str) -> str:
     A single one goes to the top of the repository, several into folders named as they are.
     ConfigError if there is none, or if the hub refuses.
     """
-    models = sorted((run_dir / EXPORT).iterdir()) if (run_dir / EXPORT).is_dir() else []
+    if (run_dir / EXPORT).is_dir():
+        models = sorted((run_dir / EXPORT).iterdir())
+    else:
+        models = []
     address = ""
     for model in models:
-        folder, step = model.resolve(), model.resolve().parents[1].name
+        folder = model.resolve()
+        step = model.resolve().parents[1].name
         place = None if len(models) == 1 else model.name
         message = f"{model.name} after {step}"
         upload = partial(_upload, repository, folder, place, message)
         address = _ask(repository, upload).commit_url
     if not models:
-        got, do = (
-            f"{run_dir} without an exported model",
-            "set run.save_last=true, then use spmdflow.export",
-        )
+        got = f"{run_dir} without an exported model"
+        do = "set run.save_last=true, then use spmdflow.export"
         raise ConfigError.of("run.push_to_hub", got, "one in its export folder", do)
     return address
 

@@ -25,9 +25,18 @@ def trained_models_text(run_dir: Path, *, has_evaluation: bool) -> str | None:
     if place is None:
         return None
     step = place[0]
-    links = [link for link in sorted((run_dir / EXPORT).glob("*")) if name in link.resolve().parts]
-    models = {link.name: link for link in links if (link / "config.json").is_file()}
-    adapters = [link for link in links if (link / "adapter_config.json").is_file()]
+    links = []
+    for link in sorted((run_dir / EXPORT).glob("*")):
+        if name in link.resolve().parts:
+            links.append(link)
+    models = {}
+    for link in links:
+        if (link / "config.json").is_file():
+            models[link.name] = link
+    adapters = []
+    for link in links:
+        if (link / "adapter_config.json").is_file():
+            adapters.append(link)
     if adapters:
         return (
             f"the adapter after step {step} is in {adapters[0]}; merge it into a whole model: "

@@ -143,7 +143,10 @@ class RunDirLock:
             is_same_file = os.path.samestat(path.stat(), os.fstat(self._file))
             record = LockRecord.parse(path.read_bytes()[:_MOST_BYTES])
         except (FileNotFoundError, NotADirectoryError):
-            what = "has lost its file .lock" if self.run_dir.is_dir() else "is not there any more"
+            if self.run_dir.is_dir():
+                what = "has lost its file .lock"
+            else:
+                what = "is not there any more"
             return f"{what} (deleted or renamed while the run used it)"
         if not is_same_file:
             return "is another folder than the one that this run started in"

@@ -60,7 +60,9 @@ class CheckpointInfo:
 def order_of(name: str) -> tuple[int, int] | None:
     """(step, attempt) of a sealed folder's name, step-N or step-N.attempt; None for other names."""
     match = _FOLDER.fullmatch(name)
-    return (int(match[1]), int(match[2] or 1)) if match else None
+    if match:
+        return (int(match[1]), int(match[2] or 1))
+    return None
 
 
 def facts_of(
@@ -84,7 +86,8 @@ def _facts_of_file(path: Path, *, is_synced: bool) -> FileFacts:
     with path.open("rb") as file:
         if is_synced:
             os.fsync(file.fileno())
-        num_bytes, head = os.fstat(file.fileno()).st_size, read_head(path)
+        num_bytes = os.fstat(file.fileno()).st_size
+        head = read_head(path)
         if head is not None:
             return FileFacts(num_bytes, head.sha256, head.num_bytes)
         return FileFacts(num_bytes, hashlib.file_digest(file, "sha256").hexdigest())
@@ -102,7 +105,9 @@ def write_manifest(
 ) -> None:
     """Write the manifest of files, by name relative to folder, with a hash of itself."""
     check_plain(meta, "meta")
-    plain = {name: asdict(facts) for name, facts in files.items()}
+    plain = {}
+    for name, facts in files.items():
+        plain[name] = asdict(facts)
     body = {"format": FORMAT, "step": step, "meta": meta, "files": plain}
     text = json.dumps(body, sort_keys=True)
     data = json.dumps({**json.loads(text), "sha256": _digest(text)}, indent=1, sort_keys=True)
@@ -128,7 +133,8 @@ def read_manifest(folder: Path) -> CheckpointInfo:
     if claimed != actual:
         raise damaged(path, "has been changed: its own sha256 does not fit")
     place = order_of(folder.name)
-    kind, step = body.get("format"), body.get("step")
+    kind = body.get("format")
+    step = body.get("step")
     if kind != FORMAT and isinstance(kind, str) and kind.startswith(FORMAT[:-1]):
         raise CheckpointError(
             f"checkpoint: {path} has format {kind}, expected {FORMAT}; resume with the version of "
@@ -139,7 +145,8 @@ def read_manifest(folder: Path) -> CheckpointInfo:
             f"checkpoint: {path} is foreign: format {kind!r}, step {step}; "
             f"expected {FORMAT!r} and the step of its folder; resume from the run that wrote it"
         )
-    meta, files = body.get("meta"), body.get("files")
+    meta = body.get("meta")
+    files = body.get("files")
     if not isinstance(meta, dict) or not isinstance(meta.get("layout", {}), dict):
         raise damaged(path, f"has meta {meta!r:.80}, which is no map with a map layout")
     if not isinstance(files, dict):
@@ -148,7 +155,9 @@ def read_manifest(folder: Path) -> CheckpointInfo:
         if not _describes_file(name, facts):
             problem = f"has {facts!r:.80} for file {name!r:.80}"
             raise damaged(path, f"{problem}, not num_bytes and sha256 of a file in the checkpoint")
-    known = {name: FileFacts(**facts) for name, facts in files.items()}
+    known = {}
+    for name, facts in files.items():
+        known[name] = FileFacts(**facts)
     return CheckpointInfo(folder, step, meta, known)
 
 
@@ -194,7 +203,9 @@ def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
     ReadError naming one that cannot be read for some seconds: it may be whole.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        pending = [threads.submit(_verify_file, folder, name, files[name]) for name in files]
+        pending = []
+        for name in files:
+            pending.append(threads.submit(_verify_file, folder, name, files[name]))
     problems = [each.exception() for each in pending]
     for problem in problems:
         if isinstance(problem, DamagedError):  # certain, whatever else cannot be read
@@ -233,13 +244,20 @@ def moved_groups(
     saved. CheckpointError if one of these has moved, or if the run lacks a group that saved a
     state.
     """
-    saved, now = info.meta.get("layout", {}), json.loads(json.dumps(layout))
-    stateful = {name.partition("/")[0] for name in info.files if "/" in name}
+    saved = info.meta.get("layout", {})
+    now = json.loads(json.dumps(layout))
+    stateful = set()
+    for name in info.files:
+        if "/" in name:
+            stateful.add(name.partition("/")[0])
     for group in sorted(stateful - now.keys()):
         got = f"a run without {group}, whose state {info.folder} holds"
         do = "resume with the script that wrote it, or start afresh in another run.dir"
         raise CheckpointError.of("checkpoint", got, "every model that it was trained with", do)
-    moved = [group for group in sorted(now) if now[group] != saved.get(group)]
+    moved = []
+    for group in sorted(now):
+        if now[group] != saved.get(group):
+            moved.append(group)
     for group in moved:
         if group not in by_rank or group not in stateful and group in saved:
             continue
@@ -249,22 +267,31 @@ def moved_groups(
             f"not marked with any_layout; resume with the world size and placement that wrote it, "
             f"or have it read boxes (docs/CHECKPOINTS.md)"
         )
-    both = {name: (saved.get(name), now[name]) for name in moved if name in stateful}
-    return [f"{name} {_described(a)} -> {_described(b)}" for name, (a, b) in both.items()]
+    both = {}
+    for name in moved:
+        if name in stateful:
+            both[name] = (saved.get(name), now[name])
+    result = []
+    for name, (a, b) in both.items():
+        result.append(f"{name} {_described(a)} -> {_described(b)}")
+    return result
 
 
 def _described(sizes: Mapping[str, Any] | None) -> str:
     """Such as "fsdp t1p1d2 on ranks 0-1"."""
     if sizes is None:
         return "nothing"
-    ranks, engine = sizes["ranks"], sizes.get("engine")
+    ranks = sizes["ranks"]
+    engine = sizes.get("engine")
     is_span = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
     where = f"{ranks[0]}-{ranks[-1]}" if is_span else ", ".join(map(str, ranks))
     letters = {"tp_size": "t", "pp_size": "p", "dp_size": "d"}
     if sizes.get("shard_size", 1) not in (1, sizes.get("dp_size", 1)):
         letters["shard_size"] = "s"
     name = "".join(f"{letter}{sizes.get(size, 1)}" for size, letter in letters.items())
-    return f"{engine} {name} on ranks {where}" if engine else f"{name} on ranks {where}"
+    if engine:
+        return f"{engine} {name} on ranks {where}"
+    return f"{name} on ranks {where}"
 
 
 def check_plain(value: object, where: str) -> None:
@@ -276,9 +303,13 @@ def check_plain(value: object, where: str) -> None:
                 raise CheckpointError(
                     f"checkpoint: {where} has key {key!r}, expected str keys; store pairs instead"
                 )
-        items = {f"{where}.{key}": item for key, item in value.items()}
+        items = {}
+        for key, item in value.items():
+            items[f"{where}.{key}"] = item
     elif isinstance(value, list | tuple):
-        items = {f"{where}[{number}]": item for number, item in enumerate(value)}
+        items = {}
+        for number, item in enumerate(value):
+            items[f"{where}[{number}]"] = item
     elif not (value is None or isinstance(value, bool | int | float | str)):
         raise CheckpointError(
             f"checkpoint: {where} is a {type(value).__name__}, expected JSON data; "
@@ -298,7 +329,10 @@ class DamagedError(CheckpointError):
 
 def damaged(path: Path, problem: str, facts: FileFacts | None = None) -> DamagedError:
     """The error for a file of a checkpoint that is not as it was sealed."""
-    expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}" if facts else "the file as sealed"
+    if facts:
+        expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}"
+    else:
+        expected = "the file as sealed"
     return DamagedError(
         f"checkpoint: {path} {problem}, expected {expected}; restore it, or name an older "
         f"checkpoint of this run in {path_of_latest(path)}"
@@ -307,7 +341,10 @@ def damaged(path: Path, problem: str, facts: FileFacts | None = None) -> Damaged
 
 def path_of_latest(path: Path) -> Path:
     """checkpoints/latest for any path inside a checkpoint's folder."""
-    sealed = [folder for folder in path.parents if order_of(folder.name) is not None]
+    sealed = []
+    for folder in path.parents:
+        if order_of(folder.name) is not None:
+            sealed.append(folder)
     return (sealed[0] if sealed else path).parent / "latest"
 
 

@@ -24,7 +24,9 @@ def write_rows(path: Path, columns: Mapping[str, Column], plain: Mapping[str, An
         tensors[name] = column.values
         if column.lengths is not None:
             tensors[name + _LENGTHS] = column.lengths
-    kinds = {name: column.kind for name, column in columns.items()}
+    kinds = {}
+    for name, column in columns.items():
+        kinds[name] = column.kind
     write_tensors(path, tensors, {"columns": kinds, **plain})
 
 
@@ -32,13 +34,15 @@ def read_columns(path: Path) -> tuple[dict[str, Column], dict[str, Any]]:
     """The columns in the order in which they were given, and the JSON data."""
     tensors, plain = read_tensors(path)
     kinds = plain.pop("columns")
-    found = {
-        name: Column(kind, tensors[name], tensors.get(name + _LENGTHS))
-        for name, kind in kinds.items()
-    }
+    found = {}
+    for name, kind in kinds.items():
+        found[name] = Column(kind, tensors[name], tensors.get(name + _LENGTHS))
     return found, plain
 
 
 def read_rows(path: str | Path) -> dict[str, Tensor | list[str]]:
     """Tensors, jagged tensors and texts by column, as worker methods see them."""
-    return {name: column.to_value() for name, column in read_columns(Path(path))[0].items()}
+    rows = {}
+    for name, column in read_columns(Path(path))[0].items():
+        rows[name] = column.to_value()
+    return rows

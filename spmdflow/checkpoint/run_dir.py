@@ -81,7 +81,9 @@ class RunDir:
     @property
     def last_step(self) -> int:
         """Step up to which records are kept (`Tracker`); -1 if the run starts afresh."""
-        return self.checkpoint.step if self.checkpoint else -1
+        if self.checkpoint:
+            return self.checkpoint.step
+        return -1
 
 
 def path_of(run: RunConfig) -> Path:
@@ -105,7 +107,10 @@ def open_run_dir(
     that are gone, or is in use by a live run.
     """
     path = path_of(run)
-    used = [mark for mark in _MARKS if (path / mark).exists()]
+    used = []
+    for mark in _MARKS:
+        if (path / mark).exists():
+            used.append(mark)
     if used and run.resume == "never":
         raise ConfigError(
             f"run.resume: never, but {path} holds {', '.join(used)} of an earlier run, expected "
@@ -139,11 +144,11 @@ def differences(old_yaml: str, new_yaml: str) -> list[str]:
     """One "key: old -> new" for each setting that differs; "(absent)": that side lacks it."""
     old, new = (_flat_settings(text) for text in (old_yaml, new_yaml))
     absent = "(absent)"
-    return [
-        f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key, absent) != new.get(key, absent)
-    ]
+    result = []
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key, absent) != new.get(key, absent):
+            result.append(f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}")
+    return result
 
 
 def _flat_settings(text: str) -> dict[str, Any]:
@@ -174,7 +179,8 @@ def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> N
                 _first_line(err),
                 kept.name,
             )
-            old, changed = None, []
+            old = None
+            changed = []
         if changed:
             step = checkpoint.step if checkpoint else 0
             before = path.with_name(f"config.until-step-{step}.yaml")
@@ -193,7 +199,8 @@ def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> N
 
 def _free_name(path: Path) -> Path:
     """The path, or the first of PATH.2, PATH.3, ... at which there is nothing yet."""
-    found, numbers = path, itertools.count(2)
+    found = path
+    numbers = itertools.count(2)
     while os.path.lexists(found):
         found = path.with_name(f"{path.name}.{next(numbers)}")
     return found
@@ -205,7 +212,8 @@ def _first_line(err: BaseException) -> str:
     return f"{type(err).__name__}: {lines[0]}"[:200]
 
 
-_TMP, _TRASH = ".tmp", ".trash"
+_TMP = ".tmp"
+_TRASH = ".trash"
 
 
 def find_latest(run_dir: Path) -> CheckpointInfo | None:
@@ -215,7 +223,8 @@ def find_latest(run_dir: Path) -> CheckpointInfo | None:
     CheckpointError if what `latest` names is missing or damaged.
     """
     folder = run_dir / "checkpoints"
-    latest, sealed = _latest_or_none(folder), _sealed(folder)
+    latest = _latest_or_none(folder)
+    sealed = _sealed(folder)
     if latest is None and not sealed:
         return None
     name = latest or sealed[-1]
@@ -237,7 +246,8 @@ def settings_before(run_dir: Path) -> tuple[dict[str, Any], int] | None:
     Of the newest one with a readable manifest: one that is damaged is named by who loads it.
     """
     folder = run_dir / "checkpoints"
-    names, latest = _sealed(folder), _latest_or_none(folder)
+    names = _sealed(folder)
+    latest = _latest_or_none(folder)
     if latest in names:
         names.append(latest)
     for name in reversed(names):
@@ -256,12 +266,16 @@ def newest_whole(run_dir: Path, verify: Callable[[CheckpointInfo], None]) -> Che
     nothing is sealed; CheckpointError if no whole one is left (then nothing is renamed).
     """
     folder = run_dir / "checkpoints"
-    sealed, latest = _sealed(folder), _latest_or_none(folder)
+    sealed = _sealed(folder)
+    latest = _latest_or_none(folder)
     problems: dict[str, str] = {}
     if sealed and latest is not None and latest not in sealed:
         problems["latest"] = f"{folder / 'latest'} names {latest!r}, expected one of {sealed}"
     until = order_of(latest or "")
-    older = [name for name in sealed if until is None or (order_of(name) or until) <= until]
+    older = []
+    for name in sealed:
+        if until is None or (order_of(name) or until) <= until:
+            older.append(name)
     if older and len(older) < len(sealed):
         logger.warning("%s names %s, older than %s", folder / "latest", latest, sealed[-1])
     for name in reversed(older or sealed):
@@ -315,15 +329,16 @@ class Checkpoints:
         self._lock = lock
         assert keep >= 1, keep
         self.folder = run_dir / "checkpoints"
-        self._keep, self._best, self._patience_seconds = keep, best, patience_seconds
+        self._keep = keep
+        self._best = best
+        self._patience_seconds = patience_seconds
 
     def clean(self) -> list[str]:
         """Remove unfinished checkpoints of a killed run; returns their names. Call once, first."""
-        left = [
-            path.name
-            for path in (self.folder.iterdir() if self.folder.is_dir() else ())
-            if path.name.endswith((_TMP, _TRASH))
-        ]
+        left = []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.name.endswith((_TMP, _TRASH)):
+                left.append(path.name)
         for name in left:
             with disk_errors("remove", self.folder / name):
                 _remove(self.folder / name)
@@ -362,7 +377,8 @@ class Checkpoints:
                 write_manifest(unsealed, step, meta, files)
                 for folder in (unsealed, *filter(Path.is_dir, unsealed.rglob("*"))):
                     sync(folder)
-                sealed, attempts = self.folder / f"step-{step}", itertools.count(2)
+                sealed = self.folder / f"step-{step}"
+                attempts = itertools.count(2)
                 while sealed.exists():
                     sealed = self.folder / f"step-{step}.{next(attempts)}"
                 unsealed.rename(sealed)
@@ -445,7 +461,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-EXPORT, FOLDER = "export", "hugging_face"
+EXPORT = "export"
+FOLDER = "hugging_face"
 
 
 def _link_exports(run_dir: Path, sealed: Path) -> None:
@@ -458,7 +475,8 @@ def _link_exports(run_dir: Path, sealed: Path) -> None:
     try:
         make_folders(folder)  # also says that a checkpoint has been sealed here
         for source in sorted(sealed.glob(f"*/{FOLDER}")):
-            link, beside = folder / source.parent.name, folder / f"{source.parent.name}.tmp"
+            link = folder / source.parent.name
+            beside = folder / f"{source.parent.name}.tmp"
             beside.unlink(missing_ok=True)
             beside.symlink_to(os.path.relpath(source, folder), target_is_directory=True)
             beside.replace(link)

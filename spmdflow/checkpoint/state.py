@@ -59,7 +59,8 @@ class StateFiles:
         self._facts: dict[str, FileFacts | None] = dict.fromkeys(unsealed)
         self._is_unsealed = bool(self._facts)
         if not self._is_unsealed:
-            files, prefix = read_manifest(folder.parent).files, f"{folder.name}/"
+            files = read_manifest(folder.parent).files
+            prefix = f"{folder.name}/"
             self._facts = {
                 name.removeprefix(prefix): facts
                 for name, facts in files.items()
@@ -91,23 +92,31 @@ class StateFiles:
         """The shape of every whole tensor in the files, in their order."""
         while self._unopened:
             self._open_next()
-        corners = {
-            name: zip(*([stop for _, stop in each.box.bounds] for each in held), strict=True)
-            for name, held in self._held.items()
-        }
-        return {name: tuple(map(max, stops)) for name, stops in corners.items()}
+        corners = {}
+        for name, held in self._held.items():
+            corners[name] = zip(
+                *([stop for _, stop in each.box.bounds] for each in held), strict=True
+            )
+        result = {}
+        for name, stops in corners.items():
+            result[name] = tuple(map(max, stops))
+        return result
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
         """A whole tensor as boxes of some rows, in order; no tensor in the files is in two."""
         whole = Box.of_shape(shape)
         if not whole.size or not whole.bounds:
             return [whole]
-        starts, stop = list[int](), 0
+        starts = list[int]()
+        stop = 0
         for low, high in sorted(each.box.bounds[0] for each in self._look(name, (whole,))):
             if low >= stop:
                 starts.append(low)
             stop = max(stop, high)
-        return [Box((rows, *whole.bounds[1:])) for rows in pairwise([*starts, shape[0]])]
+        result = []
+        for rows in pairwise([*starts, shape[0]]):
+            result.append(Box((rows, *whole.bounds[1:])))
+        return result
 
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box on the host; CheckpointError as `fill`."""
@@ -144,7 +153,8 @@ class StateFiles:
 
     def _open_next(self) -> dict[str, Any]:
         name = self._unopened.pop(0)
-        path, facts = self._folder / name, self._facts[name]
+        path = self._folder / name
+        facts = self._facts[name]
         head, plain = open_tensors(path)
         if facts is not None and head.sha256 != facts.sha256:
             raise damaged(path, f"has sha256 {head.sha256}", facts)

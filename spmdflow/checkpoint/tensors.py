@@ -48,7 +48,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str,
     with disk_errors("write", path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            facts = [Facts(name, each.dtype, each.shape) for name, each in found]
+            facts = []
+            for name, each in found:
+                facts.append(Facts(name, each.dtype, each.shape))
             write_file(path, facts, (each for _, each in found), metadata)
             sync(path)
         except OSError:
@@ -70,7 +72,10 @@ def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
     """Header and plain data of a file of `write_tensors`; CheckpointError as `read_tensors`."""
     with disk_errors("read", path):
         head = read_patiently(path, lambda: read_head(path))
-        end = max((each.stop for each in head.tensors.values()), default=0) if head else 0
+        if head:
+            end = max((each.stop for each in head.tensors.values()), default=0)
+        else:
+            end = 0
         if head is None or end > path.stat().st_size:
             raise damaged(path, "is damaged, or of another program")
     try:
@@ -93,13 +98,12 @@ def read_tensor(path: Path, stored: Stored, *, is_verified: bool = True) -> Tens
 
 def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -> None:
     """Write boxes, large ones in parts: see `write_tensors`."""
-    tensors = {
-        f"{name}[{','.join(f'{start}:{stop}' for start, stop in part.bounds)}]": view[
-            part.slices(box)
-        ]
-        for name, view, box in blocks
-        for part in _parts(box, view.dtype.itemsize)
-    }
+    tensors = {}
+    for name, view, box in blocks:
+        for part in _parts(box, view.dtype.itemsize):
+            tensors[f"{name}[{','.join(f'{start}:{stop}' for start, stop in part.bounds)}]"] = view[
+                part.slices(box)
+            ]
     write_tensors(path, tensors, plain)
 
 
@@ -114,12 +118,14 @@ class HostCopies:
 
     def take(self, blocks: Iterable[Block]) -> list[Block]:
         """The same blocks on the host; valid until the next call."""
-        copies, device = [], CPU
+        copies = []
+        device = CPU
         for name, view, box in blocks:
             if view.device != CPU:
                 device = view.device
             if (name, box) not in self._kept:
-                pinned, dtype = view.device != CPU, view.dtype
+                pinned = view.device != CPU
+                dtype = view.dtype
                 self._kept[name, box] = torch.empty(view.shape, dtype=dtype, pin_memory=pinned)
             copy = self._kept[name, box].copy_(view.detach(), non_blocking=True)
             copies.append((name, copy, box))
@@ -130,14 +136,18 @@ class HostCopies:
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:
     """Slabs along the first dimension of at most `_MAX_BOX_BYTES` (a single row may be larger)."""
-    rows = max(1, _MAX_BOX_BYTES * box.shape[0] // (box.size * itemsize)) if box.bounds else 1
+    if box.bounds:
+        rows = max(1, _MAX_BOX_BYTES * box.shape[0] // (box.size * itemsize))
+    else:
+        rows = 1
     while box.bounds and box.shape[0] > rows:
         part, box = box.cut(0, box.bounds[0][0] + rows)
         yield part
     yield box
 
 
-_BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64
+_BLOCK_BYTES = 1 << 20
+_NUM_BLOCKS = 64
 _NUM_THREADS = 8
 _WEIGHTS = (".safetensors", ".bin", ".distcp", ".metadata")
 

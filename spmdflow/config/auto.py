@@ -66,7 +66,8 @@ def choose_by_device(
 
 
 def _choices(cfg: Any, device: str, here: bool) -> Iterator[Choice]:
-    on_cpu, why = device == "cpu", f"on {device}"
+    on_cpu = device == "cpu"
+    why = f"on {device}"
     for key, part in parts_of(cfg, Precise):
         if part.dtype == AUTO:
             yield Choice(f"{key}.dtype", DTYPES[1 if on_cpu else 2], why)
@@ -91,7 +92,9 @@ def _choices(cfg: Any, device: str, here: bool) -> Iterator[Choice]:
 
 def _packaged(here: bool) -> str:
     """The first generator with a package of its own that can be imported; else the built-in one."""
-    packages = {name: generator_kind(name).package for name in generator_names()}
+    packages = {}
+    for name in generator_names():
+        packages[name] = generator_kind(name).package
     found = (
         name
         for name, package in packages.items()
@@ -129,8 +132,7 @@ def choices_text(choices: Sequence[Choice]) -> str:
     for choice in choices:
         section, _, name = choice.key.rpartition(".")
         lines.setdefault(choice.why, {}).setdefault(f"{name}={choice.value}", []).append(section)
-    texts = {
-        why: ", ".join(f"{value} ({', '.join(at)})" for value, at in values.items())
-        for why, values in lines.items()
-    }
+    texts = {}
+    for why, values in lines.items():
+        texts[why] = ", ".join(f"{value} ({', '.join(at)})" for value, at in values.items())
     return "\n".join(f"auto   {why}: {text}" for why, text in texts.items())

@@ -95,7 +95,10 @@ def with_problems(err: ConfigError, world_size: int) -> ConfigError:
     """The error of loading, with what is wrong with the settings that could be loaded added."""
     if not isinstance(err, SettingErrors) or err.partial is None:
         return err
-    more = [each for each in problems(err.partial, world_size) if NOT_GIVEN not in str(each)]
+    more = []
+    for each in problems(err.partial, world_size):
+        if NOT_GIVEN not in str(each):
+            more.append(each)
     return SettingErrors([*err.errors, *more])
 
 
@@ -105,7 +108,8 @@ def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[Config
     While a count or a name is out of bounds, placements are not checked, as they depend on it.
     here: whether packages, weights and data must be on this node; not so for a plan.
     """
-    out_of_bounds, sound = [], True
+    out_of_bounds = []
+    sound = True
     for leaf in leaves(cfg):
         for problem in _failing([partial(check_bounds, leaf)]):
             out_of_bounds.append(problem)
@@ -130,7 +134,9 @@ def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:
 def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
     """world_size: None if counts are unsound, so that placements cannot be checked."""
     roles = roles_of(cfg)
-    folders = [(f"{key}.path", part.path) for key, part in parts_of(cfg, ModelConfig)]
+    folders = []
+    for key, part in parts_of(cfg, ModelConfig):
+        folders.append((f"{key}.path", part.path))
     folders.sort(key=lambda item: "critic." in item[0])  # it may repeat another's path
     yield partial(_check_run, cfg, here=here)
     if world_size is not None:
@@ -167,7 +173,8 @@ def _check_run(cfg: Any, *, here: bool) -> None:
     for key, run in parts_of(cfg, RunConfig):
         call_limit_of(run.call_seconds, f"{key}.call_seconds")
         if not run.name or Path(run.name).name != run.name:
-            where, do = f"{key}.name", f"set {key}.dir for a path"
+            where = f"{key}.name"
+            do = f"set {key}.dir for a path"
             raise ConfigError.of(where, repr(run.name), "a plain folder name", do)
         for guard in run.guards:
             guard_of(guard, f"{key}.guards")
@@ -209,12 +216,16 @@ def _check_placed(cfg: Any, world_size: int) -> None:
     for key, run in parts_of(cfg, RunConfig):
         profiled = profiled_of(run.profile_steps)[1] if run.profile_steps else ()
         if max(profiled, default=0) >= world_size:
-            got, expected = f"rank {max(profiled)}", f"ranks 0 to {world_size - 1}"
+            got = f"rank {max(profiled)}"
+            expected = f"ranks 0 to {world_size - 1}"
             raise ConfigError.of(f"{key}.profile_steps", got, expected, "name ranks of the run")
     for _, reference in parts_of(cfg, ReferenceConfig):
         if reference.shares is not None:
             check_shares(cfg, [pool.roles for pool in pools])
-    num_ranks = {role: len(pool.ranks) for pool in pools for role in pool.roles}
+    num_ranks = {}
+    for pool in pools:
+        for role in pool.roles:
+            num_ranks[role] = len(pool.ranks)
     generating = num_ranks.get("generator", num_ranks.get("actor", world_size))
     num_ranks = {r: n for r, n in num_ranks.items() if has_engine(getattr(cfg, r, None))}
     for role, ranks in num_ranks.items():
@@ -231,7 +242,8 @@ def _check_placed(cfg: Any, world_size: int) -> None:
     if data is None:
         return
     for role, ranks in num_ranks.items():
-        part, engine = getattr(cfg, role), getattr(cfg, role).engine
+        part = getattr(cfg, role)
+        engine = getattr(cfg, role).engine
         update = _only(part, UpdateConfig)
         if update:
             replicas = ranks // parallel.training_sizes(role, engine).replica
@@ -252,20 +264,21 @@ def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
     parts = dict(parts_of(cfg, PolicyLossConfig)) | dict(parts_of(cfg, AdvantageConfig))
     for key, part in parts.items():
         if part.kl_coef > 0 and "reference" not in roles:
-            where, got = f"{key}.kl_coef", f"{part.kl_coef:g} without a reference model"
+            where = f"{key}.kl_coef"
+            got = f"{part.kl_coef:g} without a reference model"
             do = f"set reference.model.path or {key}.kl_coef=0"
             raise ConfigError.of(where, got, "one to measure the KL against", do)
 
 
 def _check_correction(cfg: Any) -> None:
     """Rollouts are corrected once: by a setting of the update, its ratio, or the script."""
-    by_script = [
-        key
-        for key, part in parts_of(cfg, CorrectionConfig)
-        if not key.endswith("update.correction")
-    ]
+    by_script = []
+    for key, _ in parts_of(cfg, CorrectionConfig):
+        if not key.endswith("update.correction"):
+            by_script.append(key)
     for key, update in parts_of(cfg, PolicyUpdateConfig):
-        where, got = f"{key}.correction.kind", update.correction.kind
+        where = f"{key}.correction.kind"
+        got = update.correction.kind
         if got == "none":
             continue
         if update.old_log_probs == "rollout":
@@ -281,11 +294,17 @@ def _check_correction(cfg: Any) -> None:
 
 def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
     """The folder's model is of the kind that its section needs, and fits layouts and lengths."""
-    facts, role = model_folder.read_model_folder(key, path, weights=here), key.split(".")[0]
-    part, data, rollout = getattr(cfg, role), _only(cfg, DataSettings), _only(cfg, RolloutConfig)
+    facts = model_folder.read_model_folder(key, path, weights=here)
+    role = key.split(".")[0]
+    part = getattr(cfg, role)
+    data = _only(cfg, DataSettings)
+    rollout = _only(cfg, RolloutConfig)
     kinds = (_KINDS[base] for base in type(part).__mro__ if base in _KINDS)
     model_folder.check_kind(facts, next(kinds, CAUSAL_LM + SCORER))
-    generator = rollout.generator if role == "actor" and rollout is not None else None
+    if role == "actor" and rollout is not None:
+        generator = rollout.generator
+    else:
+        generator = None
     model_folder.check_heads(facts, generator=generator)
     if hasattr(part, "engine"):
         sizes = parallel.training_sizes(role, part.engine)
@@ -374,12 +393,15 @@ def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
     A reward model may have a tokenizer of its own: texts are encoded again. Not those of chats,
     which would keep the marks of the actor's template, nor if it scores the actor's tokens.
     """
-    models = [_check_model(cfg, key, path) for key, path in folders]
+    models = []
+    for key, path in folders:
+        models.append(_check_model(cfg, key, path))
     for key, data in parts_of(cfg, DataSettings):
         tokenizer = Path(data.tokenizer_path)
         vocabulary = model_folder.read_vocabulary(f"{key}.tokenizer_path", tokenizer)
         for facts in models if vocabulary else ():
-            part, own = getattr(cfg, facts.key.split(".")[0]), None
+            part = getattr(cfg, facts.key.split(".")[0])
+            own = None
             if isinstance(part, RewardConfig) and not (data.chat_template or part.per_token):
                 actor_tokenizer = Path(part.tokenizer_path)
                 own = model_folder.own_vocabulary(facts.key, facts.path, actor_tokenizer)

@@ -69,7 +69,11 @@ def texts_of(key: str, setting: object, *, expected: str, do: str) -> dict[str, 
     if not isinstance(setting, str | dict | None):
         raise ConfigError.of(key, f"{setting!r} ({type(setting).__name__})", expected, do)
     written = setting if isinstance(setting, dict) else {"": setting}
-    return {name: text for name, text in written.items() if text is not None}
+    texts = {}
+    for name, text in written.items():
+        if text is not None:
+            texts[name] = text
+    return texts
 
 
 def weight_of(key: str, text: str | None, least: float, expected: str, do: str) -> float:
@@ -86,7 +90,10 @@ def weight_of(key: str, text: str | None, least: float, expected: str, do: str) 
 def with_places(setting: object, change: Callable[[str], str]) -> object:
     """The setting with the place of every source replaced by change(place)."""
     if isinstance(setting, dict):
-        return {name: with_places(text, change) for name, text in setting.items()}
+        result = {}
+        for name, text in setting.items():
+            result[name] = with_places(text, change)
+        return result
     match = _match(setting)
     if match is None:
         return setting
@@ -151,7 +158,10 @@ def _match(text: object) -> re.Match[str] | None:
 def _columns(key: str, text: str | None) -> tuple[tuple[str, str], ...]:
     parts = (text or "").split(",") if (text or "").strip() else []
     found = [_COLUMN.fullmatch(part) for part in parts]
-    pairs = [(match[1], match[2]) for match in found if match is not None]
+    pairs = []
+    for match in found:
+        if match is not None:
+            pairs.append((match[1], match[2]))
     if len(pairs) < len(parts) or len({name for name, _ in pairs}) < len(pairs):
         got = f"the columns ({text})"
         do = "write for example (prompt=question, answer=solution)"

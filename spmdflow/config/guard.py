@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from spmdflow.errors import ConfigError
 
-WARN, STOP, SKIP = "warn", "stop", "skip"
+WARN = "warn"
+STOP = "stop"
+SKIP = "skip"
 DEFAULT_GUARDS = [
     "eval/accuracy < 0.25 * best - 0.1: stop",
     "reward/mean < 0.1 * median: warn",

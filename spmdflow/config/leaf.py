@@ -37,7 +37,9 @@ class Bounds:
     @property
     def one_of(self) -> tuple[str, ...]:
         """The choices at this moment: a script may have registered more."""
-        return self.choices() if callable(self.choices) else self.choices
+        if callable(self.choices):
+            return self.choices()
+        return self.choices
 
     @property
     def limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
@@ -48,7 +50,11 @@ class Bounds:
             ("at most", operator.le, self.at_most),
             ("less than", operator.lt, self.below),
         )
-        return [(words, fits, limit) for words, fits, limit in table if limit is not None]
+        result = []
+        for words, fits, limit in table:
+            if limit is not None:
+                result.append((words, fits, limit))
+        return result
 
 
 def setting(
@@ -116,7 +122,9 @@ PARTS = ("parameters", "gradients", "optimizer")
 def moved_parts(text: str, key: str = "residency") -> tuple[str, ...]:
     """ "optimizer, gradients" -> those, "offload" -> all, "keep" -> none; else ConfigError."""
     if text in ("keep", "offload"):
-        return PARTS if text == "offload" else ()
+        if text == "offload":
+            return PARTS
+        return ()
     names = [name.strip() for name in text.split(",")]
     if set(names) - set(PARTS) or len(set(names)) != len(names):
         expected = f"auto, keep, offload or some of {', '.join(PARTS)}, each once"
@@ -146,7 +154,9 @@ def call_limit_of(text: str, key: str = "run.call_seconds") -> float | None:
     """ "600" -> 600.0, auto -> None: measured medians limit calls. ConfigError for the rest."""
     found = re.fullmatch(r"\d+(\.\d+)?", str(text).strip())
     if text == "auto" or (found and float(text) > 0):
-        return None if text == "auto" else float(text)
+        if text == "auto":
+            return None
+        return float(text)
     do = f"set {key}=600, or leave it"
     raise ConfigError.of(key, repr(text), "auto or seconds, more than 0", do)
 
@@ -174,7 +184,8 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
     for each in fields(tree):
         if _FOLLOWS in each.metadata:
             continue
-        key, value = prefix + each.name, getattr(tree, each.name)
+        key = prefix + each.name
+        value = getattr(tree, each.name)
         if is_dataclass(value):
             yield from leaves(value, key + ".")
             continue
@@ -185,7 +196,8 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
 
 def check_bounds(leaf: Leaf) -> None:
     """ConfigError if a setting, or an item of its list, is out of its bounds."""
-    choices, limits = leaf.bounds.one_of, leaf.bounds.limits
+    choices = leaf.bounds.one_of
+    limits = leaf.bounds.limits
     is_list = isinstance(leaf.value, list)
     for value in leaf.value if is_list else [leaf.value]:
         if value is None:
@@ -213,27 +225,39 @@ def follow(tree: Any) -> None:
 
 def plain_tree(tree: Any) -> dict[str, Any]:
     """The settings of a dataclass object as nested dicts."""
-    shown = [each.name for each in fields(tree) if _FOLLOWS not in each.metadata]
-    values = {name: getattr(tree, name) for name in shown}
-    return {name: plain_tree(x) if is_dataclass(x) else x for name, x in values.items()}
+    shown = []
+    for each in fields(tree):
+        if _FOLLOWS not in each.metadata:
+            shown.append(each.name)
+    values = {}
+    for name in shown:
+        values[name] = getattr(tree, name)
+    result = {}
+    for name, x in values.items():
+        result[name] = plain_tree(x) if is_dataclass(x) else x
+    return result
 
 
 def defaults(cls: type) -> Any:
     """An object of a settings class: defaults, `REQUIRED` where there is none, all parts there."""
-    required = {
-        each.name: REQUIRED
-        for each in fields(cls)
-        if each.default is MISSING and each.default_factory is MISSING
-    }
+    required = {}
+    for each in fields(cls):
+        if each.default is MISSING and each.default_factory is MISSING:
+            required[each.name] = REQUIRED
     return _complete(cls(**required))
 
 
 def _complete(tree: Any) -> Any:
     """The same object with its absent parts filled in, at every depth."""
-    changes, hints = {}, get_type_hints(type(tree))
+    changes = {}
+    hints = get_type_hints(type(tree))
     for name in [each.name for each in fields(tree)]:
-        value, hint = getattr(tree, name), hints[name]
-        groups = [cls for cls in (hint, *get_args(hint)) if is_dataclass(cls)]
+        value = getattr(tree, name)
+        hint = hints[name]
+        groups = []
+        for cls in (hint, *get_args(hint)):
+            if is_dataclass(cls):
+                groups.append(cls)
         if is_dataclass(value):
             changes[name] = _complete(value)
         elif groups and isinstance(groups[0], type):
@@ -273,9 +297,14 @@ class SettingErrors(ConfigError):
 
     def __init__(self, errors: Sequence[ConfigError], partial: Any = None) -> None:
         """partial: the settings that could be read, for more checks (Any: the user's class)."""
-        self.errors, self.partial = tuple(errors), partial
-        shown = [str(error).replace("\n", "\n     ") for error in self.errors]
-        lines = [f"{number:3}. {text}" for number, text in enumerate(shown, 1)]
+        self.errors = tuple(errors)
+        self.partial = partial
+        shown = []
+        for error in self.errors:
+            shown.append(str(error).replace("\n", "\n     "))
+        lines = []
+        for number, text in enumerate(shown, 1):
+            lines.append(f"{number:3}. {text}")
         if len(lines) == 1:
             super().__init__(str(self.errors[0]))
         else:
@@ -322,7 +351,9 @@ def _entry(leaf: Leaf, given: tuple[Any, str] | None) -> str:
     if given is not None:
         here, source = given
         default += f"; here {value_text(here)} by {source}"
-    limits = [f"{words} {limit:g}" for words, _, limit in leaf.bounds.limits]
+    limits = []
+    for words, _, limit in leaf.bounds.limits:
+        limits.append(f"{words} {limit:g}")
     limits += [" | ".join(leaf.bounds.one_of)] if leaf.bounds.one_of else []
     shown = f" ({', '.join(limits)})" if limits else ""
     return f"{leaf.key} ({type_name(leaf.hint)}, {default})\n    {leaf.doc}{shown}"

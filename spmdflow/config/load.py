@@ -85,7 +85,8 @@ def load(
     sources = _read(_files(script_path, yaml_path), overrides)
     assume = _examples(schema, sources)
     known = _known(schema)
-    tree, errors = OmegaConf.structured(schema), Errors()
+    tree = OmegaConf.structured(schema)
+    errors = Errors()
     given = _given(schema, sources, known)
     for setting in given:
         with errors.noted():
@@ -108,7 +109,8 @@ def help_text(
     sources = _read(_files(script_path, yaml_path), overrides)
     _examples(schema, sources)
     known = _known(schema)
-    tree, errors = OmegaConf.structured(schema), Errors()
+    tree = OmegaConf.structured(schema)
+    errors = Errors()
     given = _given(schema, sources, known)
     for setting in given:
         with errors.noted():
@@ -142,7 +144,9 @@ def settings_text(loaded: Loaded) -> str:
 
 def _examples(schema: type, sources: Sequence[Source]) -> dict[str, Any]:
     """Take the section `assume` out of the sources, unless it is one of the script's settings."""
-    return {} if ASSUME in {part.name for part in fields(schema)} else take_examples(sources)
+    if ASSUME in {part.name for part in fields(schema)}:
+        return {}
+    return take_examples(sources)
 
 
 class _Given(NamedTuple):
@@ -173,13 +177,16 @@ def _shown(given: Sequence[_Given], known: _Known, tree: DictConfig) -> dict[str
     A map has what all sources say of it, and the name of the last.
     """
     plain: Any = OmegaConf.to_container(tree, resolve=False)
-    maps = {key: value for key, value in flat(plain, known.groups).items() if type(value) is dict}
+    maps = {}
+    for key, value in flat(plain, known.groups).items():
+        if type(value) is dict:
+            maps[key] = value
     last = {each.key: each for each in given}
-    return {
-        key: (maps.get(key, each.value), each.source.name)
-        for key, each in last.items()
-        if key in known.settings and each.value != known.settings[key].value
-    }
+    result = {}
+    for key, each in last.items():
+        if key in known.settings and each.value != known.settings[key].value:
+            result[key] = (maps.get(key, each.value), each.source.name)
+    return result
 
 
 def load_script(path: str | Path) -> ModuleType:
@@ -208,7 +215,8 @@ def schema_of(script: ModuleType) -> type:
     ConfigError if it is no dataclass or cannot be read.
     """
     try:
-        hints, names = get_type_hints(script.main), list(signature(script.main).parameters)
+        hints = get_type_hints(script.main)
+        names = list(signature(script.main).parameters)
     except (NameError, TypeError, ValueError) as err:
         raise ConfigError.of(
             "script", f"{err} in the annotations of main", "classes", "import them in the script"
@@ -217,7 +225,10 @@ def schema_of(script: ModuleType) -> type:
     if schema is Any and not hasattr(script, "Config"):
         return PPOConfig
     if not (isinstance(schema, type) and is_dataclass(schema)):
-        got = "main(flow, cfg) beside a class Config" if schema is Any else f"cfg: {schema!r}"
+        if schema is Any:
+            got = "main(flow, cfg) beside a class Config"
+        else:
+            got = f"cfg: {schema!r}"
         do = "write main(flow: Flow, cfg: PPOConfig)"
         raise ConfigError.of("script", got, "a dataclass of settings", do)
     return schema
@@ -232,7 +243,10 @@ def _execute(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as err:
         del sys.modules[SCRIPT_MODULE]
-        ours = broken_installation(err, path) if isinstance(err, ImportError) else None
+        if isinstance(err, ImportError):
+            ours = broken_installation(err, path)
+        else:
+            ours = None
         raise ConfigError(
             ours
             or f"script: {path} cannot be imported: {type(err).__name__}: {err}; "
@@ -256,7 +270,8 @@ def _files(script: Path, given: str | Path | None) -> list[Path]:
 
 def _read(files: Sequence[Path], overrides: Sequence[str]) -> list[Source]:
     """The files, then each word of the command line; ConfigError for all that cannot be read."""
-    errors, sources = Errors(), []
+    errors = Errors()
+    sources = []
     for file in files:
         with errors.noted():
             sources.append(read_yaml(file))
@@ -278,13 +293,19 @@ class _Known(NamedTuple):
 def _known(schema: type) -> _Known:
     """The keys of a settings class; also registers the resolver of `${first_of:...}`."""
     OmegaConf.register_resolver("first_of", _first_of, replace=True)
-    settings = {leaf.key: leaf for leaf in leaves(defaults(schema))}
+    settings = {}
+    for leaf in leaves(defaults(schema)):
+        settings[leaf.key] = leaf
     return _Known(settings, sorted({group for key in settings for group in _groups_of(key)}))
 
 
 def _groups_of(key: str) -> list[str]:
     """ "a.b.c" -> ["a", "a.b"]."""
-    return [key[:place] for place, letter in enumerate(key) if letter == "."]
+    groups = []
+    for place, letter in enumerate(key):
+        if letter == ".":
+            groups.append(key[:place])
+    return groups
 
 
 def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) -> None:
@@ -362,7 +383,10 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
     assert isinstance(tree, DictConfig), tree
     plain: Any = OmegaConf.to_container(tree, resolve=False)
     written = flat(plain, known.groups)
-    missing = [key for key, value in written.items() if value == REQUIRED]
+    missing = []
+    for key, value in written.items():
+        if value == REQUIRED:
+            missing.append(key)
     for key in missing:  # for the checks that follow: anything of its type
         default = known.settings[key].value
         OmegaConf.update(tree, key, NOT_GIVEN if default == REQUIRED else default)
@@ -374,9 +398,16 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
                 f"as {missing[0]}=VALUE{sentences}"
             )
         )
-    references = {key: value for key, value in written.items() if "${" in str(value)}
-    broken = [_unresolved(tree, key, value) for key, value in references.items()]
-    unfilled = [_unfilled(key, value) for key, value in written.items()]
+    references = {}
+    for key, value in written.items():
+        if "${" in str(value):
+            references[key] = value
+    broken = []
+    for key, value in references.items():
+        broken.append(_unresolved(tree, key, value))
+    unfilled = []
+    for key, value in written.items():
+        unfilled.append(_unfilled(key, value))
     for error in filter(None, [*broken, *unfilled]):
         errors.add(error)
     if any(broken) or any(unfilled):
@@ -384,7 +415,10 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
     try:
         cfg = OmegaConf.to_object(tree)
     except OmegaConfBaseException as err:  # \${...}, a text, in the place of a list or map
-        texts = {key: value for key, value in references.items() if "\\${" in str(value)}
+        texts = {}
+        for key, value in references.items():
+            if "\\${" in str(value):
+                texts[key] = value
         got = ", ".join(f"{key}={value}" for key, value in texts.items())
         do = f"correct it ({str(err).splitlines()[0]})"
         errors.add(ConfigError.of("settings", got, "a value of the setting's type", do))
@@ -419,17 +453,30 @@ def _first_of(*keys: str, _root_: DictConfig) -> Any:
 
 
 def _nearest(key: str, candidates: Sequence[str]) -> str:
-    root, name = key.split(".")[0], key.split(".")[-1]
-    same_name = [leaf for leaf in candidates if leaf.split(".")[-1] == name]
-    same_group = [leaf for leaf in same_name if leaf.startswith(root + ".")]
+    root = key.split(".")[0]
+    name = key.split(".")[-1]
+    same_name = []
+    for leaf in candidates:
+        if leaf.split(".")[-1] == name:
+            same_name.append(leaf)
+    same_group = []
+    for leaf in same_name:
+        if leaf.startswith(root + "."):
+            same_group.append(leaf)
     near = same_group or difflib.get_close_matches(key, candidates, 1) or same_name
-    return f", nearest is {near[0]}" if near else ""
+    if near:
+        return f", nearest is {near[0]}"
+    return ""
 
 
 def _wrong_type(source: str, key: str, value: Any, known: _Known) -> ConfigError:
-    got, leaf = f"{source}: {key} got {value!r}", known.settings.get(key)
+    got = f"{source}: {key} got {value!r}"
+    leaf = known.settings.get(key)
     if leaf is not None:
-        example = str(leaf.value).lower() if isinstance(leaf.value, bool) else str(leaf.value)
+        if isinstance(leaf.value, bool):
+            example = str(leaf.value).lower()
+        else:
+            example = str(leaf.value)
         if leaf.value in (None, REQUIRED) or "${" in example:
             example = _EXAMPLES.get(type_name(leaf.hint).split(" ")[0], "value")
         return ConfigError(

@@ -78,10 +78,13 @@ def to_yaml(cfg: Any) -> str:
 def named(value: Any) -> Any:
     """Plain settings in which folders of the hub's cache are replaced by name@commit."""
     if isinstance(value, dict):
-        return {key: named(part) for key, part in value.items()}
-    return (
-        with_places(value, _named) if isinstance(value, str) and "/snapshots/" in value else value
-    )
+        result = {}
+        for key, part in value.items():
+            result[key] = named(part)
+        return result
+    if isinstance(value, str) and "/snapshots/" in value:
+        return with_places(value, _named)
+    return value
 
 
 def _named(place: str) -> str:
@@ -137,7 +140,11 @@ class Wanted:
     @property
     def patterns(self) -> list[str]:
         """Patterns of all files that are downloaded."""
-        return [part for pattern in (*self.files, *self.more) for part in pattern.split("|")]
+        result = []
+        for pattern in (*self.files, *self.more):
+            for part in pattern.split("|"):
+                result.append(part)
+        return result
 
 
 TOKENIZER = Wanted(
@@ -178,7 +185,9 @@ class _Finder:
             folder = self._step_as_before(key, folder)
         path = folder
         name = hub_name_of(path)
-        return path if name is None else str(self._folder(key, self._as_before(key, name), wanted))
+        if name is None:
+            return path
+        return str(self._folder(key, self._as_before(key, name), wanted))
 
     def data(self, key: str, place: str) -> str:
         """A place of rows, a name on the hub replaced by its folder; a plan keeps a missing one."""
@@ -205,7 +214,9 @@ class _Finder:
             return name
         before = _setting_of(_settings_before(run_dir_of(self.run)), key)
         said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(before))
-        return replace(name, revision=said[1]) if said else name
+        if said:
+            return replace(name, revision=said[1])
+        return name
 
     def _step_as_before(self, key: str, folder: str) -> str:
         """The folder of the step with which the resumed run began, if it is of the same run.
@@ -215,9 +226,12 @@ class _Finder:
         before = _setting_of(_settings_of_checkpoint(run_dir_of(self.run)), key)
         if not isinstance(before, str) or not Path(before).is_dir():
             return folder
-        then, now = Path(before).absolute(), Path(folder).absolute()
+        then = Path(before).absolute()
+        now = Path(folder).absolute()
         is_same_run = then.parents[2] == now.parents[2] and then.parent.name == now.parent.name
-        return before if is_same_run else folder
+        if is_same_run:
+            return before
+        return folder
 
     def _folder(self, key: str, name: HubName, wanted: Wanted) -> Path:
         """The name's folder in the cache, downloaded if it is not there."""
@@ -250,7 +264,9 @@ def _settings_before(run_dir: Path) -> Any:
     if found is not None:
         return found
     file = run_dir / "config.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if file.is_file():
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    return None
 
 
 def _settings_of_checkpoint(run_dir: Path) -> Any:
@@ -284,14 +300,18 @@ def _download_command(name: HubName, wanted: Wanted) -> str:
 
 def _cached(name: HubName, wanted: Wanted) -> Path | None:
     """The name's folder if the cache has every file that is needed."""
-    folder, revision = _cache() / name.cached, name.revision or "main"
+    folder = _cache() / name.cached
+    revision = name.revision or "main"
     reference = folder / "refs" / revision
     if reference.is_file():
         revision = reference.read_text(encoding="utf-8").strip()
     snapshot = folder / "snapshots" / revision
     if not snapshot.is_dir():
         return None
-    files = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
+    files = []
+    for path in snapshot.rglob("*"):
+        if path.is_file():
+            files.append(str(path.relative_to(snapshot)))
     for pattern in wanted.files:
         found = [name for part in pattern.split("|") for name in fnmatch.filter(files, part)]
         if not found or _lacks_shards(found):
@@ -301,7 +321,10 @@ def _cached(name: HubName, wanted: Wanted) -> Path | None:
 
 def _lacks_shards(files: Sequence[str]) -> bool:
     """Whether a file says -00001-of-00003 and not all three are there."""
-    shards = [match for match in map(_SHARD.fullmatch, files) if match is not None]
+    shards = []
+    for match in map(_SHARD.fullmatch, files):
+        if match is not None:
+            shards.append(match)
     have = Counter((match[1], match[2], match[3]) for match in shards)
     return any(count < int(total) for (_, total, _), count in have.items())
 

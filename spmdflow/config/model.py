@@ -26,7 +26,9 @@ class Precise:
     @property
     def precision(self) -> str:
         """dtype, or float32 while it is auto (before a run or a plan has chosen)."""
-        return DTYPES[1] if self.dtype == AUTO else self.dtype
+        if self.dtype == AUTO:
+            return DTYPES[1]
+        return self.dtype
 
 
 @dataclass
@@ -81,7 +83,8 @@ def check_adapters(role: str, part: Any) -> None:
 
     part: the role's settings (Any: its class).
     """
-    lora, rollout = getattr(part.model, "lora", None), getattr(part, "rollout", None)
+    lora = getattr(part.model, "lora", None)
+    rollout = getattr(part, "rollout", None)
     engines = engines_with_adapters()
     if lora is not None and part.engine.kind not in engines:
         got = f"adapters with {role}.engine.kind={part.engine.kind}"
@@ -90,7 +93,8 @@ def check_adapters(role: str, part: Any) -> None:
         raise ConfigError.of(f"{role}.model.lora", got, expected, do)
     if rollout is None or rollout.weights != "adapter":
         return
-    key, do = f"{role}.rollout.weights", f"set {role}.rollout.weights=auto"
+    key = f"{role}.rollout.weights"
+    do = f"set {role}.rollout.weights=auto"
     if lora is None:
         got = f"adapter without {role}.model.lora"
         raise ConfigError.of(key, got, "a policy that trains adapters", do)
@@ -105,7 +109,9 @@ def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
 
     cfg: the script's settings; pools: the roles of each pool.
     """
-    actor, reference, key = cfg.actor, cfg.reference, "reference.shares"
+    actor = cfg.actor
+    reference = cfg.reference
+    key = "reference.shares"
     do = "leave reference.shares out"
     if getattr(actor.model, "lora", None) is None:
         got = "actor without actor.model.lora"
@@ -114,7 +120,8 @@ def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
         got = f"actor of {actor.model.path} for a reference of {reference.model.path}"
         raise ConfigError.of(key, got, "one model", f"set one path, or {do}")
     if not any({"actor", "reference"} <= set(roles) for roles in pools):
-        got, expected = "actor on other ranks", "both on the same ranks"
+        got = "actor on other ranks"
+        expected = "both on the same ranks"
         raise ConfigError.of(key, got, expected, f"put both into one pool, or {do}")
     if reference.engine.kind not in engines_with_adapters():
         got = f"actor with reference.engine.kind={reference.engine.kind}"

@@ -76,17 +76,23 @@ def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
         tokens = {token: number for number, (token, _) in enumerate(tokens)}
     if not isinstance(tokens, dict) or not tokens:
         return None
-    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    added = {}
+    for token in tokenizer.get("added_tokens", ()):
+        added[token["content"]] = token["id"]
     return {**tokens, **added}
 
 
 def own_vocabulary(key: str, folder: Path, tokenizer: Path) -> dict[str, int] | None:
     """Token -> id of a model folder's tokenizer; None where ids are those of folder `tokenizer`."""
-    ours, theirs = tokenizer / "tokenizer.json", folder / "tokenizer.json"
+    ours = tokenizer / "tokenizer.json"
+    theirs = folder / "tokenizer.json"
     if not ours.is_file() or not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
         return None
-    vocabulary, other = read_vocabulary(key, tokenizer), read_vocabulary(key, folder)
-    return None if vocabulary is None or other == vocabulary else other
+    vocabulary = read_vocabulary(key, tokenizer)
+    other = read_vocabulary(key, folder)
+    if vocabulary is None or other == vocabulary:
+        return None
+    return other
 
 
 def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
@@ -106,18 +112,24 @@ def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
 def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
     """Heads divide the hidden size, key-value heads divide the heads, the generator has kernels."""
     arch = facts.arch
-    hidden, heads, kv_heads = arch.hidden_size, arch.num_heads, arch.num_kv_heads
+    hidden = arch.hidden_size
+    heads = arch.num_heads
+    kv_heads = arch.num_kv_heads
     if not hidden or not heads:
         return
     file = facts.path / "config.json"
     if facts.config.get("head_dim") is None and hidden % heads:
-        got, do = f"{heads} attention heads for hidden_size {hidden}", f"correct {file}"
+        got = f"{heads} attention heads for hidden_size {hidden}"
+        do = f"correct {file}"
         raise ConfigError.of(facts.key, got, "a divisor or a head_dim", do)
     if heads % kv_heads:
         got = f"{kv_heads} key-value heads for {heads} attention heads"
         raise ConfigError.of(facts.key, got, "a divisor", f"correct {file}")
     head_dim = arch.head_dim
-    least = generator_kind(generator, key="actor.rollout.engine").least_head_dim if generator else 1
+    if generator:
+        least = generator_kind(generator, key="actor.rollout.engine").least_head_dim
+    else:
+        least = 1
     if head_dim < least:
         got = f"head_dim {head_dim}"
         do = f"set actor.rollout.engine={generator_names()[0]} or use another model"
@@ -154,7 +166,9 @@ def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, i
     raise ConfigError.of(facts.key, got, expected, "give a model with that tokenizer")
 
 
-_MANIFEST, _EXPORT, _LATEST = "manifest.json", "hugging_face", "latest"
+_MANIFEST = "manifest.json"
+_EXPORT = "hugging_face"
+_LATEST = "latest"
 _STEP = re.compile(r"step-\d+(\.\d+)?")
 
 
@@ -181,7 +195,8 @@ def exported_folder(key: str, path: str) -> str:
         do = f"python -m spmdflow.export {step} --to FOLDER merges them: give that folder"
         raise ConfigError.of(key, f"{step} with adapters alone", "a whole model", do)
     for name in [name for name in sizes if name.startswith(f"{role}/{_EXPORT}/")]:
-        file, size = step / name, sizes[name]
+        file = step / name
+        size = sizes[name]
         got = file.stat().st_size if file.is_file() else None
         if got != size:
             what = "which is missing" if got is None else f"which has {got} bytes"
@@ -217,12 +232,18 @@ def _sizes(key: str, step: Path) -> dict[str, int]:
     """Bytes of every file of a sealed checkpoint, by name."""
     manifest = step / _MANIFEST
     if not manifest.is_file():
-        got = "no such folder" if not step.is_dir() else f"a folder without {_MANIFEST}"
+        if not step.is_dir():
+            got = "no such folder"
+        else:
+            got = f"a folder without {_MANIFEST}"
         do = f"choose one of {_steps(step.parent)}"
         raise ConfigError.of(key, f"{step}, {got}", "a sealed checkpoint", do)
     try:
         files = json.loads(manifest.read_bytes())["files"]
-        return {str(name): int(facts["num_bytes"]) for name, facts in files.items()}
+        sizes = {}
+        for name, facts in files.items():
+            sizes[str(name)] = int(facts["num_bytes"])
+        return sizes
     except (ValueError, LookupError, TypeError, AttributeError) as err:
         raise ConfigError(
             f"{key}: got {manifest}, which does not read as a manifest ({type(err).__name__}), "

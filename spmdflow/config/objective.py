@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from spmdflow.config.leaf import follows, part, setting
 
 KL_ESTIMATES = ("k1", "k2", "k3", "abs")
-TOKEN_MEAN, SEQUENCE_MEAN = "token-mean", "sequence-mean-token-mean"
+TOKEN_MEAN = "token-mean"
+SEQUENCE_MEAN = "sequence-mean-token-mean"
 MEANS = (TOKEN_MEAN, SEQUENCE_MEAN, "sequence-mean-token-sum", "token-sum")
 SEQUENCE_SURROGATES = ("gspo", "gmpo", "sapo")
 """Policy losses whose papers average over the tokens of a sequence, then over sequences."""
@@ -54,7 +55,9 @@ class PolicyLossConfig(PolicyLossSettings):
         """aggregation, or what `auto` means for the surrogate."""
         if self.aggregation != "auto":
             return self.aggregation
-        return SEQUENCE_MEAN if self.surrogate in SEQUENCE_SURROGATES else TOKEN_MEAN
+        if self.surrogate in SEQUENCE_SURROGATES:
+            return SEQUENCE_MEAN
+        return TOKEN_MEAN
 
 
 @dataclass

@@ -175,8 +175,14 @@ def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceData
     key: of the loss, such as "actor.loss". Raises ConfigError.
     """
     if (loss.name == "kto") != (data.label_column is not None):
-        rows = "pairs (data.label_column none)" if data.label_column is None else "labelled rows"
-        other = "data.label_column=label" if loss.name == "kto" else "data.label_column=null"
+        if data.label_column is None:
+            rows = "pairs (data.label_column none)"
+        else:
+            rows = "labelled rows"
+        if loss.name == "kto":
+            other = "data.label_column=label"
+        else:
+            other = "data.label_column=null"
         expected = "kto for labelled rows and another loss for pairs"
         do = f"set {other} or change {key}.name"
         raise ConfigError.of(f"{key}.name", f"{loss.name} with {rows}", expected, do)
@@ -187,10 +193,12 @@ def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceData
         )
     if loss.label_smoothing and loss.name in ("ipo", "slic", "hinge", "kto"):
         got = f"{loss.label_smoothing:g} with {key}.name={loss.name}"
-        expected, do = "0, as only dpo knows it", f"set {key}.label_smoothing=0"
+        expected = "0, as only dpo knows it"
+        do = f"set {key}.label_smoothing=0"
         raise ConfigError.of(f"{key}.label_smoothing", got, expected, do)
     if loss.per_token and loss.name == "kto":
-        where, got = f"{key}.per_token", f"true with {key}.name=kto"
+        where = f"{key}.per_token"
+        got = f"true with {key}.name=kto"
         expected = "false, as KTO compares whole answers"
         raise ConfigError.of(where, got, expected, f"set {key}.per_token=false")
 
@@ -263,7 +271,10 @@ class EvaluateConfig:
             return settings
         keys = {leaf.key for leaf in leaves(defaults(cls))}
         keys = {key for key in keys if key.startswith(("data.", "actor.", "reward."))}
-        found = {k: value for k, value in settings.items() if k in keys or k == "run.seed"}
+        found = {}
+        for k, value in settings.items():
+            if k in keys or k == "run.seed":
+                found[k] = value
         if (file.parent / "checkpoints").is_dir():
             found["actor.model.path"] = str(file.parent)
         return found

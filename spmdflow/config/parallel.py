@@ -67,10 +67,13 @@ def training_sizes(role: str, engine: Any) -> Sizes:
 
 def generation_sizes(role: str, part: Any) -> Sizes:
     """Sizes while a role generates: rollout.layout, or what auto means."""
-    rollout, training = part.rollout, training_sizes(role, part.engine)
+    rollout = part.rollout
+    training = training_sizes(role, part.engine)
     if rollout.layout == "auto":
         generator = generator_kind(rollout.generator, key=f"{role}.rollout.engine")
-        return Sizes(training.tp) if generator.cuts_model else Sizes()
+        if generator.cuts_model:
+            return Sizes(training.tp)
+        return Sizes()
     sizes = sizes_of(f"{role}.rollout.layout", rollout.layout)
     if sizes[2:] != Sizes()[2:]:
         expected = "t and p alone, as the other sizes are of training"
@@ -80,7 +83,8 @@ def generation_sizes(role: str, part: Any) -> Sizes:
 
 def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     """The training sizes of a role; ConfigError if its engine cannot have them on num_ranks."""
-    sizes, kind = training_sizes(role, engine), engine_kind(engine.kind)
+    sizes = training_sizes(role, engine)
+    kind = engine_kind(engine.kind)
     if sizes.shard and not kind.sharding.parameters:
         got = f"{engine.layout} with engine.kind={engine.kind}"
         expected = "no s, as that engine does not shard parameters over data-parallel ranks"
@@ -94,11 +98,13 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
         )
     _check_ranks(f"{role}.engine.layout", sizes, num_ranks)
     if num_ranks % (sizes.shard or 1):
-        got, expected = f"s{sizes.shard} on a pool of {num_ranks}", "a divisor of the pool's size"
+        got = f"s{sizes.shard} on a pool of {num_ranks}"
+        expected = "a divisor of the pool's size"
         do = f"choose one of {divisors(num_ranks)}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     if sizes.virtual > 1 and sizes.pp < 3:
-        got, expected = engine.layout, "p3 or more with v, so that a stage has two neighbours"
+        got = engine.layout
+        expected = "p3 or more with v, so that a stage has two neighbours"
         do = "leave out v or raise p"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     _check_options(role, engine, sizes)
@@ -148,16 +154,21 @@ def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
 
 def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
     allowed = engine_kind(engine.kind, key=f"{role}.engine.kind").options
-    wrong = [option for option in engine.options if option not in allowed]
+    wrong = []
+    for option in engine.options:
+        if option not in allowed:
+            wrong.append(option)
     if wrong:
         raise ConfigError(
             f"{role}.engine.options: got {wrong[0]} with engine.kind={engine.kind}, expected some "
             f"of {', '.join(allowed) or 'none'}; leave it out or choose another engine"
         )
     for option in engine.options:
-        axis, other = allowed[option].needs, allowed[option].excludes
+        axis = allowed[option].needs
+        other = allowed[option].excludes
         if other in engine.options:
-            got, expected = f"{option} with {other}", "one of them"
+            got = f"{option} with {other}"
+            expected = "one of them"
             raise ConfigError.of(f"{role}.engine.options", got, expected, "leave one out")
         if axis and getattr(sizes, axis) == 1:
             raise ConfigError(
@@ -188,11 +199,14 @@ def batch_algebra_of(
     ConfigError unless mini-batches divide the samples and keep the samples of a prompt together;
     rows over ranks may be uneven.
     """
-    samples, group = data.samples_per_step, data.samples_per_prompt
+    samples = data.samples_per_step
+    group = data.samples_per_prompt
     size = update.mini_batch_size
     if samples % size or size % group:
         groups = f" that is a multiple of {group}" if group > 1 else ""
-        allowed = [group * prompts for prompts in divisors(samples // group)]
+        allowed = []
+        for prompts in divisors(samples // group):
+            allowed.append(group * prompts)
         nearest = sorted(sorted(allowed, key=lambda other: abs(other - size))[:3])
         expected = f"a divisor of the {samples} samples of a step "
         expected += f"({data.prompts_per_step} prompts x {group}){groups}"
@@ -210,11 +224,11 @@ def batch_algebra_of(
 
 def batch_algebra(cfg: Any, world_size: int) -> str:
     """Pools and batch algebra as a few lines of text; for settings that passed `check`."""
-    pools, data = pools_of(cfg, range(world_size)), cfg.data
-    lines = [
-        f"pool   {name}: ranks {spans(pool.ranks)}: {', '.join(pool.roles)}"
-        for name, pool in pools.items()
-    ]
+    pools = pools_of(cfg, range(world_size))
+    data = cfg.data
+    lines = []
+    for name, pool in pools.items():
+        lines.append(f"pool   {name}: ranks {spans(pool.ranks)}: {', '.join(pool.roles)}")
     idle = set(range(world_size)) - {rank for pool in pools.values() for rank in pool.ranks}
     if idle:
         lines.append(f"pool   none: ranks {spans(sorted(idle))} have no work")
@@ -234,12 +248,16 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
 def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
     """Two lines: the optimizer steps of a role's update, and the micro-batches of a mini-batch."""
     part: Any = getattr(cfg, role)
-    update, engine = part.update, part.engine
+    update = part.update
+    engine = part.engine
     num_ranks //= training_sizes(role, engine).replica
     algebra = batch_algebra_of(role, cfg.data, update, engine, num_ranks=num_ranks)
     steps = algebra.optimizer_steps * cfg.total_steps
     warmup = part.optimizer.warmup_steps if hasattr(part, "optimizer") else 0
-    short = f", all of them warm-up, which takes {warmup}" if warmup > steps else ""
+    if warmup > steps:
+        short = f", all of them warm-up, which takes {warmup}"
+    else:
+        short = ""
     last = part.optimizer.total_steps if hasattr(part, "optimizer") else 0
     ends = f"; the learning rate's schedule takes {last}" if last else ""
     yield (
@@ -250,7 +268,10 @@ def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
     replicas = f"{count_of(num_ranks, 'replica')} of {engine.layout}"
     rows = " or ".join(map(str, dict.fromkeys(algebra.rows_per_rank)))
     by_rows = engine.max_micro_batch_tokens is None
-    cut = count_of(algebra.micro_batches, "micro-batch") if by_rows else "micro-batches"
+    if by_rows:
+        cut = count_of(algebra.micro_batches, "micro-batch")
+    else:
+        cut = "micro-batches"
     yield (
         f"       {update.mini_batch_size} rows over "
         f"{count_of(num_ranks, 'rank') if engine.layout == 't1' else replicas} = {rows} per rank = "
@@ -267,8 +288,12 @@ def count_of(number: int, noun: str) -> str:
 def spans(ranks: Sequence[int]) -> str:
     """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"; of many only the first and last."""
     runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
-    found = [[rank for _, rank in run] for _, run in runs]
-    parts = [f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in found]
+    found = []
+    for _, run in runs:
+        found.append([rank for _, rank in run])
+    parts = []
+    for s in found:
+        parts.append(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}")
     if len(parts) > 4:
         parts = [*parts[:2], f"... {parts[-1]} ({len(ranks)} ranks)"]
     return ", ".join(parts)

@@ -42,8 +42,13 @@ def roles_of(cfg: Any) -> tuple[str, ...]:
 
     `more_roles` of its class names further models, which are spawned with another role's settings.
     """
-    parts = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    models = [name for name, part in parts.items() if has_engine(part)]
+    parts = {}
+    for field in fields(cfg):
+        parts[field.name] = getattr(cfg, field.name)
+    models = []
+    for name, part in parts.items():
+        if has_engine(part):
+            models.append(name)
     return (*models, *getattr(cfg, "more_roles", ()))
 
 
@@ -57,17 +62,26 @@ def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
 
     A map may also name sections that have no engine.
     """
-    parts = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    others = [name for name, part in parts.items() if is_dataclass(part)]
+    parts = {}
+    for field in fields(cfg):
+        parts[field.name] = getattr(cfg, field.name)
+    others = []
+    for name, part in parts.items():
+        if is_dataclass(part):
+            others.append(name)
     roles = roles_of(cfg)
     if cfg.placement == "split" and set(roles) <= set(_POLICY_ROLES):
         # no model with an engine is left for the second half: take sections of the script's own
-        own = [name for name in others if not type(parts[name]).__module__.startswith("spmdflow.")]
+        own = []
+        for name in others:
+            if not type(parts[name]).__module__.startswith("spmdflow."):
+                own.append(name)
         roles = (*roles, *(name for name in own if name not in roles))
     placed = resolve_placement(cfg.placement, roles, len(ranks), others=others)
-    return {
-        name: Pool(pool.roles, tuple(ranks[i] for i in pool.ranks)) for name, pool in placed.items()
-    }
+    pools = {}
+    for name, pool in placed.items():
+        pools[name] = Pool(pool.roles, tuple(ranks[i] for i in pool.ranks))
+    return pools
 
 
 def pool_name_of(pools: Mapping[str, Pool], name: str, role: str, cfg: Any) -> str:
@@ -98,7 +112,9 @@ def resolve_placement(
     """
     roles = tuple(roles)
     if isinstance(placement, Mapping):
-        pools = {str(name): _read_pool(str(name), pool) for name, pool in placement.items()}
+        pools = {}
+        for name, pool in placement.items():
+            pools[str(name)] = _read_pool(str(name), pool)
         _check_ranks(pools, world_size)
         _check_roles(pools, roles, others)
         return pools
@@ -141,11 +157,13 @@ def _share_out(role_sets: list[tuple[str, ...]], world_size: int, preset: str) -
             f"start more processes (--nproc-per-node {count}) or set placement=colocate"
         )
     size, extra = divmod(world_size, count)
-    starts = [index * size + min(index, extra) for index in range(count + 1)]
-    return {
-        "+".join(roles): Pool(roles, tuple(range(start, stop)))
-        for roles, start, stop in zip(role_sets, starts, starts[1:])
-    }
+    starts = []
+    for index in range(count + 1):
+        starts.append(index * size + min(index, extra))
+    result = {}
+    for roles, start, stop in zip(role_sets, starts, starts[1:]):
+        result["+".join(roles)] = Pool(roles, tuple(range(start, stop)))
+    return result
 
 
 def _read_pool(name: str, pool: Any) -> Pool:
@@ -154,7 +172,8 @@ def _read_pool(name: str, pool: Any) -> Pool:
         where = f"placement.{name}"
         do = f"write {name}: {{roles: [actor], ranks: [0, 1]}}"
         raise ConfigError.of(where, keys, "the two keys roles and ranks", do)
-    roles, ranks = pool["roles"], pool["ranks"]
+    roles = pool["roles"]
+    ranks = pool["ranks"]
     if not (isinstance(roles, list) and roles and all(isinstance(role, str) for role in roles)):
         raise ConfigError.of(
             f"placement.{name}.roles", repr(roles), "a list of role names", "write roles: [actor]"
@@ -173,7 +192,10 @@ def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
                 f"placement.{name}.ranks: got {list(pool.ranks)}, expected ascending ranks without "
                 f"repeats; write {sorted(set(pool.ranks))}"
             )
-        outside = [rank for rank in pool.ranks if not 0 <= rank < world_size]
+        outside = []
+        for rank in pool.ranks:
+            if not 0 <= rank < world_size:
+                outside.append(rank)
         if outside:
             raise ConfigError(
                 f"placement.{name}.ranks: got {outside[0]}, expected ranks of the world "
@@ -193,7 +215,10 @@ def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequ
                 )
     do = "expected each role once; remove it from one"
     placed = _check_once("role", {name: pool.roles for name, pool in pools.items()}, do)
-    missing = [role for role in roles if role not in placed]
+    missing = []
+    for role in roles:
+        if role not in placed:
+            missing.append(role)
     if missing:
         got = f"no pool for {', '.join(missing)}"
         expected = f"each role of {', '.join(roles)} once"
@@ -214,4 +239,6 @@ def _check_once(noun: str, members: Mapping[str, Sequence[object]], do: str) -> 
 
 def _suggest(word: str, choices: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, choices, 1)
-    return f"; did you mean {near[0]}?" if near else f"; choose one, such as {choices[0]}"
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; choose one, such as {choices[0]}"

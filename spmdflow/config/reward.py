@@ -110,7 +110,9 @@ def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
         tree = ast.parse(f"f{call or '()'}", mode="eval").body
         if not isinstance(tree, ast.Call):
             raise ValueError("no call")
-        found = {str(item.arg): ast.literal_eval(item.value) for item in tree.keywords}
+        found = {}
+        for item in tree.keywords:
+            found[str(item.arg)] = ast.literal_eval(item.value)
         fits = not tree.args and None not in [item.arg for item in tree.keywords]
         fits = fits and json.loads(json.dumps(found, allow_nan=False)) == found
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -144,9 +146,15 @@ def check_rewards(key: str, reward: Any) -> None:
     if reward.per_token and not has_model:
         do = f"set {key}.model.path=FOLDER or {key}.per_token=false"
         raise ConfigError.of(f"{key}.per_token", "true without a model", "a model", do)
-    of_model = [term for term in terms if term.is_model]
+    of_model = []
+    for term in terms:
+        if term.is_model:
+            of_model.append(term)
     if len(of_model) > 1 or (of_model and not has_model):
-        got = "more than one term model" if has_model else "the term model without a reward model"
+        if has_model:
+            got = "more than one term model"
+        else:
+            got = "the term model without a reward model"
         do = f"set {key}.model.path=FOLDER or take a term away"
         raise ConfigError.of(f"{key}.function", got, f"one for {key}.model", do)
     if terms and has_model and not of_model:
@@ -231,14 +239,19 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
     if not isinstance(statement, ast.FunctionDef):
         return
     arguments = statement.args
-    positional = [argument.arg for argument in arguments.posonlyargs + arguments.args]
+    positional = []
+    for argument in arguments.posonlyargs + arguments.args:
+        positional.append(argument.arg)
     needed = len(positional) - len(arguments.defaults)
     enough = len(positional) >= len(_PARAMETERS) or arguments.vararg is not None
     if not enough or needed > len(_PARAMETERS):
         got = f"{statement.name}({', '.join(positional)}) in {file}"
         expected = f"{statement.name}({', '.join(_PARAMETERS)})"
         raise ConfigError.of(key, got, expected, "change its parameters")
-    many = [name for name in positional[: len(_PARAMETERS)] if name in _LISTS]
+    many = []
+    for name in positional[: len(_PARAMETERS)]:
+        if name in _LISTS:
+            many.append(name)
     if many:
         raise ConfigError(
             f"{key}: got {statement.name}({', '.join(positional)}) in {file}, whose {many[0]} says "
@@ -246,10 +259,20 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
             f"one sample at a time; score one sample and name it so"
         )
     defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    required = [argument.arg for argument, default in defaults if default is None]
+    required = []
+    for argument, default in defaults:
+        if default is None:
+            required.append(argument.arg)
     known = positional[len(_PARAMETERS) :] + [argument.arg for argument in arguments.kwonlyargs]
-    unknown = [] if arguments.kwarg else [name for name in given if name not in known]
-    missing = [name for name in required if name not in given]
+    unknown: list[str] = []
+    if not arguments.kwarg:
+        for name in given:
+            if name not in known:
+                unknown.append(name)
+    missing = []
+    for name in required:
+        if name not in given:
+            missing.append(name)
     if unknown or missing:
         takes = f"one or more of {', '.join(known)}" if known else "no arguments"
         takes += f" ({', '.join(required)} always)" if required else ""

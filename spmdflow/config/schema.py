@@ -133,7 +133,9 @@ class DataSettings:
     @property
     def rows(self) -> str:
         """Kind of the rows: prompts; or examples, pairs, labels (`offline`), which hold answers."""
-        return self.kind if self.label_column is None else "labels"
+        if self.label_column is None:
+            return self.kind
+        return "labels"
 
     @property
     def answer_columns(self) -> tuple[str, ...]:
@@ -145,7 +147,9 @@ class DataSettings:
     @property
     def texts_per_line(self) -> int:
         """How many rows a line of a file may become: row number = line x this + place."""
-        return MAX_TEXTS_PER_LINE if self.rows_per_conversation == "answers" else 1
+        if self.rows_per_conversation == "answers":
+            return MAX_TEXTS_PER_LINE
+        return 1
 
     @property
     def samples_per_step(self) -> int:
@@ -219,7 +223,9 @@ class EngineConfig:
     @property
     def moved(self) -> tuple[str, ...]:
         """Parts that are offloaded to the host between calls; none while residency is auto."""
-        return () if self.residency == AUTO else moved_parts(self.residency)
+        if self.residency == AUTO:
+            return ()
+        return moved_parts(self.residency)
 
     @property
     def recompute(self) -> bool:
@@ -230,13 +236,17 @@ class EngineConfig:
     def micro_batch_size_per_rank(self) -> int:
         """Rows of one forward on one rank; NO_LIMIT if tokens limit it instead."""
         count, unit = micro_batch_of(self.micro_batch)
-        return count if unit == "rows" else NO_LIMIT
+        if unit == "rows":
+            return count
+        return NO_LIMIT
 
     @property
     def max_micro_batch_tokens(self) -> int | None:
         """Tokens of one forward on one rank, if they limit it instead of rows."""
         count, unit = micro_batch_of(self.micro_batch)
-        return count if unit == "tokens" else None
+        if unit == "tokens":
+            return count
+        return None
 
 
 @dataclass
@@ -338,13 +348,17 @@ class RolloutConfig(Precise):
     @property
     def generator(self) -> str:
         """engine, or the built-in one while it is auto (before a run or a plan has chosen)."""
-        return generator_names()[0] if self.engine == AUTO else self.engine
+        if self.engine == AUTO:
+            return generator_names()[0]
+        return self.engine
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of kv_cache if it is a size, else (before a run or a plan has chosen) 64 MiB."""
         size, unit = cache_of(self.kv_cache)
-        return int(size) if unit == "bytes" else CPU_CACHE_BYTES
+        if unit == "bytes":
+            return int(size)
+        return CPU_CACHE_BYTES
 
     @property
     def longest_row(self) -> int | None:

@@ -73,7 +73,8 @@ def _too_long(where: object, err: ValueError) -> ConfigError:
 
 def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
     """The error for a file that is YAML but has an invalid key or ${reference}."""
-    key, tree = str(err.full_key or "").partition("[")[0], yaml.safe_load(path.read_text("utf-8"))
+    key = str(err.full_key or "").partition("[")[0]
+    tree = yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(tree, dict):
         return ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
     if isinstance(err, KeyValidationError):
@@ -118,7 +119,8 @@ def read_override(text: str) -> Source:
         )
     key, equals, _ = text.partition("=")
     if not equals or not key or "[" in key:
-        got, do = repr(text), "give lists whole, as in actor.optimizer.betas=[0.9,0.95]"
+        got = repr(text)
+        do = "give lists whole, as in actor.optimizer.betas=[0.9,0.95]"
         raise ConfigError.of("command line", got, "key=value with a dotted key", do)
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
@@ -134,8 +136,14 @@ def read_override(text: str) -> Source:
 
 def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str, ...]]:
     """SCRIPT, CONFIG.yaml and overrides of a command line; ConfigError for any other word."""
-    names = [word for word in words if "=" not in word]
-    configs = [name for name in names[1:] if name.endswith((".yaml", ".yml"))]
+    names = []
+    for word in words:
+        if "=" not in word:
+            names.append(word)
+    configs = []
+    for name in names[1:]:
+        if name.endswith((".yaml", ".yml")):
+            configs.append(name)
     surplus = [name for name in names[1:] if name not in configs] + configs[1:]
     if surplus:
         expected = "SCRIPT [CONFIG.yaml] [key=value ...]"
@@ -162,7 +170,9 @@ def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
 def bundled_folder() -> Path:
     """The folder of the bundled scripts."""
     inside = PACKAGE / _FOLDER_NAME
-    return inside if inside.is_dir() else PACKAGE.parent / _FOLDER_NAME
+    if inside.is_dir():
+        return inside
+    return PACKAGE.parent / _FOLDER_NAME
 
 
 def bundled_scripts() -> list[str]:
@@ -182,21 +192,30 @@ def find_bundled(name: str | Path, suffix: str = "") -> Path | None:
     found = bundled_folder().joinpath(*parts)
     if suffix and not found.suffix:
         found = found.with_suffix(suffix)
-    return found if parts and found.exists() else None
+    if parts and found.exists():
+        return found
+    return None
 
 
 def find_file(name: str | Path, suffix: str) -> Path:
     """The file of that name in the current directory, else the bundled one, else the name."""
     path = Path(name)
-    return path if path.is_file() else find_bundled(path, suffix) or path
+    if path.is_file():
+        return path
+    return find_bundled(path, suffix) or path
 
 
 def broken_installation(err: ImportError, script: Path) -> str | None:
     """The message if a module of spmdflow failed to import; None if the script itself did."""
-    files = [Path(frame.filename).resolve() for frame in traceback.extract_tb(err.__traceback__)]
+    files = []
+    for frame in traceback.extract_tb(err.__traceback__):
+        files.append(Path(frame.filename).resolve())
     script = script.resolve()
     below = files[files.index(script) + 1 :] if script in files else []
-    ours = [file for file in below if PACKAGE in file.parents]
+    ours = []
+    for file in below:
+        if PACKAGE in file.parents:
+            ours.append(file)
     if not ours:
         return None
     missing = err.name or "it"

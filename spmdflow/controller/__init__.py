@@ -24,6 +24,7 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | file | what |
 |---|---|
 | flow, group, batch, prompts | what a script holds |
+| draw_count | how often a row was drawn in a step |
 | step, evaluation, saving, transcript | what a step measures and writes, evaluation, checkpoints |
 | call, assignment, caller | a call: planned once, as integers, and sent |
 | guarding, capsule | what is done when a guard holds; a step that is kept to be run again |

@@ -33,7 +33,9 @@ class MicroLimit(NamedTuple):
 
     def count_of(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
         """Forward passes, the same for every share: the most that one share (positions) needs."""
-        tokens = [[0] * len(s) if lengths is None else lengths[s].tolist() for s in shares]
+        tokens = []
+        for s in shares:
+            tokens.append([0] * len(s) if lengths is None else lengths[s].tolist())
         return num_micro_batches(
             tokens, max_rows=self.max_rows, max_tokens=self.max_tokens, packed=self.packed
         )
@@ -55,7 +57,8 @@ class Target:
         engine, model = (getattr(self.settings, name, None) for name in ("engine", "model"))
         if engine is None or model is None:
             return MicroLimit(_NO_LIMIT, None)
-        rows, tokens = engine.micro_batch_size_per_rank, engine.max_micro_batch_tokens
+        rows = engine.micro_batch_size_per_rank
+        tokens = engine.max_micro_batch_tokens
         packed = packs_rows(engine.kind, engine.options, model.path)
         return MicroLimit(rows, tokens, packed)
 
@@ -108,7 +111,10 @@ def by_share(given: Mapping[int, T], make: Callable[[T], R]) -> dict[int, R]:
     for rows in given.values():
         if id(rows) not in made:
             made[id(rows)] = make(rows)
-    return {rank: made[id(rows)] for rank, rows in given.items()}
+    result = {}
+    for rank, rows in given.items():
+        result[rank] = made[id(rows)]
+    return result
 
 
 def _positions(rows: Sequence[int]) -> np.ndarray:
@@ -129,7 +135,9 @@ def assign_mini_batches(
 
     parents (B,): the group of each row; lengths (B,): its tokens.
     """
-    layout, limit, num_shares = target.layout, target.limit, rules.num_shares(target.layout)
+    layout = target.layout
+    limit = target.limit
+    num_shares = rules.num_shares(target.layout)
     probe = rules.distribute(layout, num_shares, [[share] for share in range(num_shares)])
     share_of = {rank: shares[0] for rank, shares in probe.items() if shares}
     holder = np.full(len(parents), -1, dtype=np.int64)
@@ -139,14 +147,14 @@ def assign_mini_batches(
     minis = plan_mini_batches(
         parents, holder, num_shares, target.settings.update, limit, lengths, seed=seed, step=step
     )
-    shares = [
-        np.unique(np.concatenate([_NONE, *(mini.shares[share] for mini in minis)]))
-        for share in range(num_shares)
-    ]
-    within = [
-        [(np.searchsorted(rows, mini.shares[share]), mini.num_micro_batches) for mini in minis]
-        for share, rows in enumerate(shares)
-    ]
+    shares = []
+    for share in range(num_shares):
+        shares.append(np.unique(np.concatenate([_NONE, *(mini.shares[share] for mini in minis)])))
+    within = []
+    for share, rows in enumerate(shares):
+        within.append(
+            [(np.searchsorted(rows, mini.shares[share]), mini.num_micro_batches) for mini in minis]
+        )
     whole = assign(rules, layout, len(parents), limit, lengths, shares)
     return replace(whole, mini_batches={rank: within[share] for rank, share in share_of.items()})
 
@@ -209,7 +217,11 @@ def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[
             filled = 0
         batches[-1].append(order[group])
         filled += len(group)
-    return [np.concatenate(batch) for batch in batches if batch]
+    mini_batches = []
+    for batch in batches:
+        if batch:
+            mini_batches.append(np.concatenate(batch))
+    return mini_batches
 
 
 def _groups(parents: np.ndarray) -> list[np.ndarray]:
@@ -222,13 +234,20 @@ def _groups(parents: np.ndarray) -> list[np.ndarray]:
 
 def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> list[np.ndarray]:
     """Even split of positions over shares that moves as few rows as it can."""
-    own = [positions[holder[positions] == share] for share in range(num_shares)]
+    own = []
+    for share in range(num_shares):
+        own.append(positions[holder[positions] == share])
     base, extra = divmod(len(positions), num_shares)
     larger = sorted(range(num_shares), key=lambda share: (-len(own[share]), share))[:extra]
-    room = [base + (share in larger) for share in range(num_shares)]
-    kept = [own[share][: room[share]] for share in range(num_shares)]
+    room = []
+    for share in range(num_shares):
+        room.append(base + (share in larger))
+    kept = []
+    for share in range(num_shares):
+        kept.append(own[share][: room[share]])
     rest = positions[~np.isin(positions, np.concatenate(kept))]
-    shares, start = [], 0
+    shares = []
+    start = 0
     for share in range(num_shares):
         lacking = room[share] - len(kept[share])
         shares.append(np.sort(np.concatenate([kept[share], rest[start : start + lacking]])))

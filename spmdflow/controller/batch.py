@@ -50,7 +50,9 @@ class Batch:
     def __init__(
         self, caller: BatchCaller, ids: Ids, parents: Ids, columns: Mapping[str, ColumnRef]
     ) -> None:
-        self._caller, self.ids, self.parents = caller, ids, parents
+        self._caller = caller
+        self.ids = ids
+        self.parents = parents
         self._columns = dict(columns)
 
     def __len__(self) -> int:
@@ -99,7 +101,9 @@ class Batch:
 
     def _at(self, places: np.ndarray, ids: Ids, parents: Ids) -> Batch:
         """The rows at these places under other ids."""
-        columns = {name: ref.at(places) for name, ref in self._columns.items()}
+        columns = {}
+        for name, ref in self._columns.items():
+            columns[name] = ref.at(places)
         return Batch(self._caller, ids, parents, columns)
 
     def __getitem__(self, rows: slice) -> Batch:
@@ -162,7 +166,10 @@ class Batch:
         numbers = self.group_numbers().tolist()
         for number, value in zip(numbers, self._items(name), strict=True):
             groups.setdefault(number, []).append(value)
-        kept = {number for number, values in groups.items() if keep(values)}
+        kept = set()
+        for number, values in groups.items():
+            if keep(values):
+                kept.add(number)
         return self.select([i for i, number in enumerate(numbers) if number in kept])
 
     def best(self, name: str) -> Batch:
@@ -187,7 +194,8 @@ class Batch:
     def aligned_with(self, other: Batch) -> Batch:
         """These rows under the row ids of another batch, in order, so that the two can join."""
         if len(self) != len(other):
-            where, got = "aligned_with", f"{len(self)} rows for a batch of {len(other)}"
+            where = "aligned_with"
+            got = f"{len(self)} rows for a batch of {len(other)}"
             raise RowError.of(where, got, "as many", "draw as many rows, or select")
         return Batch(self._caller, other.ids, other.parents, self._columns)
 
@@ -227,8 +235,13 @@ class Batch:
 
         Moves no data, sends no command. ColumnError for a name that is missing or taken.
         """
-        kept = [name for name in self._columns if name not in names.values()]
-        refs = {new: self.column(old) for new, old in names.items()}
+        kept = []
+        for name in self._columns:
+            if name not in names.values():
+                kept.append(name)
+        refs = {}
+        for new, old in names.items():
+            refs[new] = self.column(old)
         taken = sorted(set(kept) & set(refs))
         if taken:
             got = f"the new name {taken[0]!r}, which the batch has already"
@@ -250,9 +263,15 @@ class Batch:
 
     def mean(self, name: str) -> float:
         """Mean of a column of one number a row, over rows that did not fail (`valid`); waits."""
-        marks = [self._items(mark) for mark in VALID if mark in self._columns and mark != name]
+        marks = []
+        for mark in VALID:
+            if mark in self._columns and mark != name:
+                marks.append(self._items(mark))
         rows = zip(self._numbers("mean", name), *marks, strict=True)
-        values = [value for value, *valid in rows if all(valid)]
+        values = []
+        for value, *valid in rows:
+            if all(valid):
+                values.append(value)
         return sum(values) / max(len(values), 1)
 
     @property
@@ -261,8 +280,13 @@ class Batch:
 
         Merged over ranks and calls. Reading it waits for the calls.
         """
-        results = {ref.result.number: ref.result for ref in self._columns.values()}
-        made = [result for result in results.values() if isinstance(result, RowResult)]
+        results = {}
+        for ref in self._columns.values():
+            results[ref.result.number] = ref.result
+        made = []
+        for result in results.values():
+            if isinstance(result, RowResult):
+                made.append(result)
         return self._caller.metrics_of(made)
 
     def _numbers(self, what: str, name: str) -> list[float]:
@@ -272,7 +296,10 @@ class Batch:
             return values.tolist()
         kind = "text"
         if isinstance(values, Tensor):
-            kind = "rows of several lengths" if is_ragged(values) else f"{values.dim()} axes"
+            if is_ragged(values):
+                kind = "rows of several lengths"
+            else:
+                kind = f"{values.dim()} axes"
         where = f"{what}({name!r})"
         do = "write a map function that makes a number of each row, or use filter"
         raise ColumnError.of(where, f"a column of {kind}", "one number a row", do)
@@ -281,7 +308,9 @@ class Batch:
         """One value for each row, on the controller."""
         values = self.fetch_for("filter", name)[name]
         if isinstance(values, Tensor):
-            return list(values.unbind()) if is_ragged(values) else values.tolist()
+            if is_ragged(values):
+                return list(values.unbind())
+            return values.tolist()
         return values
 
     def group_numbers(self) -> np.ndarray:
@@ -320,7 +349,9 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
         raise RowError.of(where, got, "each row once", "join parts that do not overlap")
     parents = np.concatenate([batch.parents for batch in whole])
     filled = [batch for batch in whole if len(batch)] or [first]
-    parts = {name: [batch.column(name) for batch in filled] for name in first.columns}
+    parts = {}
+    for name in first.columns:
+        parts[name] = [batch.column(name) for batch in filled]
     return Batch(first._caller, ids, parents, first._caller.join(parts, ids))
 
 
@@ -343,7 +374,8 @@ def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray
         raise RowError.of("select", got, "a list of positions", "use where for a mask")
     places = places.astype(np.int64)
     if len(places) and not -num_rows <= places.min() <= places.max() < num_rows:
-        where, got = "select", f"positions from {places.min()} to {places.max()}"
+        where = "select"
+        got = f"positions from {places.min()} to {places.max()}"
         raise RowError.of(where, got, f"0 to {num_rows - 1}", "correct the positions")
     if len(np.unique(places % max(num_rows, 1))) < len(places):
         got = f"{len(places)} positions with repeats"

@@ -67,7 +67,9 @@ class CallPlan:
 
     def result(self, number: int, on_free: Callable[[int], None]) -> RowResult:
         """The result that the call makes."""
-        answer = {rank: self.held[rank] for rank in self.answering}
+        answer = {}
+        for rank in self.answering:
+            answer[rank] = self.held[rank]
         by_column = dict.fromkeys(self.spec.writes, self.held)
         ranks = tuple(sorted(self.commands))
         return RowResult(
@@ -93,7 +95,8 @@ def plan_method(
     rows are split by tokens. ColumnError, ProtocolError, MessageError, or what the method's check
     raises.
     """
-    label, spec = f"{target.name}.{method}", method_spec(target.worker_class, method)
+    label = f"{target.name}.{method}"
+    spec = method_spec(target.worker_class, method)
     if instead:
         needed = tuple(name for name in spec.reads if name not in instead)
         spec = replace(spec, reads=needed, optional=(*spec.optional, *instead, *instead.values()))
@@ -110,9 +113,13 @@ def plan_method(
     }
     if not isinstance(given, Batch):
         ranks = protocol(spec.transfer_mode).collect(target.layout).ranks
-        told = {rank: dict(head) for rank in target.layout.ranks}
+        told = {}
+        for rank in target.layout.ranks:
+            told[rank] = dict(head)
         if given is not None:
-            told = {rank: head | {"item": i} for rank, i in _items(label, spec, target, given)}
+            told = {}
+            for rank, i in _items(label, spec, target, given):
+                told[rank] = head | {"item": i}
         return CallPlan(label, spec, ranks, told)
     inputs = _inputs_of(given, _columns_read(spec, given, label))
     if spec.extends:
@@ -170,7 +177,8 @@ def plan_map(
         "arguments": dict(arguments),
         "ranks": list(given),
     }
-    assignment, numbers = Assignment(given, given, tuple(given)), {}
+    assignment = Assignment(given, given, tuple(given))
+    numbers = {}
     if marks.groups:
         numbers["groups"] = batch.group_numbers()
         numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
@@ -180,8 +188,15 @@ def plan_map(
 
 def _waiting(batch: Batch, names: Iterable[str]) -> list[str]:
     """Those of the names whose columns are made by a call that waits."""
-    results = {name: batch.column(name).result for name in names if name in batch.columns}
-    return [name for name, made in results.items() if getattr(made, "make", None) is not None]
+    results = {}
+    for name in names:
+        if name in batch.columns:
+            results[name] = batch.column(name).result
+    result = []
+    for name, made in results.items():
+        if getattr(made, "make", None) is not None:
+            result.append(name)
+    return result
 
 
 def _plan_rows(
@@ -194,11 +209,14 @@ def _plan_rows(
     numbers: Mapping[str, np.ndarray],
 ) -> CallPlan:
     """A call on rows; numbers: further arrays (B,) for its commands, by name."""
-    given, held = assignment.given, by_share(assignment.holds, lambda at: ids[at])
+    given = assignment.given
+    held = by_share(assignment.holds, lambda at: ids[at])
     minis = assignment.mini_batches or {}
 
     def rows_at(at: np.ndarray) -> dict[str, Any]:
-        parts = [input_of(each.result, each.columns, each.ids[at]) for each in inputs]
+        parts = []
+        for each in inputs:
+            parts.append(input_of(each.result, each.columns, each.ids[at]))
         told = {"ids": ids[at], "inputs": parts, "micro": assignment.num_micro_batches}
         return told | {name: values[at] for name, values in numbers.items()}
 
@@ -211,15 +229,16 @@ def _plan_rows(
         }
         for rank, told in by_share(given, rows_at).items()
     }
-    needs = [
-        (
-            each.result,
-            list(dict.fromkeys(each.columns.values())),
-            by_share(given, partial(_ascending, each.ids)),
-        )
-        for each in inputs
-        if isinstance(each.result, RowResult)
-    ]
+    needs = []
+    for each in inputs:
+        if isinstance(each.result, RowResult):
+            needs.append(
+                (
+                    each.result,
+                    list(dict.fromkeys(each.columns.values())),
+                    by_share(given, partial(_ascending, each.ids)),
+                )
+            )
     sources = frozenset().union(*(result.lineage for result, _, _ in needs))
     return CallPlan(label, spec, assignment.answering, commands, needs, held, sources)
 
@@ -227,7 +246,9 @@ def _plan_rows(
 def _ascending(ids: Ids, at: np.ndarray) -> Ids:
     """The ids at positions, in order, each once."""
     chosen = ids[at]
-    return chosen if (chosen[1:] > chosen[:-1]).all() else np.unique(chosen)
+    if (chosen[1:] > chosen[:-1]).all():
+        return chosen
+    return np.unique(chosen)
 
 
 def _inputs_of(batch: Batch, names: Sequence[str]) -> tuple[Input, ...]:
@@ -250,10 +271,13 @@ def _assign_rows(
     step: int,
 ) -> Assignment:
     """Rows by rank; waits for lengths if rows are split by tokens."""
-    rules, lengths = protocol(spec.transfer_mode), _token_lengths(batch, target, spec)
+    rules = protocol(spec.transfer_mode)
+    lengths = _token_lengths(batch, target, spec)
     if not spec.minibatches:
         rows = (rules, target.layout, len(batch), target.limit)
-        return assign_again(*rows) if lengths is None else assign(*rows, lengths)
+        if lengths is None:
+            return assign_again(*rows)
+        return assign(*rows, lengths)
     if getattr(target.settings, "update", None) is None:
         raise ProtocolError(
             f"{target.name}: its method takes mini-batches, but its config has no `update`; "
@@ -270,7 +294,10 @@ def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray
     """(B,) tokens of each row that the call reads, if rows are split by them; waits for them."""
     update = getattr(target.settings, "update", None)
     balanced = spec.minibatches and update is not None and update.balance_tokens
-    known = [name for name in TOKENS if name in (*spec.reads, *spec.optional)]
+    known = []
+    for name in TOKENS:
+        if name in (*spec.reads, *spec.optional):
+            known.append(name)
     known = [name for name in known if name in batch.columns]
     if spec.draws or not known or (target.limit.max_tokens is None and not balanced):
         return None
@@ -279,11 +306,10 @@ def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray
 
 def _widest(inputs: Sequence[Input], ranks: Sequence[int]) -> Input | None:
     """The input with most columns whose result was made on exactly these ranks."""
-    made = [
-        each
-        for each in inputs
-        if isinstance(each.result, RowResult) and set(each.result.ranks) == set(ranks)
-    ]
+    made = []
+    for each in inputs:
+        if isinstance(each.result, RowResult) and set(each.result.ranks) == set(ranks):
+            made.append(each)
     return max(made, key=lambda each: (len(each.columns), -each.result.number), default=None)
 
 
@@ -296,11 +322,14 @@ def _home(
     the pool that made most of the batch's other columns. Ranks of several pools have no group.
     """
     levels = (inputs, _inputs_of(batch, batch.columns))
-    of_one_pool = [
-        [x for x in each if not getattr(x.result, "spans_pools", False)] for each in levels
-    ]
+    of_one_pool = []
+    for each in levels:
+        of_one_pool.append([x for x in each if not getattr(x.result, "spans_pools", False)])
     for candidates in (*of_one_pool, *levels):
-        free = [x for x in candidates if busy.isdisjoint(getattr(x.result, "ranks", ()))]
+        free = []
+        for x in candidates:
+            if busy.isdisjoint(getattr(x.result, "ranks", ())):
+                free.append(x)
         if any(isinstance(each.result, RowResult) for each in free):
             return _widest_of_most(free)
     for candidates in (*of_one_pool, *levels):  # all of them are of busy ranks
@@ -328,7 +357,10 @@ def _positions_held(given: Input) -> dict[int, np.ndarray]:
     """Positions in the batch by rank: each row at the rank that answers for it in the result."""
     assert isinstance(given.result, RowResult)
     owner = given.result.owners(given.ids)
-    return {rank: np.flatnonzero(owner == rank) for rank in given.result.ranks}
+    result = {}
+    for rank in given.result.ranks:
+        result[rank] = np.flatnonzero(owner == rank)
+    return result
 
 
 # What makes a call impossible
@@ -336,7 +368,10 @@ def _positions_held(given: Input) -> dict[int, np.ndarray]:
 
 def _columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
     """Columns that travel to the call; ColumnError if the batch lacks one."""
-    missing = [name for name in spec.reads if name not in batch.columns]
+    missing = []
+    for name in spec.reads:
+        if name not in batch.columns:
+            missing.append(name)
     if missing:
         raise ColumnError(
             f"{label}: the batch has {sorted(batch.columns)}, expected {missing} too; "
@@ -373,8 +408,14 @@ def _check_arguments(
     except MessageError as err:
         raise MessageError(f"{label}: {err}") from err
     for name, value in arguments.items():
-        annotation = signature.parameters[name].annotation if name in signature.parameters else ""
-        kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        if name in signature.parameters:
+            annotation = signature.parameters[name].annotation
+        else:
+            annotation = ""
+        if isinstance(annotation, str):
+            kind = annotation
+        else:
+            kind = getattr(annotation, "__name__", "")
         if kind in _PLAIN and not isinstance(value, _PLAIN[kind]):
             got = f"{name}={value!r} ({type(value).__name__})"
             raise ProtocolError.of(label, got, f"a {kind}", "correct the value")
@@ -383,7 +424,9 @@ def _check_arguments(
 def too_many(label: str, function: Callable[..., Any], given: Sequence[Any]) -> ProtocolError:
     """The error of a call with more than the batch by position."""
     names = list(_signature(function).parameters)[2:]
-    named = [f"{name}={value!r}" for name, value in zip(names, given[1:])]
+    named = []
+    for name, value in zip(names, given[1:]):
+        named.append(f"{name}={value!r}")
     got = f"{len(given)} arguments by position"
     do = f"write {label.rpartition('.')[2]}({', '.join(['batch', *named])})"
     return ProtocolError.of(label, got, "the batch alone", do)

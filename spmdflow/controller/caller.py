@@ -22,6 +22,7 @@ from spmdflow.config.schema import RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.call import CallPlan, plan_map, plan_method
+from spmdflow.controller.draw_count import DrawCounts
 from spmdflow.controller.extending import carried_columns
 from spmdflow.controller.result import (
     CallRecord,
@@ -55,8 +56,10 @@ class Caller:
 
     def __init__(self, transport: Transport, run: RunConfig, ranks: tuple[int, ...]) -> None:
         """run: its seed and limits. ranks: every rank of the run, the controller's first."""
-        self.transport, self.ranks = transport, ranks
-        self._seed, self._seconds = run.seed, call_limit_of(run.call_seconds)
+        self.transport = transport
+        self.ranks = ranks
+        self._seed = run.seed
+        self._seconds = call_limit_of(run.call_seconds)
         self.transfers = Transfers(transport, seconds=run.transfer_seconds)
         self.step = self.last_step = 0
         self.total_steps = 0
@@ -80,15 +83,20 @@ class Caller:
         self.fetched_bytes: Counter[str] = Counter()
         self.row_ids = RowIds()
         self.waiting = Waiting()
-        self._draws = Draws()
+        self._draws = DrawCounts()
         self._last_number = 0
         self._freed: deque[int] = deque()
         self._unsent: dict[int, list[int]] = {}
 
     def nodes(self) -> list[int]:
         """Node of every rank, by global rank; -1: not a rank of the run."""
-        found = {rank: self.transport.node_of(rank) for rank in self.ranks}
-        return [found.get(rank, -1) for rank in range(max(self.ranks) + 1)]
+        found = {}
+        for rank in self.ranks:
+            found[rank] = self.transport.node_of(rank)
+        result = []
+        for rank in range(max(self.ranks) + 1):
+            result.append(found.get(rank, -1))
+        return result
 
     # Calls
 
@@ -103,10 +111,13 @@ class Caller:
 
         The call may be delayed until something reads its result (waiting.py).
         """
-        spec, waiting = method_spec(target.worker_class, method), self.waiting
+        spec = method_spec(target.worker_class, method)
+        waiting = self.waiting
         batch = given if isinstance(given, Batch) else None
         if batch is not None and is_rollout(target, spec):
-            columns = {name: batch.column(other) for name, other in spec.instead.items()}
+            columns = {}
+            for name, other in spec.instead.items():
+                columns[name] = batch.column(other)
             return Batch(self, batch.ids, batch.parents, columns)
         if batch is not None and spec.minibatches and not spec.writes:
             if self.is_skipped is not None and self.is_skipped(batch):
@@ -127,7 +138,10 @@ class Caller:
         if spec.minibatches:
             for command in plan.commands.values():
                 command["total_steps"] = self.total_steps
-        served = [] if batch is None else waiting.serve(target, spec, batch, instead)
+        if batch is None:
+            served = []
+        else:
+            served = waiting.serve(target, spec, batch, instead)
         if batch is not None and waiting.is_worthwhile(target, spec, batch):
             made = self._run(plan, batch, wait=partial(waiting.add, target))
         else:
@@ -157,7 +171,8 @@ class Caller:
 
         wait(result, send): delays the call; send() sends all this later.
         """
-        writes, result = plan.spec.writes, None
+        writes = plan.spec.writes
+        result = None
         if batch is not None and writes:
             result = plan.result(self.next_number(), self.free)
         send = partial(self._send, plan, batch, result, (self.phase, script_line()))
@@ -167,7 +182,9 @@ class Caller:
             send()
         else:
             wait(result, send)
-        columns = {name: ColumnRef(result, batch.ids, name) for name in writes}
+        columns = {}
+        for name in writes:
+            columns[name] = ColumnRef(result, batch.ids, name)
         if plan.spec.extends:
             columns = carried_columns(plan.spec, batch) | columns
         made = Batch(self, batch.ids, batch.parents, columns)
@@ -225,7 +242,9 @@ class Caller:
                 result.learn(replies)
 
         number = self.next_number() if result is None else result.number
-        freed = [self._freed.popleft() for _ in range(len(self._freed))]
+        freed = []
+        for _ in range(len(self._freed)):
+            freed.append(self._freed.popleft())
         for rank in self.ranks if freed else ():
             self._unsent.setdefault(rank, []).extend(freed)
         for rank, command in commands.items():  # ranks that it does not reach hear of it later
@@ -297,24 +316,34 @@ class Caller:
         else:
             row_bytes = np.full(len(whole.ids), _SOURCE_ROW_BYTES)
         cuts = cut_rows(row_bytes, piece_bytes)
-        return [whole.at(places) for places in np.split(np.arange(len(whole.ids)), cuts)]
+        pieces = []
+        for places in np.split(np.arange(len(whole.ids)), cuts):
+            pieces.append(whole.at(places))
+        return pieces
 
     def _fetched(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
         """The rows of a column, each once, and their ids, rank by rank."""
-        ids, result = np.unique(ref.ids), ref.result
+        ids = np.unique(ref.ids)
+        result = ref.result
         parts = {self.ranks[0]: ids}
         if isinstance(result, RowResult):
             self.wait_for(result)
             owner = result.owners(ids)
-            parts = {int(rank): ids[owner == rank] for rank in np.unique(owner)}
+            parts = {}
+            for rank in np.unique(owner):
+                parts[int(rank)] = ids[owner == rank]
             parts = parts or {next(iter(result.answer)): ids}
-        commands = {
-            rank: {"operation": "fetch", "input": input_of(result, {name: ref.stored}, own)}
-            for rank, own in parts.items()
-        }
+        commands = {}
+        for rank, own in parts.items():
+            commands[rank] = {
+                "operation": "fetch",
+                "input": input_of(result, {name: ref.stored}, own),
+            }
         lane = "compute" if self.busy.isdisjoint(commands) else "transfer"
         replies = self.submit(f"fetch {name}", commands, lane=lane).result()
-        columns = [read_message(replies[rank]["column"]) for rank in parts]
+        columns = []
+        for rank in parts:
+            columns.append(read_message(replies[rank]["column"]))
         return join(columns), np.concatenate(list(parts.values()))
 
     def lengths(self, ref: ColumnRef) -> np.ndarray:
@@ -360,14 +389,19 @@ class Caller:
         refs: dict[str, ColumnRef] = {}
         for (has_one_name, *_), names in groups.items():
             parts = columns[names[0]]
-            sources = [part.result for part in parts if isinstance(part.result, SourceRows)]
+            sources = []
+            for part in parts:
+                if isinstance(part.result, SourceRows):
+                    sources.append(part.result)
             is_of_one_file = len(sources) == len(parts) and len({s.label for s in sources}) == 1
             result: RowResult | SourceRows = parts[0].result
             rows = ids
             if has_one_name and all(part.result is result for part in parts):
                 rows = np.concatenate([part.ids for part in parts])
             elif has_one_name and is_of_one_file:
-                read = [s.part(part.ids) for s, part in zip(sources, parts, strict=True)]
+                read = []
+                for s, part in zip(sources, parts, strict=True):
+                    read.append(s.part(part.ids))
                 places = np.concatenate([places for places, _ in read])
                 known = [tokens for _, tokens in read if tokens is not None]
                 tokens = np.concatenate(known) if len(known) == len(read) else None
@@ -387,17 +421,12 @@ class Caller:
         commands: dict[int, dict[str, Any]] = {}
         answer: dict[int, list[Ids]] = {}
         name, first = next(iter(columns.items()))
-        made = [part.result for part in first if isinstance(part.result, RowResult)]
-        if not made:
-            labels = dict.fromkeys(part.result.label for part in first)
-            raise ColumnError(
-                f"concatenate: the column {name!r} comes from {' and '.join(labels)}, expected at "
-                f"least one part that a call has made, or one data file; drop the column first"
-            )
+        made = _results_of_calls(name, first)
         readers = sorted(made[0].answer)  # of rows of a data file that are joined with others
         start = 0
         for place, part in enumerate(first):
-            own_ids, start = ids[start : start + len(part.ids)], start + len(part.ids)
+            own_ids = ids[start : start + len(part.ids)]
+            start += len(part.ids)
             names = {name: parts[place].stored for name, parts in columns.items()}
             if isinstance(part.result, RowResult):
                 part.result.be_made("concatenate")
@@ -410,7 +439,9 @@ class Caller:
                 command = commands.setdefault(rank, {"operation": "join", "inputs": []})
                 command["inputs"].append(input_of(part.result, names, part.ids[rows]))
                 answer.setdefault(rank, []).append(own_ids[rows])
-        held = {rank: np.concatenate(lists) for rank, lists in answer.items()}
+        held = {}
+        for rank, lists in answer.items():
+            held[rank] = np.concatenate(lists)
         for rank, command in commands.items():
             command["ids"] = held[rank]
         ranks = tuple(sorted({rank for result in made for rank in result.ranks}))
@@ -425,25 +456,19 @@ class Caller:
         return result
 
 
-class Draws:
-    """Counts the responses drawn for each row id, in each phase (train, eval) of a step.
-
-    The numbers depend on the script alone: not on ranks, nor on how rows are cut into calls.
-    """
-
-    def __init__(self) -> None:
-        self._step = -1
-        self._counts: dict[str, Counter[int]] = {}
-
-    def take(self, step: int, phase: str, ids: Ids, *, greedy: bool = False) -> np.ndarray:
-        """(B,) int64: earlier draws for rows ids (each once); greedy: this call draws nothing."""
-        if step != self._step:
-            self._step, self._counts = step, {}
-        counts, numbers = self._counts.setdefault(phase, Counter()), ids.tolist()
-        earlier = np.array([counts[number] for number in numbers], dtype=np.int64)
-        if not greedy:
-            counts.update(numbers)
-        return earlier
+def _results_of_calls(name: str, parts: Sequence[ColumnRef]) -> list[RowResult]:
+    """The parts of a column that calls have made; ColumnError if all come from data files."""
+    results = []
+    for part in parts:
+        if isinstance(part.result, RowResult):
+            results.append(part.result)
+    if not results:
+        labels = dict.fromkeys(part.result.label for part in parts)
+        raise ColumnError(
+            f"concatenate: the column {name!r} comes from {' and '.join(labels)}, expected at "
+            f"least one part that a call has made, or one data file; drop the column first"
+        )
+    return results
 
 
 def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:

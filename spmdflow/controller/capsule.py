@@ -39,7 +39,10 @@ from spmdflow.tracking.origin import versions
 
 logger = logging.getLogger(__name__)
 
-FOLDER, FACTS, ROWS, SETTINGS = "capsules", "capsule.json", "rows.safetensors", "config.yaml"
+FOLDER = "capsules"
+FACTS = "capsule.json"
+ROWS = "rows.safetensors"
+SETTINGS = "config.yaml"
 """Of a column that is fetched at once: a message has a limit."""
 
 Groups = Mapping[str, WorkerGroup]
@@ -55,8 +58,11 @@ class Capsule:
 
     def __init__(self, run: RunConfig, run_dir: Path, settings: str, script: Path) -> None:
         """settings: every setting, as YAML. script: its file."""
-        self.step, self._run, self._settings = run.capture_step, run, settings
-        self._script, self._folder = script.resolve(), capsule_folder(run_dir, run.capture_step)
+        self.step = run.capture_step
+        self._run = run
+        self._settings = settings
+        self._script = script.resolve()
+        self._folder = capsule_folder(run_dir, run.capture_step)
         self._saving: Saving | None = None
         self._start: Mapping[str, Any] = {}
 
@@ -74,7 +80,8 @@ class Capsule:
             self._folder.mkdir()
             write_atomically(self._folder / SETTINGS, self._settings.encode())
         run = replace(self._run, keep_checkpoints=2, keep_best=None)
-        self._saving, self._start = Saving(self._folder, None, run, self._settings), state
+        self._saving = Saving(self._folder, None, run, self._settings)
+        self._start = state
         self._saving.save(self.step - 1, caller, groups, state, {})
         self._saving.finish()
         caller.captured = []
@@ -89,7 +96,8 @@ class Capsule:
     ) -> None:
         """Keep what the step made, and the state after it."""
         assert self._saving is not None and caller.captured is not None, self.step
-        captured, caller.captured = caller.captured, None
+        captured = caller.captured
+        caller.captured = None
         transcript = Transcript(
             self._folder / TRANSCRIPT_FILE,
             caller.ranks,
@@ -127,8 +135,12 @@ def _calls(
     for record, result, given in captured:
         if result is not None:
             ids = np.unique(np.concatenate([*result.answer.values()]))
-            refs = {name: ColumnRef(result, ids, name) for name in result.held}
-            made = {name: caller.column(name, ref, purpose="capsule") for name, ref in refs.items()}
+            refs = {}
+            for name in result.held:
+                refs[name] = ColumnRef(result, ids, name)
+            made = {}
+            for name, ref in refs.items():
+                made[name] = caller.column(name, ref, purpose="capsule")
         elif (numbers := _numbers(record)) is not None:
             made = numbers
         else:
@@ -148,10 +160,10 @@ def _numbers(record: CallRecord) -> Made | None:
     values = Result(record.label, record.pending, record.answering)
     if not all(isinstance(value, dict) for value in values.values_by_rank()):
         return None
-    return {
-        name: Column("dense", torch.tensor([value], dtype=torch.float64))
-        for name, value in values.items()
-    }
+    numbers = {}
+    for name, value in values.items():
+        numbers[name] = Column("dense", torch.tensor([value], dtype=torch.float64))
+    return numbers
 
 
 def _sources(given: object) -> Iterator[tuple[str, ColumnRef]]:

@@ -30,7 +30,8 @@ class Ending:
         self._grace = max(0.0, shutdown - _NOTICE_SECONDS)
         self._limit = float("inf") if max_seconds is None else now - age + max_seconds
         self._steps = deque[float](maxlen=_NUM_STEPS)
-        self._longest_step, self._began = 0.0, now
+        self._longest_step = 0.0
+        self._began = now
         self._kill_at = float("inf")
         self.save_seconds = 0.0
         """Of the longest save, until it was sealed; 0: none was measured."""

@@ -42,8 +42,10 @@ class Evaluation:
 
     def __init__(self, caller: Caller, links: Sequence[WeightLink], config: Any) -> None:
         """links: the flow's list, to which `flow.connect` appends."""
-        self._caller, self._links = caller, links
-        self._config, self._seed = config, seed_of(config.run.seed, "bootstrap")
+        self._caller = caller
+        self._links = links
+        self._config = config
+        self._seed = seed_of(config.run.seed, "bootstrap")
         self._evaluated_at = -1
 
     def run(
@@ -125,14 +127,17 @@ class Evaluation:
 
     def report(self, greedy: Batch, sampled: Batch, run_dir: Path) -> dict[str, float]:
         """See `Flow.report`."""
-        by_prompt, samples = judged(greedy), judged(sampled)
+        by_prompt = judged(greedy)
+        samples = judged(sampled)
         whole = _places_whole([by_prompt, samples] if samples else [by_prompt])
         firsts = [by_prompt[place][0] for place in whole]
         numbers: dict[str, list[float]] = {"score": [row.score or 0.0 for row in firsts]}
         if knows_right(self._config.reward):
             numbers = {"accuracy": [row.right for row in firsts]} | numbers
         shares = _shares([samples[place] for place in whole]) if samples else {}
-        by_place = {name: dict(zip(whole, of_prompts)) for name, of_prompts in shares.items()}
+        by_place = {}
+        for name, of_prompts in shares.items():
+            by_place[name] = dict(zip(whole, of_prompts))
         write_judged(run_dir / EVALUATION_FILE, greedy, by_prompt, samples, by_place)
         found = estimates(numbers | shares, seed=self._seed)
         lengths = [row[0].num_tokens for row in by_prompt]
@@ -173,11 +178,10 @@ def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, gree
 
 def _places_whole(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
     """Indices of the prompts without a failed response; RewardError if there is none."""
-    whole = [
-        place
-        for place, rows in enumerate(zip(*batches, strict=True))
-        if all(sample.score is not None for row in rows for sample in row)
-    ]
+    whole = []
+    for place, rows in enumerate(zip(*batches, strict=True)):
+        if all(sample.score is not None for row in rows for sample in row):
+            whole.append(place)
     if not whole:
         raise RewardError(
             f"evaluate: got {len(batches[0])} prompts, each with a response whose reward function "
@@ -194,7 +198,8 @@ def _shares(samples: Sequence[Sequence[Judged]]) -> dict[str, list[float]]:
     )
 
 
-ACCURACY, ANSWER = "accuracy", "answer"
+ACCURACY = "accuracy"
+ANSWER = "answer"
 """Names under which a reward function says whether a response is right, and what it answers."""
 
 

@@ -15,8 +15,14 @@ from spmdflow.transfer.register import MethodSpec
 
 def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:
     """ColumnError if the batch has columns that the method writes and cannot go on from."""
-    found = [name for name in batch.columns if name in _taken(spec)]
-    missing = [name for name in spec.writes if name not in batch.columns]
+    found = []
+    for name in batch.columns:
+        if name in _taken(spec):
+            found.append(name)
+    missing = []
+    for name in spec.writes:
+        if name not in batch.columns:
+            missing.append(name)
     if found and not _goes_on(spec):
         raise ColumnError(
             f"{label}: the batch has {found[0]!r} already, expected a batch without it, as the "
@@ -31,14 +37,21 @@ def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:
 
 def carried_columns(spec: MethodSpec, batch: Batch) -> dict[str, ColumnRef]:
     """Columns of the batch that stay beside those that the method writes."""
-    old = {batch.column(name).result.number for name in spec.writes if name in batch.columns}
+    old = set()
+    for name in spec.writes:
+        if name in batch.columns:
+            old.add(batch.column(name).result.number)
 
     def stays(name: str) -> bool:
         result = batch.column(name).result
         is_older = not isinstance(result, RowResult) or not old & result.lineage
         return name not in _taken(spec) and (is_older or name in spec.reads)
 
-    return {name: batch.column(name) for name in batch.columns if stays(name)}
+    result = {}
+    for name in batch.columns:
+        if stays(name):
+            result[name] = batch.column(name)
+    return result
 
 
 def _goes_on(spec: MethodSpec) -> bool:

@@ -71,13 +71,21 @@ class Flow:
         last one. transcript: records commands and replies of the first steps.
         guarding: the guards of the run. capsule: keeps one of its steps.
         """
-        self.caller, self._config, self._pools, self._run_dir = caller, config, pools, run_dir
-        self._saving, self._show = saving, show
-        self._backend, self._has_outside, self._transcript = backend, has_outside, transcript
+        self.caller = caller
+        self._config = config
+        self._pools = pools
+        self._run_dir = run_dir
+        self._saving = saving
+        self._show = show
+        self._backend = backend
+        self._has_outside = has_outside
+        self._transcript = transcript
         self.groups: dict[str, WorkerGroup] = {}
         self._links: list[WeightLink] = []
         self.kept: dict[str, Any] = {}
-        self._guarding, self._memory, self._capsule = guarding, HostMemory(), capsule
+        self._guarding = guarding
+        self._memory = HostMemory()
+        self._capsule = capsule
         self._last_step: int | None = None
         self.step: Step | None = None
         self._is_step_open = False
@@ -142,7 +150,9 @@ class Flow:
             "total_steps": self._config.total_steps,
             "nodes": self.caller.nodes(),
         }
-        commands = {rank: dict(command) for rank in pool.ranks}
+        commands = {}
+        for rank in pool.ranks:
+            commands[rank] = dict(command)
         self.caller.submit(f"{name}.spawn", commands, seconds=seconds)
         group = WorkerGroup(self.caller, Target(name, worker_class, layout, cfg))
         self.groups[name] = group
@@ -169,9 +179,14 @@ class Flow:
         hosts: ranks that also need a gloo group, for data in host memory. One rank needs none.
         """
         made = dict.fromkeys([(g, self._backend) for g in groups] + [(g, "gloo") for g in hosts])
-        specs = [[list(ranks), "compute", each] for ranks, each in made if len(ranks) > 1]
+        specs = []
+        for ranks, each in made:
+            if len(ranks) > 1:
+                specs.append([list(ranks), "compute", each])
         command = {"operation": "groups", "specs": specs}
-        commands = {rank: dict(command) for rank in self.caller.ranks}
+        commands = {}
+        for rank in self.caller.ranks:
+            commands[rank] = dict(command)
         self.caller.submit(f"{label}.groups", commands, seconds=seconds)
 
     def prompts(self, cfg: DataSettings, *, name: str = MAIN_STREAM) -> PromptStream:
@@ -242,7 +257,8 @@ class Flow:
             if self._capsule is not None and self._capsule.step == number:
                 self._saving.finish()
                 self._capsule.begin(self.caller, self.groups, self._state(number - 1))
-            self.step, self.caller.step = Step(number), number
+            self.step = Step(number)
+            self.caller.step = number
             self._saving.ending.begin_step()
             self._is_step_open = True
             yield self.step
@@ -305,8 +321,14 @@ class Flow:
         _check_every("evaluate", every)
         if not every or (self.step is not None and not is_due(self.step.number, every)):
             return
-        streams = [thing for thing in self.kept.values() if isinstance(thing, PromptStream)]
-        held_out = [stream for stream in streams if stream.eval_scan is not None]
+        streams = []
+        for thing in self.kept.values():
+            if isinstance(thing, PromptStream):
+                streams.append(thing)
+        held_out = []
+        for stream in streams:
+            if stream.eval_scan is not None:
+                held_out.append(stream)
         if not held_out:
             raise no_held_out_prompts()
         evaluate = partial(self._evaluation.run, held_out[0], model, others, generate)
@@ -380,7 +402,8 @@ class Flow:
         transfers = caller.transfers.take_outstanding()
         for record in transfers:
             record.pending.result()
-        counted, before = counted_bytes(caller), self._counted
+        counted = counted_bytes(caller)
+        before = self._counted
         self._metrics = metrics = step.metrics(caller.records)
         metrics |= {name: float(count - before[name]) for name, count in counted.items()}
         metrics |= self._memory.metrics(caller.records)
@@ -399,7 +422,8 @@ class Flow:
             self._capsule.end(caller, self.groups, state, transfers, metrics)
         if self._guarding is not None:
             self._guarding.end_step(step.number, metrics)
-        caller.scored, caller.records = {}, []
+        caller.scored = {}
+        caller.records = []
         self._saving.finish(wait=False)
         is_last = 0 < step.number == caller.last_step
         if self._saving.due or (is_last and self._saves_last()):
@@ -442,7 +466,8 @@ class Flow:
 
     def replay(self, checkpoint: CheckpointInfo) -> None:
         """Continue from this checkpoint, for one step (spmdflow.replay)."""
-        self._saving.resumed_from, self._last_step = checkpoint, checkpoint.step + 1
+        self._saving.resumed_from = checkpoint
+        self._last_step = checkpoint.step + 1
 
     def _save(self, number: int) -> None:
         with noting(f"saving step {number}"):
@@ -453,11 +478,10 @@ class Flow:
 
         A copy: another thread writes it to disk while the script changes what it keeps.
         """
-        kept = {
-            name: thing.state_dict()
-            for name, thing in self.kept.items()
-            if hasattr(thing, "state_dict")
-        }
+        kept = {}
+        for name, thing in self.kept.items():
+            if hasattr(thing, "state_dict"):
+                kept[name] = thing.state_dict()
         state = {"step": number, "next_id": self.caller.row_ids.next_id, "kept": kept}
         state["drift"] = list(self.caller.waiting.drift)
         if self._guarding is not None:

@@ -40,7 +40,8 @@ class WorkerGroup:
     """
 
     def __init__(self, caller: Caller, target: Target) -> None:
-        self._caller, self.target = caller, target
+        self._caller = caller
+        self.target = target
 
     @property
     def name(self) -> str:
@@ -83,12 +84,15 @@ class WeightLink:
             do = "set placement=split, or spawn an ActorWorker, which generates where "
             do += "it trains"
             raise ConfigError.of("connect", got, "pools without common ranks", do)
-        self._caller, self._policy, self.generator = caller, policy, generator
+        self._caller = caller
+        self._policy = policy
+        self.generator = generator
         self.version = 0
         """Of the generator's weights: how often they were other ones than before."""
         self._synced: int | None = None
         """Updates that the generator's weights have seen; None: not synced in this launch."""
-        self._turn, self._ranks = 0, frozenset(generator.target.layout.ranks)
+        self._turn = 0
+        self._ranks = frozenset(generator.target.layout.ranks)
         policy.open_weights(peer=asdict(generator.target.layout))
         generator.open_weights(peer=asdict(policy.target.layout))
 
@@ -102,11 +106,14 @@ class WeightLink:
             (self.generator, "receive_weights", {"version": self.version}),
         )
         head = {"operation": "call", "step": self._caller.step}
-        commands = {
-            rank: head | {"group": group.name, "method": method, "arguments": arguments}
-            for group, method, arguments in ends
-            for rank in group.target.layout.ranks
-        }
+        commands = {}
+        for group, method, arguments in ends:
+            for rank in group.target.layout.ranks:
+                commands[rank] = head | {
+                    "group": group.name,
+                    "method": method,
+                    "arguments": arguments,
+                }
         label = f"{self.generator.name}.receive_weights"
         self._caller.submit(label, commands, answering=tuple(commands))
 
@@ -123,7 +130,8 @@ class WeightLink:
 
     def go_on(self) -> None:
         """Let the generator draw for rows under way until the policy is ready for a sync."""
-        self._turn, self._caller.busy = self._turn + 1, self._caller.busy | self._ranks
+        self._turn = self._turn + 1
+        self._caller.busy = self._caller.busy | self._ranks
         self.generator.go_on(turn=self._turn)
 
     def halt(self) -> None:
@@ -137,13 +145,16 @@ class WeightLink:
 
     def _halt_when_policy_is_there(self) -> None:
         """End `go_on` once every rank of the policy has come as far as here."""
-        caller, generator, turn = self._caller, self.generator, self._turn
+        caller = self._caller
+        generator = self.generator
+        turn = self._turn
         caller.busy -= self._ranks
 
         def order(target: WorkerGroup, operation: str, lane: str) -> Order:
             command = {"operation": operation, "group": generator.name, "turn": turn}
             commands = dict.fromkeys(target.target.layout.ranks, command)
-            label, limit = f"{target.name}.{operation}", caller.transfers.seconds
+            label = f"{target.name}.{operation}"
+            limit = caller.transfers.seconds
             return Order(caller.next_number(), lane, label, commands, limit)
 
         halt = order(generator, "halt", "transfer")

@@ -33,7 +33,9 @@ class Guarding:
     """The guards of a run; kept with checkpoints."""
 
     def __init__(self, texts: Sequence[str], caller: Caller, run_dir: Path) -> None:
-        self._guards, self._caller, self._folder = Guards(texts), caller, run_dir / FOLDER
+        self._guards = Guards(texts)
+        self._caller = caller
+        self._folder = run_dir / FOLDER
         self.state_dict = self._guards.state_dict
         self.load_state_dict = self._guards.load_state_dict
         self._skips = {each.name for each in self._guards.guards if each.action == SKIP}
@@ -50,7 +52,10 @@ class Guarding:
         rows = batch.ids.tobytes()
         if rows not in self._decided:
             refs = (batch.column(name) for name in batch.columns)
-            made = {ref.result for ref in refs if isinstance(ref.result, RowResult)}
+            made = set()
+            for ref in refs:
+                if isinstance(ref.result, RowResult):
+                    made.add(ref.result)
             metrics = self._caller.metrics_of(each for each in made if each.make is None)
             if self._skips - metrics.keys():  # calls that wait may report the others
                 metrics = batch.metrics
@@ -62,7 +67,9 @@ class Guarding:
 
     def metrics(self) -> dict[str, float]:
         """Batches of the step that no update learnt from, if there are guards for it."""
-        return {"guards/skipped": float(sum(self._decided.values()))} if self._decided else {}
+        if self._decided:
+            return {"guards/skipped": float(sum(self._decided.values()))}
+        return {}
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ask the guards about a step, before it is saved.
@@ -76,8 +83,12 @@ class Guarding:
             raise ConfigError.of("run.guards", f"skip for {late[0]}", expected, do)
         self._decided = {}
         trips = self._guards.trips(metrics, skipping=False)
-        batch, self._caller.learnt = self._caller.learnt or self._caller.scored.get("train"), None
-        stops = [trip for trip in trips if trip.guard.action == STOP]
+        batch = self._caller.learnt or self._caller.scored.get("train")
+        self._caller.learnt = None
+        stops = []
+        for trip in trips:
+            if trip.guard.action == STOP:
+                stops.append(trip)
         self._warn(step, [trip for trip in trips if trip not in stops], batch, "the run goes on")
         if stops:
             kept = self._keep(step, stops, batch)
@@ -90,7 +101,10 @@ class Guarding:
 
     def _warn(self, step: int, trips: Sequence[Trip], batch: Batch | None, result: str) -> None:
         """Say what holds the first, second, fourth, eighth, ... time, and keep the batch then."""
-        told = [trip for trip in trips if trip.is_told]
+        told = []
+        for trip in trips:
+            if trip.is_told:
+                told.append(trip)
         kept = self._keep(step, told, batch) if told else ""
         for trip in told:
             got = f"got {trip.got} in step {step}, expected {trip.expected}"
@@ -102,7 +116,9 @@ class Guarding:
         if batch is None:
             return ""
         path = self._folder / f"step-{step}.safetensors"
-        refs = {name: batch.column(name) for name in batch.columns}
+        refs = {}
+        for name in batch.columns:
+            refs[name] = batch.column(name)
         sizes = np.ones(len(batch))
         for name, ref in list(refs.items()):
             if isinstance(ref.result, RowResult) and ref.result.make is None:
@@ -111,10 +127,9 @@ class Guarding:
             else:  # of the data file, or never made
                 del refs[name]
         fitting = np.flatnonzero(np.cumsum(sizes) <= MOST_BYTES)
-        columns = {
-            name: self._caller.column(name, ref.at(fitting), purpose="guards")
-            for name, ref in refs.items()
-        }
+        columns = {}
+        for name, ref in refs.items():
+            columns[name] = self._caller.column(name, ref.at(fitting), purpose="guards")
         facts = {"step": step, "guards": [trip.guard.text for trip in trips]}
         try:
             write_rows(path, columns, facts)

@@ -56,13 +56,16 @@ class PromptStream(Iterator[Batch]):
 
         name: of the stream, in labels of calls. log: takes metrics of the step that is running.
         """
-        self._cfg, self._caller, self._name = cfg, caller, name
+        self._cfg = cfg
+        self._caller = caller
+        self._name = name
         self._log = log
         self.train_scan = self._open(f"{name}.train", cfg.train_path)
         self.eval_scan = self._open(f"{name}.eval", cfg.eval_path)
         self._order: PromptOrder | None = None
         if self.train_scan is not None:
-            size, shuffle = cfg.prompts_per_step, cfg.shuffle
+            size = cfg.prompts_per_step
+            shuffle = cfg.shuffle
             self._order = PromptOrder(
                 self.train_scan,
                 prompts_per_step=size,
@@ -73,9 +76,11 @@ class PromptStream(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._order is None or self.train_scan is None:
-            got, do = "no prompts to train on", "set it, or take eval_batch()"
+            got = "no prompts to train on"
+            do = "set it, or take eval_batch()"
             raise ProtocolError.of(self._name, got, "data.train_path", do)
-        rows, repeat = self._order.next_rows(), self._cfg.samples_per_prompt
+        rows = self._order.next_rows()
+        repeat = self._cfg.samples_per_prompt
         files = self.train_scan.files
         if len(files) > 1:  # a mixture: prompts of the step from each source, as data/<name>
             counts = np.bincount(self.train_scan.file_of(rows), minlength=len(files)).tolist()
@@ -98,7 +103,10 @@ class PromptStream(Iterator[Batch]):
         assert isinstance(rows.result, SourceRows), rows.result.label
         numbers = rows.result.part(rows.ids)[0]
         arrays = {"rows": numbers, "ids": batch.ids, "parents": batch.parents}
-        return {name: values.tolist() for name, values in arrays.items()}
+        result = {}
+        for name, values in arrays.items():
+            result[name] = values.tolist()
+        return result
 
     def restore(self, plain: Mapping[str, Any]) -> Batch:
         """The batch that `describe` was given, under its row ids; the position stays."""
@@ -108,7 +116,9 @@ class PromptStream(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
-        return {} if self._order is None else self._order.state_dict()
+        if self._order is None:
+            return {}
+        return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
@@ -119,7 +129,8 @@ class PromptStream(Iterator[Batch]):
         """Have the first rank read the files once, and every rank open them; None without any."""
         if path is None:
             return None
-        caller, first = self._caller, self._caller.ranks[0]
+        caller = self._caller
+        first = self._caller.ranks[0]
         command = {"operation": "scan", "data": self._cfg, "path": path, "most_rows": ROWS_AT_ONCE}
         reply = caller.submit(f"{name}.scan", {first: command}).result()[first]
         parts: list[ScanReport] = [reply["report"]]
@@ -154,7 +165,8 @@ class PromptStream(Iterator[Batch]):
         caller = self._caller
         columns: dict[str, ColumnRef] = {}
         for names, numbers in parts:
-            number, tokens = caller.next_number(), report.tokens_of(numbers.tolist())
+            number = caller.next_number()
+            tokens = report.tokens_of(numbers.tolist())
             label = f"{self._name}.{part}"
             result = SourceRows(number, label, ids, numbers, caller.free, tokens)
             columns |= {name: ColumnRef(result, ids, name) for name in names}
@@ -177,7 +189,8 @@ class DynamicSampling:
     """
 
     def __init__(self, num_rows: int, cfg: DynamicSamplingConfig) -> None:
-        self._num_rows, self._cfg = num_rows, cfg
+        self._num_rows = num_rows
+        self._cfg = cfg
         self._kept: list[Batch] = []
         self._num_drawn = 0
 

@@ -37,9 +37,12 @@ class RolloutQueue(Iterator[Batch]):
     ) -> None:
         """caller: knows the running step and the last one, beyond which nothing is begun."""
         if isinstance(max_staleness, bool) or not max_staleness >= 0:
-            got, do = f"max_staleness={max_staleness!r}", "write max_staleness=cfg.max_staleness"
+            got = f"max_staleness={max_staleness!r}"
+            do = "write max_staleness=cfg.max_staleness"
             raise ProtocolError.of("flow.queue", got, "a number of versions (0: none)", do)
-        self._prompts, self._link, self._caller = prompts, link, caller
+        self._prompts = prompts
+        self._link = link
+        self._caller = caller
         self._max_staleness = max_staleness
         self._ahead: deque[Batch] = deque()
         """Prompts of the steps to come, in their order."""
@@ -55,7 +58,8 @@ class RolloutQueue(Iterator[Batch]):
         wanted = 1 + min(self._max_staleness, left)
         while len(self._ahead) < wanted:
             self._ahead.append(next(self._prompts))
-        generator, plays = self._link.generator, self._plays
+        generator = self._link.generator
+        plays = self._plays
         begin = generator.begin_episodes if plays else generator.begin_sequences
         for place in range(len(self._begun), wanted):
             begin(self._ahead[place], step=self._caller.step + place)
@@ -77,7 +81,9 @@ class RolloutQueue(Iterator[Batch]):
 
         begun: the versions by which the first of them were begun.
         """
-        ahead = [self._prompts.describe(batch) for batch in self._ahead]
+        ahead = []
+        for batch in self._ahead:
+            ahead.append(self._prompts.describe(batch))
         return {
             "ahead": ahead,
             "version": self._link.next_version,
@@ -92,11 +98,13 @@ class RolloutQueue(Iterator[Batch]):
         self._ahead = deque(self._prompts.restore(batch) for batch in state["ahead"])
         self._begun.clear()
         self._link.version = int(state["version"])
-        ages = [
-            self._link.version + place - version
-            for place, version in enumerate(state.get("begun", ()))
-        ]
-        too_old = [place for place, age in enumerate(ages) if age > self._max_staleness]
+        ages = []
+        for place, version in enumerate(state.get("begun", ())):
+            ages.append(self._link.version + place - version)
+        too_old = []
+        for place, age in enumerate(ages):
+            if age > self._max_staleness:
+                too_old.append(place)
         if too_old:
             logger.warning(
                 "warning: the checkpoint holds responses that were begun under a larger "

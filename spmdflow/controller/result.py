@@ -115,7 +115,8 @@ class RowResult:
         self.facts = facts_of(replies, self.answer, label=self.label)
         self.metrics = [replies[rank].get("metrics", {}) for rank in self.answer]
         self.done = True
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         for release in waiting:
             release()
 
@@ -237,7 +238,9 @@ class Result(Mapping[str, float]):
     """
 
     def __init__(self, label: str, pending: Pending, ranks: tuple[int, ...]) -> None:
-        self.label, self.pending, self.ranks = label, pending, ranks
+        self.label = label
+        self.pending = pending
+        self.ranks = ranks
 
     def values_by_rank(self) -> list[Any]:
         """What each answering rank returned, in the protocol's order."""
@@ -289,7 +292,8 @@ class Transfers:
     """
 
     def __init__(self, transport: Transport, *, seconds: float) -> None:
-        self._transport, self.seconds = transport, seconds
+        self._transport = transport
+        self.seconds = seconds
         self._lock = threading.Lock()
         self._planned: Counter[Edge] = Counter()
         self._moved: Counter[Edge] = Counter()
@@ -335,7 +339,9 @@ class Transfers:
                 union = unions[pair]
                 if union is not None:
                     after[rank] = union
-            lacking = {rank: need[rank] for rank in after}
+            lacking = {}
+            for rank in after:
+                lacking[rank] = need[rank]
             found = plan_rounds(held, lacking, node_of=self._transport.node_of)
             found[0] += [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
             for edges, planned in zip(rounds, found, strict=False):
@@ -368,14 +374,18 @@ class Transfers:
         kinds = {name: fact.spec.to_plain() for name, fact in result.facts.items()}
         for names, edge in edges.values():
             place = np.searchsorted(result.facts[names[0]].ids, edge.ids)
-            lengths, size = {}, 0
+            lengths = {}
+            size = 0
             for name in names:
-                fact, items = result.facts[name], len(edge.ids)
+                fact = result.facts[name]
+                items = len(edge.ids)
                 if fact.lengths is not None:
                     lengths[name] = fact.lengths[place]
                     items = int(lengths[name].sum())
                 size += items * fact.spec.item_bytes
-            of_names = {name: kinds[name] for name in names}
+            of_names = {}
+            for name in names:
+                of_names[name] = kinds[name]
             received = [edge.source, names, edge.ids, of_names, lengths]
             _command(commands, edge.destination, result)["receives"].append(received)
             if edge.source != edge.destination:
@@ -385,7 +395,8 @@ class Transfers:
         with self._lock:
             self._planned.update(planned)
         label = f"transfer {self._num_released} of {result.label}"
-        number, done = self._num_released, partial(self._count, result, label, planned)
+        number = self._num_released
+        done = partial(self._count, result, label, planned)
         kind = f"transfer of {result.label}"
         order = Order(number, "transfer", label, commands, self.seconds, done, kind=kind)
         pending = self._transport.submit(order)
@@ -397,8 +408,14 @@ class Transfers:
         self, _kept: RowResult, label: str, planned: Counter[Edge], replies: Replies
     ) -> None:
         """Check and count the bytes. Keeps the result alive while its holders send its rows."""
-        sent = {(r, to): n for r, reply in replies.items() for to, n in reply["sent"].items()}
-        got = {(at, r): n for r, reply in replies.items() for at, n in reply["received"].items()}
+        sent = {}
+        for r, reply in replies.items():
+            for to, n in reply["sent"].items():
+                sent[(r, to)] = n
+        got = {}
+        for r, reply in replies.items():
+            for at, n in reply["received"].items():
+                got[(at, r)] = n
         expected = dict(+planned)
         if not sent == got == expected:
             raise TransferError(
@@ -421,4 +438,6 @@ def _union_or_none(held: Ids | None, ids: Ids) -> Ids | None:
         return ids
     if held is ids or (len(held) == len(ids) and np.array_equal(held, ids)):
         return None
-    return None if np.isin(ids, held).all() else np.union1d(held, ids)
+    if np.isin(ids, held).all():
+        return None
+    return np.union1d(held, ids)

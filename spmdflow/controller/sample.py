@@ -22,11 +22,14 @@ from spmdflow.tracking.progress import Sample
 
 _TEXTS = ("prompt_text", "response_text", "scores")
 _ROWS = ("score_terms", "costs", "num_turns", "tool_calls")
-_OWN, _OLD = "rollout_log_probs", "old_log_probs"
+_OWN = "rollout_log_probs"
+_OLD = "old_log_probs"
 _TOKENS = ("responses", "response_mask", _OWN, _OLD, "advantages")
 _GROUP_ROWS = 4
 """Rows of one prompt that are taken before any of a further prompt."""
-_MOST_WRITTEN, _MOST_PRINTED, _MOST_TOKENS = 16, 4, 16_384
+_MOST_WRITTEN = 16
+_MOST_PRINTED = 4
+_MOST_TOKENS = 16_384
 """Rows; and tokens after which no further row is written."""
 
 
@@ -41,8 +44,12 @@ def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
     if "responses" in batch.columns:
         ends = np.cumsum(batch.lengths("responses")[places])
         places = places[: max(_MOST_PRINTED, int((ends <= _MOST_TOKENS).sum()))]
-    chosen, groups = batch.select(places), batch.group_numbers()[places].tolist()
-    names = [name for name in (*_TEXTS, *_ROWS, *_TOKENS) if _is_made(batch, name)]
+    chosen = batch.select(places)
+    groups = batch.group_numbers()[places].tolist()
+    names = []
+    for name in (*_TEXTS, *_ROWS, *_TOKENS):
+        if _is_made(batch, name):
+            names.append(name)
     if {_OWN, _OLD} <= {*names} and batch.column(_OWN).equals(batch.column(_OLD)):
         names.remove(_OLD)
     fetched = chosen.fetch_for("samples", *names)
@@ -51,25 +58,31 @@ def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
         for name, value in fetched.items()
     }
     if "responses" in columns:
-        ids, texts = [row.tolist() for row in columns["responses"]], columns["response_text"]
+        ids = [row.tolist() for row in columns["responses"]]
+        texts = columns["response_text"]
         columns["lengths"] = token_lengths(load_tokenizer(tokenizer_path), ids, texts)
     rows = (dict(zip(columns, values)) for values in zip(*columns.values(), strict=True))
-    return [
-        Sample(
-            str(row["prompt_text"]),
-            str(row["response_text"]),
-            float(row["scores"]),
-            json.loads(row.get("score_terms", "{}")),
-            {"phase": phase, "group": group} | dict(_facts(row)),
+    samples = []
+    for group, row in zip(groups, rows, strict=True):
+        samples.append(
+            Sample(
+                str(row["prompt_text"]),
+                str(row["response_text"]),
+                float(row["scores"]),
+                json.loads(row.get("score_terms", "{}")),
+                {"phase": phase, "group": group} | dict(_facts(row)),
+            )
         )
-        for group, row in zip(groups, rows, strict=True)
-    ]
+    return samples
 
 
 def first_of_groups(samples: Sequence[Sample]) -> list[Sample]:
     """Those to print: the first of each prompt, then the second ones, in their order."""
     groups = np.array([sample.facts["group"] for sample in samples])
-    return [samples[place] for place in spread(groups, per_group=1, most=_MOST_PRINTED)]
+    first = []
+    for place in spread(groups, per_group=1, most=_MOST_PRINTED):
+        first.append(samples[place])
+    return first
 
 
 def spread(parents: Ids, *, per_group: int, most: int) -> list[int]:
@@ -116,4 +129,7 @@ def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 def _rounded(numbers: Tensor, digits: int) -> list[float | None]:
     """Short for JSON: 0 without a point, null where not finite."""
-    return [round(x, digits) or 0 if isfinite(x) else None for x in numbers.tolist()]
+    result = []
+    for x in numbers.tolist():
+        result.append(round(x, digits) or 0 if isfinite(x) else None)
+    return result

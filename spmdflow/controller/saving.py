@@ -70,10 +70,12 @@ class Saving:
             run_dir, keep=run.keep_checkpoints, best=run.keep_best, lock=lock
         )
         self._checkpoints.clean()
-        age, shutdown = launched_seconds(os.getpid()), shutdown_seconds(os.getpid())
+        age = launched_seconds(os.getpid())
+        shutdown = shutdown_seconds(os.getpid())
         self.ending = Ending(run.max_seconds, age=age, shutdown=shutdown)
         self._metric = run.keep_best
-        self.resumed_from, self._reloads_frozen = checkpoint, run.resume == "reload_frozen"
+        self.resumed_from = checkpoint
+        self._reloads_frozen = run.resume == "reload_frozen"
         self.due = False
         """Whether the running step ends with a checkpoint."""
         self._sealing: Future[float] | None = None
@@ -88,8 +90,13 @@ class Saving:
         info = self.resumed_from
         if info is None:
             return None
-        classes = {name: group.target.worker_class for name, group in groups.items()}
-        by_rank = {n: x.__name__ for n, x in classes.items() if not loads_any_layout(x)}
+        classes = {}
+        for name, group in groups.items():
+            classes[name] = group.target.worker_class
+        by_rank = {}
+        for n, x in classes.items():
+            if not loads_any_layout(x):
+                by_rank[n] = x.__name__
         if moved := moved_groups(info, _layout(groups), by_rank):
             logger.info("saved on another layout, loaded box by box: %s", ", ".join(moved))
         synced = []
@@ -119,7 +126,9 @@ class Saving:
         self.finish()
         if self._checkpoints.has(step):
             return
-        started, folder, pending = time.monotonic(), self._checkpoints.begin(step), {}
+        started = time.monotonic()
+        folder = self._checkpoints.begin(step)
+        pending = {}
         _on_every_rank("save", folder, caller, groups)
         for name, group in groups.items():
             command = {"operation": "write", "group": name, "folder": str(folder / name)}
@@ -184,16 +193,22 @@ class Saving:
 
         Runs in a thread of its own.
         """
-        replies = {name: each.result() for name, each in pending.items()}
-        written = [
-            Written(
-                rank,
-                reply["node"],
-                {f"{name}/{file}": FileFacts(*facts) for file, facts in reply["files"].items()},
-            )
-            for name, of_ranks in replies.items()
-            for rank, reply in of_ranks.items()
-        ]
+        replies = {}
+        for name, each in pending.items():
+            replies[name] = each.result()
+        written = []
+        for name, of_ranks in replies.items():
+            for rank, reply in of_ranks.items():
+                written.append(
+                    Written(
+                        rank,
+                        reply["node"],
+                        {
+                            f"{name}/{file}": FileFacts(*facts)
+                            for file, facts in reply["files"].items()
+                        },
+                    )
+                )
         meta["frozen"] = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
         with noting(f"saving step {step}"):
             sync_records(self._checkpoints.folder.parent)
@@ -207,7 +222,8 @@ class Saving:
 
         A checkpoint of an earlier version has no hash of it: also a warning.
         """
-        now, then = _frozen(replies), info.meta.get("frozen", {}).get(name)
+        now = _frozen(replies)
+        then = info.meta.get("frozen", {}).get(name)
         if now is None:
             return
         if then is None:
@@ -230,7 +246,9 @@ def _on_every_rank(
     pending = {}
     for name, group in groups.items():
         command = {"operation": operation, "group": name, "folder": str(folder / name)}
-        commands = {rank: dict(command) for rank in group.target.layout.ranks}
+        commands = {}
+        for rank in group.target.layout.ranks:
+            commands[rank] = dict(command)
         pending[name] = caller.submit(f"{name}.{operation}", commands)
     return pending
 
@@ -250,7 +268,9 @@ def verify_on_ranks(
         place = int(match[1]) if match else number
         shares[ranks[place % len(ranks)]][name] = list(astuple(facts))
     where = {"operation": "verify", "folder": str(info.folder)}
-    commands = {rank: where | {"files": files} for rank, files in shares.items()}
+    commands = {}
+    for rank, files in shares.items():
+        commands[rank] = where | {"files": files}
     order = Order(0, "compute", "verify", commands, seconds)
     replies = transport.submit(order).result().values()
     for reply in replies:
@@ -276,15 +296,22 @@ def find_unseen_folders(
 
 def _frozen(replies: Replies) -> tuple[str, str] | None:
     """Folder and hash of a group's frozen model, as its first rank says; None if it has none."""
-    said = [reply["frozen"] for reply in replies.values() if reply["frozen"] is not None]
-    return (said[0][0], said[0][1]) if said else None
+    said = []
+    for reply in replies.values():
+        if reply["frozen"] is not None:
+            said.append(reply["frozen"])
+    if said:
+        return (said[0][0], said[0][1])
+    return None
 
 
 def _layout(groups: Groups) -> dict[str, Any]:
     """Engine, ranks and sizes of every group, as the manifest keeps them."""
-    sizes, found = ("pp_size", "dp_size", "tp_size", "shard_size"), {}
+    sizes = ("pp_size", "dp_size", "tp_size", "shard_size")
+    found = {}
     for name, group in groups.items():
-        layout, engine = group.target.layout, getattr(group.target.settings, "engine", None)
+        layout = group.target.layout
+        engine = getattr(group.target.settings, "engine", None)
         found[name] = {"ranks": list(layout.ranks), "engine": getattr(engine, "kind", None)}
         found[name] |= {size: getattr(layout, size) for size in sizes}
     return found

@@ -35,7 +35,8 @@ from spmdflow.tracking.tracker import sync_records
 
 logger = logging.getLogger(__name__)
 
-FINISHED, STOPPED = 0, 3
+FINISHED = 0
+STOPPED = 3
 
 
 def run_flow(
@@ -87,7 +88,8 @@ def run_script(
     lock: RunDirLock,
 ) -> int:
     """Build the flow and run the script; returns the exit status."""
-    settings, repository = to_yaml(cfg), cfg.run.push_to_hub
+    settings = to_yaml(cfg)
+    repository = cfg.run.push_to_hub
     if repository is not None:
         open_repository(repository)
     run_dir = open_run_dir(
@@ -100,7 +102,10 @@ def run_script(
     )
     run_dir.mark_unfinished()
     folders = ModelFolders()
-    before = run_dir.checkpoint.meta.get("models", {}) if run_dir.checkpoint else {}
+    if run_dir.checkpoint:
+        before = run_dir.checkpoint.meta.get("models", {})
+    else:
+        before = {}
     seconds = call_limit_of(cfg.run.call_seconds)
     missing = partial(find_unseen_folders, transport, ranks, seconds=seconds)
     cfg = folders.follow(cfg, before, missing)

@@ -77,7 +77,10 @@ class Step:
         eval_seconds = sum(_seconds_by_method(phases["eval"]).values())
         if eval_seconds:
             metrics["time/evaluate_seconds"] = eval_seconds
-        replies = [reply for record in phases["train"] for reply in record.replies.values()]
+        replies = []
+        for record in phases["train"]:
+            for reply in record.replies.values():
+                replies.append(reply)
         copied = sum(reply.get("copied_bytes", 0) for reply in replies)
         metrics["transfer/copied_bytes"] = float(copied)
         seconds = self.seconds()
@@ -112,7 +115,10 @@ def _check_logged(result: object, place: str) -> None:
 
 def _reported(records: Iterable[CallRecord]) -> dict[str, float]:
     """Metrics that workers reported during calls, merged over answering ranks."""
-    answered = [record.replies[rank] for record in records for rank in record.answering]
+    answered = []
+    for record in records:
+        for rank in record.answering:
+            answered.append(record.replies[rank])
     return merge(reply.get("metrics", {}) for reply in answered)
 
 
@@ -121,7 +127,10 @@ def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for record in records:
         method = record.label.partition(".")[2]  # none: a fetch
-        spans = [reply["span"] for reply in record.replies.values() if "span" in reply]
+        spans = []
+        for reply in record.replies.values():
+            if "span" in reply:
+                spans.append(reply["span"])
         if spans and method:
             key = f"time/{method}_seconds"
             seconds[key] = seconds.get(key, 0.0) + max(end - start for start, end in spans)
@@ -141,7 +150,10 @@ class HostMemory:
 
     def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
         """Of the rank with most; later also of the one that has grown most."""
-        replies = [item for record in records for item in record.replies.items()]
+        replies = []
+        for record in records:
+            for item in record.replies.items():
+                replies.append(item)
         now = Counter(
             {rank: reply["host_bytes"] for rank, reply in replies if "host_bytes" in reply}
         )
@@ -159,7 +171,8 @@ class HostMemory:
 
 def counted_bytes(caller: Caller) -> Counter[str]:
     """Bytes that moved and that came to the controller since the run began, by metric."""
-    transfers, fetched = caller.transfers, caller.fetched_bytes
+    transfers = caller.transfers
+    fetched = caller.fetched_bytes
     return Counter(
         {
             "transfer/bytes": transfers.moved_bytes.total(),
@@ -191,7 +204,8 @@ class Show:
         if cfg.run.trackers:
             self._tracker.describe(_facts_of(cfg, script))
         self._trace = TraceWriter(run_dir / "trace.json")
-        self._sample_every, self._total_steps = cfg.run.sample_every, cfg.total_steps
+        self._sample_every = cfg.run.sample_every
+        self._total_steps = cfg.total_steps
         self._tokenizer_path = cfg.data.tokenizer_path
 
     def samples(self, step: int, scored: Mapping[str, Batch], learnt: Batch | None) -> None:
@@ -203,9 +217,9 @@ class Show:
             return
         if learnt is not None and is_shown(learnt):
             scored = {"train": learnt} | {p: b for p, b in scored.items() if p != "train"}
-        found = {
-            phase: samples_of(batch, phase, self._tokenizer_path) for phase, batch in scored.items()
-        }
+        found = {}
+        for phase, batch in scored.items():
+            found[phase] = samples_of(batch, phase, self._tokenizer_path)
         self._tracker.write_samples(step, [each for phase in found for each in found[phase]])
         print_samples(step, first_of_groups(list(found.values())[-1]))
 
@@ -216,15 +230,16 @@ class Show:
 
     def spans(self, step: int, records: Iterable[CallRecord]) -> None:
         """What every rank did when, for trace.json."""
-        spans = [
-            Span(rank, record.lane, record.label, *reply["span"])._replace(
-                step=step,
-                received_bytes=sum(reply.get("received", {}).values()),
-                host_bytes=reply.get("host_bytes", 0),
-            )
-            for record in records
-            for rank, reply in record.replies.items()
-        ]
+        spans = []
+        for record in records:
+            for rank, reply in record.replies.items():
+                spans.append(
+                    Span(rank, record.lane, record.label, *reply["span"])._replace(
+                        step=step,
+                        received_bytes=sum(reply.get("received", {}).values()),
+                        host_bytes=reply.get("host_bytes", 0),
+                    )
+                )
         self._trace.write(spans)
 
     def close(self) -> None:

@@ -35,7 +35,8 @@ class Transcript:
 
     def __init__(self, path: Path, ranks: tuple[int, ...], nodes: list[int]) -> None:
         """path: of the file; ranks: of the run; nodes: of each of them."""
-        self._path, self._first_step = path, 0
+        self._path = path
+        self._first_step = 0
         self._content: dict[str, Any] = {"ranks": list(ranks), "nodes": nodes, "start": None}
         self._content |= {"steps": [], "orders": []}
         self._before: Counter[tuple[int, int]] = Counter()
@@ -43,7 +44,8 @@ class Transcript:
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """The flow's part of the checkpoint that this launch continues from."""
-        self._content["start"], self._first_step = dict(state), int(state["step"])
+        self._content["start"] = dict(state)
+        self._first_step = int(state["step"])
 
     def end_step(
         self,
@@ -56,10 +58,15 @@ class Transcript:
         """A step is over and everything has arrived. moved: bytes by edge since the run began."""
         if not self._is_open:
             return
-        rows = [[*edge, size] for edge, size in (moved - self._before).items()]
+        rows = []
+        for edge, size in (moved - self._before).items():
+            rows.append([*edge, size])
         self._before = moved.copy()
         self._content["steps"].append({"step": number, "edges": rows, "metrics": dict(metrics)})
-        entries = [_entry(record, record.step) for record in calls if _operation(record) != "save"]
+        entries = []
+        for record in calls:
+            if _operation(record) != "save":
+                entries.append(_entry(record, record.step))
         self._content["orders"] += entries + [_entry(record, number) for record in transfers]
         data = _encoded(self._content)
         self._is_open = data is not None and number < self._first_step + NUM_STEPS
@@ -81,7 +88,9 @@ def _encoded(content: Mapping[str, Any]) -> bytes | None:
         data = encode(content)
     except MessageError:
         return None
-    return data if len(data) <= MOST_BYTES else None
+    if len(data) <= MOST_BYTES:
+        return data
+    return None
 
 
 def read_transcript(path: Path) -> dict[str, Any]:
@@ -107,30 +116,45 @@ def _entry(record: CallRecord, step: int) -> dict[str, Any]:
     """An order and its answer as plain data; ranks with the same command are grouped."""
     alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
     for rank, plain in record.commands.items():
-        kept = {name: value for name, value in plain.items() if name not in _LEFT_OUT}
+        kept = {}
+        for name, value in plain.items():
+            if name not in _LEFT_OUT:
+                kept[name] = value
         key = tuple((name, id(value)) for name, value in kept.items())
         alike.setdefault(key, ([], kept))[0].append(rank)
-    entry = {name: getattr(record, name) for name in ("number", "label", "phase")}
+    entry = {}
+    for name in ("number", "label", "phase"):
+        entry[name] = getattr(record, name)
     entry["lane"] = "transfer" if _operation(record) == "transfer" else "compute"
     return entry | {"step": step, "commands": list(alike.values())} | _answer(record)
 
 
 def _answer(record: CallRecord) -> dict[str, Any]:
     """{"answer": what ranks said}; {} where a plan needs nothing of it."""
-    operation, commands, replies = _operation(record), record.commands, record.replies
+    operation = _operation(record)
+    commands = record.commands
+    replies = record.replies
     first = next(iter(replies.values()))
     if operation == "scan":
         return {"answer": {"report": first["report"]}}
     if operation == "fetch":
-        fetched = [[commands[r]["input"]["ids"], reply["column"]] for r, reply in replies.items()]
+        fetched = []
+        for r, reply in replies.items():
+            fetched.append([commands[r]["input"]["ids"], reply["column"]])
         return {"answer": {"fetched": fetched}}
     if operation not in ("call", "map", "join"):
         return {}
     if "columns" not in first:  # no rows are made
-        values = {rank: reply.get("value") for rank, reply in replies.items()}
+        values = {}
+        for rank, reply in replies.items():
+            values[rank] = reply.get("value")
         return {"answer": {"values": values}}
-    made = {rank: commands[rank] for rank in record.answering or commands}
+    made = {}
+    for rank in record.answering or commands:
+        made[rank] = commands[rank]
     rows = {rank: plain.get("holds", plain["ids"]) for rank, plain in made.items()}
     columns = facts_of(replies, rows, label=record.label)
-    plain = {name: [fact.spec.to_plain(), fact.lengths] for name, fact in columns.items()}
+    plain = {}
+    for name, fact in columns.items():
+        plain[name] = [fact.spec.to_plain(), fact.lengths]
     return {"answer": {"columns": plain}}

@@ -37,10 +37,13 @@ from spmdflow.transfer.register import MethodSpec
 
 logger = logging.getLogger(__name__)
 
-RECOMPUTE, ROLLOUT, OWN = "recompute", "rollout", "of the update's own forward"
+RECOMPUTE = "recompute"
+ROLLOUT = "rollout"
+OWN = "of the update's own forward"
 DRIFT = ("rollout/drift", "rollout/drift_max")
 """Metrics that certify."""
-MOST_MEAN, MOST_MAX = 0.01, 0.5
+MOST_MEAN = 0.01
+MOST_MAX = 0.5
 """Largest of each, as a share of loss.clip_ratio."""
 
 
@@ -82,7 +85,8 @@ class Waiting:
             self._say(target, RECOMPUTE, why or f"{reader} reads them before the update")
             send()
 
-        result.make, self._targets[target.name] = make, target
+        result.make = make
+        self._targets[target.name] = target
         self._calls.setdefault(target.name, []).append(result)
 
     def make(self, name: str, why: str) -> None:
@@ -103,10 +107,16 @@ class Waiting:
         """
         found: dict[str, str] = {}
         for name, other in spec.instead.items() if spec.minibatches else ():
-            choice = self._choice(target, spec, batch, name) if name in batch.columns else ""
+            if name in batch.columns:
+                choice = self._choice(target, spec, batch, name)
+            else:
+                choice = ""
             if choice:
                 found[name] = other
-                batch = _with_other(batch, name, other) if choice == ROLLOUT else batch.drop(name)
+                if choice == ROLLOUT:
+                    batch = _with_other(batch, name, other)
+                else:
+                    batch = batch.drop(name)
         return batch, found
 
     def offer_map(self, batch: Batch, instead: Mapping[str, str]) -> Batch:
@@ -127,7 +137,8 @@ class Waiting:
         """
         found = []
         for name in names:
-            result, choice = batch.column(name).result, self._choice(target, spec, batch, name)
+            result = batch.column(name).result
+            choice = self._choice(target, spec, batch, name)
             if isinstance(result, RowResult) and result in self._calls.get(target.name, ()):
                 self._calls[target.name].remove(result)
                 result.make = partial(_refuse, target.name)
@@ -142,16 +153,23 @@ class Waiting:
 
     def _choice(self, target: Target, spec: MethodSpec, batch: Batch, name: str) -> str:
         """What replaces a column of a delayed call; empty: nothing."""
-        ref, other = batch.column(name), spec.instead[name]
+        ref = batch.column(name)
+        other = spec.instead[name]
         if _mode_of(target) == ROLLOUT and other in batch.columns:
-            return ROLLOUT if ref.equals(batch.column(other)) else ""
+            if ref.equals(batch.column(other)):
+                return ROLLOUT
+            return ""
         if not isinstance(ref.result, RowResult):
             return ""
         if ref.result not in self._calls.get(target.name, ()):
-            return ROLLOUT if self._served.get(ref.result) == ROLLOUT else ""
+            if self._served.get(ref.result) == ROLLOUT:
+                return ROLLOUT
+            return ""
         if takes_one_step(batch.parents, target.settings.update) and _has_all(ref, ref.result):
             return OWN
-        return "" if self._lacks(target, spec.instead, batch) else ROLLOUT
+        if self._lacks(target, spec.instead, batch):
+            return ""
+        return ROLLOUT
 
     def _lacks(self, target: Target, instead: Mapping[str, str], batch: Batch) -> str | None:
         """Why the generator's columns cannot be used; None: they can."""

@@ -76,19 +76,25 @@ class Column:
             return Column(self.kind, self.values[start:stop] if is_slice else self.values[index])
         if not is_slice:
             return Column(self.kind, *take_rows(self.values, self.lengths, index))
-        first, lengths = int(self.lengths[:start].sum()), self.lengths[start:stop]
+        first = int(self.lengths[:start].sum())
+        lengths = self.lengths[start:stop]
         return Column(self.kind, self.values[first : first + int(lengths.sum())], lengths)
 
     def to_value(self) -> Tensor | list[str]:
         """What a worker gets, in host memory: a tensor, a jagged tensor or a list of str."""
         if self.kind == "text":
             return _decode(self.values, self.lengths)
-        return self.values if self.lengths is None else ragged(self.values, self.lengths)
+        if self.lengths is None:
+            return self.values
+        return ragged(self.values, self.lengths)
 
 
 def column_of(name: str, value: Any, num_rows: int) -> Column:
     """A copy of what a worker returned, as a column; ColumnError for a wrong type or row count."""
-    texts = value.tolist() if hasattr(value, "tolist") and not isinstance(value, Tensor) else value
+    if hasattr(value, "tolist") and not isinstance(value, Tensor):
+        texts = value.tolist()
+    else:
+        texts = value
     if is_ragged(value):
         column = Column("ragged", _copied(value.values()), lengths_of(value).cpu())
     elif isinstance(value, Tensor):
@@ -127,13 +133,18 @@ def empty_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _encode(texts: Sequence[str]) -> Column:
     parts = [text.encode() for text in texts]
     joined = bytearray(b"".join(parts))
-    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.zeros(0).byte()
+    if joined:
+        values = torch.frombuffer(joined, dtype=torch.uint8)
+    else:
+        values = torch.zeros(0).byte()
     return Column("text", values, torch.tensor([len(part) for part in parts], dtype=torch.int64))
 
 
 def _decode(values: Tensor, lengths: Tensor | None) -> list[str]:
     assert lengths is not None
-    raw, texts, start = values.numpy().tobytes(), [], 0
+    raw = values.numpy().tobytes()
+    texts = []
+    start = 0
     for length in lengths.tolist():
         texts.append(raw[start : start + length].decode())
         start += length
@@ -162,7 +173,10 @@ def read_message(plain: Mapping[str, Any]) -> Column:
     """The inverse of `to_message`."""
     spec = ColumnSpec.from_plain(plain["spec"])
     raw = bytearray(plain["bytes"])
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
+    if raw:
+        flat = torch.frombuffer(raw, dtype=torch.uint8)
+    else:
+        flat = torch.zeros(0, dtype=torch.uint8)
     values = flat.view(getattr(torch, spec.dtype))
     if spec.kind == "dense":
         return Column("dense", values.view(plain["rows"], *spec.row_shape))

@@ -34,12 +34,20 @@ def num_micro_batches(
             f"least 1; set engine.micro_batch to at least 1 row or token"
         )
     if max_tokens is None:
-        needs = [-(-len(lengths) // max_rows) for lengths in lengths_per_share]
+        needs = []
+        for lengths in lengths_per_share:
+            needs.append(-(-len(lengths) // max_rows))
     elif packed:
-        needs = [_least_parts(lengths, max_tokens) for lengths in lengths_per_share]
+        needs = []
+        for lengths in lengths_per_share:
+            needs.append(_least_parts(lengths, max_tokens))
     else:
-        shares = [(_longest_first(lengths), lengths) for lengths in lengths_per_share]
-        needs = [len(_fill(order, lengths, max_tokens)) for order, lengths in shares]
+        shares = []
+        for lengths in lengths_per_share:
+            shares.append((_longest_first(lengths), lengths))
+        needs = []
+        for order, lengths in shares:
+            needs.append(len(_fill(order, lengths, max_tokens)))
     return max([1, *needs])
 
 
@@ -53,7 +61,10 @@ def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool, packed: bool) ->
     assert parts >= 1, parts
     if by_tokens and packed:
         return balance(lengths, parts)
-    chosen = _by_tokens(lengths, parts) if by_tokens else _by_rows(len(lengths), parts)
+    if by_tokens:
+        chosen = _by_tokens(lengths, parts)
+    else:
+        chosen = _by_rows(len(lengths), parts)
     return chosen + [[] for _ in range(parts - len(chosen))]
 
 
@@ -86,14 +97,20 @@ def _least_parts(lengths: Sequence[int], max_tokens: int) -> int:
 
 def _by_rows(num_rows: int, parts: int) -> list[list[int]]:
     small, larger = divmod(num_rows, parts)
-    starts = [part * small + min(part, larger) for part in range(parts + 1)]
-    return [list(range(start, end)) for start, end in zip(starts, starts[1:], strict=False)]
+    starts = []
+    for part in range(parts + 1):
+        starts.append(part * small + min(part, larger))
+    result = []
+    for start, end in zip(starts, starts[1:], strict=False):
+        result.append(list(range(start, end)))
+    return result
 
 
 def _by_tokens(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """The least budget under which `parts` parts suffice, found by bisection, and its parts."""
     order = _longest_first(lengths)
-    low, high = 0, max(1, *lengths, 1) * len(lengths)
+    low = 0
+    high = max(1, *lengths, 1) * len(lengths)
     while high - low > 1:
         budget = (low + high) // 2
         fits = len(_fill(order, lengths, budget)) <= parts and budget >= lengths[order[0]]
@@ -107,7 +124,8 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Fewest parts within budget: take rows longest first; the first row sets a part's width."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     while start < len(order):
         size = max(1, budget // max(1, lengths[order[start]]))
         parts.append(list(order[start : start + size]))

@@ -38,7 +38,10 @@ def with_offsets(jagged: Tensor, known: list[Tensor]) -> Tensor:
 def ragged_from_rows(rows: list[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
     """Jagged tensor of a list of (T_i, ...) tensors; an empty list needs a dtype."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    values = torch.cat(rows) if rows else torch.zeros(0, dtype=dtype or torch.float32)
+    if rows:
+        values = torch.cat(rows)
+    else:
+        values = torch.zeros(0, dtype=dtype or torch.float32)
     return ragged(values if dtype is None else values.to(dtype), lengths)
 
 
@@ -65,7 +68,8 @@ def mask_of(lengths: Tensor, width: int) -> Tensor:
 
 def pad(jagged: Tensor, *, value: float = 0, width: int | None = None) -> Tensor:
     """(B, T, ...) dense copy, filled with value on the right; T = longest row or width."""
-    values, lengths = jagged.values(), lengths_of(jagged)
+    values = jagged.values()
+    lengths = lengths_of(jagged)
     if width is None:
         width = int(lengths.max()) if len(lengths) else 0
     padded = values.new_full((len(lengths), width, *values.shape[1:]), value)
@@ -95,14 +99,22 @@ that the number of rows does not change, but it is in no loss, baseline or metri
 
 def valid_rows(batch: TensorDict) -> Tensor | None:
     """(B,) bool: rows that did not fail; None if the batch has no column of `VALID`."""
-    marks = [batch[name].bool() for name in VALID if name in batch.keys()]
-    return torch.stack(marks).all(0) if marks else None
+    marks = []
+    for name in VALID:
+        if name in batch.keys():
+            marks.append(batch[name].bool())
+    if marks:
+        return torch.stack(marks).all(0)
+    return None
 
 
 def chosen_mask(batch: TensorDict) -> Tensor:
     """(B, R) bool: response_mask, padded, and False on every token of a row that failed."""
-    mask, valid = pad(batch["response_mask"]).bool(), valid_rows(batch)
-    return mask if valid is None else mask & valid[:, None]
+    mask = pad(batch["response_mask"]).bool()
+    valid = valid_rows(batch)
+    if valid is None:
+        return mask
+    return mask & valid[:, None]
 
 
 def without_failed(batch: TensorDict) -> TensorDict:

@@ -49,7 +49,8 @@ def held_out_ids(rows: np.ndarray, num_samples: int) -> tuple[Ids, Ids]:
     many there are. ConfigError beyond 2**20 samples.
     """
     if num_samples > _MOST_SAMPLES:
-        where, got = "data.eval_prompts", f"{num_samples} samples for each prompt"
+        where = "data.eval_prompts"
+        got = f"{num_samples} samples for each prompt"
         raise ConfigError.of(where, got, f"at most {_MOST_SAMPLES}", "ask for less")
     first = _FIRST_HELD_OUT + rows.astype(np.int64) * _MOST_SAMPLES
     ids = first[:, None] + np.arange(num_samples, dtype=np.int64)
@@ -112,7 +113,8 @@ class RowGroups:
     def members(self, x: Tensor) -> Tensor:
         """(B,) -> (B, largest) float64: x of every row of each row's group, then nan."""
         assert self.place is not None, "made without places"
-        index, place = self.index.to(x.device), self.place.to(x.device)
+        index = self.index.to(x.device)
+        place = self.place.to(x.device)
         table = x.new_zeros((2, self.count, self.largest), dtype=torch.float64)
         table[0, index, place] = x.double()
         table[1, index, place] = 1.0

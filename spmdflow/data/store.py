@@ -96,7 +96,8 @@ class RowStore:
     def __init__(self, arrival: RowCondition | None = None) -> None:
         """arrival: how `wait` waits."""
         self._results: dict[int, dict[str, _Rows]] = {}
-        self._lock, self._arrival = threading.RLock(), arrival or RowCondition()
+        self._lock = threading.RLock()
+        self._arrival = arrival or RowCondition()
 
     def put(self, result: int, ids: np.ndarray, columns: Mapping[str, Column]) -> None:
         """Add rows of a result and wake whoever waits for them."""
@@ -138,7 +139,11 @@ class RowStore:
         """The columns of which at least one of the rows is not here."""
         with self._lock:
             kept = self._results.get(result, {})
-            return [name for name in names if name not in kept or len(kept[name].missing(ids))]
+            lacking = []
+            for name in names:
+                if name not in kept or len(kept[name].missing(ids)):
+                    lacking.append(name)
+            return lacking
 
     def free(self, results: Iterable[int]) -> None:
         """Forget results; unknown numbers are fine (a rank need not hold every result)."""

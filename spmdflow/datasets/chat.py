@@ -90,10 +90,10 @@ class ChatTemplate:
         tools: schemas that the template shows to the model. DataError if the template fails; the
         caller adds file and line.
         """
-        hidden = [
-            message if message.get("role") in self._trusted_roles else self._hide(message)
-            for message in messages
-        ]
+        hidden = []
+        for message in messages:
+            is_trusted = message.get("role") in self._trusted_roles
+            hidden.append(message if is_trusted else self._hide(message))
         hidden_tools = self._hide(tools)
         text = self._render(hidden, answered, hidden_tools)
         is_changed = hidden != messages or hidden_tools != tools
@@ -113,14 +113,20 @@ class ChatTemplate:
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts, or of parts of them."""
         ids = template_ids(self.tokenizer, [text for text in texts if _PLACEHOLDER not in text])
-        others = [self._respell(text) for text in texts if _PLACEHOLDER in text]
+        others = []
+        for text in texts:
+            if _PLACEHOLDER in text:
+                others.append(self._respell(text))
         if not others:
             return ids
         respelled_tokenizer = _respelled_tokenizer(self.tokenizer, self._special)
         encodings = respelled_tokenizer.encode_batch(others, add_special_tokens=False)
         ordinary = iter(ids)
         respelled = (encoding.ids for encoding in encodings)
-        return [next(respelled if _PLACEHOLDER in text else ordinary) for text in texts]
+        result = []
+        for text in texts:
+            result.append(next(respelled if _PLACEHOLDER in text else ordinary))
+        return result
 
     @property
     def _name(self) -> str:
@@ -148,7 +154,10 @@ class ChatTemplate:
         except TemplateError as err:
             raise DataError(f"the chat template refuses the messages ({err})") from err
         except _TEMPLATE_FAILURES as err:
-            said = f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
+            if str(err):
+                said = f"{type(err).__name__}: {err}"
+            else:
+                said = type(err).__name__
             raise DataError(
                 f"{self._name} fails on the messages ({said}), expected text; correct the "
                 f"template, or the messages"
@@ -166,7 +175,10 @@ class ChatTemplate:
 
     def _hide_below(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {self._hide_below(name): self._hide_below(x) for name, x in value.items()}
+            result = {}
+            for name, x in value.items():
+                result[self._hide_below(name)] = self._hide_below(x)
+            return result
         if isinstance(value, list):
             return [self._hide_below(each) for each in value]
         if not isinstance(value, str) or self._pattern is None:
@@ -184,7 +196,9 @@ class ChatTemplate:
                 f"{digits[0]!r} is a special token; add digits to the tokenizer with "
                 f"special_tokens=False, or name the role in data.trusted_roles"
             )
-        numbers = {text: number for number, text in enumerate(self._special)}
+        numbers = {}
+        for number, text in enumerate(self._special):
+            numbers[text] = number
         # again until none is left: removing one may leave another
         while self._pattern.search(value):
             value = self._pattern.sub(lambda m: f"{_PLACEHOLDER}{numbers[m[0]]:06d}", value)
@@ -199,12 +213,17 @@ class ChatTemplate:
 def _special_texts(tokenizer: Any) -> tuple[str, ...]:
     """Texts of the special tokens, the longest first."""
     added = tokenizer.added_tokens_decoder.values()
-    texts = {str(token.content) for token in added if token.special and token.content}
+    texts = set()
+    for token in added:
+        if token.special and token.content:
+            texts.add(str(token.content))
     return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
 
 def _pattern_of(texts: tuple[str, ...]) -> re.Pattern[str] | None:
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
+    if texts:
+        return re.compile("|".join(map(re.escape, texts)))
+    return None
 
 
 @lru_cache(maxsize=4)
@@ -217,7 +236,9 @@ def _respelled_tokenizer(tokenizer: Any, special: tuple[str, ...]) -> Any:
     document = json.loads(backend.to_str())
 
     def respell(text: str) -> str:
-        return text + _SPELLING if text in special else text
+        if text in special:
+            return text + _SPELLING
+        return text
 
     for token in document["added_tokens"]:
         token["content"] = respell(token["content"])
@@ -242,7 +263,9 @@ def _respelled_tokenizer(tokenizer: Any, special: tuple[str, ...]) -> Any:
 
 
 def _parts(merge: str | list[str]) -> list[str]:
-    return merge.split(" ") if isinstance(merge, str) else merge
+    if isinstance(merge, str):
+        return merge.split(" ")
+    return merge
 
 
 def _merged(merge: str | list[str]) -> str:

@@ -57,7 +57,10 @@ def row_of(line: bytes, source: DataSource) -> Row:
     for name, column in source.columns:
         names.setdefault(column, []).append(name)
         _check_column(row, column)
-    found = [(new, value) for old, value in row.items() for new in names.get(old, [old])]
+    found = []
+    for old, value in row.items():
+        for new in names.get(old, [old]):
+            found.append((new, value))
     found += [(SOURCE_COLUMN, source.name)] if source.name else []
     renamed = dict(found)
     if len(renamed) < len(found):
@@ -154,7 +157,9 @@ class PromptEncoder:
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
         """Token ids of each text; a row with an empty list cannot be used."""
-        return self._template.ids(texts) if self._chat else plain_ids(self._tokenizer, texts)
+        if self._chat:
+            return self._template.ids(texts)
+        return plain_ids(self._tokenizer, texts)
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
         """`prompts`, the ids as a ragged column, and this kind's other columns."""
@@ -176,9 +181,11 @@ class AnswerEncoder(PromptEncoder):
 
     def __init__(self, tokenizer: Any, data: DataSettings) -> None:
         super().__init__(tokenizer, data)
-        self._kind, self._answers = data.rows, tuple(data.answer_columns)
+        self._kind = data.rows
+        self._answers = tuple(data.answer_columns)
         self._one_answer = data.rows == "examples" and data.rows_per_conversation == "answers"
-        self._prompt_end, self._eos = data.prompt_end, eos_token_id(tokenizer)
+        self._prompt_end = data.prompt_end
+        self._eos = eos_token_id(tokenizer)
         kinds = {"examples": self._example, "pairs": self._pair, "labels": self._label}
         self._read = kinds[data.rows]
 
@@ -222,7 +229,9 @@ class AnswerEncoder(PromptEncoder):
             lengths = [len(ids) for ids, _ in first]
             columns["chosen_tokens"] = torch.tensor(lengths, dtype=torch.int64)
         if self._kind == "labels":
-            answers = [[token for token, own in zip(*row) if own] for row in rows]
+            answers = []
+            for row in rows:
+                answers.append([token for token, own in zip(*row) if own])
             columns["desirable"] = torch.tensor([good for _, good in texts], dtype=torch.bool)
             columns["answers"] = _ragged(answers, torch.int64)
         return columns
@@ -232,8 +241,11 @@ class AnswerEncoder(PromptEncoder):
         made = self._encoded([segments for sequences, _ in texts for segments in sequences])
         if self._kind != "pairs":
             return made, made
-        chosen, rejected = made[::2], made[1::2]
-        both = [(a + b, m + n) for (a, m), (b, n) in zip(chosen, rejected, strict=True)]
+        chosen = made[::2]
+        rejected = made[1::2]
+        both = []
+        for (a, m), (b, n) in zip(chosen, rejected, strict=True):
+            both.append((a + b, m + n))
         return both, chosen
 
     def _encoded(self, sequences: list[Segments]) -> list[Marked]:
@@ -248,10 +260,12 @@ class AnswerEncoder(PromptEncoder):
             following = iter(template_ids(self._tokenizer, other_texts))
         made = []
         for segments, head in zip(sequences, heads, strict=True):
-            tokens, mask = list(head), [False] * len(head)
+            tokens = list(head)
+            mask = [False] * len(head)
             for _, learnt in segments[1:]:
                 more = next(following) + ([] if self._chat else [self._eos])
-                tokens, mask = tokens + more, mask + [learnt] * len(more)
+                tokens = tokens + more
+                mask = mask + [learnt] * len(more)
             made.append((tokens, mask) if head else ([], []))  # no prompt to predict from
         return made
 
@@ -396,9 +410,11 @@ class AnswerEncoder(PromptEncoder):
 
 def _answers_in(messages: Messages) -> list[int]:
     """Places of the messages that the assistant gives as answers, so not of a first message."""
-    return [
-        place for place, message in enumerate(messages) if place and message["role"] == "assistant"
-    ]
+    result = []
+    for place, message in enumerate(messages):
+        if place and message["role"] == "assistant":
+            result.append(place)
+    return result
 
 
 def _no_answer(column: str) -> DataError:
@@ -452,7 +468,10 @@ def _sound(text: str, column: str) -> str:
 
 
 def _wrong(row: Row, column: str, expected: str) -> DataError:
-    got = f"{column!r} = {_kind_of(row[column])}" if column in row else f"no {column!r}"
+    if column in row:
+        got = f"{column!r} = {_kind_of(row[column])}"
+    else:
+        got = f"no {column!r}"
     return DataError(f"has {got}, expected {expected}")
 
 

@@ -77,10 +77,12 @@ class LineFile:
             got = f"{len(starts) - 1} lines, of which line {last + 1} is wanted"
             do = "it has changed since it was scanned, or differs on this node: restore it"
             raise DataError.of(self.path, got, "the lines that were scanned", do)
-        return [
-            os.pread(self._file.fileno(), starts[number + 1] - starts[number], starts[number])
-            for number in numbers
-        ]
+        result = []
+        for number in numbers:
+            result.append(
+                os.pread(self._file.fileno(), starts[number + 1] - starts[number], starts[number])
+            )
+        return result
 
     def _index(self) -> array[int]:
         """Where each line starts, and where the last one ends; 8 bytes per line."""
@@ -170,7 +172,8 @@ def _pyarrow(path: Path, what: str) -> Any:  # the module; its package has no ty
     return pyarrow
 
 
-_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+_SAVED = "state.json"
+_SAVED_SPLITS = "dataset_dict.json"
 
 
 def write_data_set(path: str, split: str, target: BinaryIO) -> None:
@@ -186,7 +189,8 @@ def write_data_set(path: str, split: str, target: BinaryIO) -> None:
         _write_rows(_rows(library, path, config, name), target)
     except errors as err:
         said = f"{type(err).__name__}: {' '.join(str(err).split())}"
-        where, got = f"{path}{split}", f"a folder that datasets cannot read ({said})"
+        where = f"{path}{split}"
+        got = f"a folder that datasets cannot read ({said})"
         do = "correct the config and the split behind the colon, or download it again"
         raise DataError.of(where, got, "a data set with that split", do) from err
 

@@ -155,8 +155,11 @@ class _Pass:
         tokenizer: Any,
     ) -> None:
         """first: the number of its first row. Any: a transformers tokenizer."""
-        self.source, self.first, self.file = source, first, LineFile(source.place)
-        self._encoder, self._cfg = encoder, cfg
+        self.source = source
+        self.first = first
+        self.file = LineFile(source.place)
+        self._encoder = encoder
+        self._cfg = cfg
         self._tokenizer = tokenizer
         self.num_lines = self.num_rows = self.num_too_long = 0
         self.digest = blake2b(digest_size=16)
@@ -195,13 +198,18 @@ class _Pass:
 
     def bad_rows(self) -> list[str]:
         """File, line and reason of each unreadable row."""
-        return [f"{self.file.path}:{line + 1} {reason}" for line, reason in sorted(self._bad)]
+        result = []
+        for line, reason in sorted(self._bad):
+            result.append(f"{self.file.path}:{line + 1} {reason}")
+        return result
 
     @cached_property
     def _most_characters(self) -> float:
         """A text with more is longer than max_prompt_tokens, whatever it says."""
         longest = longest_token(self._tokenizer)
-        return inf if longest is None else self._cfg.max_prompt_tokens * longest
+        if longest is None:
+            return inf
+        return self._cfg.max_prompt_tokens * longest
 
     def _batches(self) -> Iterator[list[tuple[int, Any]]]:
         """Texts that are tokenised together, so that a long one does not take the memory of many.
@@ -245,7 +253,10 @@ class _Pass:
     def _texts_in(self, line: bytes) -> list[Any]:
         """The texts of a line; DataError if one of them cannot be used."""
         row = row_of(line, self.source)
-        return [self._encoder.text(row, each) for each in range(self._encoder.num_texts(row))]
+        result = []
+        for each in range(self._encoder.num_texts(row)):
+            result.append(self._encoder.text(row, each))
+        return result
 
     def _measure(self, texts: list[tuple[int, Any]]) -> None:
         all_ids = self._encoder.ids([text for _, text in texts])
@@ -266,7 +277,8 @@ class _Pass:
             raise self._too_many("at least ")
 
     def _too_many(self, how: str) -> DataError:
-        lines, more = self.bad_rows()[:_SHOWN], len(self._bad) - _SHOWN
+        lines = self.bad_rows()[:_SHOWN]
+        more = len(self._bad) - _SHOWN
         lines += [f"... and {more} more"] if more > 0 else []
         return DataError(
             f"{self.file.path}: got {how}{len(self._bad)} unreadable rows, expected at most "

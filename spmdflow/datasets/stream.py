@@ -42,13 +42,18 @@ class PromptOrder:
             expected = f"at least the {prompts_per_step} of one step"
             do = "lower data.prompts_per_step, or add rows"
             raise DataError.of(report.path, got, expected, do)
-        self._report, self._prompts_per_step = report, prompts_per_step
-        self._seed, self._shuffle, self._step = seed, shuffle, 0
+        self._report = report
+        self._prompts_per_step = prompts_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+        self._step = 0
         cuts = np.searchsorted(report.rows, [file.first for file in report.files[1:]])
         files = np.split(report.rows, cuts)
         names = [name]
         if len(files) > 1:
-            names = [f"{name}/{file.name}" if name else file.name for file in report.files]
+            names = []
+            for file in report.files:
+                names.append(f"{name}/{file.name}" if name else file.name)
         self._epochs = [
             _Epochs(rows, seed, name=name, shuffle=shuffle)
             for name, rows in zip(names, files, strict=True)
@@ -97,7 +102,9 @@ class PromptOrder:
 
     def _identity(self) -> dict[str, Any]:
         """Everything that the order depends on; not the path, as files may be moved."""
-        weights = {file.name: file.weight for file in self._report.files}
+        weights = {}
+        for file in self._report.files:
+            weights[file.name] = file.weight
         return {
             "num_rows": len(self._report.rows),
             "fingerprint": self._report.fingerprint,
@@ -111,7 +118,9 @@ class _Epochs:
 
     def __init__(self, rows: np.ndarray, seed: int, *, name: str, shuffle: bool) -> None:
         """name: of the source in its mixture; empty: the order does not depend on it."""
-        self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
         self.name = name
         self.load_state_dict({"epoch": 0, "position": 0})
 
@@ -132,7 +141,8 @@ class _Epochs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a cursor."""
-        self.number, self._position = int(state["epoch"]), int(state["position"])
+        self.number = int(state["epoch"])
+        self._position = int(state["position"])
         self._order: list[int] = self._rows.tolist()
         if self._shuffle:
             random.Random(seed_of(self._seed, "shuffle", self.number, name=self.name)).shuffle(

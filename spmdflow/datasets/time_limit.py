@@ -56,7 +56,10 @@ class TimeLimit:
         while True:
             time.sleep(_LOOK_EVERY_SECONDS)
             with self._lock:
-                late = [thread for thread, end in self._ends.items() if _used_by(thread) > end]
+                late = []
+                for thread, end in self._ends.items():
+                    if _used_by(thread) > end:
+                        late.append(thread)
                 for thread in late:  # again, while it runs: a finalizer would swallow the stop
                     self._ends[thread] = _used_by(thread) + _AGAIN_SECONDS
                     _raise_in(thread)

@@ -87,7 +87,9 @@ def longest_token(tokenizer: Any) -> int | None:
         return None
     longest = max(map(len, tokenizer.get_vocab()))
     composes = any(step["type"] == "NFC" for step in steps)
-    return longest * _COMPOSED if composes else longest
+    if composes:
+        return longest * _COMPOSED
+    return longest
 
 
 _COMPOSED = 4
@@ -128,7 +130,9 @@ def encode_again(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> l
 
 def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered chats: the template has written the special tokens already."""
-    return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
+    if texts:
+        return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    return []
 
 
 def _num_trailing(tokenizer: Any) -> int:
@@ -152,8 +156,12 @@ def response_texts(
 ) -> list[str]:
     """The text of each response behind its prompt (token ids); all are decoded together."""
     texts = _texts_after(tokenizer, [prompt[-_CONTEXT:] for prompt in prompts], responses)
-    left = [place for place, text in enumerate(texts) if text is None]
-    behind, after = [prompts[place] for place in left], [responses[place] for place in left]
+    left = []
+    for place, text in enumerate(texts):
+        if text is None:
+            left.append(place)
+    behind = [prompts[place] for place in left]
+    after = [responses[place] for place in left]
     alone = _decode(tokenizer, after)
     for place, text, own in zip(left, _texts_after(tokenizer, behind, after), alone, strict=True):
         texts[place] = own if text is None else text
@@ -170,16 +178,22 @@ def token_lengths(
     ids = list(dict.fromkeys(each for row in rows for each in row))
     decoded = tokenizer.batch_decode([[each] for each in ids], clean_up_tokenization_spaces=False)
     pieces = dict(zip(ids, decoded, strict=True))
-    return [_lengths(map(pieces.__getitem__, row), text) for row, text in zip(rows, texts)]
+    result = []
+    for row, text in zip(rows, texts):
+        result.append(_lengths(map(pieces.__getitem__, row), text))
+    return result
 
 
 def _lengths(pieces: Iterable[str], text: str) -> list[int]:
-    found, at, hidden = [], 0, 0
+    found = []
+    at = 0
+    hidden = 0
     for piece in pieces:
         # decoded alone, a piece may lack its leading space; hidden ones left characters before it
         place = text.find(piece, at, at + len(piece) + 2 + hidden) if piece else -1
         found.append(0 if place < 0 else place + len(piece) - at)
-        at, hidden = at + found[-1], hidden + 1 if place < 0 else 0
+        at = at + found[-1]
+        hidden = hidden + 1 if place < 0 else 0
     if found:
         found[-1] += len(text) - at
     return found
@@ -195,7 +209,8 @@ class StopStrings:
     """Finds where a response ends because its text contains a stop string."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
-        self._tokenizer, self._strings = tokenizer, strings
+        self._tokenizer = tokenizer
+        self._strings = strings
         self._special = frozenset(tokenizer.all_special_ids)
         self._window = max(len(text.encode()) for text in strings) + 1
         """Most tokens that a string can span: each holds at least one byte of it."""
@@ -205,15 +220,23 @@ class StopStrings:
         the token that completed a string, or None. Texts are decoded in one batch first."""
         windows = []
         for prompt, response, known in rows:
-            shown = [x for x in (*prompt[-_CONTEXT:], *response) if x not in self._special]
+            shown = []
+            for x in (*prompt[-_CONTEXT:], *response):
+                if x not in self._special:
+                    shown.append(x)
             windows.append(shown[-(len(response) - known + self._window + 2 * _CONTEXT) :])
         texts = self._tokenizer.batch_decode(windows, clean_up_tokenization_spaces=False)
-        return [
-            next((n for n in range(known + 1, len(said) + 1) if self.ends(prompt, said[:n])), None)
-            if any(string in text for string in self._strings)
-            else None
-            for (prompt, said, known), text in zip(rows, texts, strict=True)
-        ]
+        result = []
+        for (prompt, said, known), text in zip(rows, texts, strict=True):
+            result.append(
+                next(
+                    (n for n in range(known + 1, len(said) + 1) if self.ends(prompt, said[:n])),
+                    None,
+                )
+                if any(string in text for string in self._strings)
+                else None
+            )
+        return result
 
     def ends(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
         """Whether the last token of response completed a string.
@@ -222,7 +245,8 @@ class StopStrings:
         """
         if response[-1] in self._special:
             return False
-        start, shown = len(response), 0
+        start = len(response)
+        shown = 0
         while start and shown < self._window:
             start -= 1
             shown += response[start] not in self._special
@@ -239,7 +263,9 @@ def _texts_after(
     Prompts that several samples share are decoded once.
     """
     heads = list(dict.fromkeys(map(tuple, before)))
-    both = [[*head, *ids] for head, ids in zip(before, after, strict=True)]
+    both = []
+    for head, ids in zip(before, after, strict=True):
+        both.append([*head, *ids])
     shown = dict(zip(heads, _decode(tokenizer, heads), strict=True))
     pairs = zip(map(shown.__getitem__, map(tuple, before)), _decode(tokenizer, both), strict=True)
     return [_without_head(head, whole) for head, whole in pairs]

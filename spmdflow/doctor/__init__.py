@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GOOD, WARNING, ABSENT, BAD = "ok", "warn", "absent", "bad"
+GOOD = "ok"
+WARNING = "warn"
+ABSENT = "absent"
+BAD = "bad"
 """ABSENT: an extra that is not installed. BAD: no run can work."""
 
 

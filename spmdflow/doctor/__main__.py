@@ -22,7 +22,8 @@ from spmdflow.doctor.node import (
 )
 from spmdflow.doctor.packages import check_packages
 
-CAN_RUN, CANNOT_RUN = 0, 1
+CAN_RUN = 0
+CANNOT_RUN = 1
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -41,7 +42,9 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(plain) + "\n")
     else:
         sys.stdout.write(checks_text(checks))
-    return CAN_RUN if can_run(checks) else CANNOT_RUN
+    if can_run(checks):
+        return CAN_RUN
+    return CANNOT_RUN
 
 
 def find_checks(run_dir: Path) -> list[Check]:
@@ -70,8 +73,14 @@ def checks_text(checks: Sequence[Check]) -> str:
         for check in members:
             lines.append(f"  {check.state:<6} {check.name:<20} {check.found}")
             lines += [f"  {'':<27} {check.advice}"] if check.advice else []
-    bad = [check.name for check in checks if check.state == BAD]
-    absent = [check.name for check in checks if check.state == ABSENT]
+    bad = []
+    for check in checks:
+        if check.state == BAD:
+            bad.append(check.name)
+    absent = []
+    for check in checks:
+        if check.state == ABSENT:
+            absent.append(check.name)
     if bad:
         lines.append(f"\na run cannot work here: see {', '.join(bad)}")
     else:

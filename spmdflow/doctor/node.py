@@ -16,20 +16,25 @@ from typing import Any
 
 from spmdflow.doctor import BAD, GOOD, WARNING, Check
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
+_GIB = 1 << 30
 _SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb", "wekafs", "afs")
 """Prefixes of the types of file systems that several nodes can share."""
 _UNSURE = ("fuse", "9p", "virtiofs")
 _NO_ROUTE = "192.0.2.1"
 """An address for documentation (RFC 5737): its route is looked up, nothing is sent."""
-_FEW_FILES, _LITTLE_SHM, _LITTLE_DISK = 1024, _GIB, 5 * _GIB
+_FEW_FILES = 1024
+_LITTLE_SHM = _GIB
+_LITTLE_DISK = 5 * _GIB
 _STORE_SECONDS = 5
 
 
 def check_addresses() -> list[Check]:
     """Whether a port can be bound on loopback and on the address that other nodes would use."""
     checks = [_check_port("loopback", "127.0.0.1", BAD)]
-    host, named, outside = socket.gethostname(), "", _outside_address()
+    host = socket.gethostname()
+    named = ""
+    outside = _outside_address()
     advice = "for several nodes: torchrun --local-addr ADDRESS and GLOO_SOCKET_IFNAME=INTERFACE"
     try:
         named = socket.gethostbyname(host)
@@ -78,10 +83,17 @@ def check_run_dir(folder: Path) -> list[Check]:
     except OSError as err:
         advice = "set run.dir to a folder that you may write"
         return [Check("run.dir", "writable", BAD, f"{wanted}: {err.strerror}", advice)]
-    free, kind = shutil.disk_usage(existing).free, file_system(existing)
+    free = shutil.disk_usage(existing).free
+    kind = file_system(existing)
     little = "a checkpoint holds parameters and two moments of each model"
-    unsure = "may or may not be shared" if kind.startswith(_UNSURE) else "looks node-local"
-    shared = "which nodes can share" if kind.startswith(_SHARED) else f"which {unsure}"
+    if kind.startswith(_UNSURE):
+        unsure = "may or may not be shared"
+    else:
+        unsure = "looks node-local"
+    if kind.startswith(_SHARED):
+        shared = "which nodes can share"
+    else:
+        shared = f"which {unsure}"
     local = "fine on one node; runs over several nodes need a folder that all of them see"
     is_shared = kind.startswith(_SHARED)
     return [
@@ -93,19 +105,22 @@ def check_run_dir(folder: Path) -> list[Check]:
 
 def file_system(folder: Path) -> str:
     """The type of the file system that holds a folder, such as ext4; unknown if Linux hides it."""
-    best, kind = -1, "unknown"
+    best = -1
+    kind = "unknown"
     for line in _text("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         mount = Path(left.split()[4].replace("\\040", " "))
         depth = len(mount.parts)
         if depth >= best and (mount == folder or mount in folder.parents):
-            best, kind = depth, right.split()[0]
+            best = depth
+            kind = right.split()[0]
     return kind
 
 
 def check_system() -> Check:
     """Whether this is Linux, whose epoll, signals and /proc every rank uses."""
-    system, advice = platform.system(), "use Linux, or a container"
+    system = platform.system()
+    advice = "use Linux, or a container"
     found = f"{system} {platform.release()}"
     return Check.of("node", "system", found, system == "Linux", advice, BAD)
 
@@ -119,7 +134,10 @@ def check_limits() -> list[Check]:
     enough = _is_infinite(files) or files >= _FEW_FILES
     unlocked = "unlimited" if _is_infinite(locked) else f"{locked / _MIB:.0f} MiB"
     lock_advice = "InfiniBand wants ulimit -l unlimited; nothing else"
-    threads = [number for number in (processes, _cgroup("pids.max")) if not _is_infinite(number)]
+    threads = []
+    for number in (processes, _cgroup("pids.max")):
+        if not _is_infinite(number):
+            threads.append(number)
     return [
         Check.of("limits", "open files", _plain(files), enough, f"ulimit -n {_FEW_FILES} or more"),
         Check.of("limits", "locked memory", unlocked, _is_infinite(locked), lock_advice, GOOD),
@@ -158,7 +176,8 @@ def check_environment(variables: Mapping[str, str]) -> list[Check]:
     is_offline = variables.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     few = "torchrun sets 1 for several ranks; cores / ranks is best"
     bare = "needed where others can read RUN_DIR as you can"
-    topic, unset = "environment", "not set"
+    topic = "environment"
+    unset = "not set"
     return [
         Check.of(topic, "OMP_NUM_THREADS", threads or unset, bool(threads), few, GOOD),
         Check(topic, "Hugging Face cache", GOOD, f"{cache}: {models} models"),
@@ -175,7 +194,10 @@ def _cgroup(name: str) -> int:
     )
     folder = Path("/sys/fs/cgroup") / path.strip("/")
     folders = [folder, *folder.parents]
-    values = [_text(item / name).strip() for item in folders if "cgroup" in item.parts]
+    values = []
+    for item in folders:
+        if "cgroup" in item.parts:
+            values.append(_text(item / name).strip())
     return min((int(value) for value in values if value.isdigit()), default=-1)
 
 
@@ -191,7 +213,9 @@ def _is_infinite(number: int) -> bool:
 
 
 def _plain(number: int) -> str:
-    return "unlimited" if _is_infinite(number) else str(number)
+    if _is_infinite(number):
+        return "unlimited"
+    return str(number)
 
 
 def check_devices() -> list[Check]:
@@ -216,7 +240,8 @@ def check_devices() -> list[Check]:
 
 def _check_gpus(torch: Any, cuda: str | None) -> Check:
     if torch.accelerator.is_available():
-        count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        kind = torch.accelerator.current_accelerator()
         facts = torch.get_device_module(kind).get_device_properties(0)
         text = f"{count} x {facts.name}, {facts.total_memory / _GIB:.0f} GiB each"
         return Check("devices", "GPUs", GOOD, text)

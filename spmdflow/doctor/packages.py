@@ -48,8 +48,12 @@ def check_packages() -> list[Check]:
         advice += "packaging"
         return [Check("packages", "packaging", WARNING, "not installed", advice), _check_import()]
     requirements = [parse(text) for text in found.requires or ()]
-    extras = [name for name in found.metadata.get_all("Provides-Extra") or () if name in NEEDED_FOR]
-    python, wanted = platform.python_version(), found.metadata["Requires-Python"] or ""
+    extras = []
+    for name in found.metadata.get_all("Provides-Extra") or ():
+        if name in NEEDED_FOR:
+            extras.append(name)
+    python = platform.python_version()
+    wanted = found.metadata["Requires-Python"] or ""
     fits = parse(f"python{wanted}").specifier.contains(python)
     text = f"{python}, needs {wanted}: {sys.executable}"
     advice = f"make a virtual environment with Python {wanted}"
@@ -84,7 +88,8 @@ def _fits(item: Any) -> bool:
 
 
 def _check_base(item: Any) -> Check:
-    version, wanted = _version(item.name), str(item.specifier)
+    version = _version(item.name)
+    wanted = str(item.specifier)
     if version is None:
         advice = f"pip install '{item.name}{wanted}'"
         return Check("packages", item.name, BAD, f"not installed, needs {wanted}", advice)
@@ -121,13 +126,21 @@ def _check_foreign() -> list[Check]:
 
 def _check_extra(name: str, items: list[Any]) -> Check:
     install = f"pip install 'spmdflow[{name}]'"
-    versions = {item.name: _version(item.name) for item in items}
-    missing = [package for package, version in versions.items() if version is None]
+    versions = {}
+    for item in items:
+        versions[item.name] = _version(item.name)
+    missing = []
+    for package, version in versions.items():
+        if version is None:
+            missing.append(package)
     if missing:
         text = f"{', '.join(missing)} not installed"
         return Check("extras", name, ABSENT, text, f"for {NEEDED_FOR[name]}: {install}")
     text = ", ".join(f"{package} {version}" for package, version in versions.items())
-    wrong = [f"{item.name}{item.specifier}" for item in items if not _fits(item)]
+    wrong = []
+    for item in items:
+        if not _fits(item):
+            wrong.append(f"{item.name}{item.specifier}")
     if wrong:
         advice = f"not tested with this version; {install}"
         return Check("extras", name, WARNING, f"{text}, needs {', '.join(wrong)}", advice)

@@ -32,8 +32,11 @@ class ChatClient:
 
     def __init__(self, base_url: str, *, model: str, api_key: str) -> None:
         place = urlsplit(base_url)
-        self._host, self._port = place.hostname, place.port
-        self._path, self._model, self._key = place.path.rstrip("/"), model, api_key
+        self._host = place.hostname
+        self._port = place.port
+        self._path = place.path.rstrip("/")
+        self._model = model
+        self._key = api_key
 
     async def __aenter__(self) -> Self:
         return self

@@ -34,7 +34,8 @@ async def episode(
         env = import_module("textarena").make(str(row.get("game", game)))
         env.reset(num_players=num_players, seed=seed)
     heard: dict[int, list[dict[str, Any]]] = {}
-    turns, done = 0, False
+    turns = 0
+    done = False
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
     async with ChatClient(base_url, model=model, api_key=api_key) as client:
         while not done:

@@ -126,7 +126,8 @@ async def _run(
 ) -> None:
     """One episode; whatever the environment does, its end is told."""
     _NUMBER.set(number)
-    seconds, row = call.pop("seconds"), call.pop("row")
+    seconds = call.pop("seconds")
+    row = call.pop("row")
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -156,4 +157,6 @@ def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> E
     except TypeError as err:
         got = f"{name!r} with the parameters {inspect.signature(function)}"
         raise ConfigError.of(SETTING, got, _FORM, f"give it these ({err})") from err
-    return partial(function, **own) if own else function
+    if own:
+        return partial(function, **own)
+    return function

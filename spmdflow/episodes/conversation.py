@@ -103,14 +103,16 @@ def check_template(chat: ChatTemplate) -> None:
                 {"role": "assistant", "content": reply},
                 {"role": "user", "content": _STAND_IN},
             ]
-            key, do = "actor.rollout.episode.segments", "set it to longest, or change the template"
+            key = "actor.rollout.episode.segments"
+            do = "set it to longest, or change the template"
             try:
                 tail = template.tail(text, messages, place, None)
             except NotAppendOnly as err:
                 expected = "an append-only one, as segments is one"
                 raise ConfigError.of(key, f"a tokenizer where {err}", expected, do) from err
             text = template.text(messages, None)
-            own, whole = template.ids(tail), template.ids(text)
+            own = template.ids(tail)
+            whole = template.ids(text)
             if own != whole[len(whole) - len(own) :]:
                 got = f"a tokenizer that encodes {tail!r} differently inside of a conversation"
                 raise ConfigError.of(key, got, "the same ids", do)
@@ -141,10 +143,13 @@ def reply_of(
         tokenizer, "response_schema", None
     ):
         parsed = tokenizer.parse_response(text)
-        calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
+        calls = []
+        for call in parsed.get("tool_calls") or ():
+            calls.append(call.get("function", call))
         rest = parsed.get("content")
     else:
-        calls, rest = _calls_in(text), _CALL.sub("", text).strip()
+        calls = _calls_in(text)
+        rest = _CALL.sub("", text).strip()
     if not calls:
         return message
     message["content"] = rest or None
@@ -177,7 +182,9 @@ def _calls_in(text: str) -> list[dict[str, Any]]:
 
 
 def _as_json(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments)
 
 
 def for_template(messages: list[Message]) -> list[Message]:

@@ -120,7 +120,10 @@ class RareWarning:
         if now < self._next:
             self._num_omitted += 1
             return
-        more = f" ({self._num_omitted} more since the last warning)" if self._num_omitted else ""
+        if self._num_omitted:
+            more = f" ({self._num_omitted} more since the last warning)"
+        else:
+            more = ""
         logger.warning("episodes: %s%s", text, more)
         self._next = now + self._seconds
         self._num_omitted = 0
@@ -128,7 +131,9 @@ class RareWarning:
 
 class _Episode:
     def __init__(self, number: int, name: str, recorder: Recorder) -> None:
-        self.number, self.name, self.recorder = number, name, recorder
+        self.number = number
+        self.name = name
+        self.recorder = recorder
         self.key = secrets.token_urlsafe(24)
         self.turn = asyncio.Lock()
         """Requests of an episode are drawn one after another."""
@@ -235,7 +240,8 @@ class Endpoint:
         fields = {
             name.lower(): value.strip() for name, _, value in (x.partition(":") for x in head)
         }
-        keep, kind = True, "application/json"
+        keep = True
+        kind = "application/json"
         episode: _Episode | None = None
         try:
             name, route = _path_of(path)
@@ -245,7 +251,8 @@ class Endpoint:
             reply, kind = await self._answer(episode, method, route, body, reader)
             status = 200
         except Refusal as err:
-            reply, status = error(err), err.status
+            reply = error(err)
+            status = err.status
             keep = self._refused(episode, err) and err.code not in _CLOSES
         head = [f"HTTP/1.1 {status} {_REASONS[status]}", f"content-type: {kind}"]
         head += [f"content-length: {len(reply)}", *([] if keep else ["connection: close"])]
@@ -267,15 +274,20 @@ class Endpoint:
         left = min(int(size), _MOST_DISCARDED_BYTES)
         while left and (part := await reader.read(min(left, _MOST_HEAD_BYTES))):
             left -= len(part)  # a client that is cut off while it sends does not read why
-        got, expected = f"a request of {size} bytes", f"at most {_MOST_BODY_BYTES}"
+        got = f"a request of {size} bytes"
+        expected = f"at most {_MOST_BODY_BYTES}"
         raise Refusal(f"got {got}, expected {expected}; send less", status=413, code="unread")
 
     def _find(self, name: str, authorization: str) -> _Episode:
         """The episode of an id; Refusal if there is none, or the key is another's."""
         key = authorization.removeprefix("Bearer ").strip()
-        episode, owner = self._episodes.get(name), self._owners.get(key)
+        episode = self._episodes.get(name)
+        owner = self._owners.get(key)
         if episode is None or (key and owner is not episode):
-            who = f"row {owner.number} of this rank" if owner else "a client without a known key"
+            if owner:
+                who = f"row {owner.number} of this rank"
+            else:
+                who = "a client without a known key"
             self._foreign_warning.warn(f"{who} asked for an episode that is not its own")
             if owner is not None:
                 self._refused(owner, Refusal("another's episode"))
@@ -314,10 +326,12 @@ class Endpoint:
         """(body, content type) of the answer to a request; Refusal."""
         if route.startswith("models"):
             entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmdflow"}
-            shown = {"object": "list", "data": [entry]} if route == "models" else entry
-            return json.dumps(shown).encode(), "application/json"
+            listed = {"object": "list", "data": [entry]}
+            answer = listed if route == "models" else entry
+            return json.dumps(answer).encode(), "application/json"
         if route not in ("chat/completions", "completions"):
-            got, expected = f"the path {route!r}", "chat/completions, completions or models"
+            got = f"the path {route!r}"
+            expected = "chat/completions, completions or models"
             raise Refusal(f"got {got}, expected {expected}", status=404, code="not_found")
         if method != "POST":
             raise Refusal(f"got {method}, expected POST", status=405)

@@ -52,7 +52,8 @@ class Refusal(Exception):
 
     def __init__(self, text: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(_shorten(text, _REFUSAL_LETTERS))
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 def _shorten(text: str, most: int) -> str:
@@ -97,14 +98,18 @@ def ask_of(body: object, *, chat: bool, told: set[str]) -> Ask:
         logger.warning("episodes: tool_choice=required is taken as auto: no reply is forced")
     _refuse_contradictions(body)
     limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
-    given = {limit for limit in limits if limit is not None}
+    given = set()
+    for limit in limits:
+        if limit is not None:
+            given.add(limit)
     if len(given) > 1 or not all(type(limit) is int and limit > 0 for limit in given):
         raise Refusal(f"max_tokens: got {sorted(map(str, given))}, expected one number above 0")
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stop):
         raise Refusal(f"stop: got {list(stop)!r}, expected texts that are not empty")
-    messages, prompt = body.get("messages") or [], body.get("prompt", "")
+    messages = body.get("messages") or []
+    prompt = body.get("prompt", "")
     if chat and not _are_messages(messages):
         raise Refusal("messages: got no list of objects with a role; expected at least one")
     if not chat and not _is_prompt(prompt):
@@ -183,10 +188,15 @@ def answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, s
         choice["token_ids"] = reply.drawn.tokens.tolist()
         head["prompt_token_ids"] = reply.prompt_ids
     if not ask.stream:
-        said = {"message": reply.message} if chat else {"text": reply.message["content"] or ""}
-        body = head | {"choices": [choice | said], "usage": usage}
+        if chat:
+            choice["message"] = reply.message
+        else:
+            choice["text"] = reply.message["content"] or ""
+        body = head | {"choices": [choice], "usage": usage}
         return json.dumps(body).encode(), "application/json"
-    calls = [call | {"index": i} for i, call in enumerate(reply.message.get("tool_calls") or ())]
+    calls = []
+    for i, call in enumerate(reply.message.get("tool_calls") or ()):
+        calls.append(call | {"index": i})
     delta = reply.message | ({"tool_calls": calls} if calls else {})
     said = {"delta": delta} if chat else {"text": reply.message["content"] or ""}
     empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}

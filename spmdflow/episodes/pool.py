@@ -88,8 +88,10 @@ class EnvironmentPool:
     """Runs the environment of the settings for many rows at once."""
 
     def __init__(self, cfg: EpisodeConfig) -> None:
-        self._term, self._num_processes = environment_of(cfg.environment), cfg.num_processes
-        self._concurrency, self._seconds = cfg.concurrency, cfg.seconds
+        self._term = environment_of(cfg.environment)
+        self._num_processes = cfg.num_processes
+        self._concurrency = cfg.concurrency
+        self._seconds = cfg.seconds
         self._processes: list[_Process] = []
         self._calls: dict[int, _Call] = {}
         self._waiting: deque[int] = deque()
@@ -137,7 +139,9 @@ class EnvironmentPool:
             poll.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
         poll.register(wake, select.POLLIN)
         poll.poll(max(0.0, seconds * 1000))
-        read = [(process, *process.read()) for process in self._processes]
+        read = []
+        for process in self._processes:
+            read.append((process, *process.read()))
         for number, cause in faults().items():
             self._fail(number, cause)
         for process, messages, end in read:
@@ -153,7 +157,8 @@ class EnvironmentPool:
             elif process.seconds_left <= 0:
                 limit = f"actor.rollout.episode.seconds ({self._seconds:g} s)"
                 self._lose(process, f"kept its worker process busy for longer than {limit}")
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def close(self) -> None:
@@ -241,4 +246,6 @@ class EnvironmentPool:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= _ROW_LETTERS else f"{text[:_ROW_LETTERS]} ..."
+    if len(text) <= _ROW_LETTERS:
+        return text
+    return f"{text[:_ROW_LETTERS]} ..."

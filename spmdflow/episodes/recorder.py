@@ -98,7 +98,9 @@ class Recorder:
         """read_calls: finds tool calls in replies; none: see `reply_of`."""
         self._tokenizer = chat.tokenizer
         self._template = Template(chat)
-        self._ends, self._limits, self._read_calls = end_tokens, limits, read_calls
+        self._ends = end_tokens
+        self._limits = limits
+        self._read_calls = read_calls
         self.segments: list[Segment] = []
         self.num_turns = 0
         """Turns that were begun."""
@@ -149,7 +151,8 @@ class Recorder:
 
     def finish(self, ask: Ask, turn: Turn, drawn: Lasted) -> tuple[Message, Lasted, str]:
         """Record a reply: its message, what is kept of the drawn tokens, and why it ended."""
-        tokens, reason = drawn.tokens.tolist(), "length"
+        tokens = drawn.tokens.tolist()
+        reason = "length"
         if ask.stop:
             (end,) = StopStrings(self._tokenizer, ask.stop).first_ends([(turn.ids, tokens, 0)])
             tokens, reason = (tokens[:end], "stop") if end is not None else (tokens, reason)
@@ -160,13 +163,18 @@ class Recorder:
             reason = "stop"
         shown = _before_stop(text, ask.stop)
         said = tokens[:-1] if tokens[-1] in self._ends else tokens
-        raw = _before_stop(self._tokenizer.decode(said), ask.stop) if self._read_calls else ""
+        if self._read_calls:
+            raw = _before_stop(self._tokenizer.decode(said), ask.stop)
+        else:
+            raw = ""
         message = reply_of(shown, ask.tools, self._tokenizer, raw=raw, read_calls=self._read_calls)
         if message.get("tool_calls"):
             reason = "tool_calls"
         old = turn.segment or Segment(turn.fresh, tools=ask.tools)
         fresh = turn.fresh if turn.segment else []
-        called = [each["function"] for each in message.get("tool_calls", ())]
+        called = []
+        for each in message.get("tool_calls", ()):
+            called.append(each["function"])
         new = Segment(
             old.prompt,
             old.tokens + fresh + tokens,
@@ -179,7 +187,9 @@ class Recorder:
             [*old.calls, [[each["name"], each["arguments"]] for each in called]],
         )
         # replaced, never changed: another thread reads it if the episode ends meanwhile
-        segments = [new if each is old else each for each in self.segments]
+        segments = []
+        for each in self.segments:
+            segments.append(new if each is old else each)
         self.segments = segments if turn.segment else [*segments, new]
         return message, kept, reason
 
@@ -231,7 +241,9 @@ class Recorder:
             start = len(tail) - len(tail.lstrip())
             if tail[start:].startswith(end):
                 tail = tail[start + len(end) :]
-        return self._template.ids(tail) if tail else []
+        if tail:
+            return self._template.ids(tail)
+        return []
 
 
 def _same(recorded: list[Message], told: list[Message]) -> bool:
@@ -246,12 +258,21 @@ def _equal(recorded: Message, told: Message) -> bool:
 def _key(message: Message) -> tuple[Any, ...]:
     """What decides whether two messages are the same."""
     (plain,) = for_template([message])
-    calls = [call["function"] for call in plain.get("tool_calls") or ()]
-    names = [(call.get("name"), call.get("arguments")) for call in calls]
+    calls = []
+    for call in plain.get("tool_calls") or ():
+        calls.append(call["function"])
+    names = []
+    for call in calls:
+        names.append((call.get("name"), call.get("arguments")))
     return plain.get("role"), plain["content"].strip(), names
 
 
 def _before_stop(text: str, stop: tuple[str, ...]) -> str:
     """The text up to the first stop string, which a client does not get to see."""
-    places = [text.index(string) for string in stop if string in text]
-    return text[: min(places)] if places else text
+    places = []
+    for string in stop:
+        if string in text:
+            places.append(text.index(string))
+    if places:
+        return text[: min(places)]
+    return text

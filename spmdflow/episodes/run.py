@@ -70,8 +70,11 @@ class EpisodeRunner:
         """Worker processes start in the background."""
         tokenizer = chat.tokenizer
         self._chat = chat
-        self._limits, self._requests, self._replica = limits, requests, replica
-        self._end_tokens, name = end_tokens, cfg.tool_parser
+        self._limits = limits
+        self._requests = requests
+        self._replica = replica
+        self._end_tokens = end_tokens
+        name = cfg.tool_parser
         self._read_calls = vllm_call_reader(name, tokenizer) if name else None
         self._numbers = count()
         self._begun: dict[int, tuple[Sampling, Callable[[int], int]]] = {}
@@ -130,7 +133,8 @@ class EpisodeRunner:
         greedy: for those that take the likeliest tokens, else for all others; while none of them
         asks, for the other sort, whose episodes may be in the way.
         """
-        lead, requests = self._lead, self._requests
+        lead = self._lead
+        requests = self._requests
         while True:
             sort = greedy != requests.is_idle(greedy=greedy)
             idle = requests.is_idle(greedy=sort)
@@ -151,7 +155,9 @@ class EpisodeRunner:
     @property
     def num_under_way(self) -> int:
         """Episodes that wait or run, as the replica's first rank sees it."""
-        return self._lead.num_under_way if self._lead else 0
+        if self._lead:
+            return self._lead.num_under_way
+        return 0
 
     def wake(self) -> None:
         """Have `go_on` look again (another thread)."""
@@ -177,7 +183,10 @@ class EpisodeRunner:
         """Raise what would be raised by adding a request, before any rank hears of it."""
         request = self._request(draw.number, draw.ids, draw.turn, draw.max_new_tokens)
         known = range(self._limits.vocab_size)
-        foreign = [token for token in draw.ids if token not in known]
+        foreign = []
+        for token in draw.ids:
+            if token not in known:
+                foreign.append(token)
         if foreign:
             got = f"the token ids {foreign[:3]}"
             expected = f"ids from 0 to {known[-1]}"
@@ -221,7 +230,9 @@ class _Lead:
         check: Callable[[Draw], None],
     ) -> None:
         """check: raises what is wrong with a request."""
-        self._pool, self._endpoint, self._new_recorder = pool, endpoint, new_recorder
+        self._pool = pool
+        self._endpoint = endpoint
+        self._new_recorder = new_recorder
         self._check = check
         self._names: dict[int, str] = {}
         """Running episode -> its id."""
@@ -259,8 +270,10 @@ class _Lead:
                 continue
             self._asked.append(item)
             added.append((item.number, item.ids, item.turn, item.max_new_tokens))
-        aborted, self._aborted = self._aborted, []
-        gone, self._ended = self._ended, []
+        aborted = self._aborted
+        self._aborted = []
+        gone = self._ended
+        self._ended = []
         return News(added, aborted, gone, is_over())
 
     def _hear(self, asked: list[Draw]) -> dict[int, str]:
@@ -291,8 +304,14 @@ class _Lead:
 
     def take(self, numbers: Sequence[int]) -> list[Episode]:
         """What became of these episodes, as far as they have ended; numbered by place."""
-        found = [(place, self._episodes.pop(n, None)) for place, n in enumerate(numbers)]
-        return [each._replace(number=place) for place, each in found if each]
+        found = []
+        for place, n in enumerate(numbers):
+            found.append((place, self._episodes.pop(n, None)))
+        result = []
+        for place, each in found:
+            if each:
+                result.append(each._replace(number=place))
+        return result
 
     @property
     def num_under_way(self) -> int:

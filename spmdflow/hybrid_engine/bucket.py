@@ -111,7 +111,9 @@ def chunks_of(moves: Sequence[Move], places: Mapping[int, int], limit: int) -> l
     found: list[tuple[list[Move], np.ndarray]] = []
     known: dict[tuple[int, ...], np.ndarray] = {}
     for _, piece in sorted(turns):
-        source, size, ranks = places[piece.source], piece.box.size, piece.destinations
+        source = places[piece.source]
+        size = piece.box.size
+        ranks = piece.destinations
         if ranks not in known:
             known[ranks] = np.array([places[rank] for rank in ranks])
         reached = known[ranks]
@@ -145,7 +147,10 @@ def pack_buckets(tensors: Mapping[str, TensorPlan], limit: int) -> Iterator[Buck
     waiting: Named = []
     for some in _filled(chunks, limit):
         yield _bucket(some)
-        arrived = [name for name, chunk in some if chunk is tensors[name].chunks[-1]]
+        arrived = []
+        for name, chunk in some:
+            if chunk is tensors[name].chunks[-1]:
+                arrived.append(name)
         waiting += [(name, chunk) for name in arrived for chunk in tensors[name].relayed]
         *full, waiting = [*_filled(waiting, limit)] or [[]]
         yield from (_bucket(some, relayed=True) for some in full)
@@ -164,7 +169,8 @@ def _filled(chunks: Iterable[tuple[str, Chunk]], limit: int) -> Iterator[Named]:
     for name, chunk in chunks:
         if some and (load + chunk.load).max() > limit:
             yield some
-            some, load = [], 0
+            some = []
+            load = 0
         some.append((name, chunk))
         load = load + chunk.load
     if some:

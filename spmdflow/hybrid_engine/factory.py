@@ -28,10 +28,13 @@ def sync_mode(cfg: Any, layout: Layout) -> str:
         return str(asked)
     obstacle = _obstacle(cfg, layout)
     if obstacle is None:
-        return "blocks" if asked == "auto" else str(asked)
+        if asked == "auto":
+            return "blocks"
+        return str(asked)
     if asked == "auto":
         return "copy"
-    expected, do = f"copy here, as {obstacle}", "set actor.rollout.weights=auto"
+    expected = f"copy here, as {obstacle}"
+    do = "set actor.rollout.weights=auto"
     raise ConfigError.of("rollout.weights", asked, expected, do)
 
 
@@ -39,7 +42,8 @@ def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:
     """The storage that trainer and generator will share; None if each has its own."""
     if mode in ("copy", "adapter"):
         return None
-    layout, rank = context.layout, context.rank
+    layout = context.layout
+    rank = context.rank
     ranks = layout.axis_group(rank, "micro_dp")
     group = context.groups.get(ranks) if len(ranks) > 1 else None
     stage = layout.coordinate(rank).pp

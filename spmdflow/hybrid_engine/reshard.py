@@ -86,14 +86,19 @@ class ReshardPlan:
         for _, moves in (pair for bucket in self.buckets for pair in bucket.moves):
             if id(moves) not in own:
                 own[id(moves)] = [m for m in moves if rank == m.source or rank in m.destinations]
-        return [
-            bucket.messages_of((name, own[id(moves)]) for name, moves in bucket.moves)
-            for bucket in self.buckets
-        ]
+        messages = []
+        for bucket in self.buckets:
+            messages.append(
+                bucket.messages_of((name, own[id(moves)]) for name, moves in bucket.moves)
+            )
+        return messages
 
     def moves(self) -> Iterator[tuple[Move, int]]:
         """Every distinct move, and for how many tensors it is made."""
-        found = [moves for bucket in self.buckets for _, moves in bucket.moves]
+        found = []
+        for bucket in self.buckets:
+            for _, moves in bucket.moves:
+                found.append(moves)
         times = Counter(map(id, found))
         for key, moves in {id(moves): moves for moves in found}.items():
             yield from ((move, times[key]) for move in moves)
@@ -140,7 +145,9 @@ def plan_reshard(
         tensors: dict[str, TensorPlan] = {}
         for question in questions:
             tensors |= dict.fromkeys(question.names, _planned(question, own, nodes, limit))
-        ordered = {name: tensors[name] for name in _names(need)}
+        ordered = {}
+        for name in _names(need):
+            ordered[name] = tensors[name]
         kept = tuple((name, tensor.kept) for name, tensor in ordered.items())
         return ReshardPlan(scope, own, tuple(pack_buckets(ordered, limit)), kept, element_bytes)
     got = f"training ranks {sorted(have)} that do not hold all that generation ranks "
@@ -232,10 +239,10 @@ def what_moves(boxes: BoxesByRank) -> BoxesByRank:
     the model's folder, which the generator has read."""
     if not any(map(is_adapter, chain.from_iterable(boxes.values()))):
         return boxes
-    return {
-        rank: {name: some for name, some in table.items() if is_adapter(name)}
-        for rank, table in boxes.items()
-    }
+    result = {}
+    for rank, table in boxes.items():
+        result[rank] = {name: some for name, some in table.items() if is_adapter(name)}
+    return result
 
 
 def boxes_of(tables: RankTables) -> BoxesByRank:
@@ -245,7 +252,10 @@ def boxes_of(tables: RankTables) -> BoxesByRank:
         if id(table) not in known:
             pieces = (piece for tensor in table.values() for piece in tensor.pieces)
             known[id(table)] = boxes_by_name((piece.name, None, piece.box) for piece in pieces)
-    return {rank: known[id(table)] for rank, table in tables.items()}
+    boxes = {}
+    for rank, table in tables.items():
+        boxes[rank] = known[id(table)]
+    return boxes
 
 
 def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, Boxes]:
@@ -255,16 +265,19 @@ def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, Boxes]
         if box.size:
             found.setdefault(name, []).append(box)
     known: dict[Boxes, Boxes] = {}
-    return {n: known.setdefault(b, b) for n, b in ((n, tuple(b)) for n, b in found.items())}
+    result = {}
+    for n, b in ((n, tuple(b)) for n, b in found.items()):
+        result[n] = known.setdefault(b, b)
+    return result
 
 
 def with_shared_tables(boxes: BoxesByRank) -> BoxesByRank:
     """The same, where ranks that hold the same share one object."""
     known: dict[tuple[object, ...], Mapping[str, Sequence[Box]]] = {}
-    return {
-        rank: known.setdefault(tuple((name, *some) for name, some in table.items()), table)
-        for rank, table in boxes.items()
-    }
+    result = {}
+    for rank, table in boxes.items():
+        result[rank] = known.setdefault(tuple((name, *some) for name, some in table.items()), table)
+    return result
 
 
 @dataclass(frozen=True)
@@ -279,7 +292,9 @@ class _Question:
 
 def _names(need: BoxesByRank) -> Iterable[str]:
     """In the order of their first appearance, ranks ascending."""
-    tables = {id(need[rank]): need[rank] for rank in sorted(need)}
+    tables = {}
+    for rank in sorted(need):
+        tables[id(need[rank])] = need[rank]
     return dict.fromkeys(name for table in tables.values() for name in table)
 
 
@@ -307,7 +322,10 @@ def _questions(have: BoxesByRank, need: BoxesByRank) -> list[_Question]:
 def _is_held(question: _Question, group: tuple[int, ...]) -> bool:
     """Whether what ranks of a group need is there."""
     held = frozenset(question.have[rank] for rank in group if rank in question.have)
-    wanted = {question.need[rank] for rank in group if rank in question.need}
+    wanted = set()
+    for rank in group:
+        if rank in question.need:
+            wanted.add(question.need[rank])
     return all(_covers(held, boxes) for boxes in wanted)
 
 
@@ -343,7 +361,9 @@ def _planned(
                 ranks = tuple(group[place] for place in move.destinations)
                 moves.append(Move(group[move.source], move.box, ranks))
         kept |= {group[place]: boxes for place, boxes in stays.items() if boxes}
-    places = {rank: place for place, rank in enumerate(r for group in groups for r in group)}
+    places = {}
+    for place, rank in enumerate(r for group in groups for r in group):
+        places[rank] = place
     first, relayed = (chunks_of(moves, places, limit) for moves in rounds)
     return TensorPlan(first, relayed, kept)
 

@@ -52,7 +52,10 @@ class SharedStorage:
         is_flat: bool,
     ) -> None:
         """ranks: the micro-dp group, ascending; group: its process group, None if alone."""
-        self._ranks, self._group, self._stage, self._is_flat = ranks, group, stage, is_flat
+        self._ranks = ranks
+        self._group = group
+        self._stage = stage
+        self._is_flat = is_flat
         self.own = ranks.index(rank)
         self.rows: list[Row] = []
         self.values: list[Tensor] = []
@@ -65,13 +68,17 @@ class SharedStorage:
         is the row; otherwise parameter after parameter.
         """
         (buffer,) = ddp.buffers  # one dtype, no experts
-        places, size = dict[str, Place](), 0
+        places = dict[str, Place]()
+        size = 0
         if buffer.param_data is None:
             for parameter, name in names.items():
-                places[name], size = (size, tuple(parameter.shape)), size + parameter.numel()
+                places[name] = (size, tuple(parameter.shape))
+                size = size + parameter.numel()
         else:
             index = buffer.param_index_map.items()
-            places = {names[p]: (start, tuple(p.shape)) for p, (start, _, _) in index}
+            places = {}
+            for p, (start, _, _) in index:
+                places[names[p]] = (start, tuple(p.shape))
             size = buffer.param_data.numel()
         like = next(iter(names))
         self.lay_out(places, size, own=buffer.param_data, dtype=like.dtype, device=like.device)
@@ -125,10 +132,9 @@ class SharedStorage:
         for values in self.values:
             if values.untyped_storage().nbytes() == 0:
                 values.untyped_storage().resize_(values.nbytes)
-        works = [
-            dist.broadcast(values, src=rank, group=self._group, async_op=True)
-            for rank, values in zip(self._ranks, self.values, strict=True)
-        ]
+        works = []
+        for rank, values in zip(self._ranks, self.values, strict=True):
+            works.append(dist.broadcast(values, src=rank, group=self._group, async_op=True))
         for work in works:
             assert work is not None
             work.wait()
@@ -145,7 +151,8 @@ class SharedStorage:
 
     def _repoint(self, names: Mapping[Tensor, str], buffer: Any) -> None:
         """Parameters, and Megatron's buffer and buckets, read and write the own row."""
-        row, old = self.values[self.own], buffer.param_data
+        row = self.values[self.own]
+        old = buffer.param_data
         for parameter, name in names.items():
             view = self.view(self.own, name)
             if view.data_ptr() != parameter.data_ptr():

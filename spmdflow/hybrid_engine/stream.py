@@ -50,7 +50,8 @@ class GroupWire:
 
     def __init__(self, groups: GroupTable, plan: ReshardPlan, *, rank: int) -> None:
         """groups: must have the plan's groups of more than one rank."""
-        self._groups, self._rank = groups, rank
+        self._groups = groups
+        self._rank = rank
         self._scope = next((group for group in plan.groups if rank in group), (rank,))
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
@@ -69,7 +70,11 @@ class GroupWire:
                 batch += [dist.P2POp(dist.isend, values, to, scope) for to in message.destinations]
         works += dist.batch_isend_irecv(batch) if batch else []
         assert None not in works, "this rank is not in the group"
-        return [work for work in works if work is not None]
+        result = []
+        for work in works:
+            if work is not None:
+                result.append(work)
+        return result
 
 
 class WeightStream:
@@ -91,8 +96,12 @@ class WeightStream:
         seconds: limit of one message. alone_bytes: equal on all ranks.
         """
         assert dtype.itemsize == plan.element_bytes, (dtype, plan.element_bytes)
-        self.plan, self._rank, self._wire = plan, rank, wire
-        self._dtype, self._device, self._limit = dtype, device, timedelta(seconds=seconds)
+        self.plan = plan
+        self._rank = rank
+        self._wire = wire
+        self._dtype = dtype
+        self._device = device
+        self._limit = timedelta(seconds=seconds)
         self._alone = alone_bytes // dtype.itemsize
 
     def run(self, source: Iterable[Block], target: Iterable[Block]) -> int:
@@ -101,13 +110,18 @@ class WeightStream:
         Returns the bytes received. All ranks of a group of the plan run together.
         WeightSyncError if a message does not get through in time.
         """
-        reader, writer = Blocks(source), Blocks(target)
+        reader = Blocks(source)
+        writer = Blocks(target)
         for part in self.plan.kept_by(self._rank):
             for values, box in reader.pieces(part.name, part.box):
                 writer.write(part.name, box, values)
         planned = self.plan.messages_of(self._rank)
-        buckets = [list(self._transfers(some, reader, writer)) for some in planned]
-        sizes = [sum(m.num_elements for m, live in bucket if live is None) for bucket in buckets]
+        buckets = []
+        for some in planned:
+            buckets.append(list(self._transfers(some, reader, writer)))
+        sizes = []
+        for bucket in buckets:
+            sizes.append(sum(m.num_elements for m, live in bucket if live is None))
         staging = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
         return sum(self._exchange(bucket, staging, reader, writer) for bucket in buckets)
 
@@ -119,7 +133,8 @@ class WeightStream:
         arrived: list[tuple[Message, Tensor]] = []
         used = received = 0
         for message, live in bucket:
-            sends, values = message.source == self._rank, live
+            sends = message.source == self._rank
+            values = live
             if values is None:
                 values = staging[used : used + message.num_elements]
                 used += message.num_elements
@@ -156,13 +171,18 @@ class WeightStream:
         if values is None or not values.is_contiguous():
             return None
         fits = values.dtype == self._dtype and values.device == self._device
-        return values.view(-1) if fits else None
+        if fits:
+            return values.view(-1)
+        return None
 
     def _wait(self, work: dist.Work, transfers: Sequence[tuple[Message, Tensor]]) -> None:
         try:
             work.wait(self._limit)
         except RuntimeError as err:
-            names = [part.name for message, _ in transfers for part in message.parts]
+            names = []
+            for message, _ in transfers:
+                for part in message.parts:
+                    names.append(part.name)
             ranks = sorted({rank for message, _ in transfers for rank in message.ranks})
             raise WeightSyncError(
                 f"weights {names[0]} to {names[-1]} among ranks {ranks}: got nothing through on "
@@ -218,16 +238,16 @@ class WholeTensors:
         the staging buffer beside them is not larger. dtype, device: of the tensors. seconds: limit
         of one message.
         """
-        self._device, self.dtype = device, dtype
+        self._device = device
+        self.dtype = dtype
         self._chunks: list[tuple[Sequence[Shape], WeightStream]] = []
         everyone = tuple(sorted({*have, *wanted}))
         chunks = (_chunks(tensors, chunk_bytes // dtype.itemsize) for tensors in wanted.values())
         for row in zip_longest(*chunks, fillvalue=[]):
             some = dict(zip(wanted, row, strict=True))
-            need = {
-                target: {name: (Box.of_shape(shape),) for name, shape in tensors}
-                for target, tensors in some.items()
-            }
+            need = {}
+            for target, tensors in some.items():
+                need[target] = {name: (Box.of_shape(shape),) for name, shape in tensors}
             plan = plan_reshard(
                 have,
                 with_shared_tables(need),
@@ -252,7 +272,9 @@ class WholeTensors:
         """
         held = list(source)
         for chunk, stream in self._chunks:
-            made = {n: torch.empty(x, dtype=self.dtype, device=self._device) for n, x in chunk}
+            made = {}
+            for n, x in chunk:
+                made[n] = torch.empty(x, dtype=self.dtype, device=self._device)
             stream.run(held, [(name, x, Box.of_shape(x.shape)) for name, x in made.items()])
             yield from made.items()
             del made  # before the next chunk is there
@@ -266,7 +288,8 @@ def _chunks(tensors: Iterable[Shape], limit: int) -> Iterator[list[Shape]]:
         more = Box.of_shape(shape).size
         if chunk and size + more > limit:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
         chunk.append((name, shape))
         size += more
     if chunk:

@@ -57,8 +57,11 @@ class WeightSync:
 
     def __init__(self, engine: TrainEngine, generator: Generator, *, verify_every: int) -> None:
         """verify_every: the first sync and every n-th after it compare hashes; 0: none does."""
-        self._engine, self._generator = engine, generator
-        self._verify_every, self.num_syncs, self._is_first = verify_every, 0, True
+        self._engine = engine
+        self._generator = generator
+        self._verify_every = verify_every
+        self.num_syncs = 0
+        self._is_first = True
 
     def _move(self, version: int) -> int:
         """Bring the trainer's weights to the generator; bytes that this rank received."""
@@ -79,7 +82,8 @@ class WeightSync:
         WeightSyncError if a tensor did not fit or arrive, or if a hash differs; the generator
         then counts as never synced.
         """
-        start, version = time.perf_counter(), self._engine.weights_version
+        start = time.perf_counter()
+        version = self._engine.weights_version
         is_due = self._is_first or self.num_syncs % max(1, self._verify_every) == 0
         verify = self._verify_every > 0 and is_due
         self._generator.weights_version = NEVER
@@ -88,7 +92,8 @@ class WeightSync:
         if verify:
             expected = self._engine.shard_hashes(self._generator.dtype)
             _verify(self._generator, expected, version)
-        self.num_syncs, self._is_first = self.num_syncs + 1, False
+        self.num_syncs = self.num_syncs + 1
+        self._is_first = False
         seconds = time.perf_counter() - start
         logger.debug("synced weights of version %d, verified: %s", version, verify)
         return {
@@ -102,7 +107,10 @@ class WeightSync:
         """As Generator.generate; WeightSyncError while needs_sync is true."""
         if self.needs_sync:
             held = self._generator.weights_version
-            weights = "that were never synced" if held == NEVER else f"of version {held}"
+            if held == NEVER:
+                weights = "that were never synced"
+            else:
+                weights = f"of version {held}"
             raise WeightSyncError(
                 f"generate: got a generator with weights {weights} while the trainer is at "
                 f"version {self._engine.weights_version}; expected the same version; call sync() "
@@ -179,7 +187,8 @@ class SharedSync(WeightSync):
     ) -> None:
         """storage: adopted by the engine."""
         super().__init__(engine, generator, verify_every=verify_every)
-        self._shared, self._storage = generator, storage
+        self._shared = generator
+        self._storage = storage
         tp_size = engine.layout.tp_size
         generator.share(
             _shards_of(storage, engine.layout, architecture),
@@ -207,7 +216,8 @@ class _Way:
     ) -> None:
         """cfg: the actor's settings, which both ends share (Any: a role's dataclass)."""
         architecture = sent_architecture(cfg)
-        self._dtype, self._device = getattr(torch, cfg.rollout.precision), context.device
+        self._dtype = getattr(torch, cfg.rollout.precision)
+        self._device = context.device
         itemsize = self._dtype.itemsize
         plan = plan_copies(
             architecture,
@@ -227,7 +237,8 @@ class _Way:
             seconds=context.groups.timeout_seconds,
         )
         self._names = [parameter.name for parameter in parameters(architecture)]
-        self._group, self._source = context.groups.get(plan.ranks), training.ranks[0]
+        self._group = context.groups.get(plan.ranks)
+        self._source = training.ranks[0]
 
     def _shared(self, header: Sequence[int] = ()) -> list[int]:
         """Broadcast the policy's header from its first rank: version, whether hashed, hashes."""
@@ -246,7 +257,9 @@ class WeightSender(_Way):
     ) -> None:
         """generation: the generator's layout; cfg: the actor's settings."""
         super().__init__(context, cfg, training=context.layout, generation=generation)
-        self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
+        self._engine = engine
+        self._every = cfg.rollout.verify_every
+        self._count = 0
 
     def send(self) -> dict[str, Metric]:
         """Send the header and every box; all ranks of policy and generator together."""
@@ -274,7 +287,8 @@ class WeightReceiver(_Way):
 
     def receive(self) -> dict[str, Metric]:
         """Overwrite the generator's weights. WeightSyncError if a hash differs."""
-        started, generator = time.perf_counter(), self._generator
+        started = time.perf_counter()
+        generator = self._generator
         version, verify, *hashes = self._shared()
         generator.weights_version = NEVER
         received = self._stream.run((), generator.blocks())
@@ -300,7 +314,8 @@ def _shards_of(
         for place in row.places:
             if architecture.tied and has_first and place == SHARED_EMBEDDING[1]:
                 continue  # a copy of the first stage's embedding, which serves both
-            name, view = names[place], storage.view(member, place)
+            name = names[place]
+            view = storage.view(member, place)
             if not is_whole(name):
                 found.setdefault(name, []).append(view)
             elif member == storage.own or name not in found:  # equal everywhere: own one if here
@@ -310,7 +325,8 @@ def _shards_of(
 
 def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
     """WeightSyncError names the tensors that only one side has, or in another shape."""
-    trained, generates = _shapes_of(have), _shapes_of(need)
+    trained = _shapes_of(have)
+    generates = _shapes_of(need)
     names = sorted(trained.keys() | generates.keys())
     wrong = [name for name in names if trained.get(name) != generates.get(name)]
     if wrong:
@@ -346,14 +362,20 @@ def _verify(generator: Generator, expected: Mapping[str, int], version: int) -> 
 def compare_hashes(expected: Mapping[str, int], found: Mapping[str, int], version: int) -> None:
     """WeightSyncError naming the first tensor whose hash differs between trainer and generator."""
     names = sorted(expected.keys() | found.keys())
-    wrong = [name for name in names if expected.get(name) != found.get(name)]
+    wrong = []
+    for name in names:
+        if expected.get(name) != found.get(name):
+            wrong.append(name)
     if not wrong:
         return
     got, wanted = (
         f"{hashes[wrong[0]]:#018x}" if wrong[0] in hashes else "absent"
         for hashes in (found, expected)
     )
-    others = f" and {len(wrong) - 1} more ({', '.join(wrong[1:4])})" if wrong[1:] else ""
+    if wrong[1:]:
+        others = f" and {len(wrong) - 1} more ({', '.join(wrong[1:4])})"
+    else:
+        others = ""
     raise WeightSyncError(
         f"weight sync of version {version}: got rollout tensor {wrong[0]} with hash {got}, "
         f"expected the trainer's {wanted}{others}, of {len(expected)} tensors; the run must not "

@@ -178,7 +178,10 @@ def engines_with_adapters() -> tuple[str, ...]:
 
 def engines_of(worker_class: str) -> tuple[str, ...]:
     """Names of one family's engines; its default, the one registered last, comes first."""
-    found = [name for name, kind in _ENGINES.items() if kind.worker_class == worker_class]
+    found = []
+    for name, kind in _ENGINES.items():
+        if kind.worker_class == worker_class:
+            found.append(name)
     return tuple(reversed(found))
 
 
@@ -191,7 +194,10 @@ def options_doc() -> str:
     """Every option in words, with the built-in engines that have it, unless all do."""
     texts = []
     for name in option_names():
-        having = [kind for kind in _ENGINES.values() if name in kind.options]
+        having = []
+        for kind in _ENGINES.values():
+            if name in kind.options:
+                having.append(kind)
         kinds = ", ".join(kind.name for kind in having)
         text = f"{name}: {having[-1].options[name].doc}"
         texts.append(text if len(having) == len(_ENGINES) else f"{text} ({kinds})")

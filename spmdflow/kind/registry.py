@@ -21,7 +21,10 @@ class Registry(dict[str, T]):
         """For errors. noun: what an entry is; key: the setting; decorator: how to add one, with
         {name!r} in it. group: of entry points, which are read if a name is not known without."""
         super().__init__()
-        self._noun, self._key, self._decorator, self._group = noun, key, decorator, group
+        self._noun = noun
+        self._key = key
+        self._decorator = decorator
+        self._group = group
         self._modules: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -36,7 +39,8 @@ class Registry(dict[str, T]):
         module = home_of(implementation)
         owner = self._modules.setdefault(name, module)
         if owner != module:
-            where, got = f"{self._noun} {name!r}", f"a definition in {module}"
+            where = f"{self._noun} {name!r}"
+            got = f"a definition in {module}"
             expected = f"a name that is not taken by {owner}"
             raise ConfigError.of(where, got, expected, "choose another")
         self[name] = entry
@@ -44,7 +48,10 @@ class Registry(dict[str, T]):
 
     def find(self, name: str, *, key: str = "") -> T:
         """The entry of that name; ConfigError naming the choices. key: of another setting."""
-        installed = _entry_points(self._group) if self._group and name not in self else ()
+        if self._group and name not in self:
+            installed = _entry_points(self._group)
+        else:
+            installed = ()
         for point in installed:
             if point.name == name:
                 self.add(name, point.value, point.value)  # type: ignore[arg-type]

@@ -71,7 +71,9 @@ class _Search:
     """One run over all partitions."""
 
     def __init__(self, table: CostTable, num_units: int, unit: int) -> None:
-        self.table, self.num_units, self.unit = table, num_units, unit
+        self.table = table
+        self.num_units = num_units
+        self.unit = unit
         blocks = blocks_of(len(table.dataflow.models))
         ideal = {}
         for number, block in enumerate(blocks, 1):
@@ -88,7 +90,10 @@ class _Search:
                 bound = least_cost(options, self.num_units)
                 if np.isfinite(bound):
                     bounds.append((bound, blocks))
-        return [one[2] for one in best_partitions(bounds, self._of_partition, keep)]
+        result = []
+        for one in best_partitions(bounds, self._of_partition, keep):
+            result.append(one[2])
+        return result
 
     def _of_partition(
         self, blocks: tuple[ModelSet, ...], worst: float
@@ -99,15 +104,16 @@ class _Search:
         relaxed = best_of_partition(ideal, self.num_units, worst=worst)
         if relaxed is None:
             return None
-        sizes = [int(one.sizes[pick]) for one, pick in zip(ideal, relaxed[1])]
+        sizes = []
+        for one, pick in zip(ideal, relaxed[1]):
+            sizes.append(int(one.sizes[pick]))
         first = self._exact(blocks, [[size] for size in sizes], worst)
         worst = min(worst, first[0]) if first else worst
         if first is not None and first[0] <= relaxed[0] * SLACK:
             return first
-        survivors = [
-            possible_sizes(ideal, place, self.num_units, worst).tolist()
-            for place in range(len(blocks))
-        ]
+        survivors = []
+        for place in range(len(blocks)):
+            survivors.append(possible_sizes(ideal, place, self.num_units, worst).tolist())
         return self._exact(blocks, survivors, worst) or first
 
     def _names(self, block: ModelSet) -> str:
@@ -117,11 +123,14 @@ class _Search:
         self, blocks: tuple[ModelSet, ...], sizes: Sequence[Sequence[int]], worst: float
     ) -> tuple[float, Found] | None:
         """The best choice with exact fronts of these sizes (in units)."""
-        options, origins = [], []
+        options = []
+        origins = []
         alone = len(blocks) == 1
         for block, wanted in zip(blocks, sizes):
             pools = [(size, size * self.unit) for size in wanted]
-            fronts = [(n, self.table.front(block, ranks, alone=alone)) for n, ranks in pools]
+            fronts = []
+            for n, ranks in pools:
+                fronts.append((n, self.table.front(block, ranks, alone=alone)))
             fronts = [(size, front) for size, front in fronts if len(front.costs)]
             if not fronts:
                 return None
@@ -135,7 +144,9 @@ class _Search:
         if best is None:
             return None
         cost, picks = best
-        pool_sizes = [int(o[0][pick]) * self.unit for o, pick in zip(origins, picks)]
+        pool_sizes = []
+        for o, pick in zip(origins, picks):
+            pool_sizes.append(int(o[0][pick]) * self.unit)
         rows = [o[1][pick] for o, pick in zip(origins, picks)]
         return cost, (blocks, pool_sizes, rows)
 
@@ -147,7 +158,10 @@ def _nothing_fits(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: 
         if _Search(table, world // unit, unit).best(1):
             break
         world *= 2
-    least = f"at least about {world}" if world <= _LARGEST_WORLD else "more memory a rank"
+    if world <= _LARGEST_WORLD:
+        least = f"at least about {world}"
+    else:
+        least = "more memory a rank"
     models = ", ".join(f"{m.name} ({m.shape.num_parameters:.2g} weights)" for m in dataflow.models)
     return ConfigError(
         f"placement: got {num_ranks} ranks of {hardware.usable_bytes / 1e9:.1f} GB for {models}, "

@@ -172,7 +172,10 @@ class Model:
 
     def __post_init__(self) -> None:
         names = ("num_layers", "hidden_size", "num_heads", "vocab_size")
-        unknown = [name for name in names if not getattr(self.shape, name)]
+        unknown = []
+        for name in names:
+            if not getattr(self.shape, name):
+                unknown.append(name)
         if unknown:
             got = f"a config.json without {', '.join(unknown)}"
             raise ConfigError.of(self.name, got, "an integer", "give a decoder's config.json")
@@ -227,7 +230,11 @@ class Dataflow:
 
     def calls_of(self, name: str) -> list[Call]:
         """A model's calls, in order."""
-        return [call for call in self.calls if call.model == name]
+        calls = []
+        for call in self.calls:
+            if call.model == name:
+                calls.append(call)
+        return calls
 
 
 @dataclass(frozen=True)
@@ -279,7 +286,8 @@ def strategies_on(
     free = engine.layout is None and "selective_recompute" not in engine.options
     if recomputes == (0,) and model.trained and free and engine.facts.cuts_model:
         recomputes = (0, 1)
-    sizes, replicas = [wanted[:0]], [(1, 1, 0, 0, 0)]
+    sizes = [wanted[:0]]
+    replicas = [(1, 1, 0, 0, 0)]
     for tp, pp in _training_sizes(model, hardware):
         fitting = wanted[wanted % (tp * pp * max(engine.shard_size, 1)) == 0]
         if model.engine.layout is None:
@@ -300,17 +308,20 @@ def strategies_on(
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
     """Tensor-parallel sizes that a shape allows inside a node."""
-    heads, kv_heads = model.shape.num_heads, model.shape.num_kv_heads
-    return [
-        size
-        for size in divisors(heads)
-        if size <= hardware.gpus_per_node and (kv_heads % size == 0 or size % kv_heads == 0)
-    ]
+    heads = model.shape.num_heads
+    kv_heads = model.shape.num_kv_heads
+    result = []
+    for size in divisors(heads):
+        if size <= hardware.gpus_per_node and (kv_heads % size == 0 or size % kv_heads == 0):
+            result.append(size)
+    return result
 
 
 def pipeline_sizes(num_layers: int) -> list[int]:
     """Numbers of stages that give the busiest stage fewer layers than any smaller number does."""
-    layers = [-(-num_layers // stages) for stages in range(1, num_layers + 1)]
+    layers = []
+    for stages in range(1, num_layers + 1):
+        layers.append(-(-num_layers // stages))
     return [1, *(s for s in range(2, num_layers + 1) if layers[s - 1] < layers[s - 2])]
 
 
@@ -320,7 +331,8 @@ def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int
         yield 1, 1
     elif engine.layout is not None:
         tp, pp = engine.layout
-        heads, layers = model.shape.num_heads, model.shape.num_layers
+        heads = model.shape.num_heads
+        layers = model.shape.num_layers
         if heads % tp or not 1 <= pp <= layers:
             got = f"layout t{tp}p{pp} for {heads} attention heads and {layers} layers"
             expected = "a divisor of the heads and at most a stage a layer"

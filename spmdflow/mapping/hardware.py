@@ -114,7 +114,8 @@ class Hardware:
     def with_node(self, gpus_per_node: int) -> Hardware:
         """The same with another number of devices a node."""
         if gpus_per_node < 1:
-            got, do = f"{gpus_per_node} devices a node", "give the number of processes of a node"
+            got = f"{gpus_per_node} devices a node"
+            do = "give the number of processes of a node"
             raise ConfigError.of("hardware", got, "at least 1", do)
         return replace(self, gpus_per_node=float(gpus_per_node))
 
@@ -140,13 +141,16 @@ def load_hardware(name: str | Path) -> Hardware:
         do = "fix it or write it anew with scripts/calibrate.py"
         raise ConfigError.of("hardware", got, "name and coefficients", do) from err
     keys = set(content) if isinstance(content, Mapping) else set()
-    missing, unknown = {"name", *COEFFICIENTS} - keys, keys - {"name", *COEFFICIENTS}
+    missing = {"name", *COEFFICIENTS} - keys
+    unknown = keys - {"name", *COEFFICIENTS}
     if missing or unknown:
         got = f"{path} without {sorted(missing) or 'nothing'} and with unknown "
         got += f"{sorted(map(str, unknown)) or 'nothing'}"
         do = f"take {FOLDER / 'a100_80gb.yaml'} as the pattern"
         raise ConfigError.of("hardware", got, "every coefficient once", do)
-    values = {key: _value(key, content[key], path) for key in COEFFICIENTS}
+    values = {}
+    for key in COEFFICIENTS:
+        values[key] = _value(key, content[key], path)
     sources = tuple((key, str(content[key]["source"])) for key in COEFFICIENTS)
     return Hardware(name=str(content["name"]), sources=sources, **values)
 
@@ -157,7 +161,10 @@ def _value(key: str, entry: Any, path: Path) -> float:
         got = f"{key} {entry!r} in {path}"
         raise ConfigError.of("hardware", got, _ENTRY, "say where the value is from")
     try:
-        value = math.nan if isinstance(entry["value"], bool) else float(entry["value"])
+        if isinstance(entry["value"], bool):
+            value = math.nan
+        else:
+            value = float(entry["value"])
     except (TypeError, ValueError):
         value = math.nan
     most = 1.0 if key.endswith(_AT_MOST_ONE) else sys.float_info.max

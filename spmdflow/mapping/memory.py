@@ -41,20 +41,28 @@ LOGIT_BYTES = 8
 
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
     """What a model keeps on a rank between calls, without the parts in host memory."""
-    moved, parts = model.engine.moved, state_bytes(model, cut)
-    return {name: (name not in moved) * size for name, size in parts.items()}
+    moved = model.engine.moved
+    parts = state_bytes(model, cut)
+    result = {}
+    for name, size in parts.items():
+        result[name] = (name not in moved) * size
+    return result
 
 
 def visiting_bytes(model: Model, kind: Kind, cut: Strategy) -> Parts:
     """Offloaded parts that come to the device for a call; of a generation, for its weight sync."""
-    moved = [part for part in model.engine.moved if kind == "train" or part == "parameters"]
+    moved = []
+    for part in model.engine.moved:
+        if kind == "train" or part == "parameters":
+            moved.append(part)
     state = state_bytes(model, cut)
     return {part: state[part] for part in moved}
 
 
 def state_bytes(model: Model, cut: Strategy) -> Parts:
     """Weights, optimizer and, where it stays, the gradient buffer of one rank."""
-    engine, sharding = model.engine, model.engine.sharding
+    engine = model.engine
+    sharding = model.engine.sharding
     local = local_parameters(model, cut)
     parts = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0 * local)
     if model.weights_from is not None and model.rollout is not None:
@@ -62,8 +70,14 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
     if model.shares:
         return parts
     trained = trained_parameters(model, cut)
-    size = 4 if model.trained and engine.facts.float32_weights else engine.element_bytes
-    weights = engine.element_bytes * local + size * trained if model.adapters else size * local
+    if model.trained and engine.facts.float32_weights:
+        size = 4
+    else:
+        size = engine.element_bytes
+    if model.adapters:
+        weights = engine.element_bytes * local + size * trained
+    else:
+        weights = size * local
     parts["parameters"] = weights / share_of(sharding.parameters, model, cut)
     if model.trained and engine.facts.keeps_gradients:
         parts["gradients"] = local * 4
@@ -85,7 +99,9 @@ def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> P
 def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     """What a generation's weight sync needs beside all residents; no KV cache exists yet."""
     parts = _generation_bytes(model, workload, cut)
-    coming = {name: parts[name] for name in ("generation_weights", "gather")}
+    coming = {}
+    for name in ("generation_weights", "gather"):
+        coming[name] = parts[name]
     if model.adapters and model.rollout is not None and model.rollout.weights == "copy":
         merged = model.engine.element_bytes * local_parameters(model, cut)
         divided = model.engine.sharding.parameters
@@ -185,12 +201,16 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     their product; that product, the network's result and its sum over ranks; queries, keys, values
     and what attention makes of them, with its sum over ranks. Then tokens are sampled from logits.
     """
-    rollout, shape = model.rollout, model.shape
+    rollout = model.rollout
+    shape = model.shape
     assert rollout is not None, model.name
-    size, rows = rollout.element_bytes, rows_per_replica(workload, cut)
+    size = rollout.element_bytes
+    rows = rows_per_replica(workload, cut)
     extra = _own_weights(model, cut)
     tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)
-    hidden, ffn, summed = shape.hidden_size, shape.ffn_size / cut.gen_tp, cut.gen_tp > 1
+    hidden = shape.hidden_size
+    ffn = shape.ffn_size / cut.gen_tp
+    summed = cut.gen_tp > 1
     attention = summed * hidden + 2 * (shape.q_size / cut.gen_tp + kv_width(shape, cut.gen_tp))
     network = np.maximum(3 * ffn, (1 + summed) * hidden + ffn)
     width = 3 * hidden + np.maximum(network, attention)
@@ -205,11 +225,14 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
 
 def _own_weights(model: Model, cut: Strategy) -> Array:
     """Generation's weights that training's storage does not hold."""
-    rollout, shape = model.rollout, model.shape
+    rollout = model.rollout
+    shape = model.shape
     assert rollout is not None, model.name
     if model.weights_from is not None:
         return 0.0 * cut.dp
     needed = shape.num_parameters * rollout.element_bytes / (cut.gen_tp * cut.gen_pp)
     held = shape.num_parameters * rollout.element_bytes / (cut.tp * cut.pp)
     shares = rollout.weights in ("flat", "blocks") and model.engine.facts.shares_storage
-    return np.maximum(needed - held, 0.0) if shares else needed + 0.0 * cut.dp
+    if shares:
+        return np.maximum(needed - held, 0.0)
+    return needed + 0.0 * cut.dp

@@ -49,7 +49,8 @@ def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool)
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
     layer = _layer_memory(model, rows, workload.tokens, cut)
-    units, plain = model.engine.facts.float32_weights, np.bool_(model.engine.is_plain(cut))
+    units = model.engine.facts.float32_weights
+    plain = np.bool_(model.engine.is_plain(cut))
     if not trains:
         at_end: Parts = {"logits": logits, "activations": layer.inputs, "gather": 0.0}
         moments: list[Parts] = [{"activations": layer.forward, "gather": layer.buffers}]
@@ -61,7 +62,9 @@ def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool)
     if units:
         sharded = _update_of_units(model, layer, logits, num_micro, cut)
         alone = _update_of_plain(model, layer, logits, num_micro, cut)
-        moments = [{n: x * ~plain for n, x in moment.items()} for moment in sharded]
+        moments = []
+        for moment in sharded:
+            moments.append({n: x * ~plain for n, x in moment.items()})
         return largest([*moments, *({n: x * plain for n, x in m.items()} for m in alone)], cut)
     return largest(_update_of_stages(model, layer, logits, num_micro, cut), cut)
 
@@ -71,10 +74,10 @@ def largest(moments: Sequence[Parts], cut: Strategy) -> Parts:
     zero = 0.0 * cut.dp
     which = np.argmax([total(moment) + zero for moment in moments], axis=0)
     names = dict.fromkeys(name for moment in moments for name in moment)
-    return {
-        name: np.choose(which, [moment.get(name, 0.0) + zero for moment in moments])
-        for name in names
-    }
+    result = {}
+    for name in names:
+        result[name] = np.choose(which, [moment.get(name, 0.0) + zero for moment in moments])
+    return result
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,14 @@ class _Layer:
 
 
 def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Layer:
-    shape, facts, size = model.shape, model.engine.facts, model.engine.element_bytes
+    shape = model.shape
+    facts = model.engine.facts
+    size = model.engine.element_bytes
     tokens = rows * length
     gathers_sequence = "sequence_parallel" in model.engine.options
     hidden = shape.hidden_size / (cut.tp if gathers_sequence else 1)
-    queries, keys = shape.q_size / cut.tp, kv_width(shape, cut.tp)
+    queries = shape.q_size / cut.tp
+    keys = kv_width(shape, cut.tp)
     heads = queries + keys
     mixed = facts.attention_copies * heads
     if facts.float32_weights and size == 4:
@@ -134,9 +140,11 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
     One rank that is not trained copies weights to where they are used; others need a buffer.
     """
     unit, root, whole = _units(model)
-    size, alone = model.engine.element_bytes, (cut.num_ranks == 1) * (not model.trained)
+    size = model.engine.element_bytes
+    alone = (cut.num_ranks == 1) * (not model.trained)
     divided = model.engine.sharding.parameters * (1 - alone)
-    first, later = size * (root + unit), size * (whole or root + unit)
+    first = size * (root + unit)
+    later = size * (whole or root + unit)
     buffer = divided * size * unit
     return [
         {"gather": first * (1 + divided), "activations": layer.inputs},
@@ -147,7 +155,8 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
 
 def _units(model: Model) -> tuple[float, float, float]:
     """Numbers of weights: of a layer, outside all layers, and of the model if all stay gathered."""
-    shape, sharding = model.shape, model.engine.sharding
+    shape = model.shape
+    sharding = model.engine.sharding
     root = shape.num_parameters - shape.num_layers * shape.layer_parameters
     stays = sharding.parameters and not sharding.frees_gathered
     return shape.layer_parameters, root, shape.num_parameters * stays
@@ -177,9 +186,12 @@ def _update_of_units(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
     """Backward of the head, the last two layers and the first; last reduction; optimizer step."""
-    shape, sharding, size = model.shape, model.engine.sharding, model.engine.element_bytes
+    shape = model.shape
+    sharding = model.engine.sharding
+    size = model.engine.element_bytes
     unit, root, whole = _units(model)
-    layers, many = shape.num_layers, num_micro > 1
+    layers = shape.num_layers
+    many = num_micro > 1
     waits = many * (not sharding.micro_batch_reductions)
     learnt = _learnt(model)
     shard = GRADIENT_BYTES * learnt.whole / share_of(sharding.parameters, model, cut)
@@ -225,10 +237,12 @@ def _update_of_plain(
     """The backward of the head, the last layer and the first; the optimizer's step."""
     layers = model.shape.num_layers
     learnt = _learnt(model)
-    unit, whole = GRADIENT_BYTES * learnt.layer, GRADIENT_BYTES * learnt.whole
+    unit = GRADIENT_BYTES * learnt.layer
+    whole = GRADIENT_BYTES * learnt.whole
     before = np.where(num_micro > 1, whole, 0)
     head = GRADIENT_BYTES * learnt.head
-    stack, backward = layer.stack(layers, cut), layer.backward(cut)
+    stack = layer.stack(layers, cut)
+    backward = layer.backward(cut)
     return [
         {"gradients": before + head, "activations": stack, "logits": logits},
         {"gradients": np.maximum(before, head) + unit, "activations": stack + backward},
@@ -241,10 +255,12 @@ def _update_of_stages(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
     """The first stage's backward, the last one's loss, the optimizer's step."""
-    parts, first = model.engine.virtual_size, cut.pp
+    parts = model.engine.virtual_size
+    first = cut.pp
     if parts > 1:  # passes of the first stage's parts before its first backward
         first = (2 * (cut.pp - 1) + (parts - 1) * cut.pp + 1) / parts
-    layers, held = np.ceil(model.shape.num_layers / cut.pp), np.minimum(num_micro, first)
+    layers = np.ceil(model.shape.num_layers / cut.pp)
+    held = np.minimum(num_micro, first)
     stepped = local_parameters(model, cut) / share_of(model.engine.sharding.optimizer, model, cut)
     return [
         {
@@ -261,11 +277,13 @@ def _head_bytes(model: Model, tokens: Array, cut: Strategy, *, trains: bool) -> 
     twice; entropy, which a policy reports of its forward call, takes it a third time. Backward also
     makes the gradients of those states, in float32, and of a stage's weight.
     """
-    shape, size = model.shape, model.engine.element_bytes
+    shape = model.shape
+    size = model.engine.element_bytes
     if shape.head == "scalar":
         return 0.0 * tokens
     block = 4 * np.minimum(tokens * shape.vocab_size / cut.tp, CHUNK_ELEMENTS)
-    states, words = tokens * shape.hidden_size, shape.vocab_size / cut.tp * shape.hidden_size
+    states = tokens * shape.hidden_size
+    words = shape.vocab_size / cut.tp * shape.hidden_size
     if not trains:
         return states * size + (3 if model.trained else 2) * block
     staged = 0.0 if model.engine.facts.float32_weights else size * words

@@ -101,7 +101,10 @@ class Placed:
     def limit_of(self, stage: str) -> tuple[str, str, str]:
         """(pool, call, cause): the largest part of a stage's slowest pool."""
         pool = max(self.pools, key=lambda one: one.stage_seconds.get(stage, 0.0))
-        calls = {n: e for n, e in pool.estimates.items() if self.calls[n].stage == stage}
+        calls = {}
+        for n, e in pool.estimates.items():
+            if self.calls[n].stage == stage:
+                calls[n] = e
         number = max(calls, key=lambda n: calls[n].seconds)
         return str(pool), self.calls[number].title, calls[number].limit
 
@@ -116,10 +119,10 @@ class Placed:
 
     def to_config(self) -> dict[str, dict[str, list[Any]]]:
         """What the setting `placement` accepts: pool name -> roles and ranks."""
-        return {
-            "+".join(pool.roles): {"roles": list(pool.roles), "ranks": list(pool.ranks)}
-            for pool in self.pools
-        }
+        config: dict[str, dict[str, list[Any]]] = {}
+        for pool in self.pools:
+            config["+".join(pool.roles)] = {"roles": list(pool.roles), "ranks": list(pool.ranks)}
+        return config
 
     def engine_overrides(self) -> dict[str, str]:
         """Settings that give every role its layout, such as actor.engine.layout=t2p1."""
@@ -145,7 +148,8 @@ def call_seconds(
 
     kv_bytes: cache of one rank in a generation; ConfigError if not one sequence fits into it.
     """
-    workload, notes = call.workload, tuple[str, ...]()
+    workload = call.workload
+    notes = tuple[str, ...]()
     if call.fixed_seconds is not None:
         return CallSeconds({"fixed": call.fixed_seconds})
     if call.kind != "generate":
@@ -211,7 +215,9 @@ def place_pool(
     ranks: Sequence[int],
 ) -> PlacedPool:
     """A pool of models with these strategies, whether or not they fit."""
-    members = {model.name: (model, strategy) for model, strategy in choices}
+    members = {}
+    for model, strategy in choices:
+        members[model.name] = (model, strategy)
     memory = pool_memory(choices, dataflow, hardware)
     resident = sum(total(resident_bytes(*member)) for member in members.values())
     estimates: dict[int, CallSeconds] = {}
@@ -241,7 +247,9 @@ def place_pool(
 
 def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
     """A placement of these pools."""
-    stages = {stage: max(pool.stage_seconds[stage] for pool in pools) for stage in dataflow.stages}
+    stages = {}
+    for stage in dataflow.stages:
+        stages[stage] = max(pool.stage_seconds[stage] for pool in pools)
     return Placed(
         pools=tuple(pools),
         seconds=sum(stages.values()),
@@ -289,7 +297,10 @@ def reason(placed: Placed, best: Placed) -> str:
 
 def _verdict(ranking: Ranking) -> str:
     best = ranking.best[0]
-    equals = [placed for placed in ranking.best if placed.seconds <= TIE * best.seconds]
+    equals = []
+    for placed in ranking.best:
+        if placed.seconds <= TIE * best.seconds:
+            equals.append(placed)
     if len(equals) > 1:
         titles = "; ".join(placed.title for placed in equals)
         return f"a tie: {len(equals)} placements within 1 %, the first is taken: {titles}"

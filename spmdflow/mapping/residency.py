@@ -78,7 +78,9 @@ def choose_residency(
     open_models: whose parts may move; those of the others do as their engine says. shares: of
     generating models without a cache of a set size.
     """
-    by_name = {model.name: (model, cut) for model, cut in members}
+    by_name = {}
+    for model, cut in members:
+        by_name[model.name] = (model, cut)
     pool = _Pool(by_name, dataflow, hardware, open_models, shares)
     floor = pool.generation_seconds(dict.fromkeys(shares, 1e18))
     best: Residency | None = None
@@ -100,10 +102,16 @@ def residencies(model: Model, cut: Strategy) -> list[Model]:
     """The model with each choice of what it offloads; `choose_residency` has the same."""
     if not model.engine.may_move:
         return [model]
-    parts = [part for part in _movable_bytes(model, cut) if part != "gradients"]
+    parts = []
+    for part in _movable_bytes(model, cut):
+        if part != "gradients":
+            parts.append(part)
     freed = ("gradients",) * ("gradients" in _movable_bytes(model, cut))
     chosen = chain.from_iterable(combinations(parts, n) for n in range(len(parts) + 1))
-    return [replace(model, engine=replace(model.engine, moved=(*some, *freed))) for some in chosen]
+    result = []
+    for some in chosen:
+        result.append(replace(model, engine=replace(model.engine, moved=(*some, *freed))))
+    return result
 
 
 def _movable_bytes(model: Model, cut: Strategy) -> Parts:
@@ -132,7 +140,8 @@ class _Pool:
 
     def combinations(self) -> Iterator[tuple[float, Moved]]:
         """(seconds of copies in a step, what moves)."""
-        parts, gradients = [], []
+        parts = []
+        gradients = []
         for name in self.open:
             model, cut = self.members[name]
             for part, size in _movable_bytes(model, cut).items():
@@ -140,7 +149,9 @@ class _Pool:
                     gradients.append((name, part))
                 else:
                     parts.append((float(size), name, part))
-        largest = [(name, part) for _, name, part in sorted(parts, reverse=True)[:MOST_PARTS]]
+        largest = []
+        for _, name, part in sorted(parts, reverse=True)[:MOST_PARTS]:
+            largest.append((name, part))
         chosen = chain.from_iterable(combinations(largest, n) for n in range(len(largest) + 1))
         for moved in chosen:
             if not moved:
@@ -150,13 +161,16 @@ class _Pool:
 
     def tried(self, moved: Moved, copy_seconds: float) -> Residency:
         """The residency of one combination."""
-        members = [self._with(name, moved) for name in self.members]
+        members = []
+        for name in self.members:
+            members.append(self._with(name, moved))
         phases = pool_memory(members, self.dataflow, self.hardware)
         limit = self.hardware.usable_bytes
         caches: dict[str, tuple[float, float]] = {}
         fits = True
         for call in (call for call in self._generations() if call.model in self.shares):
-            held, share = phases[call.title], self.shares[call.model]
+            held = phases[call.title]
+            share = self.shares[call.model]
             free = limit - (sum(held.values()) - held["kv_cache"])
             size = min(share.of_free * free, self._most(call, share))
             model, cut = self.members[call.model]

@@ -61,7 +61,9 @@ def partitions(number: int) -> Iterator[tuple[ModelSet, ...]]:
 def blocks_of(number: int) -> list[ModelSet]:
     """All sets of 0 .. number-1, by size, then in order."""
     masks = range(1, 1 << number)
-    found = [tuple(m for m in range(number) if mask >> m & 1) for mask in masks]
+    found = []
+    for mask in masks:
+        found.append(tuple(m for m in range(number) if mask >> m & 1))
     return sorted(found, key=lambda block: (len(block), block))
 
 
@@ -123,7 +125,10 @@ def best_of_partition(
 def possible_sizes(options: Sequence[Options], place: int, size: int, worst: float) -> Array:
     """Sizes of one pool that could be part of a choice of at most `worst`."""
     one = options[place]
-    others = [other for number, other in enumerate(options) if number != place]
+    others = []
+    for number, other in enumerate(options):
+        if number != place:
+            others.append(other)
     floors = sum(int(other.sizes.min()) for other in others)
     reach = one.costs
     for other in others:
@@ -156,18 +161,21 @@ def pareto(points: Array) -> Array:
         better = columns[0, 1:] < columns[0, 0]
         for column in columns[1:]:
             better |= column[1:] < column[0]
-        columns, order = columns[:, 1:][:, better], order[1:][better]
+        columns = columns[:, 1:][:, better]
+        order = order[1:][better]
     return np.array(kept, dtype=np.int64)
 
 
 def unbeaten(points: Array, front: Array) -> Array:
     """Indices of the rows (N, k) that no row of a front beats: <= everywhere, < somewhere."""
-    columns, order = np.ascontiguousarray(points.T), np.arange(len(points))
+    columns = np.ascontiguousarray(points.T)
+    order = np.arange(len(points))
     for row in front:
         alive = (columns <= row[:, None]).all(axis=0)
         for column, value in zip(columns, row):
             alive |= column < value
-        columns, order = columns[:, alive], order[alive]
+        columns = columns[:, alive]
+        order = order[alive]
     return order
 
 

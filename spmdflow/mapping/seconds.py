@@ -50,7 +50,10 @@ def total(parts: Parts) -> Array:
 
 def added(first: Parts, second: Parts) -> Parts:
     """Both, part by part."""
-    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+    result = {}
+    for name in {**first, **second}:
+        result[name] = first.get(name, 0.0) + second.get(name, 0.0)
+    return result
 
 
 def pass_parts(
@@ -62,7 +65,8 @@ def pass_parts(
     parts = _micro_batch_parts(model, rows * workload.tokens, workload, cut, hw, trains=trains)
     gather, reduce, between = _weight_traffic(model, cut, hw)
     if trains:
-        each, once = sharding.micro_batch_gathers, sharding.gathers
+        each = sharding.micro_batch_gathers
+        once = sharding.gathers
     else:  # divided weights are gathered, for each micro-batch if they are freed after its pass
         each = int(sharding.parameters and sharding.frees_gathered)
         once = int(sharding.parameters) - each
@@ -110,23 +114,30 @@ def local_parameters(model: Model, cut: Strategy) -> Array:
 
 def trained_parameters(model: Model, cut: Strategy) -> Array:
     """Those of `local_parameters` that are trained, or the adapters beside them."""
-    return (model.adapters + 0.0 * cut.dp) if model.adapters else local_parameters(model, cut)
+    if model.adapters:
+        return model.adapters + 0.0 * cut.dp
+    return local_parameters(model, cut)
 
 
 def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
     """Data-parallel ranks among which something is divided, or 1."""
-    return (model.engine.shard_size or cut.dp) if divided else 1.0
+    if divided:
+        return model.engine.shard_size or cut.dp
+    return 1.0
 
 
 def _micro_batch_parts(
     model: Model, tokens: Array, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
     """The passes of one micro-batch through the busiest stage, and on to the next."""
-    engine, shape = model.engine, model.shape
+    engine = model.engine
+    shape = model.shape
     layers = np.ceil(shape.num_layers / cut.pp)
     one = layer_pass(shape, tokens, workload.tokens / 2, cut.tp, hw, engine)
     passes = (2 if model.adapters else 3) + cut.recompute if trains else 1
-    parts = {name: layers * seconds * passes for name, seconds in one.items()}
+    parts = {}
+    for name, seconds in one.items():
+        parts[name] = layers * seconds * passes
     if trains and "selective_recompute" in engine.options:
         core = attention_flops(shape, tokens, workload.tokens / 2, cut.tp) / hw.flops(engine.dtype)
         parts["compute"] = parts["compute"] + layers * core
@@ -146,13 +157,15 @@ def _micro_batch_parts(
 def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array, Array]:
     """Seconds to gather the weights of a rank's stage once, to reduce-scatter its gradients once,
     and to all-reduce those of its shard once between the shard groups."""
-    engine, local = model.engine, local_parameters(model, cut)
+    engine = model.engine
+    local = local_parameters(model, cut)
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
     size = engine.shard_size or cut.dp
     gradients = trained_parameters(model, cut) * GRADIENT_BYTES
-    copies, copies_in_node = cut.dp / size, np.maximum(per_node / size, 1)
+    copies = cut.dp / size
+    copies_in_node = np.maximum(per_node / size, 1)
     per_node = np.minimum(per_node, size)
     between = 2 * all_gather(gradients / size, copies, copies_in_node, hw)
     gather = all_gather(local * weight_bytes, size, per_node, hw)
@@ -210,7 +223,8 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
         group = share_of(True, model, cut)
         per_node = np.minimum(group, hw.gpus_per_node)
     else:
-        tensor, stages = cut.tp / cut.gen_tp, cut.pp / cut.gen_pp
+        tensor = cut.tp / cut.gen_tp
+        stages = cut.pp / cut.gen_pp
         group = np.maximum(tensor * stages, 1)
         near = np.clip(hw.gpus_per_node // cut.tp, 1, np.maximum(stages, 1))
         per_node = np.clip(np.floor(tensor * near), 1, np.minimum(group, hw.gpus_per_node))
@@ -221,7 +235,10 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
 def transition_bytes(model: Model, cut: Strategy) -> Array:
     """Bytes that each rank receives: (d_g - 1)/(t p) M (Table 2); other engines: what it lacks."""
     rollout = _rollout(model)
-    sent = model.adapters if rollout.weights == "adapter" else model.shape.num_parameters
+    if rollout.weights == "adapter":
+        sent = model.adapters
+    else:
+        sent = model.shape.num_parameters
     weights = sent * rollout.element_bytes
     needed = weights / (cut.gen_tp * cut.gen_pp)
     if model.weights_from is not None:
@@ -238,7 +255,8 @@ def _rollout(model: Model) -> Rollout:
 
 def _decode(model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch: Array) -> Parts:
     """One token for every sequence of a wave, by cause."""
-    shape, how = model.shape, _rollout(model)
+    shape = model.shape
+    how = _rollout(model)
     context = workload.prompt_tokens + workload.response_tokens / 2
     one = layer_pass(shape, batch, context, cut.gen_tp, hw, how)
     width = kv_width(shape, cut.gen_tp)
@@ -259,7 +277,8 @@ def _decode(model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch
 
 def _prefill(model: Model, workload: Workload, cut: Strategy, hw: Hardware, rows: Array) -> Array:
     """All prompts of a replica, in passes of at most PREFILL_TOKENS."""
-    shape, tokens = model.shape, rows * workload.prompt_tokens
+    shape = model.shape
+    tokens = rows * workload.prompt_tokens
     passes = np.ceil(tokens / PREFILL_TOKENS)
     one = layer_pass(
         shape, tokens / passes, workload.prompt_tokens / 2, cut.gen_tp, hw, _rollout(model)
@@ -292,8 +311,10 @@ def layer_pass(
 
     launch: launch overhead that the kernels do not hide.
     """
-    hidden, ffn = shape.hidden_size, shape.ffn_size / tp
-    queries, keys = shape.q_size / tp, kv_width(shape, tp)
+    hidden = shape.hidden_size
+    ffn = shape.ffn_size / tp
+    queries = shape.q_size / tp
+    keys = kv_width(shape, tp)
     matrices = [
         (hidden, queries + 2 * keys),
         (queries, hidden),
@@ -320,7 +341,8 @@ def head_seconds(
     """The output layer over `tokens` tokens; a scalar head costs nothing."""
     if shape.head == "scalar":
         return 0.0 * (tokens + tp)
-    inner, outer = shape.hidden_size, shape.vocab_size / tp
+    inner = shape.hidden_size
+    outer = shape.vocab_size / tp
     flops = 2 * tokens * inner * outer / hw.flops(how.dtype)
     moved = tokens * inner + inner * outer + tokens * outer
     return flops + moved * how.element_bytes / hw.memory_rate

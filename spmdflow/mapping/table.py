@@ -107,7 +107,8 @@ class Front:
         needed = np.maximum(needed, self.exposed[mine] + entries.held[index][theirs])
         exposed = np.maximum(self.exposed[mine], entries.exposed[index][theirs])
         fits = np.flatnonzero(resident + needed <= budget)
-        mine, theirs = mine[fits], theirs[fits]
+        mine = mine[fits]
+        theirs = theirs[fits]
         return Front(
             self.costs[mine] + costs[theirs],
             np.column_stack([self.entries[mine], index[theirs]]),
@@ -132,8 +133,13 @@ class CostTable:
         *,
         offloads: bool = False,
     ) -> None:
-        self.dataflow, self.hardware, self._offloads = dataflow, hardware, offloads
-        ways = {model.rollout.weights for model in dataflow.models if model.rollout}
+        self.dataflow = dataflow
+        self.hardware = hardware
+        self._offloads = offloads
+        ways = set()
+        for model in dataflow.models:
+            if model.rollout:
+                ways.add(model.rollout.weights)
         self._exposed_kinds = ("infer", "train") if ways & KEPT_WHILE_TRAINING else ("infer",)
         self.sizes = np.asarray(sorted(pool_sizes), dtype=np.int64)
         self.entries = [self._entries_of(model) for model in dataflow.models]
@@ -155,7 +161,9 @@ class CostTable:
 
     def ideal(self, block: ModelSet) -> Options:
         """Lower bounds for a set on every pool size on which it might fit."""
-        names = {self.dataflow.models[number].name for number in block}
+        names = set()
+        for number in block:
+            names.add(self.dataflow.models[number].name)
         lenders = {self.dataflow.models[number].shares for number in block} - {""}
         if lenders - names or any(set(pair) <= names for pair in self.dataflow.apart):
             return Options(np.empty(0, dtype=np.int64), np.empty((0, len(self.dataflow.stages))))
@@ -184,7 +192,10 @@ class CostTable:
     def choices(self, block: ModelSet, size: int, entries: Array) -> list[tuple[Model, Strategy]]:
         """Each model as one row of a front's entries offloads it, and its strategy."""
         table = self._offloading if (block, size) in self._offloaded else self
-        return [table.entries[n].choice(entry) for n, entry in zip(block, entries.tolist())]
+        result = []
+        for n, entry in zip(block, entries.tolist()):
+            result.append(table.entries[n].choice(entry))
+        return result
 
     def cache_bytes(self, entries: Entries, index: Array, resident: Array) -> Array:
         """What is left for a generator's KV cache beside residents of so many bytes."""
@@ -213,7 +224,8 @@ class CostTable:
         """(2, sizes) bytes of the strategy with the lowest peak: resident, most beside."""
         order = np.lexsort((entries.resident + entries.most_beside, entries.sizes))
         found, first = np.unique(entries.sizes[order], return_index=True)
-        place, index = np.searchsorted(self.sizes, found), order[first]
+        place = np.searchsorted(self.sizes, found)
+        index = order[first]
         lowest = np.full((2, len(self.sizes)), np.inf)
         lowest[:, place] = entries.resident[index], entries.most_beside[index]
         return lowest
@@ -229,7 +241,8 @@ class CostTable:
         kept = np.flatnonzero(peaks <= self.hardware.usable_bytes)
         rows = kept % len(sizes)
         order = np.argsort(rows, kind="stable")
-        kept, rows = kept[order], rows[order]
+        kept = kept[order]
+        rows = rows[order]
         arrays = (each[kept] for each in (costs, *memory))
         variant = kept // len(sizes)
         return Entries(model, sizes[rows], cut.take(rows), variants, variant, *arrays)
@@ -285,7 +298,8 @@ class CostTable:
         costs = np.zeros((len(index), len(self.dataflow.stages)))
         for call in self._generations(entries.model):
             stage = self.dataflow.stages.index(call.stage)
-            cut, cache = entries.cut.take(index), self.cache_bytes(entries, index, resident)
+            cut = entries.cut.take(index)
+            cache = self.cache_bytes(entries, index, resident)
             parts = generation_parts(
                 entries.model, call.workload, cut, self.hardware, kv_bytes=cache
             )
@@ -294,17 +308,28 @@ class CostTable:
 
     def _generations(self, model: Model) -> list[Call]:
         calls = self.dataflow.calls_of(model.name)
-        return [c for c in calls if c.kind == "generate" and c.fixed_seconds is None]
+        generations = []
+        for c in calls:
+            if c.kind == "generate" and c.fixed_seconds is None:
+                generations.append(c)
+        return generations
 
     def _front_of(self, block: ModelSet, size: int, alone: bool) -> Front:
-        loud = [n for n in block if self._generations(self.entries[n].model)]
+        loud = []
+        for n in block:
+            if self._generations(self.entries[n].model):
+                loud.append(n)
         order = [*(n for n in block if n not in loud), *loud]
-        index = {number: self._useful(number, size) for number in block}
+        index = {}
+        for number in block:
+            index[number] = self._useful(number, size)
         coupled = self._is_coupled(order, loud, index)
-        stages, zero = 1 if alone else len(self.dataflow.stages), np.zeros(1)
+        stages = 1 if alone else len(self.dataflow.stages)
+        zero = np.zeros(1)
         mixed = Front(np.zeros((1, stages)), np.empty((1, 0), dtype=np.int64), zero, zero, zero)
         for number in order:
-            entries, some = self.entries[number], index[number]
+            entries = self.entries[number]
+            some = index[number]
             costs = entries.costs[some]
             if number in loud and not coupled:
                 costs = costs + self._generation_costs(entries, some, entries.resident[some])
@@ -315,7 +340,10 @@ class CostTable:
                 memory += [mixed.exposed] * (coupled and self._offloads)
                 mixed = mixed.take(pareto(np.column_stack([*memory, mixed.costs])))
         picks = mixed.entries[:, [order.index(number) for number in block]]
-        own = {number: picks[:, block.index(number)] for number in loud if coupled}
+        own = {}
+        for number in loud:
+            if coupled:
+                own[number] = picks[:, block.index(number)]
         costs, kept = self._with_generation(mixed, own)
         return replace(mixed.take(kept), costs=costs[kept], entries=picks[kept])
 
@@ -330,11 +358,16 @@ class CostTable:
             return costs, pareto(costs)
         alive = np.arange(len(costs))
         if len(costs) > _MANY_COMBINATIONS:
-            bound, least = costs.copy(), mixed.resident.min()
+            bound = costs.copy()
+            least = mixed.resident.min()
             for number, index in own.items():
-                entries, values = self.entries[number], np.unique(index)
+                entries = self.entries[number]
+                values = np.unique(index)
                 best = self._generation_costs(entries, values, np.full(len(values), least))
-                best = best.sum(axis=1, keepdims=True) if costs.shape[1] == 1 else best
+                if costs.shape[1] == 1:
+                    best = best.sum(axis=1, keepdims=True)
+                else:
+                    best = best
                 bound += best[np.searchsorted(values, index)]
             first = np.argpartition(bound.sum(axis=1), _MANY_COMBINATIONS // 4)
             first = first[: _MANY_COMBINATIONS // 4]
@@ -346,7 +379,8 @@ class CostTable:
     def _generation_added(self, mixed: Front, own: dict[int, Array], some: Array) -> Array:
         costs = mixed.costs[some]
         for number, index in own.items():
-            entries, resident = self.entries[number], mixed.resident[some]
+            entries = self.entries[number]
+            resident = mixed.resident[some]
             added = self._generation_costs(entries, index[some], resident)
             costs = costs + (added.sum(axis=1, keepdims=True) if costs.shape[1] == 1 else added)
         return costs
@@ -382,7 +416,8 @@ class CostTable:
         if residents + max(needed, exposed + held) > self.hardware.usable_bytes:
             return True
         for number in loud:
-            entries, own = self.entries[number], index[number]
+            entries = self.entries[number]
+            own = index[number]
             cache = self.cache_bytes(entries, own, np.asarray(residents))
             if (cache < np.maximum(entries.full_cache, entries.least_cache)[own]).any():
                 return True

@@ -32,7 +32,9 @@ class RowsAhead:
         self, requests: LastingRequests, replica: Replica, runner: EpisodeRunner | None
     ) -> None:
         """runner: of episodes, with the same requests; None: rows are single responses."""
-        self._requests, self._replica, self._runner = requests, replica, runner
+        self._requests = requests
+        self._replica = replica
+        self._runner = runner
         self._numbers: dict[int, int] = {}
         """Request or episode of each row that was begun and not yet taken."""
         self._ended: dict[int, Lasted] = {}
@@ -99,16 +101,16 @@ class RowsAhead:
         self.set_aside()
         if self._runner is not None or not self._numbers:
             return None
-        found = {
-            row: vars(self._ended[number])
-            if number in self._ended
-            else self._requests.state(number)
-            for row, number in self._numbers.items()
-        }
-        columns = {
-            name: column_of(name, ragged_from_rows([of[name] for of in found.values()]), len(found))
-            for name in ("tokens", "log_probs", "versions")
-        }
+        found = {}
+        for row, number in self._numbers.items():
+            found[row] = (
+                vars(self._ended[number]) if number in self._ended else self._requests.state(number)
+            )
+        columns = {}
+        for name in ("tokens", "log_probs", "versions"):
+            columns[name] = column_of(
+                name, ragged_from_rows([of[name] for of in found.values()]), len(found)
+            )
         columns["rows"] = column_of("rows", torch.tensor(list(found)), len(found))
         return partial(write_rows, path, columns, {})
 
@@ -119,7 +121,9 @@ class RowsAhead:
             rows = columns.pop("rows").values.tolist()
             sizes = columns["tokens"].lengths
             assert sizes is not None, path
-            parts = {name: x.values.split(sizes.tolist()) for name, x in columns.items()}
+            parts = {}
+            for name, x in columns.items():
+                parts[name] = x.values.split(sizes.tolist())
             for place, row in enumerate(rows):
                 self._saved[row] = {name: values[place].clone() for name, values in parts.items()}
 

@@ -115,7 +115,8 @@ class EngineWorker(Worker):
 
         ConfigError if engine.kind names an engine that the class is not bound to.
         """
-        kind, kinds = cfg.engine.kind, cls.engine_kinds
+        kind = cfg.engine.kind
+        kinds = cls.engine_kinds
         if not kinds or kind in kinds:
             return cfg
         if kind != EngineConfig.kind:
@@ -127,8 +128,14 @@ class EngineWorker(Worker):
 
     def __init__(self, cfg: Any, context: WorkerContext, *, head: str | None = None) -> None:
         """head: replaces the class's. ConfigError if a class combines roles with several heads."""
-        bases = [each for each in type(self).__mro__ if each is not EngineWorker]
-        heads = {vars(x)["head"]: x.__name__ for x in bases if "head" in vars(x)}
+        bases = []
+        for each in type(self).__mro__:
+            if each is not EngineWorker:
+                bases.append(each)
+        heads = {}
+        for x in bases:
+            if "head" in vars(x):
+                heads[vars(x)["head"]] = x.__name__
         if len(heads) > 1 and "head" not in vars(type(self)):
             raise ConfigError(
                 f"{type(self).__name__}: combines roles with several heads ("
@@ -269,7 +276,9 @@ class EngineWorker(Worker):
         """Folder of weights that are never trained: those of a model whose settings have no
         optimizer, or those that adapters are added to."""
         is_whole = self._is_trained and self.engine.model.lora is None
-        return None if is_whole else Path(self.cfg.model.path)
+        if is_whole:
+            return None
+        return Path(self.cfg.model.path)
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
         """Copy this rank's share of parameters, moments and schedule; returns what writes them.
@@ -286,7 +295,8 @@ class EngineWorker(Worker):
 
     def export_state(self, saved: Path, folder: Path, wait: Callable[[list[Path]], None]) -> None:
         """If the class exports its model: this rank's files of a Hugging Face folder."""
-        place, count = self._place, self.context.layout.size
+        place = self._place
+        count = self.context.layout.size
         if not self.exports or not self._is_trained:
             return
         names = [f"rank-{place}.safetensors" for place in range(count)]
@@ -303,7 +313,8 @@ class EngineWorker(Worker):
         if not self._is_trained:
             return
         files = StateFiles(folder, place=self._place, count=self.context.layout.size)
-        saved, mine = files.plain["shapes"], self._shapes
+        saved = files.plain["shapes"]
+        mine = self._shapes
         for name in sorted(saved.keys() | mine.keys()):
             if saved.get(name) != mine.get(name):
                 raise CheckpointError(
@@ -332,8 +343,10 @@ class EngineWorker(Worker):
     @cached_property
     def _model(self) -> dict[str, Any]:
         """What a Hugging Face folder of the model needs besides weights."""
-        model, dtype = self.engine.model, str(self.engine.dtype).removeprefix("torch.")
-        config, source = json.loads(json.dumps(dict(model.config))), str(model.source.absolute())
+        model = self.engine.model
+        dtype = str(self.engine.dtype).removeprefix("torch.")
+        config = json.loads(json.dumps(dict(model.config)))
+        source = str(model.source.absolute())
         found = {"config": config, "dtype": dtype, "source": source}
         if model.lora is not None:
             layers = {name.rsplit(".", 3)[1] for name in self._shapes}  # x.q_proj.lora_A.weight
@@ -344,7 +357,10 @@ class EngineWorker(Worker):
 
     @property
     def _shapes(self) -> dict[str, list[int]]:
-        return {name: list(shape) for name, shape in self.engine.trained_shapes.items()}
+        shapes = {}
+        for name, shape in self.engine.trained_shapes.items():
+            shapes[name] = list(shape)
+        return shapes
 
     @property
     def _is_trained(self) -> bool:
@@ -352,7 +368,9 @@ class EngineWorker(Worker):
 
     @property
     def _steps_done(self) -> int:
-        return 0 if self.engine.optimizer is None else self.engine.optimizer.steps_done
+        if self.engine.optimizer is None:
+            return 0
+        return self.engine.optimizer.steps_done
 
     @property
     def _file(self) -> str:
@@ -376,16 +394,26 @@ def _lender_of(cfg: Any, context: WorkerContext) -> EngineWorker | None:
     name = getattr(cfg, "shares", None)
     lender = context.workers.get(name) if name is not None else None
     if name is not None and not isinstance(lender, EngineWorker):
-        got, expected = f"{name} before there is one on rank {context.rank}", "it there"
+        got = f"{name} before there is one on rank {context.rank}"
+        expected = "it there"
         do = f"spawn {name} first, on the same pool"
         raise ConfigError.of(f"{context.name}.shares", got, expected, do)
-    return lender if isinstance(lender, EngineWorker) else None
+    if isinstance(lender, EngineWorker):
+        return lender
+    return None
 
 
 def axis_groups(layout: Layout, axes: Sequence[str]) -> list[tuple[int, ...]]:
     """The pool and the groups of some axes, each once; groups of a single rank are left out."""
-    groups = [group for axis in axes for group in layout.axis_groups(axis)]
-    return [ranks for ranks in dict.fromkeys([layout.ranks, *groups]) if len(ranks) > 1]
+    groups = []
+    for axis in axes:
+        for group in layout.axis_groups(axis):
+            groups.append(group)
+    result = []
+    for ranks in dict.fromkeys([layout.ranks, *groups]):
+        if len(ranks) > 1:
+            result.append(ranks)
+    return result
 
 
 class FSDPWorker(EngineWorker):

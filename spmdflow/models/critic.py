@@ -77,7 +77,13 @@ class CostCriticWorker(CriticWorker):
     def update_cost_critic(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps."""
         known = ("prompts", "responses", "response_mask", *VALID)
-        kept = {name: batch[name] for name in known if name in batch.keys()}
+        kept = {}
+        for name in known:
+            if name in batch.keys():
+                kept[name] = batch[name]
         own = {"values": batch["cost_values"], "returns": batch["cost_returns"]}
         metrics = self.update_critic(TensorDict(kept | own, batch_size=batch.batch_size))
-        return {f"cost_{name}": value for name, value in metrics.items()}
+        result = {}
+        for name, value in metrics.items():
+            result[f"cost_{name}"] = value
+        return result

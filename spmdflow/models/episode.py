@@ -68,7 +68,8 @@ def check_environment(label: str, cfg: Any, arguments: Mapping[str, Any]) -> Non
 def requests_of(generator: Generator, model_path: str, what: str) -> LastingRequests:
     """Requests of a generator; ConfigError if it takes none, as `what` needs."""
     if not isinstance(generator, RequestGenerator):
-        got, do = type(generator).__name__, "choose another actor.rollout.engine"
+        got = type(generator).__name__
+        do = "choose another actor.rollout.engine"
         raise ConfigError.of(what, got, "a generator that takes requests", do)
     return LastingRequests(generator, end_tokens(model_path))
 
@@ -121,18 +122,17 @@ class EpisodeWorker(Worker):
     @staticmethod
     def episode_rows(batch: TensorDict) -> list[dict[str, Any]]:
         """What the environment is called with, for each row."""
-        return [
-            json.loads(row) | {"prompt": text}
-            for row, text in zip(batch["row"], batch["prompt_text"], strict=True)
-        ]
+        result = []
+        for row, text in zip(batch["row"], batch["prompt_text"], strict=True):
+            result.append(json.loads(row) | {"prompt": text})
+        return result
 
     def episode_columns(self, batch: TensorDict, found: list[Episode], prefix: str) -> TensorDict:
         """Report the episodes of a call; their columns. RewardError if too many failed."""
-        causes = [
-            f"row {int(self.call.row_ids[each.number])}: {each.cause}"
-            for each in found
-            if each.cause
-        ]
+        causes = []
+        for each in found:
+            if each.cause:
+                causes.append(f"row {int(self.call.row_ids[each.number])}: {each.cause}")
         if causes and self._errors.is_strict:
             raise RewardError(causes[0])
         for cause in causes[:_MOST_TOLD]:
@@ -181,7 +181,8 @@ class EpisodeWorker(Worker):
         """As `fresh_generator`; ConfigError, which names the method, for one without requests."""
         generator = self.fresh_generator()
         if not isinstance(generator, RequestGenerator):
-            kind, do = type(generator).__name__, "choose another actor.rollout.engine"
+            kind = type(generator).__name__
+            do = "choose another actor.rollout.engine"
             raise ConfigError.of(method, kind, "a generator that takes requests", do)
         return generator
 
@@ -205,7 +206,10 @@ class EpisodeWorker(Worker):
 
     def _report_episodes(self, found: list[Episode], prefix: str, first_failure: str) -> None:
         """Metrics of the episodes; RewardError if too many failed, over all ranks."""
-        scored = [each.scores for each in found if each.scores is not None]
+        scored = []
+        for each in found:
+            if each.scores is not None:
+                scored.append(each.scores)
         scores = sum(each["score"] for each in scored)
         metrics: dict[str, Metric] = {"mean": Mean(scores, len(scored))} | average_terms(scored)
         ran = torch.tensor([not each.cause for each in found]).bool()
@@ -233,27 +237,33 @@ class EpisodeWorker(Worker):
 
     def _columns(self, batch: TensorDict, found: list[Episode]) -> TensorDict:
         """The columns of `run_episodes`; a row without a score has one masked token."""
-        tokenizer, device = load_tokenizer(self.cfg.rollout.tokenizer_path), self.context.device
-        own, end = rows_of(batch["prompts"]), eos_token_id(tokenizer)
+        tokenizer = load_tokenizer(self.cfg.rollout.tokenizer_path)
+        device = self.context.device
+        own = rows_of(batch["prompts"])
+        end = eos_token_id(tokenizer)
         valid = [each.scores is not None for each in found]
-        shown = [
-            each
-            if each.scores is not None
-            else each._replace(
-                scores={"score": nan},
-                prompt=own[each.number].tolist(),
-                tokens=[end],
-                mask=[False],
-                log_probs=[0.0],
-                versions=[-1],
-                calls=[],
+        shown = []
+        for each in found:
+            shown.append(
+                each
+                if each.scores is not None
+                else each._replace(
+                    scores={"score": nan},
+                    prompt=own[each.number].tolist(),
+                    tokens=[end],
+                    mask=[False],
+                    log_probs=[0.0],
+                    versions=[-1],
+                    calls=[],
+                )
             )
-            for each in found
-        ]
         lengths = torch.tensor([len(each.tokens) for each in shown], dtype=torch.int64)
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            values = [value for each in shown for value in getattr(each, name)]
+            values = []
+            for each in shown:
+                for value in getattr(each, name):
+                    values.append(value)
             return ragged(torch.tensor(values, dtype=dtype), lengths).to(device)
 
         scores = torch.tensor([each.scores["score"] for each in shown if each.scores])

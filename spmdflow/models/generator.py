@@ -63,16 +63,18 @@ def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
             f"the mark, as a second call on the same rows must not repeat the noise of the first; "
             f"write @register(..., draws=True) above the method"
         )
-    return [
-        seed_of(
-            context.seed,
-            "generate",
-            0 if is_held_out(row) else call.step,
-            row,
-            *([generation] if generation else []),
+    result = []
+    for row, generation in zip(call.row_ids.tolist(), call.generation.tolist(), strict=True):
+        result.append(
+            seed_of(
+                context.seed,
+                "generate",
+                0 if is_held_out(row) else call.step,
+                row,
+                *([generation] if generation else []),
+            )
         )
-        for row, generation in zip(call.row_ids.tolist(), call.generation.tolist(), strict=True)
-    ]
+    return result
 
 
 def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
@@ -140,7 +142,8 @@ class SamplingWorker(EpisodeWorker):
             max_new_tokens=max_new_tokens,
             stop=stop,
         )
-        seeds, prompts = row_seeds(self.context, self.call), batch["prompts"]
+        seeds = row_seeds(self.context, self.call)
+        prompts = batch["prompts"]
         if "responses" in batch.keys():
             return self._go_on(batch, sampling, seeds)
         made = self.fresh_generator().generate(prompts, sampling, seeds)
@@ -149,10 +152,15 @@ class SamplingWorker(EpisodeWorker):
 
     def _go_on(self, batch: TensorDict, sampling: Sampling, seeds: list[int]) -> TensorDict:
         """The response so far of each row, with another turn behind it."""
-        said = [""] * len(seeds) if "tool_text" not in batch.keys() else list(batch["tool_text"])
+        if "tool_text" not in batch.keys():
+            said = [""] * len(seeds)
+        else:
+            said = list(batch["tool_text"])
         ids = template_ids(load_tokenizer(self.cfg.rollout.tokenizer_path), said)
         turn = Turn.of(batch, ids, most=self.cfg.rollout.max_new_tokens)
-        limits = [min(room, sampling.max_new_tokens) for room in turn.room]
+        limits = []
+        for room in turn.room:
+            limits.append(min(room, sampling.max_new_tokens))
         generator = self.request_generator("generate_sequences on rows with a response")
         seeds = [seeds[place] for place in turn.places]
         rows = self.call.row_ids[turn.places].tolist()
@@ -238,7 +246,8 @@ class GeneratorWorker(SamplingWorker):
         ConfigError for a generator that takes no requests, or draws with its own noise.
         """
         if getattr(self.generator, "keeps_noise", False):
-            got, do = self.cfg.rollout.engine, "choose another actor.rollout.engine"
+            got = self.cfg.rollout.engine
+            do = "choose another actor.rollout.engine"
             expected = "a generator whose noise belongs to the row, as rows go on over a sync"
             raise ConfigError.of("flow.queue", got, expected, do)
         if self._runner is None:
@@ -254,9 +263,12 @@ class GeneratorWorker(SamplingWorker):
         """
         self.fresh_generator()
         call = replace(self.call, step=step)
-        rows, seeds = rows_of(batch["prompts"]), row_seeds(self.context, call)
+        rows = rows_of(batch["prompts"])
+        seeds = row_seeds(self.context, call)
         sampling = self.sampling.for_call()
-        requests = [Request(row.cpu(), seed, sampling) for row, seed in zip(rows, seeds)]
+        requests = []
+        for row, seed in zip(rows, seeds):
+            requests.append(Request(row.cpu(), seed, sampling))
         self.rows_ahead.begin_sequences(self.call.row_ids.tolist(), requests)
 
     @register(
@@ -272,7 +284,8 @@ class GeneratorWorker(SamplingWorker):
         under way until these have ended. version: of the policy that learns from them.
         """
         found = self.rows_ahead.finish_sequences(self.call.row_ids.tolist())
-        device, none = self.context.device, torch.zeros(0)
+        device = self.context.device
+        none = torch.zeros(0)
         lengths = torch.tensor([len(row.tokens) for row in found], dtype=torch.int64).to(device)
         tokens, log_probs, versions = (
             torch.cat([getattr(row, name) for row in found] or [none]).to(device, dtype)
@@ -349,7 +362,8 @@ class GeneratorWorker(SamplingWorker):
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
         """Responses that were begun ahead, once for each replica; see RowsAhead.save."""
-        ahead, context = self._ahead, self.context
+        ahead = self._ahead
+        context = self.context
         if ahead is None or Replica.of(context.layout, context.rank, context.groups).place:
             return None
         return ahead.save(folder / f"ahead-{context.rank}.safetensors")

@@ -132,7 +132,8 @@ class PolicyWorker(EngineWorker):
             return None
         if "rollout_log_probs" in batch.keys():
             self._report_drift(batch, made["old_log_probs"])
-        mask, entropy = chosen_mask(batch), pad(made["entropy"])
+        mask = chosen_mask(batch)
+        entropy = pad(made["entropy"])
         total = float((entropy * mask).sum())
         self.report({"actor/entropy": Mean(total, float(mask.sum()))})
         return made.exclude("entropy")
@@ -151,7 +152,8 @@ class PolicyWorker(EngineWorker):
         temperature = self.cfg.rollout.temperature
 
         def score(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:
-            log_p, log_q = output.log_probs(temperature), output.log_probs(temperature / 2)
+            log_p = output.log_probs(temperature)
+            log_q = output.log_probs(temperature / 2)
             return {"squared_probs": micro.spread((2 * log_p - log_q).exp().clamp(max=1.0))}
 
         return self.score(batch, score)
@@ -250,7 +252,9 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         """Function that moves the weights to a storage shared with the generator; None: no such."""
         self._mode = sync_mode(self.cfg, self.context.layout)
         self._storage = storage_of(self._mode, self.context)
-        return None if self._storage is None else self._storage.adopt
+        if self._storage is None:
+            return None
+        return self._storage.adopt
 
     @property
     def is_synced(self) -> bool:

@@ -59,7 +59,9 @@ class PairWorker(EngineWorker):
         """(n, 2) float32: scores of both sequences of all n rows, given as 2n sequences."""
         with self.resident("parameters"):
             made = self._scores(rows, self.engine.count_micro_batches(rows))
-        return None if made is None else pair_up(made)
+        if made is None:
+            return None
+        return pair_up(made)
 
     def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
         """(n,) float32: scores of n sequences; None before the last pipeline stage."""
@@ -68,7 +70,9 @@ class PairWorker(EngineWorker):
             return {"scores": self.score_sequence(output, micro)}
 
         made = self.engine.forward(rows, scores, num_micro_batches=num_micro_batches)
-        return None if made is None else made["scores"].float()
+        if made is None:
+            return None
+        return made["scores"].float()
 
     def _step_on_pairs(
         self, rows: TensorDict, slopes_of: Callable[[Tensor], Slopes]
@@ -84,7 +88,8 @@ class PairWorker(EngineWorker):
         losses = slopes[: len(slopes) // 2]
         if scores is not None:
             losses, slopes = slopes_of(pair_up(scores))
-        rows["pair_losses"], rows["score_slopes"] = torch.cat([losses, losses]), slopes
+        rows["pair_losses"] = torch.cat([losses, losses])
+        rows["score_slopes"] = slopes
         loss = PairLoss(self.score_sequence)
         return self.engine.train_step(rows, loss, num_micro_batches=forwards)
 
@@ -132,7 +137,8 @@ class PreferenceWorker(PairWorker):
         Pairs report loss, accuracy (equal rewards count half), margin and both rewards; labelled
         rows the mean rewards of both kinds and the KL estimate, which may be negative here.
         """
-        rows, ref = answer_rows(batch), batch["ref_answer_log_probs"]
+        rows = answer_rows(batch)
+        ref = batch["ref_answer_log_probs"]
         scores = self._score_pairs(rows)
         if scores is None:
             return None
@@ -169,7 +175,8 @@ class PreferenceWorker(PairWorker):
         seen: list[dict[str, Mean]] = []
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
-            ref, answers = rows["ref_answer_log_probs"], answer_rows(rows)
+            ref = rows["ref_answer_log_probs"]
+            answers = answer_rows(rows)
 
             def slopes_of(scores: Tensor) -> Slopes:
                 seen.append(_pair_metrics(implicit_rewards(scores, ref, self._preference)))
@@ -185,7 +192,8 @@ class PreferenceWorker(PairWorker):
 
     def _label_step(self, batch: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
         """Labelled rows, after the other rows' answers have measured the KL."""
-        ref, rows = batch["ref_answer_log_probs"], own_answer_rows(batch)
+        ref = batch["ref_answer_log_probs"]
+        rows = own_answer_rows(batch)
         asked = other_answer_rows(batch)
         others = self._scores(asked, self.engine.count_micro_batches(asked))
         rows["kl_log_ratios"] = ref[:, 1] * 0 if others is None else others - ref[:, 1]
@@ -231,7 +239,9 @@ class RewardModelWorker(PairWorker):
         """
 
         def slopes_of(scores: Tensor) -> Slopes:
-            return score_slopes(*scores.T) if len(scores) else (scores[:, 0], scores.reshape(-1))
+            if len(scores):
+                return score_slopes(*scores.T)
+            return (scores[:, 0], scores.reshape(-1))
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
             return self._step_on_pairs(pair_rows(rows), slopes_of)
@@ -269,7 +279,10 @@ def _accuracies(margins: Tensor) -> Tensor:
 def _add_means(metrics: list[dict[str, Mean]]) -> dict[str, Mean]:
     """The same means over the rows of all of them."""
     names = metrics[0] if metrics else {}
-    return {n: Mean(*map(sum, zip(*(found[n] for found in metrics)))) for n in names}
+    result = {}
+    for n in names:
+        result[n] = Mean(*map(sum, zip(*(found[n] for found in metrics))))
+    return result
 
 
 def _mean(x: Tensor) -> Mean:

@@ -47,12 +47,16 @@ class RewardWorker(Worker):
     @classmethod
     def layout_of(cls, cfg: RewardConfig, ranks: tuple[int, ...]) -> Layout:
         """Layout of the reward model; functions alone are data-parallel."""
-        return _ModelScorer.layout_of(cfg, ranks) if cfg.model else Layout.data_parallel(ranks)
+        if cfg.model:
+            return _ModelScorer.layout_of(cfg, ranks)
+        return Layout.data_parallel(ranks)
 
     @classmethod
     def needed_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
         """Groups of the reward model; functions alone need the pool's only."""
-        return _ModelScorer.needed_groups(cfg, layout) if cfg.model else [layout.ranks]
+        if cfg.model:
+            return _ModelScorer.needed_groups(cfg, layout)
+        return [layout.ranks]
 
     @classmethod
     def host_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
@@ -87,17 +91,24 @@ class RewardWorker(Worker):
         RewardError if too many did. score_terms: the terms of each score, as JSON. prefix: of the
         metrics (means over valid rows); give another for rows other than the training batch.
         """
-        by_model = None if self._model is None else self._model.scores(batch, self.call)
+        if self._model is None:
+            by_model = None
+        else:
+            by_model = self._model.scores(batch, self.call)
         if by_model is None and self._model is not None:
             return None  # before the last stage
-        begun, self.begun = self.begun, None
+        begun = self.begun
+        self.begun = None
         texts, judged = self.judge(batch, self.call) if begun is None else begun.result()
         judgement = self._share_judgement(judged)
         results = self._sum_up(judgement, by_model)
         drops = self._on_error.kind == "drop"
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
-        kept = [result for result, counts in zip(results, valid.tolist()) if counts]
+        kept = []
+        for result, counts in zip(results, valid.tolist()):
+            if counts:
+                kept.append(result)
         metrics = {"mean": Mean(float(scores[valid].double().sum()), len(kept))} | average_terms(
             kept
         )
@@ -120,7 +131,9 @@ class RewardWorker(Worker):
         }
         made = TensorDict(columns, batch_size=batch.batch_size)
         made.set_non_tensor("response_text", texts)
-        terms = [{name: x for name, x in row.items() if name != "score"} for row in results]
+        terms = []
+        for row in results:
+            terms.append({name: x for name, x in row.items() if name != "score"})
         made.set_non_tensor("score_terms", list(map(json.dumps, terms)))
         return made
 
@@ -134,17 +147,19 @@ class RewardWorker(Worker):
         if self._pool is None:
             return texts, None
         lengths = lengths_of(batch["responses"]).tolist()
-        rows = [
-            json.loads(row) | {"response_tokens": length}
-            for row, length in zip(batch["row"], lengths, strict=True)
-        ]
-        prompts, row_ids = list(batch["prompt_text"]), call.row_ids.tolist()
+        rows = []
+        for row, length in zip(batch["row"], lengths, strict=True):
+            rows.append(json.loads(row) | {"response_tokens": length})
+        prompts = list(batch["prompt_text"])
+        row_ids = call.row_ids.tolist()
         return texts, self._pool.score(prompts, texts, rows, row_ids=row_ids)
 
     @property
     def frozen_folder(self) -> Path | None:
         """Folder of the reward model, if there is one."""
-        return Path(self.cfg.model.path) if self.cfg.model else None
+        if self.cfg.model:
+            return Path(self.cfg.model.path)
+        return None
 
     def close(self) -> None:
         """End the worker processes of reward functions."""
@@ -155,7 +170,10 @@ class RewardWorker(Worker):
         """For each row {"score": weighted, ...}; by_model: (B,), or ragged with each token's."""
         if is_ragged(by_model):
             by_model = pad(by_model).double().sum(-1)
-        return [weighted(self._model_terms, [{"score": score}]) for score in by_model.tolist()]
+        result = []
+        for score in by_model.tolist():
+            result.append(weighted(self._model_terms, [{"score": score}]))
+        return result
 
     def _token_rewards(self, scores: Tensor, by_model: Tensor | None, batch: TensorDict) -> Tensor:
         """Ragged float32: the model's rewards of tokens, and what is left of scores at the end."""
@@ -207,7 +225,8 @@ class _ModelScorer(EngineWorker):
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
-        folder, actor = Path(self.cfg.model.path), Path(cfg.tokenizer_path)
+        folder = Path(self.cfg.model.path)
+        actor = Path(cfg.tokenizer_path)
         self._encodes = own_vocabulary(f"{context.name}.model.path", folder, actor) is not None
         self._max_positions = Architecture.sizes_from_folder(folder).max_positions
 
@@ -216,7 +235,8 @@ class _ModelScorer(EngineWorker):
 
         None before the last pipeline stage.
         """
-        self.call, rows = call, batch.select("prompts", "responses")
+        self.call = call
+        rows = batch.select("prompts", "responses")
         if self._encodes:
             rows = self._encode_again(rows)
             count = self.engine.count_micro_batches(rows)
@@ -236,7 +256,8 @@ class _ModelScorer(EngineWorker):
         scores = made["scores"].float().cpu()
         finite = (pad(scores) if self.cfg.per_token else scores[:, None]).isfinite().all(-1)
         if not finite.all():
-            row, path = int(finite.int().argmin()), self.cfg.model.path
+            row = int(finite.int().argmin())
+            path = self.cfg.model.path
             got = f"a score that is not finite for row {self.call.row_ids[row]}"
             do = f"check the weights of {path}, or set model.dtype=float32"
             raise RewardError.of("reward model", got, "finite scores", do)
@@ -245,8 +266,11 @@ class _ModelScorer(EngineWorker):
     def _encode_again(self, rows: TensorDict) -> TensorDict:
         """Each row's text in the model's own tokens: a prompt without a response."""
         pairs = zip(rows_of(rows["prompts"]), rows_of(rows["responses"]), strict=True)
-        tokens = [[*prompt.tolist(), *response.tolist()] for prompt, response in pairs]
-        path, most = self.cfg.model.path, self._max_positions
+        tokens = []
+        for prompt, response in pairs:
+            tokens.append([*prompt.tolist(), *response.tolist()])
+        path = self.cfg.model.path
+        most = self._max_positions
         own = load_tokenizer(path)
         found = encode_again(load_tokenizer(self.cfg.tokenizer_path), own, tokens)
         lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
@@ -265,7 +289,10 @@ def average_terms(results: list[Result]) -> dict[str, Metric]:
     names = sorted({name for result in results for name in result} - {"score", "answer"})
     metrics: dict[str, Metric] = {}
     for name in names:
-        values = [result[name] for result in results if name in result]
+        values = []
+        for result in results:
+            if name in result:
+                values.append(result[name])
         metrics[name] = Sum(sum(values)) if name == "errors" else Mean(sum(values), len(values))
     return metrics
 
@@ -323,5 +350,7 @@ class CostWorker(RewardWorker):
         if made is None:
             return None
         found = ("scores", "token_level_rewards", "valid")
-        columns = {name: made[column] for name, column in zip(_COST_WRITES, found, strict=True)}
+        columns = {}
+        for name, column in zip(_COST_WRITES, found, strict=True):
+            columns[name] = made[column]
         return TensorDict(columns, batch_size=batch.batch_size)

@@ -88,7 +88,9 @@ def text_rows(texts: Tensor) -> TensorDict:
     """Rows with the first token of each text (ragged ids) as prompt, the others as response."""
     rows = rows_of(texts)
     parts = {"prompts": [row[:1] for row in rows], "responses": [row[1:] for row in rows]}
-    columns = {name: ragged_from_rows(part, dtype=torch.int64) for name, part in parts.items()}
+    columns = {}
+    for name, part in parts.items():
+        columns[name] = ragged_from_rows(part, dtype=torch.int64)
     return TensorDict(columns, batch_size=[len(rows)])
 
 
@@ -102,11 +104,10 @@ def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallI
     texts = text_rows(batch["pretrain_ids"])
     samples = batch.exclude("pretrain_ids")
     lengths = lengths_of(texts["responses"])
-    columns = {
-        str(name): _stack(column, texts.get(name, None), lengths)
-        for name, column in samples.items()
-        if isinstance(column, Tensor)
-    }
+    columns = {}
+    for name, column in samples.items():
+        if isinstance(column, Tensor):
+            columns[str(name)] = _stack(column, texts.get(name, None), lengths)
     columns["is_text"] = torch.arange(2 * count) >= count
     minis = tuple(
         MiniBatch(torch.cat([mini.index, mini.index + count]), mini.num_micro_batches)
@@ -128,7 +129,8 @@ def _stack(column: Tensor, below: Tensor | None, lengths: Tensor) -> Tensor:
 
 def _split_pairs(batch: TensorDict, name: str) -> list[Tensor]:
     """Both parts of each row of a column: all chosen ones, then all rejected ones."""
-    both, cuts = rows_of(batch[name]), batch["chosen_tokens"].tolist()
+    both = rows_of(batch[name])
+    cuts = batch["chosen_tokens"].tolist()
     return [row[:cut] for row, cut in zip(both, cuts)] + [row[cut:] for row, cut in zip(both, cuts)]
 
 
@@ -139,10 +141,10 @@ def _cut_own_answers(batch: TensorDict) -> list[Sequence]:
 def _cut_other_answers(batch: TensorDict) -> list[Sequence]:
     """Prompts of labelled rows with the answers of other rows."""
     answers = rows_of(batch["answers"])
-    return [
-        (prompt, answer, torch.ones_like(answer, dtype=torch.bool))
-        for (prompt, _, _), answer in zip(_cut_own_answers(batch), answers, strict=True)
-    ]
+    other_answers = []
+    for (prompt, _, _), answer in zip(_cut_own_answers(batch), answers, strict=True):
+        other_answers.append((prompt, answer, torch.ones_like(answer, dtype=torch.bool)))
+    return other_answers
 
 
 def _cut(ids: Tensor, mask: Tensor) -> Sequence:
@@ -158,8 +160,7 @@ def _cut(ids: Tensor, mask: Tensor) -> Sequence:
 
 def _build_rows(sequences: Iterable[Sequence]) -> TensorDict:
     found = list(sequences)
-    columns = {
-        name: ragged_from_rows([row[place] for row in found], dtype=dtype)
-        for place, (name, dtype) in enumerate(_COLUMNS.items())
-    }
+    columns = {}
+    for place, (name, dtype) in enumerate(_COLUMNS.items()):
+        columns[name] = ragged_from_rows([row[place] for row in found], dtype=dtype)
     return TensorDict(columns, batch_size=[len(found)])

@@ -39,11 +39,20 @@ class Turn:
     def of(cls, batch: TensorDict, said: Sequence[Sequence[int]], *, most: int) -> Turn:
         """Rows with a response, and what is said behind it, as ids; most: tokens of a response."""
         responses = rows_of(batch["responses"])
-        room = [most - len(row) - len(ids) for row, ids in zip(responses, said, strict=True)]
-        places = [place for place, left in enumerate(room) if left > 0]
-        heard = [torch.tensor(said[place], dtype=torch.int64) for place in places]
+        room = []
+        for row, ids in zip(responses, said, strict=True):
+            room.append(most - len(row) - len(ids))
+        places = []
+        for place, left in enumerate(room):
+            if left > 0:
+                places.append(place)
+        heard = []
+        for place in places:
+            heard.append(torch.tensor(said[place], dtype=torch.int64))
         prompts = rows_of(batch["prompts"])
-        whole = [torch.cat([prompts[i], responses[i], ids]) for i, ids in zip(places, heard)]
+        whole = []
+        for i, added in zip(places, heard):
+            whole.append(torch.cat([prompts[i], responses[i], added]))
         return cls(
             places,
             ragged_from_rows(whole, dtype=torch.int64),
@@ -57,7 +66,8 @@ class Turn:
         heard = rows_of(self.heard)
         made = TensorDict({}, batch_size=self.before.batch_size)
         for name, entry in zip(RESPONSE, _HEARD, strict=True):
-            rows, more = rows_of(self.before[name]), rows_of(sampled[name].cpu())
+            rows = rows_of(self.before[name])
+            more = rows_of(sampled[name].cpu())
             for place, ids, new in zip(self.places, heard, more, strict=True):
                 said = ids if name == "responses" else torch.full(ids.shape, entry)
                 rows[place] = torch.cat([rows[place], said, new])

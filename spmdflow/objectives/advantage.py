@@ -51,7 +51,9 @@ from spmdflow.transfer.worker import Mean, Metric
 
 def _not_weighted(cfg: AdvantageConfig) -> tuple[str, ...]:
     """Columns that only metrics need (kl_coef 0); without them the update reports these metrics."""
-    return ("old_log_probs",) if cfg.kl_coef == 0 else ()
+    if cfg.kl_coef == 0:
+        return ("old_log_probs",)
+    return ()
 
 
 @map_function(
@@ -81,7 +83,9 @@ def compute_advantages(
     unknown estimator, ColumnError if kl_coef is not 0 and a column of the KL is missing.
     """
     lengths = lengths_of(batch["response_mask"])
-    mask, valid = chosen_mask(batch), valid_rows(batch)  # (B, R), (B,)
+    # (B, R), (B,)
+    mask = chosen_mask(batch)
+    valid = valid_rows(batch)
     columns = numbers_of(batch, valid)
     columns["token_level_rewards"] = columns["token_level_rewards"] - weighted_kl(
         columns, mask, cfg
@@ -90,10 +94,12 @@ def compute_advantages(
     chosen = ESTIMATORS.find(estimator)
     if valid is not None:
         valid = _find_comparable_rows(valid, columns, groups if chosen.groups else None)
-        mask, groups = mask & valid[:, None], groups.only(valid)
+        mask = mask & valid[:, None]
+        groups = groups.only(valid)
         columns = _zero_failed_rows(columns, valid)
     made = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
-    where, names = f"@advantage({estimator!r})", ("advantages", "returns")
+    where = f"@advantage({estimator!r})"
+    names = ("advantages", "returns")
     advantages, returns = check_returned(where, made, names, mask.shape)
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
@@ -102,7 +108,9 @@ def compute_advantages(
 
 def _make_ragged(columns: Mapping[str, Tensor], lengths: Tensor) -> TensorDict:
     """Columns (B, R) as ragged float32 ones."""
-    made = {name: ragged_from_padded(x.float(), lengths) for name, x in columns.items()}
+    made = {}
+    for name, x in columns.items():
+        made[name] = ragged_from_padded(x.float(), lengths)
     return TensorDict(made, batch_size=[len(lengths)])
 
 
@@ -116,15 +124,17 @@ def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tens
         if isinstance(column, Tensor):
             values = pad(column) if is_ragged(column) else column
             found[str(name)] = values.double() if values.is_floating_point() else values
-    return found if valid is None else _zero_failed_rows(found, valid)
+    if valid is None:
+        return found
+    return _zero_failed_rows(found, valid)
 
 
 def _zero_failed_rows(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
     """The columns with zeros in the rows that are not valid (B,)."""
-    return {
-        name: torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
-        for name, x in columns.items()
-    }
+    result = {}
+    for name, x in columns.items():
+        result[name] = torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
+    return result
 
 
 def _find_comparable_rows(
@@ -147,7 +157,10 @@ def weighted_kl(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfi
     """kl_coef * KL estimate of the sampled tokens, (B, R) (Ziegler et al. 2019, eq. 2)."""
     if cfg.kl_coef == 0:
         return torch.zeros_like(columns["token_level_rewards"])
-    missing = [name for name in ("old_log_probs", "ref_log_probs") if name not in columns]
+    missing = []
+    for name in ("old_log_probs", "ref_log_probs"):
+        if name not in columns:
+            missing.append(name)
     if missing:
         raise ColumnError(
             f"compute_advantages: columns {missing} are missing; expected them because "
@@ -189,7 +202,9 @@ def compute_safe_advantages(
     the global batch if cfg.whiten.
     """
     lengths = lengths_of(batch["response_mask"])
-    mask, valid = chosen_mask(batch), valid_rows(batch)  # (B, R), (B,)
+    # (B, R), (B,)
+    mask = chosen_mask(batch)
+    valid = valid_rows(batch)
     columns = numbers_of(batch, valid)
     half_kl = weighted_kl(columns, mask, cfg) / 2
     columns["token_level_rewards"] = columns["token_level_rewards"] - half_kl

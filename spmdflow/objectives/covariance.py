@@ -46,7 +46,9 @@ def mark_covariant_tokens(
     """
     mask = chosen_mask(batch)
     log_probs, advantages = (pad(batch[name]).double() for name in ("old_log_probs", "advantages"))
-    sums = [masked.sum() for masked in (mask.double(), inside(log_probs, mask))]
+    sums = []
+    for masked in (mask.double(), inside(log_probs, mask)):
+        sums.append(masked.sum())
     tokens, log_prob, advantage = reduce(torch.stack([*sums, inside(advantages, mask).sum()]))
     tokens = tokens.clamp(min=1)
     covariance = (log_probs - log_prob / tokens) * (advantages - advantage / tokens)
@@ -78,14 +80,16 @@ def _mark_largest(x: Tensor, mask: Tensor, count: int, reduce: Reduce) -> Tensor
     """
     bits = x.float().view(torch.int32).long() & 0xFFFFFFFF
     keys = torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
-    threshold, alike = 0, mask
+    threshold = 0
+    alike = mask
     for shift in (24, 16, 8, 0):
         bytes_ = keys >> shift & 0xFF
         sizes = reduce(torch.bincount(bytes_[alike], minlength=256).double())
         from_above = sizes.flip(0).cumsum(0).flip(0)  # of a byte and those above it
         byte = max(int((from_above >= count).sum()) - 1, 0)  # 0: there are fewer in all
         count -= int(from_above[byte] - sizes[byte])
-        threshold, alike = threshold | byte << shift, alike & (bytes_ == byte)
+        threshold = threshold | byte << shift
+        alike = alike & (bytes_ == byte)
     return mask & (keys >= threshold)
 
 

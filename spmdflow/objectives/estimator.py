@@ -108,7 +108,8 @@ def gae(
     advantages = torch.zeros_like(values)
     next_value = next_advantage = pending = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
-        chosen, reward = mask[:, t], rewards[:, t] + pending
+        chosen = mask[:, t]
+        reward = rewards[:, t] + pending
         delta = reward + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
         advantages[:, t] = torch.where(chosen, advantage, 0.0)
@@ -126,7 +127,8 @@ def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
 @advantage("grpo", groups=True)
 def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = (s_i - mean_G s) / (std_G s + 1e-6), std unbiased (Shao et al. 2024, section 4.1.2)."""
-    scores, groups = samples.scores, samples.groups
+    scores = samples.scores
+    groups = samples.groups
     normalised = (scores - groups.means(scores)) / (_group_deviation(samples) + 1e-6)
     return _repeat_per_token(samples, torch.where(groups.sizes() > 1, normalised, scores))
 
@@ -161,7 +163,8 @@ def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     The baseline of least variance if a row's squared gradient grows with its length (Hao et al.
     2025, "On-policy RL with optimal reward baseline", eq. 7).
     """
-    scores, groups = samples.scores, samples.groups
+    scores = samples.scores
+    groups = samples.groups
     lengths = samples.mask.sum(-1).double()
     baseline = groups.sums(lengths * scores) / groups.sums(lengths).clamp(min=1)
     return _repeat_per_token(samples, torch.where(groups.sizes() > 1, scores - baseline, scores))
@@ -190,7 +193,8 @@ def pass_at_k_std(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     With k = n only the best row has one: (max - second) / (std + 1e-6) (Tang et al. 2025, arXiv
     2503.19595, in the form of the public implementation).
     """
-    found, several = _gain_over_best(samples, cfg), samples.groups.sizes() > 1
+    found = _gain_over_best(samples, cfg)
+    several = samples.groups.sizes() > 1
     divided = found / (_group_deviation(samples) + 1e-6)
     return _repeat_per_token(samples, torch.where(several, divided, found))
 
@@ -223,7 +227,8 @@ def optimal_token_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     policy's tokens. Where no other row of the group has a token t, A_t = G_t: a row's own return as
     its baseline would leave nothing (Li et al. 2026, arXiv 2602.07078).
     """
-    mask, columns = samples.mask, samples.columns
+    mask = samples.mask
+    columns = samples.columns
     to_go = reward_to_go(samples.rewards, mask, 1.0)
     weights = 1 - 2 * columns["old_log_probs"].exp() + columns["squared_probs"]
     weights = weights * columns.get("rollout_weights", torch.ones_like(weights)).square()
@@ -279,7 +284,8 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 def _gain_over_best(samples: Samples, cfg: AdvantageConfig) -> Tensor:
     """(B,) the A_i of `pass_at_k`; s_i alone where a prompt has one sample."""
-    scores, groups = samples.scores, samples.groups
+    scores = samples.scores
+    groups = samples.groups
     sizes = groups.sizes()
     ordered = groups.members(scores).sort(-1).values  # nan comes last
     weights = torch.zeros_like(ordered)
@@ -293,20 +299,24 @@ def _gain_over_best(samples: Samples, cfg: AdvantageConfig) -> Tensor:
 def _weigh_places(n: int, width: int, best_of: int) -> Tensor:
     """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) at place j of n scores in ascending order."""
     k = max(2, min(best_of or n, n))
-    table = [comb(j, k - 2) / comb(n - 1, k - 1) if j < n - 1 else 0.0 for j in range(width)]
+    table = []
+    for j in range(width):
+        table.append(comb(j, k - 2) / comb(n - 1, k - 1) if j < n - 1 else 0.0)
     return torch.tensor(table, dtype=torch.float64)
 
 
 def _group_deviation(samples: Samples) -> Tensor:
     """(B,) unbiased standard deviation of the group's scores; 0 for one row or equal scores."""
-    scores, groups = samples.scores, samples.groups
+    scores = samples.scores
+    groups = samples.groups
     centred = scores - groups.means(scores)
     return (groups.sums(centred.square()) / (groups.sizes() - 1).clamp(min=1)).sqrt()
 
 
 def _subtract_group_mean(samples: Samples) -> Tensor:
     """(B,) s_i - mean_G s; s_i alone where a prompt has one sample."""
-    scores, groups = samples.scores, samples.groups
+    scores = samples.scores
+    groups = samples.groups
     return torch.where(groups.sizes() > 1, scores - groups.means(scores), scores)
 
 

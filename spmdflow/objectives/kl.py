@@ -104,7 +104,8 @@ def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDi
 
     Reports its mean as advantage/measured_kl. A row that failed has 0 and is not in the mean.
     """
-    mask, valid = chosen_mask(batch), valid_rows(batch)
+    mask = chosen_mask(batch)
+    valid = valid_rows(batch)
     old, ref = (pad(batch[name]).double() for name in ("old_log_probs", "ref_log_probs"))
     kl = inside(kl_estimate("k1", old, ref), mask).sum(-1)
     rows = float(len(kl) if valid is None else valid.sum())
@@ -145,7 +146,9 @@ class AdaptiveKL(KeptNumber):
             got = f"advantage.kl_coef {cfg.kl_coef:g}, target {target:g} and gain {gain:g}"
             expected = "all above 0, and gain below 5, as the weight is multiplied"
             raise ConfigError.of("AdaptiveKL", got, expected, "set them")
-        self.value, self._target, self._gain = cfg.kl_coef, target, gain
+        self.value = cfg.kl_coef
+        self._target = target
+        self._gain = gain
 
     def update(self, mean_kl: float) -> None:
         """One step towards the target, by the mean KL of a batch's responses in nats."""
@@ -160,7 +163,9 @@ class AdaptiveKL(KeptNumber):
 def _serving(arguments: Mapping[str, Any]) -> dict[str, str]:
     """rollout_log_probs may serve for weights of tokens, near 1; not for a response's product."""
     by_token = getattr(arguments.get("cfg"), "kind", "sequence") != "sequence"
-    return {"old_log_probs": "rollout_log_probs"} if by_token else {}
+    if by_token:
+        return {"old_log_probs": "rollout_log_probs"}
+    return {}
 
 
 @map_function(
@@ -258,10 +263,12 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Me
     log_ppl_abs_diff, log_ppl_abs_diff_max: of its absolute value; ppl_ratio: mean of e to its power
     ("When speed kills stability", Liu and Li 2025).
     """
-    log_ratio, tokens = bounded(old - rollout), float(mask.sum())
+    log_ratio = bounded(old - rollout)
+    tokens = float(mask.sum())
     lengths = mask.sum(-1)
     some = lengths > 0
-    rows, lengths = float(some.sum()), lengths[some].double()
+    rows = float(some.sum())
+    lengths = lengths[some].double()
     mine, other = (-x[some].sum(-1) / lengths for x in (rollout, old))  # log-perplexities
     gap = other - mine
     by_token = {

@@ -66,7 +66,10 @@ class CausalOutput:
         assert temperature > 0, temperature
         rows = self.hidden.shape[-1] if self.weight is None else len(self.weight)
         words = rows if self.vocab_size is None else self.vocab_size - self.first
-        hidden = self.hidden if self.weight is None else self.hidden.to(self.weight.dtype)
+        if self.weight is None:
+            hidden = self.hidden
+        else:
+            hidden = self.hidden.to(self.weight.dtype)
         parts = HOST_PARTS if hidden.is_cpu else 1
         task = _Task(
             temperature,
@@ -118,7 +121,10 @@ class _Task:
         if hidden.is_cpu:  # few different ones: see `product`
             size = 1 << (size.bit_length() - 1)
         starts = range(0, self.width, size)
-        return [slice(start, min(start + size, self.width)) for start in starts]
+        result = []
+        for start in starts:
+            result.append(slice(start, min(start + size, self.width)))
+        return result
 
     def scaled(self, hidden: Tensor, weight: Tensor | None, columns: slice) -> Tensor:
         """(n, c): logits / temperature of a block, float32 at least; float64 stays float64."""

@@ -90,9 +90,12 @@ def check_returned(where: str, returned: Any, names: Sequence[str], shape: torch
     ProtocolError if it is anything else. where: the function, as the user marks it.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
-    shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in parts]
+    shapes = []
+    for x in parts:
+        shapes.append(tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
     if shapes != [tuple(shape)] * len(names):
-        got, expected = f"{len(parts)} of {shapes}", f"({', '.join(names)}), each {tuple(shape)}"
+        got = f"{len(parts)} of {shapes}"
+        expected = f"({', '.join(names)}), each {tuple(shape)}"
         raise ProtocolError.of(where, got, expected, "return these tensors as a tuple")
     return returned
 

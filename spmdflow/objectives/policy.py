@@ -40,7 +40,8 @@ class Before:
 
     def add(self, log_probs: Tensor, entropy: Tensor, micro: Micro) -> None:
         """Add a micro-batch; log_probs and entropy: (b, R), of the trainer, without gradient."""
-        mask, columns = micro.response_mask, micro.columns
+        mask = micro.response_mask
+        columns = micro.columns
         found = {"tokens": mask.sum(), "rows": mask.any(-1).sum()}
         found["actor/entropy"] = masked_sum(entropy, mask)
         if "rollout_log_probs" in columns:
@@ -56,7 +57,8 @@ class Before:
     def metrics(self) -> dict[str, Metric]:
         """What the rank reports; empty before the last pipeline stage."""
         sums = {name: float(total) for name, total in self._sums.items()}
-        tokens, rows = sums.pop("tokens", 0.0), sums.pop("rows", 0.0)
+        tokens = sums.pop("tokens", 0.0)
+        rows = sums.pop("rows", 0.0)
         found: dict[str, Metric] = {name: Mean(total, tokens) for name, total in sums.items()}
         if "actor/reference_kl" in sums:
             total = sums["actor/reference_kl"]
@@ -97,7 +99,9 @@ class PolicyLoss(Loss):
                 f"rollout.temperature: got {temperature}; expected above 0, since log-probs are "
                 f"of logits / temperature; greedy rollouts cannot train a policy, use 1.0"
             )
-        self.cfg, self.temperature, self._budget = cfg, temperature, budget
+        self.cfg = cfg
+        self.temperature = temperature
+        self._budget = budget
         self.truncates = False
         """Whether old_log_probs are always the generator's (update.old_log_probs=rollout)."""
         self.before: Before | None = None
@@ -107,14 +111,16 @@ class PolicyLoss(Loss):
         self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of one micro-batch."""
-        mask, columns = micro.response_mask, micro.columns
+        mask = micro.response_mask
+        columns = micro.columns
         totals = {**totals, "budget": totals["sequences"] * self._budget}
         log_probs, entropies = self._read(output, micro)
         if self.before is not None and entropies is not None:
             self.before.add(log_probs.detach(), entropies.detach(), micro)
         old_log_probs = inside(columns.get("old_log_probs", log_probs.detach()), mask)
         advantages = inside(columns["advantages"], mask)
-        means, least = {}, log_probs.detach() - math.log(LARGEST_RATIO)
+        means = {}
+        least = log_probs.detach() - math.log(LARGEST_RATIO)
         if self.truncates:
             means["rollout/weight_clipped"] = (old_log_probs < least).float()
         counted = old_log_probs.maximum(least) if self.truncates else old_log_probs
@@ -148,10 +154,12 @@ class PolicyLoss(Loss):
         """The policy loss of each token, all (B, R); covariant: the tokens that `MARKED` need."""
         given = (log_probs, old_log_probs, advantages, mask, self.cfg)
         if self.cfg.surrogate not in MARKED:
-            made, where = self._terms(*given), f"@policy_loss({self.cfg.surrogate!r})"
+            made = self._terms(*given)
+            where = f"@policy_loss({self.cfg.surrogate!r})"
             return Surrogate(*check_returned(where, made, Surrogate._fields, mask.shape))
         if covariant is None:
-            got, expected = "no column covariant", f"it for loss.surrogate={self.cfg.surrogate}"
+            got = "no column covariant"
+            expected = f"it for loss.surrogate={self.cfg.surrogate}"
             do = "batch |= batch.map(mark_covariant_tokens, cfg=cfg.actor.loss, seed=step.number)"
             raise ColumnError.of("policy loss", got, expected, do)
         return Surrogate(*self._terms(*given, covariant.bool() & mask))
@@ -192,7 +200,8 @@ class PolicyLoss(Loss):
         metrics: dict[str, Tensor],
     ) -> Tensor:
         """Aggregated KL to the reference, 0 if it is not in the loss; adds it to metrics."""
-        mask, columns = micro.response_mask, micro.columns
+        mask = micro.response_mask
+        columns = micro.columns
         if self.cfg.kl_coef == 0:
             return log_probs.new_zeros(())
         if "ref_log_probs" not in columns:
@@ -244,7 +253,8 @@ class ValueLoss(Loss):
         values = micro.spread(output.at(micro.predicting))
         losses, clipped = clipped_value_loss(values, old_values, returns, self.cfg.clip_range)
         loss = aggregate(losses, micro.response_mask, totals, self.cfg.aggregation)
-        error, target = (returns - old_values).double(), returns.double()
+        error = (returns - old_values).double()
+        target = returns.double()
         means = {
             "critic/clip_fraction": clipped.float(),
             "critic/value_mean": values.detach(),

@@ -59,7 +59,8 @@ def dpo(pair: AnswerPair, cfg: PreferenceLossConfig) -> Tensor:
     DPO (Rafailov et al. 2023, eq. 7); log 2 at pi = pi_ref. e: the assumed share of wrong labels
     (conservative DPO, Mitchell 2023).
     """
-    margin, smoothing = cfg.beta * pair.log_ratio, cfg.label_smoothing
+    margin = cfg.beta * pair.log_ratio
+    smoothing = cfg.label_smoothing
     return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
 
 
@@ -233,7 +234,8 @@ class LabelLoss(Loss):
 
         Metrics: kl (nats, not below 0) and the mean implicit rewards of both kinds of answers.
         """
-        cfg, good = self._cfg, micro.columns["desirable"].bool()
+        cfg = self._cfg
+        good = micro.columns["desirable"].bool()
         log_probs = answer_log_probs(output, micro)
         ref = micro.columns["ref_answer_log_probs"][:, 0]
         kl = log_probs.new_tensor(totals["kl"] / max(totals["rows"], 1.0))

@@ -51,7 +51,8 @@ class PretrainedPolicyLoss(Loss):
     """
 
     def __init__(self, policy: PolicyLoss, coef: float) -> None:
-        self._policy, self._coef = policy, coef
+        self._policy = policy
+        self._coef = coef
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
         """Those of the policy loss, and "text_tokens"."""

@@ -193,11 +193,13 @@ def dppo_kl(
     D = p log(p / q) + (1 - p) log((1 - p + e) / (1 - q + e)), p = pi_old, q = pi, e = 1e-8. A token
     is left out where D > clip_ratio_high, q > p and A > 0, or D > clip_ratio, q < p and A <= 0.
     """
-    q, p = torch.exp(log_probs), torch.exp(old_log_probs)
+    q = torch.exp(log_probs)
+    p = torch.exp(old_log_probs)
     others = torch.log((1 - p + 1e-8) / (1 - q + 1e-8))
     divergence = p * (old_log_probs - log_probs) + (1 - p) * others
     low, high = _range(cfg)
-    up, down = (divergence > high - 1) & (q > p), (divergence > 1 - low) & (q < p)
+    up = (divergence > high - 1) & (q > p)
+    down = (divergence > 1 - low) & (q < p)
     far = torch.where(advantages > 0, up, down)
     return _masked_out(log_probs, old_log_probs, advantages, far, cfg)
 
@@ -224,7 +226,8 @@ def dro(
     with the policy before the update as its reference.
     """
     if cfg.dro_beta is None:
-        got, expected = "none with loss.surrogate=dro", "a number above 0"
+        got = "none with loss.surrogate=dro"
+        expected = "a number above 0"
         raise ConfigError.of("loss.dro_beta", got, expected, "set it, such as 0.1")
     gap = bounded(log_probs - old_log_probs)
     loss = cfg.dro_beta / 2 * gap.square() - advantages * log_probs
@@ -275,11 +278,13 @@ def clip_cov(
 def _clipped(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) -> Surrogate:
     free = -advantages * ratio
     held = -advantages * ratio.clamp(*_range(cfg))
-    loss, clipped = torch.maximum(free, held), held > free
+    loss = torch.maximum(free, held)
+    clipped = held > free
     if cfg.dual_clip is not None:
         most = -advantages * cfg.dual_clip
         beyond = (advantages < 0) & (loss > most)
-        loss, clipped = torch.where(beyond, most, loss), clipped | beyond
+        loss = torch.where(beyond, most, loss)
+        clipped = clipped | beyond
     return Surrogate(loss, ratio, clipped)
 
 

@@ -45,12 +45,17 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
     """Tensors of host memory on the device, all in one copy."""
     if device == CPU:
         return list(columns)
-    sizes = [-(-column.nbytes // _ALIGNED) * _ALIGNED for column in columns]
+    sizes = []
+    for column in columns:
+        sizes.append(-(-column.nbytes // _ALIGNED) * _ALIGNED)
     joined = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
 
     def parts(whole: Tensor) -> list[Tensor]:  # .data: own version counters
         pairs = zip(whole.split(sizes), columns, strict=True)
-        return [each[: x.nbytes].view(x.dtype).view(x.shape).data for each, x in pairs]
+        result = []
+        for each, x in pairs:
+            result.append(each[: x.nbytes].view(x.dtype).view(x.shape).data)
+        return result
 
     for part, column in zip(parts(joined), columns, strict=True):
         part.copy_(column)

@@ -61,7 +61,8 @@ class GroupTable:
     """The process groups of one rank."""
 
     def __init__(self, rank: int, timeout_seconds: float = COLLECTIVE_SECONDS) -> None:
-        self._rank, self.timeout_seconds = rank, timeout_seconds
+        self._rank = rank
+        self.timeout_seconds = timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
         self._known: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
@@ -162,9 +163,14 @@ class _Told(NamedTuple):
 
 def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """What every rank of the group passes, in order: plain data, never unpickled. Collective."""
-    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else own_device()
+    if dist.get_backend(group) == "gloo":
+        device = torch.device("cpu")
+    else:
+        device = own_device()
     data = torch.frombuffer(bytearray(encode(_Told(mine))), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    sizes = []
+    for _ in range(group.size()):
+        sizes.append(torch.zeros(1, dtype=torch.int64, device=device))
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
@@ -191,7 +197,9 @@ def broadcast_plain(mine: Any, group: dist.ProcessGroup) -> Any:
         data = torch.empty(int(size), dtype=torch.uint8)
     for piece in data.split(_PIECE_BYTES):
         dist.broadcast(piece, first, group=group)
-    return mine if is_first else decode(data.numpy().data, max_bytes=None).value
+    if is_first:
+        return mine
+    return decode(data.numpy().data, max_bytes=None).value
 
 
 def _forget_meshes() -> None:

@@ -115,7 +115,8 @@ class Layout:
         """Position of a global rank in the pool; ConfigError if it is not in it."""
         place = self._places.get(rank)
         if place is None:
-            expected, do = f"one of {_shown(self.ranks)}", "ask only about ranks of the pool"
+            expected = f"one of {_shown(self.ranks)}"
+            do = "ask only about ranks of the pool"
             raise ConfigError.of("layout", f"rank {rank}", expected, do)
         return place
 
@@ -151,14 +152,22 @@ class Layout:
         Groups are ordered by the other axes, dp slowest: gen_replica's by dp * d_g + micro_dp.
         """
         if axis == "embedding":
-            return [tuple(sorted({group[0], group[-1]})) for group in self.axis_groups("pp")]
-        grid, dims = self._grid, _AXES.get(axis)
+            result = []
+            for group in self.axis_groups("pp"):
+                result.append(tuple(sorted({group[0], group[-1]})))
+            return result
+        grid = self._grid
+        dims = _AXES.get(axis)
         if not self.nests and axis in _GENERATION_AXES:
-            grid, dims = self._generation_grid, _GENERATION_AXES[axis]
+            grid = self._generation_grid
+            dims = _GENERATION_AXES[axis]
         if dims is None:
             expected = f"one of {', '.join(sorted(_AXES))}"
             raise ConfigError.of("layout", f"axis {axis!r}", expected, "choose one of these")
-        others = [dim for dim in range(grid.ndim) if dim not in dims]
+        others = []
+        for dim in range(grid.ndim):
+            if dim not in dims:
+                others.append(dim)
         size = prod(grid.shape[dim] for dim in dims)
         rows = grid.transpose(*others, *dims).reshape(-1, size)
         return [tuple(row) for row in rows.tolist()]
@@ -171,7 +180,8 @@ class Layout:
     @cached_property
     def _grid(self) -> np.ndarray:
         """(replicate, shard, gen_pp, micro pp, gen_tp, micro tp) int64: global ranks."""
-        pp_size, tp_size = self.pp_size, self.tp_size
+        pp_size = self.pp_size
+        tp_size = self.tp_size
         gen_pp, gen_tp = (self.gen_pp_size, self.gen_tp_size) if self.nests else (pp_size, tp_size)
         replicas = self.dp_size // self.shard_size, self.shard_size
         stages = gen_pp, pp_size // gen_pp, gen_tp, tp_size // gen_tp
@@ -184,7 +194,10 @@ class Layout:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.ranks)}
+        places = {}
+        for place, rank in enumerate(self.ranks):
+            places[rank] = place
+        return places
 
     def __str__(self) -> str:
         """Short name, such as t2p1d4. v: model chunks of a stage, if several; s: shard size, if
@@ -199,11 +212,18 @@ class Layout:
 
 def divisors(number: int) -> list[int]:
     """Divisors of a positive number, ascending."""
-    return [small for small in range(1, number + 1) if number % small == 0]
+    result = []
+    for small in range(1, number + 1):
+        if number % small == 0:
+            result.append(small)
+    return result
 
 
 def _check(layout: Layout) -> None:
-    ranks, pp_size, dp_size, tp_size = layout.ranks, layout.pp_size, layout.dp_size, layout.tp_size
+    ranks = layout.ranks
+    pp_size = layout.pp_size
+    dp_size = layout.dp_size
+    tp_size = layout.tp_size
     usable = tuple(sorted({rank for rank in ranks if rank >= 0}))
     if not ranks or ranks != usable:
         expected = "at least one, none negative, ascending, each once"
@@ -216,9 +236,11 @@ def _check(layout: Layout) -> None:
         do = "change a size or the pool, each size at least 1"
         raise ConfigError.of("layout", got, expected, do)
     if layout.shard_size < 1 or dp_size % layout.shard_size:
-        got, expected = f"shard_size {layout.shard_size}", f"a divisor of dp_size {dp_size}"
+        got = f"shard_size {layout.shard_size}"
+        expected = f"a divisor of dp_size {dp_size}"
         raise ConfigError.of("layout", got, expected, f"choose one of {divisors(dp_size)}")
-    gen_tp_size, gen_pp_size = layout.gen_tp_size, layout.gen_pp_size
+    gen_tp_size = layout.gen_tp_size
+    gen_pp_size = layout.gen_pp_size
     if min(gen_tp_size, gen_pp_size) < 1 or layout.size % (gen_tp_size * gen_pp_size):
         got = f"gen_tp_size {gen_tp_size} * gen_pp_size {gen_pp_size}"
         expected = f"a divisor of the {layout.size} ranks {_shown(ranks)}"
@@ -230,5 +252,6 @@ def _shown(ranks: tuple[int, ...]) -> str:
     """Ranks as text, the middle left out when there are many."""
     if len(ranks) <= 8:
         return str(tuple(ranks))
-    head, tail = ranks[:3], ranks[-1]
+    head = ranks[:3]
+    tail = ranks[-1]
     return f"({', '.join(map(str, head))}, ... {tail}; {len(ranks)} ranks)"

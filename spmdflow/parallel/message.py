@@ -29,7 +29,9 @@ from spmdflow.errors import MessageError, ProtocolError
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages are refused: data of that size belongs into the transfer lane."""
 
-_ARRAY, _RECORD, _TUPLE = 1, 2, 3
+_ARRAY = 1
+_RECORD = 2
+_TUPLE = 3
 _ARRAY_KINDS = "biuf"
 _PLAIN: tuple[Any, ...] = (str, int, float, dict, list)
 
@@ -122,7 +124,9 @@ def _record_bytes(obj: Any) -> bytes:
     name = f"{cls.__module__}:{cls.__qualname__}"
     if _find_class(name) is not cls:
         raise TypeError(f"got a {name}, which is not a module-level class")
-    values = [getattr(obj, field) for field in _field_names(cast(Any, cls))]
+    values = []
+    for field in _field_names(cast(Any, cls)):
+        values.append(getattr(obj, field))
     return _pack([name, values], _extension_with_tuples)
 
 
@@ -137,8 +141,13 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 def _find_class(name: str) -> type | None:
     """The class called "module:Class" if its module is imported; never imports."""
     module, _, qualname = name.partition(":")
-    found = vars(sys.modules[module]).get(qualname) if module in sys.modules else None
-    return found if isinstance(found, type) else None
+    if module in sys.modules:
+        found = vars(sys.modules[module]).get(qualname)
+    else:
+        found = None
+    if isinstance(found, type):
+        return found
+    return None
 
 
 def _restored(code: int, data: bytes) -> Any:
@@ -188,7 +197,8 @@ def name_of(thing: Callable[..., Any]) -> str:
     return name
 
 
-_MODELS, _OBJECTIVES = "base critic generator policy preference reward", "advantage covariance kl"
+_MODELS = "base critic generator policy preference reward"
+_OBJECTIVES = "advantage covariance kl"
 HOMES = frozenset(
     [f"spmdflow.models.{name}" for name in _MODELS.split()]
     + [f"spmdflow.objectives.{name}" for name in _OBJECTIVES.split()]
@@ -211,7 +221,10 @@ def find(name: str, is_marked: Callable[[Any], bool], expected: str) -> Any:
         raise ProtocolError.of(name, got, "one that the script imports", do)
     thing: Any = sys.modules[module]
     for part in path.split("."):
-        thing = vars(thing).get(part) if isinstance(thing, type | ModuleType) else None
+        if isinstance(thing, type | ModuleType):
+            thing = vars(thing).get(part)
+        else:
+            thing = None
     if not is_marked(thing) or name_of(thing) != name:
         do = "define it at the top level of the script, or import it there"
         raise ProtocolError.of("command", name, expected, do)

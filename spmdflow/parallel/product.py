@@ -57,7 +57,8 @@ def _fits(left: Tensor, right: Tensor) -> bool:
 
 def _pieces(num_rows: int) -> tuple[list[slice], int]:
     """The pieces of so many rows, and where the rest begins."""
-    pieces, start = list[slice](), 0
+    pieces = list[slice]()
+    start = 0
     for size in _PIECES:
         while num_rows - start >= size:
             pieces.append(slice(start, start + size))
@@ -96,7 +97,9 @@ class _Linear(torch.autograd.Function):
         """x (n, in), weight (out, in), bias (out,) -> (n, out)."""
         ctx.save_for_backward(x, weight)
         found = product(x, weight.T)
-        return found if bias is None else found.add_(bias)
+        if bias is None:
+            return found
+        return found.add_(bias)
 
     @staticmethod
     @differentiable_once
@@ -107,7 +110,10 @@ class _Linear(torch.autograd.Function):
         to_weight = None
         if of_weight:  # faster with few rows
             is_tall = len(weight) > x.shape[1]
-            to_weight = product_over(x, grad).T if is_tall else product_over(grad, x)
+            if is_tall:
+                to_weight = product_over(x, grad).T
+            else:
+                to_weight = product_over(grad, x)
         return product(grad, weight) if of_x else None, to_weight, grad.sum(0) if of_bias else None
 
 

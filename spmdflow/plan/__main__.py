@@ -37,7 +37,7 @@ from spmdflow.errors import ConfigError, DataError, PlanError
 from spmdflow.plan.auto import auto_plain, auto_text, resolve
 from spmdflow.plan.picture import write_picture
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.report import plan
+from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.residency import choose_by_plan
 from spmdflow.plan.showing import planning_shown
 from spmdflow.plan.text import plan_text
@@ -45,7 +45,9 @@ from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
 from spmdflow.plan.workload import hardware_of, nodes_of
 
-FINE, WRONG, REFUSED = 0, 1, 2
+FINE = 0
+WRONG = 1
+REFUSED = 2
 _HERE = "command line"
 
 
@@ -99,7 +101,8 @@ def _plan(options: argparse.Namespace) -> int:
     choices = choose_by_device(loaded.cfg, device, here=False)
     examples = {**loaded.assume, **dict(map(_example, options.assume))}
     if replay is not None:
-        examples, settings = {}, settings_of_run(replay, backend=backend)
+        examples = {}
+        settings = settings_of_run(replay, backend=backend)
     else:
         settings = TraceSettings(
             world=world,
@@ -109,7 +112,8 @@ def _plan(options: argparse.Namespace) -> int:
             most_calls=options.calls,
             read_data=not options.no_data,
         )
-    cfg, found = loaded.cfg, None
+    cfg = loaded.cfg
+    found = None
     with planning_shown(None):
         if options.auto or getattr(cfg, "placement", None) == AUTO:
             found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
@@ -117,18 +121,24 @@ def _plan(options: argparse.Namespace) -> int:
         choices += choose_by_plan(loaded.script, cfg, len(world), hardware, examples=examples)
         report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
     if options.picture is not None:
-        try:
-            write_picture(report, options.picture)
-        except OSError as err:
-            got = f"--picture {options.picture}: {err.strerror}"
-            expected = "a file that can be written"
-            raise ConfigError.of(_HERE, got, expected, "give another") from err
+        _write_picture(report, options.picture)
     if options.json:
         plain = report.to_plain() | ({"auto": auto_plain(found)} if found else {})
         sys.stdout.write(json.dumps(plain) + "\n")
     else:
         sys.stdout.write((auto_text(found) if found else "") + plan_text(report))
-    return WRONG if report.problems else FINE
+    if report.problems:
+        return WRONG
+    return FINE
+
+
+def _write_picture(report: PlanReport, path: Path) -> None:
+    """The plan as a picture; ConfigError if the file cannot be written."""
+    try:
+        write_picture(report, path)
+    except OSError as err:
+        got = f"--picture {path}: {err.strerror}"
+        raise ConfigError.of(_HERE, got, "a file that can be written", "give another") from err
 
 
 def _check_folder(picture: Path | None) -> None:

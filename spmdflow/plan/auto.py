@@ -66,7 +66,8 @@ def resolve(
     cfg is left as it is (Any: an object of the script's settings class).
     """
     mapping = find_mapping(dataflow_of(script, cfg, examples or {}), hardware, world_size)
-    best, found = mapping.best[0], copy.deepcopy(cfg)
+    best = mapping.best[0]
+    found = copy.deepcopy(cfg)
     changed: dict[str, Any] = {"placement": _placement(cfg, best)}
     for key, text in best.engine_overrides().items():
         changed |= _override(cfg, key, text)
@@ -80,7 +81,8 @@ def keep_placed(cfg: Any, saved: Mapping[str, Any], num_ranks: int, world_size: 
     saved: settings of the run that wrote the checkpoint, on num_ranks ranks. Pools and sizes hold
     where ranks and engines are the same; else cfg is left as it is.
     """
-    kept, differ = {"placement": saved.get("placement")}, []
+    kept = {"placement": saved.get("placement")}
+    differ = []
     if num_ranks != world_size:
         differ = [f"{num_ranks} ranks, now {world_size}"]
     parts: Iterable[tuple[str, Any]] = (*parts_of(cfg, EngineConfig), *parts_of(cfg, RolloutConfig))
@@ -99,7 +101,10 @@ def keep_placed(cfg: Any, saved: Mapping[str, Any], num_ranks: int, world_size: 
     if differ or kept["placement"] in (None, "auto"):
         return f"auto   placement afresh: the checkpoint's run had {', '.join(differ) or 'none'}"
     _set(cfg, kept)
-    layouts = [f"{key}={value}" for key, value in kept.items() if key.endswith("layout")]
+    layouts = []
+    for key, value in kept.items():
+        if key.endswith("layout"):
+            layouts.append(f"{key}={value}")
     return (
         f"auto   placement and sizes of the checkpoint's run: {', '.join(layouts) or 'no layouts'}"
     )
@@ -115,7 +120,10 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
     """Models and calls of one step of a script, sizes that may be searched left open."""
     traced = _traced(script, cfg, examples)
     roles = roles_of(cfg)
-    others = [n for n, model in traced.models.items() if n not in roles and has_engine(model.cfg)]
+    others = []
+    for n, model in traced.models.items():
+        if n not in roles and has_engine(model.cfg):
+            others.append(n)
     if others:
         raise ConfigError(
             f"placement: got auto for a script with {', '.join(others)} beside its roles, expected "
@@ -123,7 +131,9 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
             f"set placement=colocate or pools of your own"
         )
     known = simulated(traced, traced.in_step())
-    weights = [getattr(traced.models[name].settings, "model", None) for name in known.without]
+    weights = []
+    for name in known.without:
+        weights.append(getattr(traced.models[name].settings, "model", None))
     if known.dataflow is None or any(model is not None for model in weights):
         raise ConfigError(
             f"placement: got auto, but the sizes of {', '.join(known.without)} are not known "
@@ -162,7 +172,8 @@ def _traced(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
 def _open(model: Model, cfg: Any) -> Model:
     """The model with the user's sizes, and None where they may be searched."""
     part = getattr(cfg, model.name, None) or cfg.actor
-    engine, rollout = model.engine, model.rollout
+    engine = model.engine
+    rollout = model.rollout
     if engine.facts.cuts_model and hasattr(cfg, model.name):
         key = f"{model.name}.engine.layout"
         engine = replace(engine, layout=_sizes(key, part.engine.layout, EngineConfig.layout))
@@ -187,20 +198,35 @@ def _open(model: Model, cfg: Any) -> Model:
 
 def _sizes(key: str, text: str, default: str) -> tuple[int, int] | None:
     """The sizes that a layout names, None where it is the setting's default."""
-    return None if text == default else sizes_of(key, text)[:2]
+    if text == default:
+        return None
+    return sizes_of(key, text)[:2]
 
 
 def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
     """Pools of all roles. A role without a simulator joins the pool that is least busy in the
     preparation stage, or in the whole step if the script has one stage."""
-    stages = [_SCORING] if _SCORING in best.stage_seconds else list(best.stage_seconds)
-    pools = {name: dict(pool) for name, pool in best.to_config().items()}
-    placed = {role for pool in pools.values() for role in pool["roles"]}
+    if _SCORING in best.stage_seconds:
+        stages = [_SCORING]
+    else:
+        stages = list(best.stage_seconds)
+    pools = {}
+    for name, pool in best.to_config().items():
+        pools[name] = dict(pool)
+    placed = set()
+    for pool in pools.values():
+        for role in pool["roles"]:
+            placed.add(role)
     for role in (role for role in roles_of(cfg) if role not in placed):
-        busy = [sum(pool.stage_seconds.get(at, 0.0) for at in stages) for pool in best.pools]
+        busy = []
+        for placed_pool in best.pools:
+            busy.append(sum(placed_pool.stage_seconds.get(at, 0.0) for at in stages))
         idle = min(zip(busy, best.pools, strict=True), key=lambda p: (p[0], p[1].ranks))[1]
         pools["+".join(idle.roles)]["roles"].append(role)
-    return {"+".join(pool["roles"]): pool for pool in pools.values()}
+    result = {}
+    for pool in pools.values():
+        result["+".join(pool["roles"])] = pool
+    return result
 
 
 def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
@@ -241,7 +267,10 @@ def settings_text(found: Automatic) -> list[str]:
     lines: list[str] = []
     for key, value in found.changed.items():
         flow = {"default_flow_style": True, "sort_keys": False, "width": math.inf}
-        text = value if isinstance(value, str) else yaml.safe_dump(value, **flow).strip()
+        if isinstance(value, str):
+            text = value
+        else:
+            text = yaml.safe_dump(value, **flow).strip()
         lines += textwrap.wrap(
             shlex.quote(f"{key}={text}"),
             WIDTH - len(" \\"),
@@ -264,7 +293,8 @@ def placed_text(found: Automatic) -> str:
 
 def auto_plain(found: Automatic) -> dict[str, Any]:
     """The same as data."""
-    mapping, best = found.mapping, found.mapping.best[0]
+    mapping = found.mapping
+    best = found.mapping.best[0]
     return {
         "partitions": mapping.num_partitions,
         "is_tie": mapping.is_tie,

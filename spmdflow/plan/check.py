@@ -32,7 +32,10 @@ def check_members(trace: Trace) -> list[Problem]:
     """Every rank of a model runs its calls; all ranks of the world make the same groups in the
     same order; every group that a model needs or that a map function reduces over (with gloo) is
     made before it is used."""
-    return [Problem("members", text) for text in islice(_wrong_members(trace), _SHOWN)]
+    members = []
+    for text in islice(_wrong_members(trace), _SHOWN):
+        members.append(Problem("members", text))
+    return members
 
 
 def _wrong_members(trace: Trace) -> Iterator[str]:
@@ -77,7 +80,9 @@ def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
         return tuple(order.command["ranks"])
     if order.operation not in ("call", "spawn"):
         return ()
-    names = {p.get("group", p.get("name")) for p in order.commands.values()}
+    names = set()
+    for p in order.commands.values():
+        names.add(p.get("group", p.get("name")))
     if {p.get("method") for p in order.commands.values()} & {"send_weights", "receive_weights"}:
         names = next((set(pair) for pair in trace.links if names <= set(pair)), names)
     return tuple(sorted({r for name in names for r in trace.models[name].layout.ranks}))
@@ -109,25 +114,35 @@ def check_batches(trace: Trace) -> list[Problem]:
         for order in updates
         for text in _wrong_update(trace, order, *trace.batches[order.place])
     )
-    return [Problem("batches", text) for text in islice(found, _SHOWN)]
+    batches = []
+    for text in islice(found, _SHOWN):
+        batches.append(Problem("batches", text))
+    return batches
 
 
 def _wrong_update(trace: Trace, order: TracedOrder, ids: Ids, parents: Ids) -> Iterator[str]:
     model = trace.models[order.model]
-    firsts = [rank for rank in model.layout.ranks if model.layout.coordinate(rank)[::2] == (0, 0)]
-    shares = [order.commands[rank] for rank in firsts if rank in order.commands]
+    firsts = []
+    for rank in model.layout.ranks:
+        if model.layout.coordinate(rank)[::2] == (0, 0):
+            firsts.append(rank)
+    shares = []
+    for rank in firsts:
+        if rank in order.commands:
+            shares.append(order.commands[rank])
     counts = {len(plain["mini"]) for plain in shares}
-    forwards = {tuple(n for _, n in plain["mini"]) for plain in order.commands.values()}
+    forwards = set()
+    for plain in order.commands.values():
+        forwards.add(tuple(n for _, n in plain["mini"]))
     if len(counts) > 1 or len(forwards) > 1:
         yield (
             f"got {sorted(counts)} mini-batches with different numbers of forwards by rank, "
             f"expected the same on every rank; a rank would wait in a collective"
         )
         return
-    batches = [
-        np.concatenate([plain["ids"][plain["mini"][number][0]] for plain in shares])
-        for number in range(max(counts, default=0))
-    ]
+    batches = []
+    for number in range(max(counts, default=0)):
+        batches.append(np.concatenate([plain["ids"][plain["mini"][number][0]] for plain in shares]))
     update = model.cfg.update
     times = _times(ids, batches)
     if (times != update.num_epochs).any():
@@ -136,7 +151,9 @@ def _wrong_update(trace: Trace, order: TracedOrder, ids: Ids, parents: Ids) -> I
             f"(update.num_epochs) each; report this plan"
         )
     group = dict(zip(ids.tolist(), parents.tolist(), strict=True))
-    groups = [np.array([group.get(row, -1) for row in rows.tolist()]) for rows in batches]
+    groups = []
+    for rows in batches:
+        groups.append(np.array([group.get(row, -1) for row in rows.tolist()]))
     for text in _wrong_sizes(batches, groups, len(ids), update.mini_batch_size):
         yield f"{text}; report this plan"
 
@@ -152,7 +169,8 @@ def _wrong_sizes(
     batches: Sequence[Ids], groups: Sequence[np.ndarray], num_rows: int, size: int
 ) -> Iterator[str]:
     """What is wrong with single mini-batches and neighbours; groups: each row's prompt."""
-    filled, seen = 0, set[int]()
+    filled = 0
+    seen = set[int]()
     for number, rows in enumerate(batches):
         here, counts = np.unique(groups[number], return_counts=True)
         repeated = len(rows) - len(np.unique(rows))
@@ -175,7 +193,8 @@ def _wrong_sizes(
         filled += len(rows)
         seen |= set(here.tolist())
         if filled >= num_rows:
-            filled, seen = 0, set[int]()
+            filled = 0
+            seen = set[int]()
 
 
 def check_weights(copies: Copies, *, way: str) -> list[Problem]:
@@ -185,7 +204,10 @@ def check_weights(copies: Copies, *, way: str) -> list[Problem]:
     messages name it, such as "actor to generator".
     """
     found = islice(_wrong_boxes(copies), _SHOWN)
-    return [Problem("weights", f"{way}: {text}; derive the plan again") for text in found]
+    weights = []
+    for text in found:
+        weights.append(Problem("weights", f"{way}: {text}; derive the plan again"))
+    return weights
 
 
 def _wrong_boxes(copies: Copies) -> Iterator[str]:
@@ -198,8 +220,11 @@ def _wrong_boxes(copies: Copies) -> Iterator[str]:
     sides = [_tables(copies.have), _tables(copies.need)]
     proved: set[tuple[object, ...]] = set()
     for name in dict.fromkeys([*(n for table, _ in sides[1] for n in table), *rounds, *kept]):
-        sent, stays = rounds.get(name, []), kept.get(name, {})
-        rows = [tuple(tuple(table.get(name, ())) for table, _ in side) for side in sides]
+        sent = rounds.get(name, [])
+        stays = kept.get(name, {})
+        rows = []
+        for side in sides:
+            rows.append(tuple(tuple(table.get(name, ())) for table, _ in side))
         key = (*rows, *((relayed, id(moves)) for relayed, moves in sent), id(stays))
         if key not in proved:
             proved.add(key)
@@ -220,7 +245,11 @@ def _tables(side: BoxesByRank) -> Tables:
 
 
 def _by_rank(side: Tables, name: str) -> dict[int, Boxes]:
-    return {rank: tuple(table.get(name, ())) for table, ranks in side for rank in ranks}
+    result = {}
+    for table, ranks in side:
+        for rank in ranks:
+            result[rank] = tuple(table.get(name, ()))
+    return result
 
 
 class _Grid:
@@ -230,7 +259,9 @@ class _Grid:
         self.ranks = sorted(set(ranks))
         self._place = {rank: place for place, rank in enumerate(self.ranks)}
         bounds = zip(*(box.bounds for box in set(boxes)), strict=True)
-        cuts = [sorted({end for pair in dim for end in pair}) for dim in bounds]
+        cuts = []
+        for dim in bounds:
+            cuts.append(sorted({end for pair in dim for end in pair}))
         self._at = [{cut: place for place, cut in enumerate(dim)} for dim in cuts]
         self.shape = (*(len(dim) - 1 for dim in cuts), len(self.ranks))
 
@@ -245,7 +276,8 @@ class _Grid:
 
     def of(self, boxes: Mapping[int, Sequence[Box]]) -> np.ndarray:
         """How often each rank's boxes have each cell."""
-        found, ranks_of = self.zeros(), dict[Box, list[int]]()
+        found = self.zeros()
+        ranks_of = dict[Box, list[int]]()
         for rank, box in ((rank, box) for rank, some in boxes.items() for box in some):
             if rank in ranks_of.setdefault(box, []):
                 found[self.at(box, [rank])] += 1
@@ -263,15 +295,24 @@ def _wrong_tensor(
     rounds: Sequence[tuple[bool, Moves]],
     kept: Mapping[int, Boxes],
 ) -> Iterator[str]:
-    sent = [move for _, moves in rounds for move in moves]
-    boxes = [box for side in (have, need, kept) for some in side.values() for box in some]
+    sent = []
+    for _, moves in rounds:
+        for move in moves:
+            sent.append(move)
+    boxes = []
+    for side in (have, need, kept):
+        for some in side.values():
+            for box in some:
+                boxes.append(box)
     ranks = {rank for move in sent for rank in (move.source, *move.destinations)}
     grid = _Grid([*boxes, *(move.box for move in sent)], {*have, *need, *kept, *ranks})
     if prod(grid.shape) > _MOST_CELLS:
         yield f"{name}: got {grid.shape} cells and ranks, expected fewer to prove; not proved"
         return
-    held, needed = grid.of(have) > 0, grid.of(need) > 0
-    arrived, passed = grid.zeros(), grid.zeros()
+    held = grid.of(have) > 0
+    needed = grid.of(need) > 0
+    arrived = grid.zeros()
+    passed = grid.zeros()
     for relayed, moves in rounds:
         there, comes = (arrived > 0, passed) if relayed else (held, arrived)
         for move in moves:
@@ -284,7 +325,10 @@ def _wrong_tensor(
     wrong = (arrived + passed != (needed & ~held)) | (grid.of(kept) != (needed & held))
     for place in np.flatnonzero(wrong.any(axis=tuple(range(wrong.ndim - 1)))).tolist():
         rank = grid.ranks[place]
-        comes_here = [(move.source, move.box) for move in sent if rank in move.destinations]
+        comes_here = []
+        for move in sent:
+            if rank in move.destinations:
+                comes_here.append((move.source, move.box))
         arriving = tuple(box for _, box in comes_here)
         mine = (side.get(rank, ()) for side in (need, have, kept))
         error = find_cover_error(*mine, arriving)
@@ -303,14 +347,26 @@ def _cover_text(
     """What is wrong with one tensor on one rank; names the edge, or all candidates."""
     where = f"{box.bounds} of {name}"
     if what == MISSING:
-        others = {r: have[r] for r in sorted(have) if r != rank}
-        whole = [other for other, held in others.items() if not subtract_all([box], held)]
-        some = [other for other, held in others.items() if any(map(box.intersect, held))]
+        others = {}
+        for r in sorted(have):
+            if r != rank:
+                others[r] = have[r]
+        whole = []
+        for peer, held in others.items():
+            if not subtract_all([box], held):
+                whole.append(peer)
+        some = []
+        for peer, held in others.items():
+            if any(map(box.intersect, held)):
+                some.append(peer)
         either = " or ".join(map(str, whole or some)) or "?"
         return f"edge {either} -> {rank}: got no {where}, expected it before the generation"
     if what == FALSE:
         return f"rank {rank}: keeps {where}, expected a box that it has and needs"
-    senders = [source for source, other in comes if other.intersect(box)]
+    senders = []
+    for source, other in comes:
+        if other.intersect(box):
+            senders.append(source)
     said = {
         TWICE: "twice, expected each element once",
         THERE: "which is there already, expected only what is missing",
@@ -326,7 +382,10 @@ def check_shards(shards: Shards, *, way: str) -> list[Problem]:
     else.
     """
     found = islice(_wrong_rows(shards), _SHOWN)
-    return [Problem("weights", f"{way}: {text}; report this plan") for text in found]
+    result = []
+    for text in found:
+        result.append(Problem("weights", f"{way}: {text}; report this plan"))
+    return result
 
 
 def _wrong_rows(shards: Shards) -> Iterator[str]:
@@ -336,7 +395,9 @@ def _wrong_rows(shards: Shards) -> Iterator[str]:
         return
     proved: set[tuple[int, ...]] = set()
     for group in shards.groups:
-        sides = [[side[rank] for rank in group] for side in (shards.have, shards.need)]
+        sides = []
+        for side in (shards.have, shards.need):
+            sides.append([side[rank] for rank in group])
         key = tuple(id(table) for side in sides for table in side)
         if key in proved:
             continue
@@ -352,6 +413,7 @@ def _wrong_rows(shards: Shards) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def _differences(wanted: Boxes, everything: Boxes) -> list[tuple[str, Box]]:
-    missing, strange = subtract_all(wanted, everything), subtract_all(everything, wanted)
+    missing = subtract_all(wanted, everything)
+    strange = subtract_all(everything, wanted)
     found = [("no", box) for box in missing[:1]]
     return found + [("what it does not need,", box) for box in strange[:1]]

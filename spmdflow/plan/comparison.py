@@ -30,7 +30,8 @@ from spmdflow.tracking.tracker import read_lines
 
 logger = logging.getLogger(__name__)
 
-JSON_FILE, TEXT_FILE = "prediction.json", "prediction.txt"
+JSON_FILE = "prediction.json"
+TEXT_FILE = "prediction.txt"
 _SHOWN_EDGES = 12
 
 
@@ -121,7 +122,8 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
         traced = recorded_trace(replay)
     except SpmdflowError as err:
         return Comparison("", _stages(None, measured), notes=(f"nothing is predicted: {err}",))
-    ways, notes = weight_plans(traced), []
+    ways = weight_plans(traced)
+    notes = []
     try:  # with as many ranks a node as the run had
         nodes = list(replay.nodes.values())
         hardware = hardware or hardware_of(cfg.run.hardware, max(map(nodes.count, nodes)))
@@ -130,10 +132,16 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
     predicted = None
     if hardware is not None and traced.steps:
         steps = [traced.in_step(step) for step in traced.steps]
-        plain = [orders for orders in steps if all(order.phase == "train" for order in orders)]
+        plain = []
+        for orders in steps:
+            if all(order.phase == "train" for order in orders):
+                plain.append(orders)
         predicted = predict(traced, (plain or steps)[-1], hardware, ways=ways)
         notes += predicted.without.values()
-    unknown = [way for way in ways if way.inter_bytes < 0]
+    unknown = []
+    for way in ways:
+        if way.inter_bytes < 0:
+            unknown.append(way)
     notes += [f"bytes of weights to {way.target} are not compared: {way.note}" for way in unknown]
     return Comparison(
         hardware=hardware.name if hardware else "",
@@ -147,7 +155,10 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
 
 def _measured(run_dir: Path) -> dict[str, float]:
     """Median seconds by method and of a step."""
-    steps = [line for line in read_lines(run_dir / "metrics.jsonl") if line["step"] > 0]
+    steps = []
+    for line in read_lines(run_dir / "metrics.jsonl"):
+        if line["step"] > 0:
+            steps.append(line)
     if not steps:
         raise DataError(f"{run_dir}: got no step in metrics.jsonl, expected a run with steps")
     seconds: dict[str, list[float]] = {}
@@ -161,7 +172,10 @@ def _measured(run_dir: Path) -> dict[str, float]:
 
 def _stages(predicted: Prediction | None, measured: Mapping[str, float]) -> tuple[StageTime, ...]:
     known = predicted.stage_seconds() if predicted else {}
-    found = [StageTime(name, known[name], measured[name]) for name in known if name in measured]
+    found = []
+    for name in known:
+        if name in measured:
+            found.append(StageTime(name, known[name], measured[name]))
     step = StageTime("step", predicted.seconds if predicted else None, measured.get("step"))
     return *found, step
 
@@ -174,10 +188,10 @@ def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
 
 
 def _syncs(replay: Replay, traced: Trace, ways: Sequence[WeightPlan]) -> Iterator[SyncCount]:
-    reported, synced = (
-        {way.target: way.reported for way in ways},
-        (replay.start or {}).get("synced"),
-    )
+    reported = {}
+    for way in ways:
+        reported[way.target] = way.reported
+    synced = (replay.start or {}).get("synced")
     expected = syncs_by_step(traced, synced=synced or ())
     for step in replay.steps:
         times = expected.get(step, Counter())
@@ -198,7 +212,10 @@ def comparison_text(found: Comparison) -> str:
     if found.steps:
         steps = ", ".join(map(str, found.steps))
         lines += ["", f"row bytes by edge, steps {steps}: planned and counted", ""]
-        odd = [edge for edge in found.edges if edge.planned != edge.counted]
+        odd = []
+        for edge in found.edges:
+            if edge.planned != edge.counted:
+                odd.append(edge)
         ranked = sorted(found.edges, key=lambda edge: -edge.counted)
         rows = [("edge", "planned", "counted", "")]
         for source, to, *sizes in (odd or ranked)[:_SHOWN_EDGES]:

@@ -26,7 +26,9 @@ from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import PlanError, SpmdflowError
 
-PROMPTS, RESPONSES, TOOL_TEXT = "prompts", "responses", "tool_text"
+PROMPTS = "prompts"
+RESPONSES = "responses"
+TOOL_TEXT = "tool_text"
 TEXT_BYTES_PER_TOKEN = 4
 """Bytes of text that one token decodes to, where no run says otherwise (an assumption)."""
 
@@ -49,8 +51,12 @@ def form_of(name: str, text: str) -> ColumnForm:
     """
     head, _, like = text.partition(" like ")
     dtype, _, shape = head.strip().rstrip("]").partition("[")
-    extents = [part.strip() for part in shape.split(",") if part.strip()]
-    is_text, like = dtype == "text", like.strip()
+    extents = []
+    for part in shape.split(","):
+        if part.strip():
+            extents.append(part.strip())
+    is_text = dtype == "text"
+    like = like.strip()
     dtype = "uint8" if is_text else dtype
     known = isinstance(getattr(torch, dtype, None), torch.dtype)
     is_like = like in ("", PROMPTS, RESPONSES)
@@ -103,8 +109,10 @@ class Examples:
         """declared: these overrule the script's. longest: tokens of prompts and responses where
         nothing else says. is_replayed: metrics are a run's own, so none that is read is an example.
         """
-        self._is_replayed, self.longest = is_replayed, longest
-        self._overruling, self._declared = dict(declared), dict(declared)
+        self._is_replayed = is_replayed
+        self.longest = longest
+        self._overruling = dict(declared)
+        self._declared = dict(declared)
         self.used: dict[str, Any] = {}
         """Examples that the script read, or that decided a length."""
         self.guessed: set[str] = set()
@@ -131,7 +139,10 @@ class Examples:
         if not _is_texts(declared):
             return None
         self.used[name] = declared
-        return [declared[row % len(declared)] for row in ids.tolist()]
+        result = []
+        for row in ids.tolist():
+            result.append(declared[row % len(declared)])
+        return result
 
     def tokens(self, name: str, ids: np.ndarray) -> np.ndarray:
         """(n,) int64: items of the rows `ids` of prompts or responses."""
@@ -161,11 +172,11 @@ class Examples:
 
     def metrics(self) -> dict[str, float]:
         """Declared numbers by metric name; every call answers with all of them."""
-        return {
-            name: float(value)
-            for name, value in self._declared.items()
-            if isinstance(value, int | float) and name not in KNOWN
-        }
+        result = {}
+        for name, value in self._declared.items():
+            if isinstance(value, int | float) and name not in KNOWN:
+                result[name] = float(value)
+        return result
 
     def use(self, names: Iterable[str]) -> None:
         """Note that the script read these metrics."""
@@ -184,7 +195,10 @@ class Examples:
 
     def used_text(self) -> list[str]:
         """The examples that were used, as sentences."""
-        return [f"{name} = {value}" for name, value in sorted(self.used.items())]
+        result = []
+        for name, value in sorted(self.used.items()):
+            result.append(f"{name} = {value}")
+        return result
 
 
 def _is_texts(declared: Any) -> bool:
@@ -203,7 +217,8 @@ def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
     values = declared.tolist() if isinstance(declared, np.ndarray) else declared
     values = values if isinstance(values, Sequence) else ()
     if not values or not all(isinstance(value, int | float) for value in values):
-        where, do = f"assume {name}", f"write {name}=0.5 or {name}=[0, 1]"
+        where = f"assume {name}"
+        do = f"write {name}=0.5 or {name}=[0, 1]"
         raise PlanError.of(where, repr(declared), "a number or a list of numbers", do)
     numbers = np.asarray(values, dtype=np.float64)
     return numbers[ids % len(numbers)]
@@ -221,7 +236,9 @@ def scan_or_assume(
     """Facts of a file or a mixture (data.train_path or data.eval_path) as rank 0 would find them,
     or assumed ones; and a sentence that says which."""
     sources = data_sources("data", setting)
-    files = [Path(split_place(source.place)[0]) for source in sources]
+    files = []
+    for source in sources:
+        files.append(Path(split_place(source.place)[0]))
     path = " + ".join(source.place for source in sources)
     why = "it is not here" if not all(file.exists() for file in files) else ""
     if not why and not read_data:

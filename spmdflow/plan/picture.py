@@ -17,7 +17,12 @@ from spmdflow.plan.prediction import CallTime
 from spmdflow.plan.report import PlanReport
 from spmdflow.plan.text import seconds_of
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1000, 190, 20, 74, 30, 16
+_WIDTH = 1000
+_LEFT = 190
+_RIGHT = 20
+_TOP = 74
+_ROW = 30
+_GAP = 16
 _SPACE = _WIDTH - _LEFT - _RIGHT
 _COLOURS = {
     "generate": ("#3b7dd8", "generation"),
@@ -44,7 +49,8 @@ def write_picture(report: PlanReport, path: Path) -> None:
         expected = "a name that ends in .svg or .html"
         raise ConfigError.of(where, f"--picture {path}", expected, "rename it")
     if not report.prediction.calls:
-        got, expected = f"--picture {path} for a step without calls", "a schedule"
+        got = f"--picture {path} for a step without calls"
+        expected = "a schedule"
         raise ConfigError.of(where, got, expected, "plan a script that calls a model")
     picture = "\n".join(_svg(report)) + "\n"
     if path.suffix == ".html":
@@ -87,7 +93,8 @@ def _svg(report: PlanReport) -> Iterator[str]:
 
 
 def _title(report: PlanReport) -> Iterator[str]:
-    prediction, name = report.prediction, Path(report.script).name
+    prediction = report.prediction
+    name = Path(report.script).name
     heading = f"{name}, step {report.step} on {report.world_size} ranks"
     yield _text(16, 28, heading, size=17, bold=True)
     words = f"{prediction.hardware}: {seconds_of(prediction.seconds)} a step predicted, "
@@ -109,15 +116,19 @@ def _frame(band: _Band) -> Iterator[str]:
 
 def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[str]:
     """A bar for the model of a call; a map function has one on every pool that runs it."""
-    model, method = call.order.model, call.order.method
-    left, width = _LEFT + call.start * scale, max(1.0, call.seconds * scale)
+    model = call.order.model
+    method = call.order.method
+    left = _LEFT + call.start * scale
+    width = max(1.0, call.seconds * scale)
     took = seconds_of(call.seconds)
     hint = escape(f"{call.order.label}: {took} {call.limit}")
     for band in bands:
         if model in band.models:
-            row, height = band.models.index(model), _ROW - 6
+            row = band.models.index(model)
+            height = _ROW - 6
         elif model == "map" and set(call.order.commands) & set(band.ranks):
-            row, height = 0, band.height - 6
+            row = 0
+            height = band.height - 6
         else:
             continue
         top = band.top + _ROW * row + 3
@@ -125,7 +136,10 @@ def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[s
             f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2" '
             f'fill="{_COLOURS[call.kind][0]}"><title>{hint}</title></rect>'
         )
-        fitting = [words for words in (f"{method} {took}", took) if width > 6.4 * len(words)]
+        fitting = []
+        for words in (f"{method} {took}", took):
+            if width > 6.4 * len(words):
+                fitting.append(words)
         for label in fitting[:1]:
             yield _text(left + 5, top + min(height, _ROW - 6) / 2 + 4, label, size=11)
 

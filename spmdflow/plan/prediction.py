@@ -81,7 +81,9 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """0 if nothing takes time."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        if self.seconds:
+            return self.tokens / self.seconds
+        return 0.0
 
     def stage_seconds(self) -> dict[str, float]:
         """Seconds by method, as a run's time/<method>_seconds: calls of one method add."""
@@ -107,15 +109,20 @@ def predict(
     """
     step = simulated(trace, orders)
     memory = _memory(trace, step, hardware)
-    problems = [
-        _too_much(phase, step, hardware)
-        for phase in memory.values()
-        if phase.total > hardware.usable_bytes * 1.0001
-    ]
-    planned = {way.target: way for way in ways if way.inter_bytes >= 0}
+    problems = []
+    for phase in memory.values():
+        if phase.total > hardware.usable_bytes * 1.0001:
+            problems.append(_too_much(phase, step, hardware))
+    planned = {}
+    for way in ways:
+        if way.inter_bytes >= 0:
+            planned[way.target] = way
     estimates = _estimates(step, hardware, memory, planned, problems)
     calls = _schedule(orders, step, estimates, hardware)
-    generated = [place for place, call in step.calls.items() if call.kind == "generate"]
+    generated = []
+    for place, call in step.calls.items():
+        if call.kind == "generate":
+            generated.append(place)
     counted = generated or [place for place, call in step.calls.items() if call.kind == "train"]
     tokens = [trace.tokens[place] for place in counted]
     return Prediction(
@@ -133,17 +140,22 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
     """By call title; residents of all models of a pool add."""
     found: dict[str, PhaseMemory] = {}
     for pool in dict.fromkeys(model.pool for model in trace.models.values()):
-        names = [name for name in step.strategies if trace.models[name].pool == pool]
+        names = []
+        for name in step.strategies:
+            if trace.models[name].pool == pool:
+                names.append(name)
         if step.dataflow is None or not names:
             continue
-        members = [(step.dataflow.model(name), step.strategies[name]) for name in names]
+        members = []
+        for name in names:
+            members.append((step.dataflow.model(name), step.strategies[name]))
         state = reduce(added, (state_bytes(model, cut) for model, cut in members))
         for title, parts in pool_memory(members, step.dataflow, hardware).items():
             if "kv_cache" in parts:
                 parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}
-            away = {
-                part: state[part] - parts.get(part, 0.0) for part in ("parameters", "optimizer")
-            }
+            away = {}
+            for part in ("parameters", "optimizer"):
+                away[part] = state[part] - parts.get(part, 0.0)
             away = {part: float(size) for part, size in away.items() if size > 0}
             found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes, away)
     return found
@@ -151,10 +163,14 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
 
 def _too_much(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> Problem:
     largest = max(phase.parts, key=lambda name: phase.parts[name])
-    role, cache = phase.phase.partition(".")[0], phase.parts.get("kv_cache", 0.0)
+    role = phase.phase.partition(".")[0]
+    cache = phase.parts.get("kv_cache", 0.0)
     if cache and phase.total - cache <= hardware.usable_bytes:
         largest = "kv_cache"  # all else fits
-    rollout = step.dataflow.model(role).rollout if step.dataflow is not None else None
+    if step.dataflow is not None:
+        rollout = step.dataflow.model(role).rollout
+    else:
+        rollout = None
     is_fixed = rollout is not None and rollout.facts.fixed_cache
     knob = {
         "activations": f"set {role}.engine.options=[recompute] or a smaller "
@@ -184,7 +200,8 @@ def _estimates(
     moved: set[str] = set()
     for place, call in step.calls.items():
         assert step.dataflow is not None
-        model, strategy = step.dataflow.model(call.model), step.strategies[call.model]
+        model = step.dataflow.model(call.model)
+        strategy = step.strategies[call.model]
         generates = call.kind == "generate"
         cache = memory[call.title].parts.get("kv_cache", 0.0) if generates else 0.0
         try:
@@ -227,7 +244,10 @@ def _schedule(
 ) -> list[CallTime]:
     """Every order of the compute lane as early as its ranks and rows allow."""
     moved = _transfer_seconds(orders, hardware)
-    calls = [order for order in orders if order.lane == COMPUTE]
+    calls = []
+    for order in orders:
+        if order.lane == COMPUTE:
+            calls.append(order)
     last: dict[int, int] = {}
     tasks: list[Task] = []
     numbers: dict[int, int] = {}
@@ -237,10 +257,14 @@ def _schedule(
             rows.append((numbers.get(order.command["result"]), moved.get(order.place, 0.0)))
             continue
         estimate = estimates.get(order.place)
-        before = {(last[rank], 0.0) for rank in order.commands if rank in last}
+        before = set()
+        for rank in order.commands:
+            if rank in last:
+                before.add((last[rank], 0.0))
         before |= {(place, wait) for place, wait in rows if place is not None}
         earliest = max((wait for place, wait in rows if place is None), default=0.0)
-        seconds, busy = hardware.call_seconds, 1.0
+        seconds = hardware.call_seconds
+        busy = 1.0
         if estimate:
             seconds = estimate.seconds
             if seconds:  # a rank works except in the pipeline's bubble
@@ -302,7 +326,8 @@ class _Running:
         """From now on; an unchanged speed changes nothing, not even by rounding."""
         if speed != self.speed:
             self.left -= (now - self.since) * self.speed
-            self.since, self.speed = now, speed
+            self.since = now
+            self.speed = speed
             self.end = now + self.left / speed
 
 
@@ -325,16 +350,25 @@ def timeline(
         }
         for place, time in begin.items():
             if time <= now:
-                task, starts[place] = tasks[place], time
+                task = tasks[place]
+                starts[place] = time
                 nodes = Counter(int(rank // node_size) for rank in task.ranks)
-                asked = {node: count * task.busy for node, count in nodes.items()}
+                asked = {}
+                for node, count in nodes.items():
+                    asked[node] = count * task.busy
                 running[place] = _Running(asked, task.seconds, now, now + task.seconds)
         _share(running.values(), now, cores)
-        later = [time for time in begin.values() if time > now]
+        later = []
+        for time in begin.values():
+            if time > now:
+                later.append(time)
         now = min([task.end for task in running.values()] + later)
         for place in [place for place, task in running.items() if task.end <= now]:
             ends[place] = running.pop(place).end
-    return [(starts[place], ends[place]) for place in range(len(tasks))]
+    result = []
+    for place in range(len(tasks)):
+        result.append((starts[place], ends[place]))
+    return result
 
 
 def _share(running: Iterable[_Running], now: float, cores: float) -> None:

@@ -30,7 +30,8 @@ class Problem:
     """Got, expected, do; names the edge, the call or the setting."""
 
 
-COMPUTE, TRANSFER = "compute", "transfer"
+COMPUTE = "compute"
+TRANSFER = "transfer"
 BytesByEdge = Mapping[tuple[int, int], int]
 """Bytes by (source, destination)."""
 
@@ -131,7 +132,9 @@ class TracedModel:
         spec = method_spec(self.worker_class, method)
         if spec.minibatches:
             return "train"
-        return "generate" if "responses" in spec.writes else "infer"
+        if "responses" in spec.writes:
+            return "generate"
+        return "infer"
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,10 @@ def models_of(orders: Sequence[TracedOrder], pools: Mapping[str, Pool]) -> dict[
 
 def links_of(orders: Sequence[TracedOrder]) -> tuple[tuple[str, str], ...]:
     """Pairs that `flow.connect` joins: it opens the weights of a policy, then of its generator."""
-    opened = [order.model for order in orders if order.label.endswith(".open_weights")]
+    opened = []
+    for order in orders:
+        if order.label.endswith(".open_weights"):
+            opened.append(order.model)
     return tuple(zip(opened[::2], opened[1::2], strict=True))
 
 
@@ -270,7 +276,8 @@ def routes_of(trace: Trace, edges: Iterable[TracedEdge]) -> list[Route]:
         consumer = trace.consumers[edge.release]
         producer = trace.orders[edge.release].label.partition(" of ")[2]
         gathered.setdefault((producer, consumer.label if consumer else ""), []).append(edge)
-    routes, node = [], trace.node_of
+    routes = []
+    node = trace.node_of
     for pair, found in gathered.items():
         columns = tuple(dict.fromkeys(name for edge in found for name in edge.columns))
         ends = {(edge.source, edge.destination) for edge in found}

@@ -68,7 +68,10 @@ class Replay:
 
     def edges(self, step: int) -> dict[tuple[int, int], int]:
         """Row bytes that the run counted in a step, by (source, destination)."""
-        return {(source, to): size for source, to, size in self._steps[step]["edges"]}
+        result = {}
+        for source, to, size in self._steps[step]["edges"]:
+            result[(source, to)] = size
+        return result
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the run measured in a step."""
@@ -77,7 +80,9 @@ class Replay:
     def answer(self, label: str) -> Plain:
         """What the ranks answered to the next order of that label; empty: not known."""
         left = self._answers.get(label)
-        return left.popleft() if left else {}
+        if left:
+            return left.popleft()
+        return {}
 
 
 def fetched_column(answer: Plain) -> Column | None:
@@ -106,7 +111,8 @@ class ColumnLengths:
     def add(self, ids: np.ndarray, items: np.ndarray) -> None:
         """Add the rows of one more rank; rows that are known keep their items."""
         joined, first = np.unique(np.concatenate([self.ids, ids]), return_index=True)
-        self.ids, self.items = joined, np.concatenate([self.items, items])[first]
+        self.ids = joined
+        self.items = np.concatenate([self.items, items])[first]
 
 
 class RowLengths:
@@ -134,25 +140,29 @@ class RowLengths:
         """Items of an input's rows, aligned with the ids of its command; None: not known."""
         if "source" not in part:
             made = self.results.get(part["result"], {}).get(name)
-            return None if made is None or made.spec.kind == "dense" else made.of(part["ids"])
+            if made is None or made.spec.kind == "dense":
+                return None
+            return made.of(part["ids"])
         if name not in ("prompts", "loss_mask"):
             return None
         return self.scans[part["source"]].tokens_of(part["rows"])
 
     def tokens(self, number: int, commands: Commands) -> Tokens | None:
         """Rows of a call and their mean tokens; None for orders without rows."""
-        given = {id(p["inputs"]): p for p in commands.values() if p.get("ids") is not None}
+        given = {}
+        for p in commands.values():
+            if p.get("ids") is not None:
+                given[id(p["inputs"])] = p
         if not given or "inputs" not in next(iter(given.values())):
             return None
         means = dict.fromkeys((PROMPTS, RESPONSES), 0.0)
         for name in means:
-            parts = [
-                (part["ids"], self.of_input(stored, part))
-                for plain in given.values()
-                for part in plain["inputs"]
-                for seen, stored in names_in(part)
-                if seen == name
-            ]
+            parts = []
+            for plain in given.values():
+                for part in plain["inputs"]:
+                    for seen, stored in names_in(part):
+                        if seen == name:
+                            parts.append((part["ids"], self.of_input(stored, part)))
             made = self.results.get(number, {}).get(name)
             means[name] = before = _mean(parts)
             if made and len(made.ids):
@@ -164,7 +174,10 @@ class RowLengths:
 
 def _mean(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> float:
     """Mean items of rows, each counted once, from (ids, items); 0 without any."""
-    known = [(ids, items) for ids, items in parts if items is not None and len(ids)]
+    known = []
+    for ids, items in parts:
+        if items is not None and len(ids):
+            known.append((ids, items))
     if not known:
         return 0.0
     first = np.unique(np.concatenate([ids for ids, _ in known]), return_index=True)[1]
@@ -173,7 +186,10 @@ def _mean(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> float:
 
 def unique_ids(parts: Iterable[np.ndarray | None]) -> np.ndarray:
     """Row ids of all parts, ascending, each once; peers that hold the same rows share an array."""
-    alone = {id(ids): ids for ids in parts if ids is not None}
+    alone = {}
+    for ids in parts:
+        if ids is not None:
+            alone[id(ids)] = ids
     return np.unique(np.concatenate([_NO_IDS, *alone.values()]))
 
 
@@ -186,14 +202,21 @@ def recorded_trace(replay: Replay) -> Trace:
     tokens: dict[int, Tokens] = {}
     lengths = RowLengths()
     for place, entry in enumerate(_in_dry_order(replay.orders)):
-        facts = {name: entry[name] for name in ("number", "lane", "label", "step", "phase")}
+        facts = {}
+        for name in ("number", "lane", "label", "step", "phase"):
+            facts[name] = entry[name]
         order = TracedOrder(place, **facts, line=None, commands=_commands(entry))
         orders.append(order)
         lengths.learn(order.number, order.label, order.commands, entry.get("answer", {}))
-        found = lengths.tokens(order.number, order.commands) if order.lane == COMPUTE else None
+        if order.lane == COMPUTE:
+            found = lengths.tokens(order.number, order.commands)
+        else:
+            found = None
         tokens |= {} if found is None else {place: found}
     models = models_of(orders, {})
-    by_step = {step: [order for order in orders if order.step == step] for step in replay.steps}
+    by_step = {}
+    for step in replay.steps:
+        by_step[step] = [order for order in orders if order.step == step]
     return Trace(
         world=replay.ranks,
         nodes=tuple(replay.nodes.values()),
@@ -209,12 +232,18 @@ def recorded_trace(replay: Replay) -> Trace:
 
 def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
     """Every transfer just before the first call that reads its rows, as a dry run has it."""
-    waiting = [entry for entry in entries if entry["lane"] == TRANSFER]
+    waiting = []
+    for entry in entries:
+        if entry["lane"] == TRANSFER:
+            waiting.append(entry)
     found: list[Plain] = []
     for entry in entries:
         if entry["lane"] == COMPUTE:
             commands = _commands(entry)
-            ready = {id(transfer) for transfer in waiting if _reads(commands, transfer)}
+            ready = set()
+            for transfer in waiting:
+                if _reads(commands, transfer):
+                    ready.add(id(transfer))
             found += [transfer for transfer in waiting if id(transfer) in ready] + [entry]
             waiting = [transfer for transfer in waiting if id(transfer) not in ready]
     return found + waiting
@@ -234,4 +263,8 @@ def _reads(commands: Commands, transfer: Plain) -> bool:
 
 
 def _commands(entry: Plain) -> dict[int, Plain]:
-    return {rank: plain for ranks, plain in entry["commands"] for rank in ranks}
+    commands = {}
+    for ranks, plain in entry["commands"]:
+        for rank in ranks:
+            commands[rank] = plain
+    return commands

@@ -87,7 +87,11 @@ class PlanReport:
     @property
     def problems(self) -> list[Problem]:
         """Everything that is wrong."""
-        return [problem for proof in self.proofs for problem in proof.problems]
+        result = []
+        for proof in self.proofs:
+            for problem in proof.problems:
+                result.append(problem)
+        return result
 
     @cached_property
     def edge_bytes(self) -> dict[tuple[int, int], int]:
@@ -112,7 +116,9 @@ class PlanReport:
 
     def group_kinds(self) -> dict[GroupKind, list[tuple[int, ...]]]:
         """The ranks of every group, by kind."""
-        axes = {name: _axes_of(model.layout) for name, model in self.trace.models.items()}
+        axes = {}
+        for name, model in self.trace.models.items():
+            axes[name] = _axes_of(model.layout)
         found: dict[GroupKind, list[tuple[int, ...]]] = {}
         for spec, maker in self.groups.items():
             axis = axes.get(maker, {}).get(spec.ranks)
@@ -123,8 +129,11 @@ class PlanReport:
     def calls(self) -> Iterator[dict[str, Any]]:
         """What is known of every call of the step, in the order of the script."""
         for call in self.prediction.calls:
-            order, tokens = call.order, self.trace.tokens.get(call.order.place)
-            facts = {name: getattr(order, name) for name in _ORDER_FACTS}
+            order = call.order
+            tokens = self.trace.tokens.get(call.order.place)
+            facts = {}
+            for name in _ORDER_FACTS:
+                facts[name] = getattr(order, name)
             counts = astuple(tokens) if tokens else (None, None, None)
             facts |= zip(("rows", "prompt_tokens", "response_tokens"), counts, strict=True)
             yield facts | {
@@ -135,7 +144,8 @@ class PlanReport:
 
     def to_plain(self) -> dict[str, Any]:
         """For --json: the same facts as the text, nothing left out but row ids."""
-        trace, prediction = self.trace, self.prediction
+        trace = self.trace
+        prediction = self.prediction
         return {
             "script": self.script,
             "world_size": self.world_size,
@@ -186,7 +196,10 @@ class PlanReport:
     def _plain_edges(self, edges: BytesByEdge) -> list[list[Any]]:
         """Source, destination, bytes, whether they cross nodes."""
         node = self.trace.node_of
-        return [[a, b, size, node[a] != node[b]] for (a, b), size in sorted(edges.items())]
+        result = []
+        for (a, b), size in sorted(edges.items()):
+            result.append([a, b, size, node[a] != node[b]])
+        return result
 
     def lanes(self) -> dict[int, dict[str, list[TracedOrder]]]:
         """The orders of each rank, by lane."""
@@ -201,7 +214,9 @@ class PlanReport:
         """Numbers of calls and releases; ranks with the same ones together."""
         alike: dict[str, dict[str, Any]] = {}
         for rank, lanes in self.lanes().items():
-            numbers = {lane: [order.number for order in orders] for lane, orders in lanes.items()}
+            numbers = {}
+            for lane, orders in lanes.items():
+                numbers[lane] = [order.number for order in orders]
             alike.setdefault(str(numbers), {"ranks": [], **numbers})["ranks"].append(rank)
         return list(alike.values())
 
@@ -215,7 +230,10 @@ def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:
                 names.setdefault(ranks, []).append(axis)
     if len(layout.ranks) > 1:
         names[layout.ranks] = ["pool"]
-    return {ranks: ", ".join(axes) for ranks, axes in names.items()}
+    result = {}
+    for ranks, axes in names.items():
+        result[ranks] = ", ".join(axes)
+    return result
 
 
 def plan(
@@ -231,7 +249,8 @@ def plan(
 
     Any: an object of the script's settings class. choices: what `auto` was resolved to in it.
     """
-    started, is_collecting = time.perf_counter(), gc.isenabled()
+    started = time.perf_counter()
+    is_collecting = gc.isenabled()
     gc.disable()  # a plan of a thousand ranks makes millions of objects, no reference cycles
     try:
         traced = trace(script, cfg, settings, replay)
@@ -240,13 +259,18 @@ def plan(
             traced = trace(script, cfg, replace(settings, num_steps=2), replay)
         step = traced.steps[-1] if traced.steps else 0
         orders = tuple(order for order in traced.orders if order.step == step)
-        edges, weights = tuple(row_edges(orders)), tuple(weight_plans(traced))
+        edges = tuple(row_edges(orders))
+        weights = tuple(weight_plans(traced))
         prediction = predict(traced, orders, hardware, ways=weights)
         world_size = len(traced.world)
-        wrong = [str(problem) for problem in problems_of(cfg, world_size, here=False)]
+        wrong = []
+        for problem in problems_of(cfg, world_size, here=False):
+            wrong.append(str(problem))
         found = map(str, problems_of(cfg, world_size))
         here = next((text for text in found if text not in wrong), None)
-        settings_found = [Problem("settings", text) for text in wrong]
+        settings_found = []
+        for text in wrong:
+            settings_found.append(Problem("settings", text))
         proofs = [Proof("settings", "the settings' own checks", settings_found)]
         proofs += _proofs(traced, edges, weights, prediction)
         if replay is not None:
@@ -292,9 +316,11 @@ def _proofs(
 
 def _prove_bytes(traced: Trace, replay: Replay) -> Proof:
     """Whether the ranks of the run counted the bytes that are planned."""
-    found, num_edges = [], 0
+    found = []
+    num_edges = 0
     for step in replay.steps:
-        planned, counted = traced.edges_by_step.get(step, {}), replay.edges(step)
+        planned = traced.edges_by_step.get(step, {})
+        counted = replay.edges(step)
         num_edges += len(counted)
         for edge in sorted({*planned, *counted}):
             sizes = planned.get(edge, 0), counted.get(edge, 0)

@@ -59,8 +59,14 @@ def choose_by_plan(
     if not needs_plan(cfg, on_cpu=hardware.is_cpu):
         return []
     every = dict(parts_of(cfg, EngineConfig))
-    engines = {key: part for key, part in every.items() if part.residency == AUTO}
-    caches = {key: part for key, part in parts_of(cfg, RolloutConfig) if has_open_cache(part)}
+    engines = {}
+    for key, part in every.items():
+        if part.residency == AUTO:
+            engines[key] = part
+    caches = {}
+    for key, rollout in parts_of(cfg, RolloutConfig):
+        if has_open_cache(rollout):
+            caches[key] = rollout
     sections = dict(parts_of(cfg, object))
 
     def write(found: Iterable[Choice]) -> list[Choice]:
@@ -83,11 +89,16 @@ def choose_by_plan(
         rollouts = dict(parts_of(cfg, RolloutConfig))
         made = write(_planned(traced, step, engines, caches, rollouts, hardware))
     told = {choice.key for choice in made}
-    kept = [key for key in engines if f"{key}.residency" not in told]
+    kept = []
+    for key in engines:
+        if f"{key}.residency" not in told:
+            kept.append(key)
     made += write(
         Choice(f"{key}.residency", "keep", "no model that the plan knows") for key in kept
     )
-    return made if traced is None else made + write(_roomy(traced, every, hardware))
+    if traced is None:
+        return made
+    return made + write(_roomy(traced, every, hardware))
 
 
 def _share_of(rollout: RolloutConfig) -> Share:
@@ -105,11 +116,19 @@ def _planned(
     hardware: Hardware,
 ) -> Iterator[Choice]:
     for pool in dict.fromkeys(model.pool for model in traced.models.values()):
-        models = {n: traced.models[n] for n in step.strategies if traced.models[n].pool == pool}
+        models = {}
+        for n in step.strategies:
+            if traced.models[n].pool == pool:
+                models[n] = traced.models[n]
         if step.dataflow is None or not models:
             continue
-        trainers = {n: _section(engines, m, "engine") for n, m in models.items()}
-        rollouts = {n: _section(caches, m, "rollout") for n, m in models.items() if m.generates}
+        trainers = {}
+        for n, m in models.items():
+            trainers[n] = _section(engines, m, "engine")
+        rollouts = {}
+        for n, m in models.items():
+            if m.generates:
+                rollouts[n] = _section(caches, m, "rollout")
         ways = {
             way: choose_residency(
                 [(_with_way(step.dataflow.model(n), way), step.strategies[n]) for n in models],
@@ -134,7 +153,8 @@ def _planned(
             moved = ", ".join(found.parts_of(name)) or "keep"
             yield Choice(f"{trainers[name]}.residency", moved, why)
         for name, (size, free) in found.caches.items():
-            rollout, key = caches[rollouts[name]], f"{rollouts[name]}.kv_cache"
+            rollout = caches[rollouts[name]]
+            key = f"{rollouts[name]}.kv_cache"
             limit = f", for {rollout.max_batch_size} rows at most" * (rollout.kv_cache == AUTO)
             why = f"{_share_of(rollout).of_free:g} of {free / 2**30:.1f} GiB"
             why += f" that are free while {name} generates{limit}"
@@ -144,7 +164,9 @@ def _planned(
 def _ways(models: Iterable[TracedModel], dataflow: Dataflow) -> tuple[str, ...]:
     """Values of rollout.weights to compare, if it is auto and may be blocks; else none ("")."""
     found = (dataflow.model(m.name).rollout for m in models if m.generates and _leaves_open(m))
-    return ("blocks", "copy") if any(r and r.weights == "blocks" for r in found) else ("",)
+    if any(r and r.weights == "blocks" for r in found):
+        return ("blocks", "copy")
+    return ("",)
 
 
 def _leaves_open(model: TracedModel) -> bool:
@@ -165,12 +187,18 @@ def _roomy(
     step = simulated(traced, traced.in_step())
     if step.dataflow is None:
         return
-    found = {name: (step.dataflow.model(name), cut) for name, cut in step.strategies.items()}
+    found = {}
+    for name, cut in step.strategies.items():
+        found[name] = (step.dataflow.model(name), cut)
     for name, (model, cut) in list(found.items()):
-        key, pool = _section(engines, traced.models[name], "engine"), traced.models[name].pool
+        key = _section(engines, traced.models[name], "engine")
+        pool = traced.models[name].pool
         if not key or not model.trained or model.engine.is_plain(cut):
             continue
-        members = [n for n in found if traced.models[n].pool == pool]
+        members = []
+        for n in found:
+            if traced.models[n].pool == pool:
+                members.append(n)
         for option in open_options(engines[key]):
             options = (*model.engine.options, option)
             found[name] = replace(model, engine=replace(model.engine, options=options)), cut
@@ -185,7 +213,10 @@ def _roomy(
 
 def _why(pool: str, found: Residency, hardware: Hardware) -> str:
     peak = f"{found.peak_bytes / 1e9:.1f} of {hardware.usable_bytes / 1e9:.1f} GB at the peak"
-    copies = f", {found.copy_seconds:.2g} s of copies a step" if found.copy_seconds else ""
+    if found.copy_seconds:
+        copies = f", {found.copy_seconds:.2g} s of copies a step"
+    else:
+        copies = ""
     return f"pool {pool}, {peak}{copies}{'' if found.fits else ', which does not fit'}"
 
 
@@ -194,7 +225,8 @@ def _unplanned(
 ) -> Iterator[Choice]:
     for key, rollout in caches.items():
         if rollout.kv_cache != AUTO:
-            got, do = f"{rollout.kv_cache} for a script without a plan ({why})", "set '20 GiB'"
+            got = f"{rollout.kv_cache} for a script without a plan ({why})"
+            do = "set '20 GiB'"
             raise ConfigError.of(f"{key}.kv_cache", got, "a size, or a script that plans", do)
         size = int(_SAFE * hardware.usable_bytes) >> 20
         yield Choice(f"{key}.kv_cache", f"{size} MiB", f"{_SAFE:g} of a device, no plan: {why}")

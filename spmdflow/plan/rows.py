@@ -33,7 +33,10 @@ def check_rows(trace: Trace) -> list[Problem]:
     account = _Rows(trace)
     for order in trace.orders:
         account.take(order)
-    return [Problem("rows", text) for text in account.found[: 4 * _SHOWN]]
+    rows = []
+    for text in account.found[: 4 * _SHOWN]:
+        rows.append(Problem("rows", text))
+    return rows
 
 
 class _Rows:
@@ -57,7 +60,9 @@ class _Rows:
                 self._freed.setdefault(result, set()).add(rank)
         self._reads(order)
         self._label[order.number] = order.label
-        holds = {rank: p.get("holds", p.get("ids")) for rank, p in order.commands.items()}
+        holds = {}
+        for rank, p in order.commands.items():
+            holds[rank] = p.get("holds", p.get("ids"))
         made = _keys((rank, ids) for rank, ids in holds.items() if ids is not None)
         for name in _writes_of(self._trace, order):
             self._held[order.number, name] = made
@@ -68,7 +73,8 @@ class _Rows:
             for part in _parts(plain):
                 if "source" in part:
                     continue
-                result, columns = part["result"], tuple(part["columns"])
+                result = part["result"]
+                columns = tuple(part["columns"])
                 wanted.setdefault((result, columns), []).append((rank, part["ids"]))
                 if rank in self._freed.get(result, ()):
                     self.found.append(
@@ -105,7 +111,8 @@ class _Rows:
         columns: tuple[str, ...],
         edges: Sequence[tuple[int, int, np.ndarray]],
     ) -> None:
-        result, consumer = order.command["result"], self._trace.consumers[order.place]
+        result = order.command["result"]
+        consumer = self._trace.consumers[order.place]
         reader = consumer.label if consumer else "any call"
         unread = f"where {reader} does not read it, expected only rows that are read"
         sent, arriving, ids = (
@@ -117,7 +124,9 @@ class _Rows:
             )
         )
         ascending = np.argsort(arriving, kind="stable")
-        sent, arriving, ids = sent[ascending], arriving[ascending], ids[ascending]
+        sent = sent[ascending]
+        arriving = arriving[ascending]
+        ids = ids[ascending]
         twice = np.concatenate([[False], arriving[1:] == arriving[:-1]])
         strange = ~_among(arriving, _needed(consumer, result, columns))
         wrong = [
@@ -175,7 +184,9 @@ def _writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
 
 
 def _parts(plain: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    return (plain["input"],) if "input" in plain else plain.get("inputs", ())
+    if "input" in plain:
+        return (plain["input"],)
+    return plain.get("inputs", ())
 
 
 def _needed(consumer: TracedOrder | None, result: int, columns: tuple[str, ...]) -> np.ndarray:
@@ -222,7 +233,9 @@ def _either(ranks: Sequence[int]) -> str:
     *others, last = [str(rank) for rank in ranks] or ["?"]
     if len(others) > _MOST_SOURCES:
         others = [*others[:_MOST_SOURCES], "..."]
-    return f"{', '.join(others)} or {last}" if others else last
+    if others:
+        return f"{', '.join(others)} or {last}"
+    return last
 
 
 def shown(numbers: Iterable[int]) -> str:

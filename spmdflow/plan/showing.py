@@ -19,7 +19,9 @@ from spmdflow.errors import ConfigError
 from spmdflow.log import PLANNING
 from spmdflow.runtime.status_file import StatusFile
 
-_FIRST_SECONDS, _EVERY_SECONDS, _LOG_SECONDS = 2.0, 0.5, 10.0
+_FIRST_SECONDS = 2.0
+_EVERY_SECONDS = 0.5
+_LOG_SECONDS = 10.0
 _MOST_LETTERS = 78
 
 
@@ -38,7 +40,9 @@ def planning_shown(run_dir: Path | None) -> Iterator[None]:
 
     run_dir: is locked and gets a status.json meanwhile, unless a live run uses it.
     """
-    logger, newest, over = logging.getLogger(PLANNING), _Newest(), threading.Event()
+    logger = logging.getLogger(PLANNING)
+    newest = _Newest()
+    over = threading.Event()
     before = logger.level, logger.propagate
     logger.addHandler(newest)
     logger.setLevel(logging.DEBUG)
@@ -56,7 +60,8 @@ def planning_shown(run_dir: Path | None) -> Iterator[None]:
 
 
 def _show(newest: _Newest, over: threading.Event, run_dir: Path | None) -> None:
-    began, next_line = time.monotonic(), 0.0
+    began = time.monotonic()
+    next_line = 0.0
     if over.wait(_FIRST_SECONDS):
         return
     is_new = run_dir is not None and not run_dir.exists()

@@ -31,12 +31,20 @@ _Rows = list[Sequence[object]]
 
 def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Iterator[str]:
     """Columns side by side, the first row their heads; the last column is cut at the width."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    adjust = [str.rjust if place in right else str.ljust for place in range(len(widths))]
+    cells = []
+    for row in rows:
+        cells.append([str(cell) for cell in row])
+    widths = []
+    for column in zip(*cells, strict=True):
+        widths.append(max(map(len, column)))
+    adjust = []
+    for place in range(len(widths)):
+        adjust.append(str.rjust if place in right else str.ljust)
     lines = []
     for row in cells:
-        fitted = [fit(cell, width) for fit, cell, width in zip(adjust, row, widths, strict=True)]
+        fitted = []
+        for fit, cell, width in zip(adjust, row, widths, strict=True):
+            fitted.append(fit(cell, width))
         lines.append("  " + "  ".join(fitted).rstrip())
     if len(lines) > _MOST_LINES + 2:
         left_out = len(lines) - _MOST_LINES - 2
@@ -65,11 +73,15 @@ def seconds_of(value: float | None) -> str:
         return ""
     if value < _ROUNDED_UP * 1e-3:
         return f"{value * 1e6:.0f} us"
-    return f"{_three_digits(value * 1e3)} ms" if value < _ROUNDED_UP else f"{value:.4g} s"
+    if value < _ROUNDED_UP:
+        return f"{_three_digits(value * 1e3)} ms"
+    return f"{value:.4g} s"
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def plan_text(report: PlanReport) -> str:
@@ -93,7 +105,8 @@ def plan_text(report: PlanReport) -> str:
 
 
 def _head(report: PlanReport) -> Iterator[str]:
-    prediction, nodes = report.prediction, len(set(report.trace.nodes))
+    prediction = report.prediction
+    nodes = len(set(report.trace.nodes))
     yield (
         f"plan   {report.script}: step {report.step} on {report.world_size} ranks of "
         f"{nodes} node{'s' * (nodes > 1)}, {prediction.hardware}"
@@ -106,7 +119,10 @@ def _head(report: PlanReport) -> Iterator[str]:
             f"{bytes_of(synced)} of weights move"
         )
     wrong = len(report.problems)
-    verdict = f"{wrong} thing{'s' * (wrong > 1)} wrong, see the end" if wrong else "nothing wrong"
+    if wrong:
+        verdict = f"{wrong} thing{'s' * (wrong > 1)} wrong, see the end"
+    else:
+        verdict = "nothing wrong"
     yield f"       {verdict}; planned in {report.seconds:.1f} s"
 
 
@@ -129,8 +145,12 @@ def _chosen(report: PlanReport) -> Iterator[str]:
 def _models(report: PlanReport) -> Iterator[str]:
     rows = [("model", "class", "engine", "layout", "pool")]
     for model in report.trace.models.values():
-        engine, held = getattr(model.cfg, "engine", None), getattr(model.cfg, "model", None)
-        kind = f"{engine.kind} {held.precision}" if engine is not None and held is not None else "-"
+        engine = getattr(model.cfg, "engine", None)
+        held = getattr(model.cfg, "model", None)
+        if engine is not None and held is not None:
+            kind = f"{engine.kind} {held.precision}"
+        else:
+            kind = "-"
         if model.generates:
             kind += f", {model.cfg.rollout.generator}"
         name = model.worker_class.__name__
@@ -150,7 +170,8 @@ def _calls(report: PlanReport) -> Iterator[str]:
     prediction = report.prediction
     rows: _Rows = [("line", "call", "ranks", "rows", "tokens", "starts", "takes", "most of it")]
     for call in report.calls():
-        prompts, responses = call["prompt_tokens"] or 0, call["response_tokens"] or 0
+        prompts = call["prompt_tokens"] or 0
+        responses = call["response_tokens"] or 0
         times = call["start_seconds"], call["seconds"]
         rows.append(
             (
@@ -199,7 +220,10 @@ def _weights(report: PlanReport) -> Iterator[str]:
     for way in report.weights:
         sizes = list(way.received.values()) or [0]
         mean = bytes_of(sum(sizes) / len(sizes))
-        spread = mean if min(sizes) == max(sizes) else f"{mean} (most {bytes_of(max(sizes))})"
+        if min(sizes) == max(sizes):
+            spread = mean
+        else:
+            spread = f"{mean} (most {bytes_of(max(sizes))})"
         edges = len(way.edges) if way.edges or not sum(sizes) else "?"
         far = bytes_of(way.inter_bytes) if way.inter_bytes >= 0 else "?"
         how = way.source, way.target, way.mode, way.scope
@@ -267,7 +291,10 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
         size = bytes_of(edge.num_bytes)
         edges.setdefault(edge.release, []).append(f"{edge.source} -> {edge.destination} {size}")
     for place, shown in edges.items():
-        more = [f"... {len(shown) - _MOST_EDGES} more"] if len(shown) > _MOST_EDGES else []
+        if len(shown) > _MOST_EDGES:
+            more = [f"... {len(shown) - _MOST_EDGES} more"]
+        else:
+            more = []
         label = report.trace.orders[place].label
         yield from wrapped(f"  {label}", ", ".join(shown[:_MOST_EDGES] + more))
 
@@ -281,8 +308,14 @@ def _assumed(report: PlanReport) -> Iterator[str]:
     for sentence in trace.assumptions:
         yield from wrapped("  -", sentence, colon="")
     for read in trace.reads:
-        again = "; inside a loop, traced as often as the examples say" if read.in_loop else ""
-        what = f"waits for data ({read.what}){again}" if read.waits else f"repeats ({read.what})"
+        if read.in_loop:
+            again = "; inside a loop, traced as often as the examples say"
+        else:
+            again = ""
+        if read.waits:
+            what = f"waits for data ({read.what}){again}"
+        else:
+            what = f"repeats ({read.what})"
         yield from wrapped(f"  - line {read.line}", what)
 
 

@@ -131,7 +131,9 @@ class _TracedFlow(Flow):
         transport: TraceTransport,
         replay: Replay | None,
     ) -> None:
-        self._trace_settings, self._transport, self._replay = settings, transport, replay
+        self._trace_settings = settings
+        self._transport = transport
+        self._replay = replay
         caller = _TracedCaller(transport, cfg.run, settings.world)
         self._batches = caller.batches
         unwritten: Any = _Unwritten(settings.start)
@@ -180,7 +182,8 @@ class _TracedFlow(Flow):
 
     def to_trace(self, script: ModuleType) -> Trace:
         """What was written down."""
-        settings, transport = self._trace_settings, self._transport
+        settings = self._trace_settings
+        transport = self._transport
         answers = transport.answers
         guessed = sorted(answers.examples.guessed)
         return Trace(
@@ -209,12 +212,15 @@ class _Unwritten:
     start from the state of a run, without its weights."""
 
     def __init__(self, start: Mapping[str, Any] | None) -> None:
-        self._start, self.due = start, False
+        self._start = start
+        self.due = False
         self.ending = Ending(None, age=0.0)
 
     def resume(self, *_: object) -> dict[str, Any] | None:
         """The state that the run had."""
-        return None if self._start is None else dict(self._start)
+        if self._start is None:
+            return None
+        return dict(self._start)
 
     def save(self, *_: object) -> None:
         """Nothing is written."""
@@ -248,7 +254,9 @@ class _TracedCaller(Caller):
             label = f"{target.name}.{method}"
             order = next(o for o in reversed(self._trace.orders) if o.label == label)
             self.batches[order.place] = given.ids, given.parents
-        return made if isinstance(made, Batch) else _WatchedResult(made, self._trace.use)
+        if isinstance(made, Batch):
+            return made
+        return _WatchedResult(made, self._trace.use)
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """As `Caller.metrics_of`; the numbers are examples."""
@@ -301,7 +309,10 @@ def _reads_of(script: ModuleType, transport: TraceTransport) -> list[Read]:
     inner = _inner_loops(Path(str(script.__file__)).read_text(encoding="utf-8"))
     found: dict[int, dict[str, None]] = {}
     waits = [lines for lines, _ in transport.waits]
-    looping = {lines[0] for lines in waits if any(_encloses(loop, lines) for loop in inner)}
+    looping = set()
+    for lines in waits:
+        if any(_encloses(loop, lines) for loop in inner):
+            looping.add(lines[0])
     for (line, *_), what in transport.waits:
         found.setdefault(line, {})[what] = None
     reads = [Read(line, ", ".join(what), line in looping) for line, what in sorted(found.items())]
@@ -320,12 +331,15 @@ def _encloses(loop: range, lines: Lines) -> bool:
 
 def _inner_loops(text: str) -> list[range]:
     """Lines of all loops but those over the run's steps, and those that such a loop is in."""
-    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _LOOPS)]
-    return [
-        range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
-        for loop in loops
-        if not any(_is_over_steps(node) for node in ast.walk(loop))
-    ]
+    loops = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _LOOPS):
+            loops.append(node)
+    result = []
+    for loop in loops:
+        if not any(_is_over_steps(node) for node in ast.walk(loop)):
+            result.append(range(loop.lineno, (loop.end_lineno or loop.lineno) + 1))
+    return result
 
 
 def _is_over_steps(node: ast.AST) -> bool:

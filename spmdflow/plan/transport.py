@@ -70,8 +70,12 @@ class TraceTransport(ImmediateTransport):
     ) -> None:
         """nodes: the node of each rank of the world."""
         super().__init__()
-        self.world_size, self._nodes, self.answers = len(nodes), tuple(nodes), answers
-        self._file, self._most_calls, self._num_calls = script_file, most_calls, 0
+        self.world_size = len(nodes)
+        self._nodes = tuple(nodes)
+        self.answers = answers
+        self._file = script_file
+        self._most_calls = most_calls
+        self._num_calls = 0
         self.orders: list[TracedOrder] = []
         self.waits: list[tuple[Lines, str]] = []
         """(lines, what was waited for) of every look at a result from the script."""
@@ -99,7 +103,9 @@ class TraceTransport(ImmediateTransport):
     @property
     def step(self) -> int:
         """Number of the step that runs; 0 before the first."""
-        return self.steps[-1] if self.steps else 0
+        if self.steps:
+            return self.steps[-1]
+        return 0
 
     def use(self, *names: str) -> None:
         """The script reads these metrics."""
@@ -118,9 +124,12 @@ class TraceTransport(ImmediateTransport):
             self._count(order.label, line)
         if self.step:
             self.paths.append(path)
-        place, lane, commands = len(self.orders), order.lane, dict(order.commands)
+        place = len(self.orders)
+        lane = order.lane
+        commands = dict(order.commands)
         planning.debug("step %d on %d ranks: %s", self.step, len(self._nodes), order.label)
-        operation, pending = next(iter(commands.values()))["operation"], _Watched(order.label, self)
+        operation = next(iter(commands.values()))["operation"]
+        pending = _Watched(order.label, self)
         if operation in ("reach", "halt"):  # no calls: they end one early
             pending.resolve({rank: {} for rank in commands})
             return pending
@@ -151,7 +160,8 @@ class TraceTransport(ImmediateTransport):
             return
         when = f"in step {self.step}" if self.step else "before the first step"
         what = "the step to end" if self.step else "flow.steps(...) to begin"
-        where, got = f"script line {line}", f"call {self._num_calls} ({label}) {when}"
+        where = f"script line {line}"
+        got = f"call {self._num_calls} ({label}) {when}"
         do = "a loop that waits for data may never see it here: declare what it waits "
         do += "for with flow.assume(name=value), or raise --calls"
         raise PlanError.of(where, got, f"{what} within {self._most_calls} calls", do)
@@ -186,7 +196,9 @@ class Answers:
 
     def __init__(self, examples: Examples, replay: Replay | None, *, read_data: bool) -> None:
         """read_data: whether prompt lengths come from the data file, if it is there and small."""
-        self.examples, self._replay, self._read_data = examples, replay, read_data
+        self.examples = examples
+        self._replay = replay
+        self._read_data = read_data
         self._classes: dict[str, type] = {}
         self.rows = RowLengths()
         self.notes: list[str] = []
@@ -194,7 +206,9 @@ class Answers:
 
     def to(self, order: TracedOrder) -> Replies:
         """Reply payloads by rank."""
-        commands, number, plain = order.commands, order.number, order.command
+        commands = order.commands
+        number = order.number
+        plain = order.command
         said = self._replay.answer(order.label) if self._replay is not None else {}
         known = self.rows.learn(number, order.label, commands, said)
         match order.operation:
@@ -206,8 +220,12 @@ class Answers:
                 spec = method_spec(self._classes[plain["group"]], plain["method"])
                 if plain.get("ids") is not None and spec.writes:
                     return self._to_rows(number, commands, spec.writes, known=known)
-                value, values = self.examples.answer(order.label), said.get("values", {})
-                return {rank: {"value": values.get(rank, value)} for rank in commands}
+                value = self.examples.answer(order.label)
+                values = said.get("values", {})
+                result = {}
+                for rank in commands:
+                    result[rank] = {"value": values.get(rank, value)}
+                return result
             case "map":
                 writes = map_spec(find_map_function(plain["function"])).writes
                 return self._to_rows(number, commands, writes, known=known)
@@ -246,7 +264,9 @@ class Answers:
                 continue
             key = ids.tobytes()
             if key not in told:
-                columns = {n: self._column(made[n], n, plain, ids, known=known) for n in writes}
+                columns = {}
+                for n in writes:
+                    columns[n] = self._column(made[n], n, plain, ids, known=known)
                 told[key] = {"columns": columns}
             replies[rank] = told[key]
         return replies
@@ -264,13 +284,17 @@ class Answers:
 
     def _items(self, name: str, plain: Plain, ids: np.ndarray) -> np.ndarray:
         """(n,) int64: items of the rows ids of a column that the command makes of its inputs."""
-        form, texts = self.examples.form(name), self.examples.texts(name, ids)
+        form = self.examples.form(name)
+        texts = self.examples.texts(name, ids)
         if texts is not None:
             return np.array([len(text.encode()) for text in texts], dtype=np.int64)
         drawn = self.examples.tokens(form.like, ids)
         if most := plain.get("arguments", {}).get("max_new_tokens"):
             drawn = np.minimum(drawn, most)
-        seen = {n: part for part in plain["inputs"] for n, _ in names_in(part)}
+        seen = {}
+        for part in plain["inputs"]:
+            for n, _ in names_in(part):
+                seen[n] = part
         if self._goes_on(plain, seen):
             given = (self._given(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT))
             before, heard = (0 if tokens is None else tokens for tokens in given)
@@ -316,9 +340,12 @@ class Answers:
             for name, _ in names_in(plain["inputs"][0]):
                 if name not in result:
                     result[name] = ColumnLengths(self._made_by_a_call(name, commands).spec)
-                items, spec = None, result[name].spec
+                items = None
+                spec = result[name].spec
                 if spec.kind != "dense":
-                    parts = [(dict(names_in(part))[name], part) for part in plain["inputs"]]
+                    parts = []
+                    for part in plain["inputs"]:
+                        parts.append((dict(names_in(part))[name], part))
                     items = np.concatenate([self._known_items(n, part) for n, part in parts])
                     result[name].add(plain["ids"], items)
                 columns[name] = [spec.to_plain(), items]
@@ -355,7 +382,8 @@ class Answers:
 
     def _example_column(self, part: Plain) -> Column:
         """Example values of a stored column, under the name that the script knows."""
-        ids, ((seen, name),) = part["ids"], names_in(part)
+        ids = part["ids"]
+        ((seen, name),) = names_in(part)
         if "source" in part:
             spec = self.examples.form(name).spec
         else:

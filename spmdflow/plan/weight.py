@@ -81,7 +81,9 @@ class WeightPlan:
 
 def weight_plans(trace: Trace) -> list[WeightPlan]:
     """How weights reach every model that generates."""
-    syncs = syncs_by_step(trace, ("train", "eval"))[trace.steps[-1]] if trace.steps else {}
+    syncs = Counter[str]()
+    if trace.steps:
+        syncs = syncs_by_step(trace, ("train", "eval"))[trace.steps[-1]]
     policies = {generator: trace.models[policy] for policy, generator in trace.links}
     plans = []
     for name, traced in trace.models.items():
@@ -89,12 +91,14 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
         if not traced.generates or (traced.only_generates and policy is None):
             continue  # its weights come from files
         try:
-            plan = (
-                _local(traced, trace.node_of, gathers=_has_devices(trace))
-                if policy is None
-                else _boxes(policy, traced, trace.node_of)
-            )
-            ranks = tuple(plan.received) if policy is not None else _answering(traced)
+            if policy is None:
+                plan = _local(traced, trace.node_of, gathers=_has_devices(trace))
+            else:
+                plan = _boxes(policy, traced, trace.node_of)
+            if policy is not None:
+                ranks = tuple(plan.received)
+            else:
+                ranks = _answering(traced)
             plan = replace(plan, reported=sum(plan.received[rank] for rank in ranks))
         except (ConfigError, PlanError) as err:
             plan = WeightPlan(name, name, "?", "?", note=f"not planned: {err}")
@@ -117,7 +121,8 @@ def syncs_by_step(
         if order.operation != "call" or name not in trace.models:
             continue
         traced = trace.models[name]
-        kind, comes = traced.kind_of(order.method), order.method == "receive_weights"
+        kind = traced.kind_of(order.method)
+        comes = order.method == "receive_weights"
         if kind == "train":
             fresh -= {name, *_freed_by(traced, trace)}
         elif kind == "generate" and name not in fresh and not traced.only_generates:
@@ -132,7 +137,8 @@ def _freed_by(trained: TracedModel, trace: Trace) -> Iterator[str]:
     """Models that lose generation's weights while another one is trained on their ranks."""
     for name, model in trace.models.items():
         if model.generates and not model.only_generates and model.pool == trained.pool:
-            mode, layout = sync_mode(model.settings, model.layout), model.layout
+            mode = sync_mode(model.settings, model.layout)
+            layout = model.layout
             peers = len(layout.axis_group(layout.ranks[0], "micro_dp")) - 1
             if mode == "copy" or (mode == "blocks" and peers):
                 yield name
@@ -152,7 +158,8 @@ def _has_devices(trace: Trace) -> bool:
 
 def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
     """To the generator on the trainer's ranks. gathers: flat uses one all-gather of equal rows."""
-    cfg, layout = traced.settings, traced.layout
+    cfg = traced.settings
+    layout = traced.layout
     mode = sync_mode(cfg, layout)
     if mode in ("copy", "adapter"):
         return _boxes(traced, traced, nodes)
@@ -164,14 +171,18 @@ def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
         architecture, layout, distributed_optimizer=sharding.optimizer, overlap=overlap
     )
     groups = layout.axis_groups("micro_dp")
-    longest = {rank: max(numel[peer] for peer in group) for group in groups for rank in group}
+    longest = {}
+    for group in groups:
+        for rank in group:
+            longest[rank] = max(numel[peer] for peer in group)
     sizes = longest if mode == "flat" and gathers else numel
-    sent = [
-        (peer, [rank for rank in group if rank != peer], sizes[peer] * element_bytes)
-        for group in groups
-        for peer in group
-        if len(group) > 1
-    ]
+    sent = []
+    for group in groups:
+        for peer in group:
+            if len(group) > 1:
+                sent.append(
+                    (peer, [rank for rank in group if rank != peer], sizes[peer] * element_bytes)
+                )
     have = boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind))
     need = boxes_of(generation_tables(architecture, layout, engine=cfg.rollout.generator))
     plan = WeightPlan(traced.name, traced.name, mode, "micro_dp", parts=Shards(groups, have, need))
@@ -203,7 +214,8 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
 
 def _merging(policy: TracedModel) -> Iterator[_Sent]:
     """Messages that bring all rows of each A to the ranks that merge adapters, in float32."""
-    cfg, layout = policy.settings, policy.layout
+    cfg = policy.settings
+    layout = policy.layout
     lora = getattr(cfg.model, "lora", None)
     if lora is None or cfg.rollout.weights == "adapter":
         return
@@ -214,5 +226,8 @@ def _merging(policy: TracedModel) -> Iterator[_Sent]:
             for name, boxes in held[rank].items():
                 if is_adapter(name) and not is_b(name):
                     for box in boxes:
-                        lacking = [peer for peer in group if box not in held[peer].get(name, ())]
+                        lacking = []
+                        for peer in group:
+                            if box not in held[peer].get(name, ()):
+                                lacking.append(peer)
                         yield rank, lacking, box.size * 4

@@ -56,7 +56,9 @@ def hardware_of(
     """
     hardware = load_hardware(name or _own())
     if not hardware.is_cpu:
-        return hardware if node_size is None else hardware.with_node(node_size)
+        if node_size is None:
+            return hardware
+        return hardware.with_node(node_size)
     cores = hardware.gpus_per_node
     ranks = next((n for n in (node_size, world_size) if n is not None), int(cores))
     share = cores / max(ranks, cores)
@@ -107,7 +109,9 @@ def simulated(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
     """The orders of one step, as far as there are simulators."""
     models: dict[str, Model] = {}
     without: dict[str, str] = {}
-    sources = {generator: policy for policy, generator in trace.links}
+    sources = {}
+    for policy, generator in trace.links:
+        sources[generator] = policy
     for name, traced in trace.models.items():
         try:
             models[name] = _model(traced, weights_from=sources.get(name))
@@ -115,28 +119,34 @@ def simulated(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
             without[name] = str(err)
     if not models:
         return Simulated(None, {}, {}, without)
-    known = {order.place: _call(trace, order, models) for order in orders}
-    calls = {place: call for place, call in known.items() if call is not None}
+    known = {}
+    for order in orders:
+        known[order.place] = _call(trace, order, models)
+    calls = {}
+    for place, call in known.items():
+        if call is not None:
+            calls[place] = call
     for call in calls.values():
         if call.kind == "generate":
             models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
-    strategies = {
-        name: Strategy.of_layout(
+    strategies = {}
+    for name, model in models.items():
+        strategies[name] = Strategy.of_layout(
             trace.models[name].layout,
             generates=model.rollout is not None,
             recompute="recompute" in model.engine.options,
         )
-        for name, model in models.items()
-    }
     flow = Dataflow(tuple(models.values()), tuple(calls.values()))
     return Simulated(flow, strategies, calls, without)
 
 
 def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
-    cfg, layout = traced.settings, traced.layout
+    cfg = traced.settings
+    layout = traced.layout
     model = getattr(cfg, "model", None)
     if model is None or not hasattr(cfg, "engine"):
-        got, do = "no model of weights", "its calls count as host time alone"
+        got = "no model of weights"
+        do = "its calls count as host time alone"
         raise ConfigError.of(traced.name, got, "one for a prediction", do)
     head: Head = "causal_lm" if issubclass(traced.worker_class, _WITH_LOGITS) else "scalar"
     sizes = layout.tp_size, layout.pp_size
@@ -156,7 +166,8 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         moments = facts.moments_with(cfg.optimizer.betas)
         engine = replace(engine, moments=moments, step_copies=int(not facts.fused))
     if traced.only_generates:  # no engine: its weights stay where it generates, in that precision
-        kind, dtype = engines_that_cut()[0], cfg.rollout.precision
+        kind = engines_that_cut()[0]
+        dtype = cfg.rollout.precision
         engine = replace(engine, kind=kind, layout=sizes, options=(), dtype=dtype, moved=())
     return Model(
         traced.name,
@@ -172,14 +183,16 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
 
 def adapter_parameters(model: ModelConfig) -> int:
     """Number of weights that adapters add; 0 without adapters, or without a table of weights."""
-    arch, lora = Architecture.sizes_from_folder(model.path), getattr(model, "lora", None)
+    arch = Architecture.sizes_from_folder(model.path)
+    lora = getattr(model, "lora", None)
     if lora is None or arch.obstacle:
         return 0
     return sum(map(prod, lora.adapters.shapes(shapes_by_name(arch)).values()))
 
 
 def _rollout(traced: TracedModel) -> Rollout:
-    rollout, layout = traced.settings.rollout, traced.layout
+    rollout = traced.settings.rollout
+    layout = traced.layout
     size, unit = cache_of(rollout.kv_cache)
     is_set = unit == "bytes" and generator_kind(rollout.generator).fixed_cache
     way = "copy" if traced.only_generates else sync_mode(traced.settings, layout)
@@ -216,7 +229,9 @@ def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call
     kind = traced.kind_of(order.method)
     if traced.only_generates and kind != "generate":
         return None  # it takes rows on, and draws for them later
-    minis = [len(plain.get("mini", ())) for plain in order.commands.values()]
+    minis = []
+    for plain in order.commands.values():
+        minis.append(len(plain.get("mini", ())))
     workload = Workload(
         num_sequences=tokens.num_rows,
         prompt_tokens=max(1, ceil(tokens.prompts)),

@@ -14,7 +14,8 @@ def exact_match(prompt: str, response: str, row: dict[str, Any]) -> dict[str, fl
 
     Digits are compared from the left; a digit too many or too few counts as a wrong one.
     """
-    answer, given = str(row["answer"]), response.strip()
+    answer = str(row["answer"])
+    given = response.strip()
     exact = float(given == answer)
     return {"score": (exact + _right_digits(given, answer)) / 2, "accuracy": exact}
 

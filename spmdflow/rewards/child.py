@@ -112,7 +112,10 @@ def _limit_memory() -> None:
     """Limit memory (then MemoryError), and let the OOM killer end this process before the rank."""
     limit = int(_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
+    limits = []
+    for each in (limit, soft, hard):
+        if each != resource.RLIM_INFINITY:
+            limits.append(each)
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
     with contextlib.suppress(OSError):  # a /proc that may not be written
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -200,7 +203,9 @@ def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> Rewa
     """
     function = find_function(name)
     _check_call(name, function, arguments or {})
-    return partial(function, **arguments) if arguments else function
+    if arguments:
+        return partial(function, **arguments)
+    return function
 
 
 def find_function(name: str, key: str = "reward.function") -> Callable[..., Any]:
@@ -210,7 +215,10 @@ def find_function(name: str, key: str = "reward.function") -> Callable[..., Any]
         do = "name the file or module and, after a colon, the function"
         raise ConfigError.of(key, repr(name), _FORM, do)
     is_file = source.endswith(".py")
-    module = _from_file(name, Path(source), key) if is_file else _module(name, source, key)
+    if is_file:
+        module = _from_file(name, Path(source), key)
+    else:
+        module = _module(name, source, key)
     return _attribute(name, module, attribute, key)
 
 
@@ -219,7 +227,9 @@ def place_of(function: RewardFunction) -> str:
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+    if code:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return ""
 
 
 def _from_file(name: str, path: Path, key: str) -> ModuleType:
@@ -244,7 +254,8 @@ def _module(name: str, source: str, key: str) -> ModuleType:
     except ModuleNotFoundError as err:
         if err.name is None or not (source + ".").startswith(err.name + "."):
             raise  # the module is there, but lacks something of its own
-        got, do = f"{name!r}, but there is no module {err.name!r}", "correct the name"
+        got = f"{name!r}, but there is no module {err.name!r}"
+        do = "correct the name"
         do += ", or name the file instead"
         raise ConfigError.of(key, got, _FORM, do) from err
 
@@ -261,7 +272,8 @@ def _attribute(name: str, module: ModuleType, attribute: str, key: str) -> Any:
         if inspect.isfunction(value) and value.__module__ == module.__name__
     )
     kind = "nothing of that name" if function is None else type(function).__name__
-    got, do = f"{name!r}, but {attribute!r} is {kind}", "choose one of the module's: "
+    got = f"{name!r}, but {attribute!r} is {kind}"
+    do = "choose one of the module's: "
     do += ", ".join(found) or "it has none"
     raise ConfigError.of(key, got, "a function", do)
 
@@ -269,7 +281,8 @@ def _attribute(name: str, module: ModuleType, attribute: str, key: str) -> Any:
 def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     form = "fn(prompt, response, row) -> float | dict"
     if inspect.iscoroutinefunction(function):
-        got, do = f"{name!r}, an async function", "make it an ordinary one (asyncio.run inside it)"
+        got = f"{name!r}, an async function"
+        do = "make it an ordinary one (asyncio.run inside it)"
         raise ConfigError.of("reward.function", got, form, do)
     try:
         signature = inspect.signature(function)
@@ -322,4 +335,6 @@ def _number(label: str, value: object) -> float:
 
 def _shorten(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."

@@ -14,7 +14,8 @@ from typing import Any
 from spmdflow.rewards.format import grade, last_box
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_LETTERS, _BOX_LETTERS = 300, 100
+_LETTERS = 300
+_BOX_LETTERS = 100
 _REPLACED = [
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", "")),
     *(("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
@@ -44,14 +45,16 @@ def score(
     prompt: str, response: str, row: dict[str, Any], *, column: str = "answer"
 ) -> dict[str, Any]:
     """score = 1 if the answer equals the row's, else -1; accuracy 1 or 0; answered: it has one."""
-    reference, end = str(row[column]), response[-_LETTERS:]
+    reference = str(row[column])
+    end = response[-_LETTERS:]
     found = _ANSWER.findall(end)
     if found:
         answer: str | None = normalise(found[-1])
         right = normalise(reference)
     else:
         box = end[-_BOX_LETTERS:]
-        answer, right = last_box(box[max(box.rfind("\\boxed{"), 0) :]), reference
+        answer = last_box(box[max(box.rfind("\\boxed{"), 0) :])
+        right = reference
     is_right = answer == right
     return grade(answer, is_right, score=1.0 if is_right else -1.0)
 

@@ -41,7 +41,8 @@ def grade(answer: str | None, is_right: bool, *, score: float | None = None) -> 
 
     score: by default 1 if it is right, else 0, as accuracy. Equal answers must be equal texts.
     """
-    right, answered = float(is_right), float(answer is not None)
+    right = float(is_right)
+    answered = float(answer is not None)
     earned = right if score is None else score
     return {"score": earned, "accuracy": right, "answered": answered, "answer": answer}
 
@@ -64,7 +65,9 @@ def answer_part(text: str) -> str:
 def behind_mark(text: str) -> str | None:
     """The remainder of the line after the last ####; None without one."""
     before, mark, behind = text.rpartition("####")
-    return behind.strip().partition("\n")[0].strip() if mark else None
+    if mark:
+        return behind.strip().partition("\n")[0].strip()
+    return None
 
 
 def last_box(text: str) -> str | None:
@@ -79,4 +82,6 @@ def last_box(text: str) -> str | None:
         elif part[0] == "}" and opened:
             start = opened.pop()
             found = found if start is None else (start, part.start())
-    return None if found is None else text[slice(*found)].strip()
+    if found is None:
+        return None
+    return text[slice(*found)].strip()

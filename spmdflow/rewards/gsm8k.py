@@ -59,7 +59,9 @@ def final_number(text: str, *, strict: bool = False) -> Fraction | None:
         said = last_box(part)
     if said is not None:
         return _marked_number(_without_ornaments(said[-1000:].rpartition("=")[2]))
-    return None if strict else _last_number(_without_ornaments(part))
+    if strict:
+        return None
+    return _last_number(_without_ornaments(part))
 
 
 def _without_ornaments(text: str) -> str:
@@ -104,10 +106,14 @@ def _read_number(number: str) -> Fraction | None:
     part = _read_fraction(fraction[0])
     if part is None:
         return None
-    return Fraction(whole) - part if whole.startswith("-") else Fraction(whole) + part
+    if whole.startswith("-"):
+        return Fraction(whole) - part
+    return Fraction(whole) + part
 
 
 def _read_fraction(number: str) -> Fraction | None:
     above, _, below = number.partition("/")
     divisor = Fraction(below or 1)
-    return Fraction(above) / divisor if divisor else None
+    if divisor:
+        return Fraction(above) / divisor
+    return None

@@ -134,7 +134,10 @@ def kill_marked(mark: str) -> None:
     """
     limit = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < limit:
-        found = [pid for pid in _other_pids() if mark.encode() in _environment_of(pid)]
+        found = []
+        for pid in _other_pids():
+            if mark.encode() in _environment_of(pid):
+                found.append(pid)
         if not found:
             return
         for pid in found:
@@ -145,8 +148,15 @@ def kill_marked(mark: str) -> None:
 
 def _other_pids() -> list[int]:
     """Pids of all other processes."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if pid != os.getpid()]
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            pids.append(int(entry.name))
+    result = []
+    for pid in pids:
+        if pid != os.getpid():
+            result.append(pid)
+    return result
 
 
 def _environment_of(pid: int) -> bytes:

@@ -57,7 +57,9 @@ def answer_of(text: str) -> str | None:
     said = last_box(part)
     if said is None:
         said = behind_mark(part)
-    return _put_into_box(said) if said and len(said) <= _MAX_LETTERS else None
+    if said and len(said) <= _MAX_LETTERS:
+        return _put_into_box(said)
+    return None
 
 
 def _put_into_box(answer: str) -> str:

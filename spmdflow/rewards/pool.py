@@ -68,10 +68,13 @@ class RewardPool:
         assert self._terms, function
         self._places = [""] * len(self._terms)
         self._num_processes = num_processes
-        self._sample_seconds, self._start_seconds = sample_seconds, start_seconds
-        self._strict, self._outcome = on_error == "raise", _OUTCOMES[on_error]
+        self._sample_seconds = sample_seconds
+        self._start_seconds = start_seconds
+        self._strict = on_error == "raise"
+        self._outcome = _OUTCOMES[on_error]
         self._processes: list[RewardProcess] = []
-        self._closed, self._using = False, threading.RLock()
+        self._closed = False
+        self._using = threading.RLock()
         self._num_errors = 0
         self._causes: set[tuple[str, str]] = set()
         with ExitStack() as on_failure:
@@ -107,7 +110,10 @@ class RewardPool:
         functions that failed. row_ids name samples in messages.
         """
         assert len(prompts) == len(responses) == len(rows), (len(prompts), len(responses))
-        ids = [""] * len(rows) if row_ids is None else [f" {number}" for number in row_ids]
+        if row_ids is None:
+            ids = [""] * len(rows)
+        else:
+            ids = [f" {number}" for number in row_ids]
         samples = list(zip(prompts, responses, rows, ids, strict=True))
         num_calls = len(samples) * len(self._terms)
         work = Work(num_calls, self._num_processes, strict=self._strict)
@@ -147,7 +153,10 @@ class RewardPool:
     def _replace_ended(self) -> None:
         """Replace processes that ended between two calls; no sample counts as failed."""
         self._refuse_after_close()
-        ended = [process for process in self._processes if process.ended]
+        ended = []
+        for process in self._processes:
+            if process.ended:
+                ended.append(process)
         for process in ended:
             logger.warning("reward worker process %s ended while idle; replaced", process.pid)
         self._kill(ended)
@@ -155,7 +164,8 @@ class RewardPool:
 
     def _refuse_after_close(self) -> None:
         if self._closed:
-            got, do = "the end of its run while it scored", "see why the run ended"
+            got = "the end of its run while it scored"
+            do = "see why the run ended"
             raise RewardError.of("reward.function", got, "to finish before", do)
 
     def _kill(self, processes: list[RewardProcess]) -> None:
@@ -219,7 +229,8 @@ class RewardPool:
                 f"expected a module that can be imported; fix it"
             )
         else:
-            process.ready, self._places = True, message["ready"]
+            process.ready = True
+            self._places = message["ready"]
 
     def _replace(self, process: RewardProcess, what: str, work: Work) -> None:
         """Record the running sample as failed, requeue the others, start a new process."""
@@ -247,10 +258,9 @@ class RewardPool:
                 result["errors"] = 0.0
             work.scores |= {number: {"score": 0.0, "errors": 1.0} for number in work.failures}
         width = len(self._terms)
-        results = [
-            weighted(self._terms, [work.scores[first + n] for n in range(width)])
-            for first in range(0, len(samples) * width, width)
-        ]
+        results = []
+        for first in range(0, len(samples) * width, width):
+            results.append(weighted(self._terms, [work.scores[first + n] for n in range(width)]))
         return Judgement(results=results, first_failure=first_failure)
 
     def _report(self, number: int, cause: str, samples: Sequence[Any]) -> str:
@@ -274,19 +284,26 @@ class RewardPool:
         """The same text whichever rank and process the sample was on."""
         what, _, trace = cause.partition("\n")
         prompt, response, row, row_id = sample
-        instead = ", or set reward.on_error=drop to leave such samples out" if self._strict else ""
+        if self._strict:
+            instead = ", or set reward.on_error=drop to leave such samples out"
+        else:
+            instead = ""
         text = (
             f"reward.function {self._terms[function].function!r} {what}; expected a finite number "
             f'or a dict with "score" within {self._sample_seconds:g} s; fix the function{instead}\n'
             f"prompt: {_shorten(prompt)!r}\nresponse: {_shorten(response)!r}\n"
             f"row{row_id}: {_shorten(json.dumps(row))}\nfunction: {self._places[function]}"
         )
-        return f"{text}\n{trace.rstrip()}" if trace else text
+        if trace:
+            return f"{text}\n{trace.rstrip()}"
+        return text
 
 
 def _shorten(text: str) -> str:
     half = _EXCERPT_LETTERS // 2
-    return text if len(text) <= _EXCERPT_LETTERS else f"{text[:half]} ... {text[-half:]}"
+    if len(text) <= _EXCERPT_LETTERS:
+        return text
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 _MAX_CHUNK = 64
@@ -300,7 +317,9 @@ class Work:
         self.failures: dict[int, str] = {}
         """Call number -> what went wrong, with the traceback if there is one."""
         self._waiting = deque(range(num_samples))
-        self._num_samples, self._num_workers, self._strict = num_samples, num_workers, strict
+        self._num_samples = num_samples
+        self._num_workers = num_workers
+        self._strict = strict
 
     @property
     def finished(self) -> bool:

@@ -50,7 +50,8 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self.ready = False
-        self._unread, self._unsent = b"", memoryview(b"")
+        self._unread = b""
+        self._unsent = memoryview(b"")
         self._mark = f"{_MARK}={secrets.token_hex(16)}"
         self._worker_pid: int | None = None
         """None: it has not said so yet."""
@@ -71,7 +72,9 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """Its process id, once it has begun; until then, its keeper's."""
-        return self._popen.pid if self._worker_pid is None else self._worker_pid
+        if self._worker_pid is None:
+            return self._popen.pid
+        return self._worker_pid
 
     def fileno(self) -> int:
         """The socket, for poll."""
@@ -89,7 +92,10 @@ class WorkerProcess:
             return messages, wrote_to_channel(foreign)
         if status is None:
             return messages, None
-        how = f"exit status {status}" if status >= 0 else f"signal {_signal_name(-status)}"
+        if status >= 0:
+            how = f"exit status {status}"
+        else:
+            how = f"signal {_signal_name(-status)}"
         return messages, f"ended its worker process ({how})"
 
     def accepts(self, message: dict[str, Any]) -> bool:
@@ -234,7 +240,9 @@ class RewardProcess(WorkerProcess):
 
     def seconds_left(self) -> float:
         """Until its running call, or its start, takes too long; infinite when idle."""
-        return float("inf") if self.idle else self._deadline - time.monotonic()
+        if self.idle:
+            return float("inf")
+        return self._deadline - time.monotonic()
 
 
 def wrote_to_channel(what: object) -> str:
@@ -282,7 +290,9 @@ def _message_or_none(line: bytes) -> dict[str, Any] | None:
         message = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return message if isinstance(message, dict) else None
+    if isinstance(message, dict):
+        return message
+    return None
 
 
 def _start(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
@@ -293,7 +303,10 @@ def _start(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socke
     watched, lifeline = os.pipe()
     stack, shown = os.pipe()
     name, _, value = mark.partition("=")
-    environment = {key: text for key, text in os.environ.items() if key != _SECRET}
+    environment = {}
+    for key, text in os.environ.items():
+        if key != _SECRET:
+            environment[key] = text
     environment[name] = value
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     given = (theirs.fileno(), watched, shown)

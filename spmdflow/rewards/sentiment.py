@@ -39,7 +39,11 @@ def _lexicon(path: str) -> dict[str, float]:
 def load_lexicon(path: Path) -> dict[str, float]:
     """Word -> valence (-4 to 4) of a tab-separated file; columns after the second are ignored."""
     fields = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
-    return {field[0]: float(field[1]) for field in fields if len(field) > 1}
+    lexicon = {}
+    for field in fields:
+        if len(field) > 1:
+            lexicon[field[0]] = float(field[1])
+    return lexicon
 
 
 def lexicon_score(text: str, lexicon: Mapping[str, float]) -> float:
@@ -63,4 +67,6 @@ def _valence(words: list[str], place: int, lexicon: Mapping[str, float]) -> floa
     if before and before[-1] in _WEAKER:
         valence -= sign * _BOOST
     negated = any(word in _NEGATIONS or word.endswith("n't") for word in before)
-    return valence * _NEGATED if negated else valence
+    if negated:
+        return valence * _NEGATED
+    return valence

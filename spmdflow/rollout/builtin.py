@@ -102,7 +102,8 @@ class BuiltinGenerator(RequestGenerator):
     def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.precision)
-        self.device, self.replica = device, Replica.alone()
+        self.device = device
+        self.replica = Replica.alone()
         self.has_folder_weights = loads_folder(model_path)
         """False: all are zeros until they are synced, or read by `take_folder_weights`."""
         self._forward = forward_of(
@@ -113,7 +114,10 @@ class BuiltinGenerator(RequestGenerator):
         self._parks = self._forward.refills and cfg.max_batch_size > 1
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
-        self._ids, self._clock, self._oldest, self._slots = count(), 0, 0, 0
+        self._ids = count()
+        self._clock = 0
+        self._oldest = 0
+        self._slots = 0
         self._waiting: list[tuple[int, Request]] = []
         self._parked: list[Parked] = []
         """The cache's first rows; those of self._live come behind them."""
@@ -149,7 +153,10 @@ class BuiltinGenerator(RequestGenerator):
 
     def forget(self, conversations: Collection[int]) -> None:
         """See RequestGenerator.forget."""
-        parked = {r: x for r, x in enumerate(self._parked) if x.conversation not in conversations}
+        parked = {}
+        for r, x in enumerate(self._parked):
+            if x.conversation not in conversations:
+                parked[r] = x
         if len(parked) < len(self._parked):
             with torch.inference_mode():
                 self._settle(parked, self._places())
@@ -172,24 +179,31 @@ class BuiltinGenerator(RequestGenerator):
                 if number + 1 < draws:
                     self._advance(chosen)
             counts = self._counts_of_ended(draws)
-            ended = [(self._live[place], place, size) for place, size in counts.items()]
+            ended = []
+            for place, size in counts.items():
+                ended.append((self._live[place], place, size))
             rows = self._rows
             if counts:
                 chosen = chosen[self._leave(counts)]
             if self._live:
                 self._advance(chosen)
-        return [self._finished(row, rows, place, size) for row, place, size in ended]
+        result = []
+        for row, place, size in ended:
+            result.append(self._finished(row, rows, place, size))
+        return result
 
     @staticmethod
     def _finished(row: _Live, rows: _Rows, place: int, size: int) -> Finished:
         """The first tokens of a row."""
-        tokens, log_probs = rows.tokens[place, :size], rows.log_probs[place, :size]
+        tokens = rows.tokens[place, :size]
+        log_probs = rows.log_probs[place, :size]
         return Finished(row.id, tokens.clone(), log_probs.clone())
 
     def _refill(self, free: int) -> None:
         """Prefill waiting requests, as many as there are free rows; samples of a prompt once, and
         of a parked conversation what is new."""
-        coming, self._waiting = self._waiting[:free], self._waiting[free:]
+        coming = self._waiting[:free]
+        self._waiting = self._waiting[free:]
         found = find_parked(self._parked, [request for _, request in coming])
         resumed: dict[int, _Live] = {}
         groups: dict[bytes, list[_Live]] = {}
@@ -205,7 +219,10 @@ class BuiltinGenerator(RequestGenerator):
         self._slots = max(row.head + row.limit for row in rows)
         if self._parked:
             busy = {request.conversation for _, request in coming}
-            idle = [n for n, row in enumerate(self._parked) if row.conversation not in busy]
+            idle = []
+            for n, row in enumerate(self._parked):
+                if row.conversation not in busy:
+                    idle.append(n)
             most = self._max_batch_size - len(rows)
             self._resume(resumed, newest_parked(self._parked, idle, most))
         self._forward.reserve(len(self._parked) + len(rows), self._slots)
@@ -214,12 +231,20 @@ class BuiltinGenerator(RequestGenerator):
 
     def _resume(self, resumed: dict[int, _Live], idle: list[int]) -> None:
         """Decode these parked rows on, and keep of the others only `idle`."""
-        before, rows, live = self._parked, list(resumed), list(resumed.values())
+        before = self._parked
+        rows = list(resumed)
+        live = list(resumed.values())
         self._forward.reserve(0, self._slots)
         for chunk in _chunks([len(row.request.prompt) for row in live]):
-            pairs = [(before[row], resumed[row].request) for row in rows[chunk]]
-            known = [parked.num_known(request) for parked, request in pairs]
-            more = [r.prompt[size:] for (_, r), size in zip(pairs, known, strict=True)]
+            pairs = []
+            for row in rows[chunk]:
+                pairs.append((before[row], resumed[row].request))
+            known = []
+            for parked, request in pairs:
+                known.append(parked.num_known(request))
+            more = []
+            for (_, r), size in zip(pairs, known, strict=True):
+                more.append(r.prompt[size:])
             logits = self._forward.extend(rows[chunk], more, known)
             self._append(live[chunk], logits)
         kept = {row: before[row] for row in idle}
@@ -229,16 +254,19 @@ class BuiltinGenerator(RequestGenerator):
 
     def _join(self, groups: list[list[_Live]]) -> None:
         """Prefill the rows of some prompts, and append them to those being decoded."""
-        source = [place for place, group in enumerate(groups) for _ in group]
+        source = []
+        for place, group in enumerate(groups):
+            for _ in group:
+                source.append(place)
         prompts = [group[0].request.prompt for group in groups]
         logits = self._forward.prefill(prompts, source)
         self._append([row for group in groups for row in group], logits)
 
     def _append(self, new: list[_Live], logits: Tensor) -> None:
         """More rows behind those that are decoded."""
-        facts = [
-            (len(r.request.prompt), r.request.seed, r.limit, r.request.num_drawn, 0) for r in new
-        ]
+        facts = []
+        for r in new:
+            facts.append((len(r.request.prompt), r.request.seed, r.limit, r.request.num_drawn, 0))
         starts, seeds, limits, drawn, counts = torch.tensor(facts, device=self.device).T
         width = max(row.limit for row in new) + 1
         rows = _Rows(
@@ -252,14 +280,17 @@ class BuiltinGenerator(RequestGenerator):
             torch.zeros(len(new), width, device=self.device),
         )
         if self._live:
-            rows, logits = self._rows.join(rows), torch.cat([self._logits, logits])
-        self._rows, self._logits = rows, logits
+            rows = self._rows.join(rows)
+            logits = torch.cat([self._logits, logits])
+        self._rows = rows
+        self._logits = logits
         self._live += new
         self._oldest = min(row.born - row.head for row in self._live)
 
     def _draw(self) -> Tensor:
         """Draw one token (n,) for every row, and record it."""
-        rows, sampling = self._rows, self._live[0].request.sampling
+        rows = self._rows
+        sampling = self._live[0].request.sampling
         chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.drawn + rows.counts)
         rows.tokens.scatter_(1, rows.counts[:, None], chosen[:, None])
         rows.log_probs.scatter_(1, rows.counts[:, None], log_probs[:, None])
@@ -282,13 +313,22 @@ class BuiltinGenerator(RequestGenerator):
         rows = self._rows
         if self.stop is None and bool(rows.running.all()):
             return {}
-        counts, running = rows.counts.tolist(), rows.running.tolist()
-        ended = {place: counts[place] for place, runs in enumerate(running) if not runs}
+        counts = rows.counts.tolist()
+        running = rows.running.tolist()
+        ended = {}
+        for place, runs in enumerate(running):
+            if not runs:
+                ended[place] = counts[place]
         if self.stop is not None:
-            said = [
-                (row.request.prompt.tolist(), tokens[:size], max(0, self._clock - draws - row.born))
-                for row, tokens, size in zip(self._live, rows.tokens.tolist(), counts, strict=True)
-            ]
+            said = []
+            for row, tokens, size in zip(self._live, rows.tokens.tolist(), counts, strict=True):
+                said.append(
+                    (
+                        row.request.prompt.tolist(),
+                        tokens[:size],
+                        max(0, self._clock - draws - row.born),
+                    )
+                )
             ends = self.stop.first_ends(said)
             ended |= {place: end for place, end in enumerate(ends) if end is not None}
         return ended
@@ -296,15 +336,18 @@ class BuiltinGenerator(RequestGenerator):
     def _leave(self, ended: dict[int, int]) -> Tensor:
         """End these rows: place -> its tokens, 0 if it was aborted; a row of a conversation is
         parked. Gives the old places of the others, in their new order."""
-        parked, live = dict(enumerate(self._parked)), self._places()
+        parked = dict(enumerate(self._parked))
+        live = self._places()
         for row, place in list(live.items()):
             if place not in ended:
                 continue
             del live[row]
-            request, size = self._live[place].request, ended[place]
+            request = self._live[place].request
+            size = ended[place]
             if self._parks and size and request.conversation is not None:
                 said = self._rows.tokens[place, : size - 1].cpu()  # the last one was never read
-                ids, shared = torch.cat([request.prompt, said]), len(request.prompt)
+                ids = torch.cat([request.prompt, said])
+                shared = len(request.prompt)
                 shared -= self._live[place].head
                 parked[row] = Parked(request.conversation, shared, ids, self._clock)
         return self._settle(parked, live)
@@ -312,17 +355,22 @@ class BuiltinGenerator(RequestGenerator):
     def _places(self, most: int | None = None) -> dict[int, int]:
         """Row of the cache -> place in self._live, of the first `most` that are decoded."""
         places = range(len(self._live))[:most]
-        return {len(self._parked) + place: place for place in places}
+        result = {}
+        for place in places:
+            result[len(self._parked) + place] = place
+        return result
 
     def _settle(self, parked: dict[int, Parked], live: dict[int, int]) -> Tensor:
         """Go on with these rows of the cache: parked ones, and those of these places of self._live;
         rows that need not move stay. Gives the old places, in the new order."""
-        order, count = order_rows(list(parked), list(live)), len(parked)
+        order = order_rows(list(parked), list(live))
+        count = len(parked)
         self._forward.keep(order, count)
         self._parked = [parked[row] for row in order[:count]]
         places = [live[row] for row in order[count:]]
         kept = torch.tensor(places, dtype=torch.int64, device=self.device)
-        self._rows, self._logits = self._rows.pick(kept), self._logits[kept]
+        self._rows = self._rows.pick(kept)
+        self._logits = self._logits[kept]
         self._live = [self._live[place] for place in places]
         self._oldest = min((row.born - row.head for row in self._live), default=0)
         return kept
@@ -331,7 +379,10 @@ class BuiltinGenerator(RequestGenerator):
         """Every tensor whole; see Generator.blocks."""
         self.wake("weights")
         weights = self._forward.weights.items()
-        return [(name, tensor, Box.of_shape(tensor.shape)) for name, tensor in weights]
+        result = []
+        for name, tensor in weights:
+            result.append((name, tensor, Box.of_shape(tensor.shape)))
+        return result
 
     def renew(self, version: int) -> None:
         """See Generator.renew: what is parked is forgotten."""
@@ -371,8 +422,10 @@ def _chunks(sizes: list[int]) -> Iterator[slice]:
     """Consecutive rows of these sizes, of about _PREFILL_TOKENS tokens with their padding."""
     start = 0
     while start < len(sizes):
-        longest, end = 0, start
+        longest = 0
+        end = start
         while end < len(sizes) and (end - start + 1) * longest <= _PREFILL_TOKENS:
-            longest, end = max(longest, sizes[end]), end + 1
+            longest = max(longest, sizes[end])
+            end += 1
         yield slice(start, end)
         start = end

@@ -103,7 +103,9 @@ def end_tokens(path: str) -> tuple[int, ...]:
         found = found if chosen is None else chosen
     if found is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    if isinstance(found, list | tuple):
+        return tuple(found)
+    return (int(found),)
 
 
 def vocab_size(path: str) -> int:

@@ -125,7 +125,10 @@ class Replica:
         digest = hashlib.blake2b(repr(facts()).encode(), digest_size=8).digest()
         number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
         everyone = torch.cat(self.gather(number)).tolist()
-        others = [rank for rank, x in zip(self.ranks, everyone) if x != everyone[0]]
+        others = []
+        for rank, x in zip(self.ranks, everyone):
+            if x != everyone[0]:
+                others.append(rank)
         if others:
             got = f"other {what} on ranks {others} than on rank {self.ranks[0]}"
             expected = f"the same on all ranks {self.ranks} of a generation replica"
@@ -252,7 +255,8 @@ class RequestGenerator(ABC):
                     f"expected the same but for max_new_tokens; wait until those have ended"
                 )
         if not others:
-            path, stop = request.sampling.tokenizer_path, request.sampling.stop
+            path = request.sampling.tokenizer_path
+            stop = request.sampling.stop
             self.stop = StopStrings(load_tokenizer(path), stop) if stop else None
 
     def check_size(self, request: Request) -> None:
@@ -283,7 +287,9 @@ class RequestGenerator(ABC):
         self.wake()
         each = [sampling] * len(seeds)
         if limits is not None:
-            each = [replace(sampling, max_new_tokens=limit) for limit in limits]
+            each = []
+            for limit in limits:
+                each.append(replace(sampling, max_new_tokens=limit))
         least = min(each, key=lambda one: one.max_new_tokens, default=sampling)
         check_prompts(prompts, least, seeds=seeds, max_positions=self.max_positions)
         rows = [row.cpu() for row in rows_of(prompts)]
@@ -294,7 +300,9 @@ class RequestGenerator(ABC):
         )
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         kept: Sequence[int | None] = conversations or [None] * len(rows)
-        places = {self.add(Request(rows[i], seeds[i], each[i], kept[i])): i for i in order}
+        places = {}
+        for i in order:
+            places[self.add(Request(rows[i], seeds[i], each[i], kept[i]))] = i
         done: list[Finished | None] = [None] * len(rows)
         while None in done:
             for finished in self.step():
@@ -319,7 +327,8 @@ def generator_of(
     ranks build the generator together. Its weights_version is NEVER: a sync must come before the
     first generation. It takes no seed, as responses depend on the seeds of their rows only.
     """
-    kind, replica = generator_kind(cfg.generator), replica or Replica.alone()
+    kind = generator_kind(cfg.generator)
+    replica = replica or Replica.alone()
     if replica.size > 1 and not kind.cuts_model:
         raise ConfigError(
             f"rollout.engine={kind.name}: got generation replicas of {replica.size} ranks "

@@ -29,7 +29,10 @@ class Lasted(Finished):
 
 
 def _nothing() -> dict[str, Tensor]:
-    return {name: torch.zeros(0, dtype=dtype) for name, dtype in _COLUMNS.items()}
+    result = {}
+    for name, dtype in _COLUMNS.items():
+        result[name] = torch.zeros(0, dtype=dtype)
+    return result
 
 
 @dataclass
@@ -53,7 +56,8 @@ class _Row:
 
     def left(self) -> Request:
         """What is still to be drawn."""
-        request, size = self.request, len(self.drawn["tokens"])
+        request = self.request
+        size = len(self.drawn["tokens"])
         room = request.sampling.max_new_tokens - size
         return Request(
             torch.cat([request.prompt, self.drawn["tokens"]]),
@@ -69,7 +73,8 @@ class LastingRequests:
 
     def __init__(self, generator: RequestGenerator, end_tokens: tuple[int, ...]) -> None:
         """end_tokens: ids that end a response."""
-        self._generator, self._ends = generator, set(end_tokens)
+        self._generator = generator
+        self._ends = set(end_tokens)
         self.version = 0
         """Of the weights that the generator has."""
         self._numbers = count()
@@ -125,7 +130,8 @@ class LastingRequests:
             self._is_greedy = greedy
         if self._aside:
             self._generator.wake()
-        ended, waiting = [], []
+        ended = []
+        waiting = []
         for number in self._aside:
             row = self._rows[number]
             if row.request.sampling.greedy != greedy:

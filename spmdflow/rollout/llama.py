@@ -107,7 +107,9 @@ class LlamaForward:
         self._epsilon: float = config.rms_norm_eps
         self._query_heads = torch.arange(self._num_heads).view(self._num_kv_heads, -1)
         self._window = config.sliding_window if _layer_types(config)[0] == _WINDOW else None
-        state = {name: tensor.detach() for name, tensor in module.named_parameters()}
+        state = {}
+        for name, tensor in module.named_parameters():
+            state[name] = tensor.detach()
         self._layers = [self._layer_of(state, i) for i in range(config.num_hidden_layers)]
         self._embedding = self._fused(state, "model.embed_tokens").weight
         self._norm = self._fused(state, "model.norm").weight
@@ -137,7 +139,8 @@ class LlamaForward:
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
         """See CachedForward; right-padded: a token never attends to later ones."""
         ids = to_device(pad_sequence(prompts, batch_first=True), self._device)
-        sizes, (batch, width) = [len(prompt) for prompt in prompts], ids.shape
+        sizes = [len(prompt) for prompt in prompts]
+        batch, width = ids.shape
         places = torch.arange(width, device=ids.device)
         seen = None
         if self._window is not None:
@@ -158,7 +161,8 @@ class LlamaForward:
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
         """See CachedForward; right-padded. What is new attends to what is kept, and to itself."""
         ids = to_device(pad_sequence(more, batch_first=True), self._device)
-        sizes, prompts = [len(part) for part in more], [self._of_row[row] for row in rows]
+        sizes = [len(part) for part in more]
+        prompts = [self._of_row[row] for row in rows]
         firsts = [self._lengths[prompt] for prompt in prompts]
         facts = [rows, prompts, starts, firsts]
         row, prompt, start, first = to_device(torch.tensor(facts), ids.device)
@@ -207,7 +211,8 @@ class LlamaForward:
             )
             mixed = attend(number, *parts).transpose(1, 2).reshape(batch * width, -1)
             if number == len(self._layers) - 1:  # only the last tokens are read further on
-                mixed, hidden = mixed[ends], hidden[ends]
+                mixed = mixed[ends]
+                hidden = hidden[ends]
             hidden = self._finish(layer, hidden, mixed)
         return self._logits(hidden).index_select(0, rows)
 
@@ -215,12 +220,16 @@ class LlamaForward:
         """Append keys and values (2, B, KV, P, head_dim) of new prompts to those of a layer."""
         known = self._shared[number]
         width = max(known.shape[3], fresh.shape[3])
-        parts = [F.pad(x, (0, 0, 0, width - x.shape[3])) for x in (known, fresh)]
+        parts = []
+        for x in (known, fresh):
+            parts.append(F.pad(x, (0, 0, 0, width - x.shape[3])))
         self._shared[number] = torch.cat(parts, 1)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward."""
-        rows, kv_heads, parked = len(tokens), self._num_kv_heads, self._num_parked
+        rows = len(tokens)
+        kv_heads = self._num_kv_heads
+        parked = self._num_parked
         self._make_slots(span)
         if self._prompts is None:
             live = self._of_row[parked:]
@@ -247,7 +256,8 @@ class LlamaForward:
     def _seen(self, starts: Tensor, positions: Tensor, span: int) -> Tensor:
         """(n, F, P + span): which of the prompt's tokens, and of its own, a row's tokens at
         positions (n, F) see; starts (n,)."""
-        starts, width = starts[:, None, None], self._shared[0].shape[3]
+        starts = starts[:, None, None]
+        width = self._shared[0].shape[3]
         slots = torch.arange(width + span, device=positions.device)
         behind = slots >= width
         place = torch.where(behind, slots - width + starts, slots)  # (n, 1, P + span)
@@ -258,12 +268,16 @@ class LlamaForward:
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
         """See CachedForward; rows that stay where they are cost nothing."""
-        moved = [(source, place) for place, source in enumerate(rows) if source != place]
+        moved = []
+        for place, source in enumerate(rows):
+            if source != place:
+                moved.append((source, place))
         if moved:
             sources, places = to_device(torch.tensor(moved), self._device).T
             for cache in self._cache:
                 cache[:, places] = cache[:, sources]
-        self._of_row, self._num_parked = [self._of_row[row] for row in rows], num_parked
+        self._of_row = [self._of_row[row] for row in rows]
+        self._num_parked = num_parked
         used = sorted(set(self._of_row))
         if len(used) < len(self._lengths):
             self._lengths = [self._lengths[prompt] for prompt in used]
@@ -281,7 +295,10 @@ class LlamaForward:
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
         self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
         self._shared = [self._embedding.new_zeros(shape) for _ in self._layers]
-        self._lengths, self._of_row, self._num_parked, self._prompts = [], [], 0, None
+        self._lengths = []
+        self._of_row = []
+        self._num_parked = 0
+        self._prompts = None
 
     def _heads(
         self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor
@@ -314,12 +331,12 @@ class LlamaForward:
 
     def _layer_of(self, state: dict[str, Tensor], number: int) -> _Layer:
         prefix = f"model.layers.{number}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        norms = [
-            self._fused(state, f"{attention}.{part}_norm").weight
-            for part in "qk"
-            if f"{attention}.{part}_norm.weight" in state
-        ]
+        attention = f"{prefix}.self_attn"
+        mlp = f"{prefix}.mlp"
+        norms = []
+        for part in "qk":
+            if f"{attention}.{part}_norm.weight" in state:
+                norms.append(self._fused(state, f"{attention}.{part}_norm").weight)
         return _Layer(
             self._fused(state, f"{prefix}.input_layernorm").weight,
             self._fused(state, *(f"{attention}.{part}_proj" for part in "qkv")),
@@ -334,7 +351,10 @@ class LlamaForward:
         """One product of several layers, their rows stacked; `weights` gets views of each."""
         found: dict[str, Tensor | None] = {}
         for kind in ("weight", "bias"):
-            parts = [state[f"{x}.{kind}"] for x in layers if f"{x}.{kind}" in state]
+            parts = []
+            for x in layers:
+                if f"{x}.{kind}" in state:
+                    parts.append(state[f"{x}.{kind}"])
             if not parts:
                 found[kind] = None
                 continue

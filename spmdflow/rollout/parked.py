@@ -33,18 +33,20 @@ class Parked:
         """
         size = min(len(self.ids), len(request.prompt) - 1)
         equal = int((self.ids[:size] == request.prompt[:size]).long().cumprod(0).sum())
-        return equal if equal >= self.num_shared else 0
+        if equal >= self.num_shared:
+            return equal
+        return 0
 
 
 def find_parked(parked: Sequence[Parked], requests: Sequence[Request]) -> dict[int, int]:
     """Request's place -> place of the parked row of its conversation, if that is of use."""
     row_of: dict[int | None, int] = {each.conversation: row for row, each in enumerate(parked)}
     pairs = ((n, row_of.pop(request.conversation, None)) for n, request in enumerate(requests))
-    return {
-        place: row
-        for place, row in pairs
-        if row is not None and parked[row].num_known(requests[place])
-    }
+    result = {}
+    for place, row in pairs:
+        if row is not None and parked[row].num_known(requests[place]):
+            result[place] = row
+    return result
 
 
 def newest_parked(parked: Sequence[Parked], rows: Sequence[int], most: int) -> list[int]:

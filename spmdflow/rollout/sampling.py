@@ -155,7 +155,9 @@ def log_probs_of(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
 
 def scale(logits: Tensor, temperature: float) -> Tensor:
     """(B, V) float32: logits / temperature."""
-    return logits.float() if temperature == 1 else logits.float() / temperature
+    if temperature == 1:
+        return logits.float()
+    return logits.float() / temperature
 
 
 def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +173,8 @@ def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     ends = sums.double().cumsum(-1)  # (B, blocks)
     target = u[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[-1] - 1)
-    end, inside = ends.gather(-1, block), sums.gather(-1, block)
+    end = ends.gather(-1, block)
+    inside = sums.gather(-1, block)
     tokens = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)
     last = probs.shape[-1] - 1
     found = probs.gather(-1, tokens.clamp(max=last)).double().masked_fill_(tokens > last, 0)

@@ -39,10 +39,13 @@ class SharedPrompts:
             ranks.append(len(members[prompt]))
             members[prompt].append(row)
         most = max(map(len, members), default=0)
-        filled = [rows + (rows[:1] or [0]) * (most - len(rows)) for rows in members]
+        filled = []
+        for rows in members:
+            filled.append(rows + (rows[:1] or [0]) * (most - len(rows)))
         table = torch.tensor(filled, dtype=torch.int64).view(len(lengths), 1, most, 1)
         prompts, rank = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]
-        head, part = heads // group, heads % group
+        head = heads // group
+        part = heads % group
         parts = [
             torch.tensor([lengths[prompt] for prompt in of_row], dtype=torch.int64),
             (table * heads.numel() + heads[:, None]).view(-1),

@@ -75,9 +75,12 @@ class VllmGenerator(RequestGenerator):
         """
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.precision)
-        self.device, self.replica, self._model_path = device, replica, model_path
+        self.device = device
+        self.replica = replica
+        self._model_path = model_path
         self._numbers = count()
-        self._on_cpu, self._shared = device.type == "cpu", False
+        self._on_cpu = device.type == "cpu"
+        self._shared = False
         self._asleep: dict[str, Storages | SleepingMemory] = {}
         self._end_tokens = end_tokens(model_path)
         with process_state_kept(own_variables="VLLM_"), ExitStack() as undo:
@@ -131,13 +134,17 @@ class VllmGenerator(RequestGenerator):
 
     def add(self, request: Request) -> int:
         """See RequestGenerator.add."""
-        requests, sampling = self._sampler.requests, request.sampling
+        requests = self._sampler.requests
+        sampling = request.sampling
         self.admit(request, list(requests.values())[:1])
-        self._sampler.sampling, number = sampling, next(self._numbers)
+        self._sampler.sampling = sampling
+        number = next(self._numbers)
         draws = {"temperature": 0.0}  # vLLM then does nothing to the logits; RowSampler does it all
         if self.keeps_noise and not sampling.greedy:
             names = ("temperature", "top_p", "top_k")
-            draws = {name: getattr(sampling, name) for name in names}
+            draws = {}
+            for name in names:
+                draws[name] = getattr(sampling, name)
         parameters = import_module("vllm.sampling_params")
         self._llm.llm_engine.add_request(
             str(number),
@@ -167,7 +174,8 @@ class VllmGenerator(RequestGenerator):
     def step(self) -> list[Finished]:
         """See RequestGenerator.step: one step of the engine, several if there are stop strings."""
         self.wake()
-        engine, requests = self._llm.llm_engine, self._sampler.requests
+        engine = self._llm.llm_engine
+        requests = self._sampler.requests
         numbers = list(requests) if self.stop else []
         known = dict(zip(numbers, map(len, self._sampler.said(numbers)), strict=True))
         sizes: dict[int, int] = {}
@@ -177,15 +185,19 @@ class VllmGenerator(RequestGenerator):
                 sizes |= {int(o.request_id): len(o.outputs[0].token_ids) for o in outputs}
         if self.stop:
             tokens = self._sampler.said(list(known))
-            rows = [
-                (requests[number].prompt.tolist(), row[: sizes.get(number)], asked)
-                for (number, asked), row in zip(known.items(), tokens, strict=True)
-            ]
+            rows = []
+            for (number, asked), row in zip(known.items(), tokens, strict=True):
+                rows.append((requests[number].prompt.tolist(), row[: sizes.get(number)], asked))
             ends = dict(zip(known, self.stop.first_ends(rows), strict=True))
-            found = {number: end for number, end in ends.items() if end is not None}
+            found = {}
+            for number, end in ends.items():
+                if end is not None:
+                    found[number] = end
             engine.abort_request([str(number) for number in found if number not in sizes])
             sizes |= found
-        finished = [self._sampler.take(number, size) for number, size in sizes.items()]
+        finished = []
+        for number, size in sizes.items():
+            finished.append(self._sampler.take(number, size))
         while not requests and getattr(self._core, "batch_queue", None):
             engine.step()  # a step that async scheduling has begun
         return finished
@@ -208,7 +220,8 @@ class VllmGenerator(RequestGenerator):
         )
         if not self._on_cpu:  # on a CPU the memory was freed with the weights
             trim_weights()
-        self.weights_version, self._shared = NEVER, True
+        self.weights_version = NEVER
+        self._shared = True
 
     def shared(self, version: int) -> None:
         """The shards now hold the trainer's weights of that version."""
@@ -251,7 +264,11 @@ class VllmGenerator(RequestGenerator):
                 self._free("weights", self.model.parameters(), self.model.buffers())
 
     def _free(self, part: WakePart, tensors: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
-        memory = Storages(tensors) if self._on_cpu else SleepingMemory(part, tensors, kept)
+        memory: Storages | SleepingMemory
+        if self._on_cpu:
+            memory = Storages(tensors)
+        else:
+            memory = SleepingMemory(part, tensors, kept)
         memory.free()
         self._asleep[part] = memory
 

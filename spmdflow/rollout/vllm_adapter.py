@@ -32,7 +32,9 @@ def engine_arguments(lora: LoRAConfig, table: ShardTable) -> dict[str, Any]:
     if size is None:
         do = "lower it, or set actor.rollout.weights=auto"
         raise ConfigError.of("model.lora.rank", lora.rank, f"at most vLLM's {_RANKS[-1]}", do)
-    wrapped = {_layer_of(name).rpartition(".")[2] for name in _adapted(lora.adapters, table)}
+    wrapped = set()
+    for name in _adapted(lora.adapters, table):
+        wrapped.add(_layer_of(name).rpartition(".")[2])
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -46,7 +48,8 @@ class PolicyAdapter:
 
     def __init__(self, runner: Any, lora: LoRAConfig) -> None:
         """runner: vLLM's model runner, after its warm-up. ConfigError if it lacks a name."""
-        self.adapters, self._manager = lora.adapters, walk(runner, "lora_manager._adapter_manager")
+        self.adapters = lora.adapters
+        self._manager = walk(runner, "lora_manager._adapter_manager")
         request = import_module("vllm.lora.request").LoRARequest
         self.request = request("policy", _ID, "the policy's own")
         """What every request must carry."""
@@ -70,7 +73,8 @@ class PolicyAdapter:
             layer = self._manager.modules[_layer_of(name)]
             for place, piece in enumerate(table[name].pieces):
                 names = list(adapter_boxes(piece, self.adapters))
-                a, b = layer.lora_a_stacked[place][0, 0], layer.lora_b_stacked[place][0, 0]
+                a = layer.lora_a_stacked[place][0, 0]
+                b = layer.lora_b_stacked[place][0, 0]
                 rank = self.adapters.rank
                 found |= dict(zip(names, (a[:rank], b[:, :rank])))
         return found
@@ -82,11 +86,11 @@ class PolicyAdapter:
 
 def _adapted(adapters: Adapters, table: ShardTable) -> list[str]:
     """vLLM's names of the tensors of which some part has an adapter."""
-    return [
-        name
-        for name, tensor in table.items()
-        if any(adapter_boxes(piece, adapters) for piece in tensor.pieces)
-    ]
+    result = []
+    for name, tensor in table.items():
+        if any(adapter_boxes(piece, adapters) for piece in tensor.pieces):
+            result.append(name)
+    return result
 
 
 def _layer_of(name: str) -> str:

@@ -55,7 +55,10 @@ def is_whole(name: str) -> bool:
 def vllm_names(arch: Architecture, *, pp_size: int = 1, pp_rank: int = 0) -> dict[str, str]:
     """Megatron's parameter of one stage -> vLLM's parameter of the same Hugging Face tensors."""
     stock = vllm_shards(arch, tp_size=1, tp_rank=0, pp_size=1, pp_rank=0)
-    theirs = {piece.name: name for name, tensor in stock.items() for piece in tensor.pieces}
+    theirs = {}
+    for name, tensor in stock.items():
+        for piece in tensor.pieces:
+            theirs[piece.name] = name
     table = megatron_shards(
         arch,
         tp_size=1,
@@ -64,7 +67,10 @@ def vllm_names(arch: Architecture, *, pp_size: int = 1, pp_rank: int = 0) -> dic
         pp_rank=pp_rank,
         vocab_multiple=VLLM_VOCAB_MULTIPLE,
     )
-    return {name: theirs[tensor.pieces[0].name] for name, tensor in table.items()}
+    result = {}
+    for name, tensor in table.items():
+        result[name] = theirs[tensor.pieces[0].name]
+    return result
 
 
 def shard_tensors(
@@ -75,7 +81,8 @@ def shard_tensors(
     tp_size, vocab_multiple: the trainer's. ConfigError if the shards cannot replace vLLM's.
     """
     per_rank = _shards_per_rank(arch, replica, tp_size, vocab_multiple)
-    stock, names = stock_table(arch, replica, place), vllm_names(arch)
+    stock = stock_table(arch, replica, place)
+    names = vllm_names(arch)
     first = place % replica.tp_size * per_rank
     found: dict[str, list[LocalTensor]] = {}
     for shard in range(first, first + per_rank):
@@ -91,7 +98,11 @@ def shard_tensors(
             known = found.setdefault(names[name], [])
             if not known or not is_whole(names[name]):
                 known.append(tensor)
-    return {name: tensors for name, tensors in found.items() if name in stock}
+    result = {}
+    for name, tensors in found.items():
+        if name in stock:
+            result[name] = tensors
+    return result
 
 
 def install(
@@ -110,17 +121,24 @@ def install(
     than its ranks. tp_size, vocab_multiple: the trainer's. Gives what the ranks then read;
     ConfigError if the views are not those needed.
     """
-    every = [
-        shard_tensors(arch, replica, tp_size=tp_size, vocab_multiple=vocab_multiple, place=place)
-        for place in range(replica.size)
-    ]
-    stock, mine = stock_table(arch, replica, replica.place), every[replica.place]
+    every = []
+    for place in range(replica.size):
+        every.append(
+            shard_tensors(
+                arch, replica, tp_size=tp_size, vocab_multiple=vocab_multiple, place=place
+            )
+        )
+    stock = stock_table(arch, replica, replica.place)
+    mine = every[replica.place]
     _check_shards(shards, mine)
     qkv_of_all: dict[str, list[LocalTensor]] = {}
     if arch.num_kv_heads < replica.tp_size:  # gathered, it is what a single rank would train
         alone = Replica.alone()
         whole = shard_tensors(arch, alone, tp_size=1, vocab_multiple=VLLM_VOCAB_MULTIPLE, place=0)
-        qkv_of_all = {name: whole[name] for name in mine if name.endswith("qkv_proj.weight")}
+        qkv_of_all = {}
+        for name in mine:
+            if name.endswith("qkv_proj.weight"):
+                qkv_of_all[name] = whole[name]
     for name, views in shards.items():
         path, _, part = name.rpartition(".")
         module = model.get_submodule(path)
@@ -136,13 +154,14 @@ def install(
             _replace(module, ColumnShards(views, shards.get(f"{path}.bias"), runs, joins))
     if arch.tied and EMBEDDING in shards and hasattr(model.lm_head, "quant_method"):
         _replace(model.lm_head, model.model.embed_tokens.quant_method)
-    read = [
-        block
-        for name, tensors in mine.items()
-        for view, tensor in zip(shards[name], tensors, strict=True)
-        for block in blocks({name: view}, {name: tensor})
-    ]
-    held = [slots_of(chain.from_iterable(found.values())) for found in every]
+    read = []
+    for name, tensors in mine.items():
+        for view, tensor in zip(shards[name], tensors, strict=True):
+            for block in blocks({name: view}, {name: tensor}):
+                read.append(block)
+    held = []
+    for found in every:
+        held.append(slots_of(chain.from_iterable(found.values())))
     return Reading(whole_shapes(arch), read, held)
 
 
@@ -152,12 +171,18 @@ def column_order(stock: LocalTensor, shards: Sequence[LocalTensor]) -> list[Run]
     For a padded vocabulary, whose rows are in order already: all rows of each shard.
     """
     if stock.padding:
-        return [(number, 0, tensor.shape[0]) for number, tensor in enumerate(shards)]
+        result = []
+        for number, tensor in enumerate(shards):
+            result.append((number, 0, tensor.shape[0]))
+        return result
     runs: list[Run] = []
     for wanted in stock.pieces:
         for number, tensor in enumerate(shards):
             for held in tensor.pieces:
-                common = held.box.intersect(wanted.box) if held.name == wanted.name else None
+                if held.name == wanted.name:
+                    common = held.box.intersect(wanted.box)
+                else:
+                    common = None
                 if common is None:
                     continue
                 low, high = held.part(common).local.bounds[0]
@@ -177,7 +202,8 @@ class ColumnShards:
         runs: Sequence[Run],
         gather: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self._weights, self._gather = list(weights), gather
+        self._weights = list(weights)
+        self._gather = gather
         self._biases: list[Tensor | None] = list(biases) if biases else [None] * len(weights)
         in_place = len(weights) == 1 and len(runs) == 1 and gather is None
         self._runs = [] if in_place else list(runs)
@@ -185,7 +211,9 @@ class ColumnShards:
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., columns) in vLLM's order; the layer's own weight and bias are not read."""
         pairs = zip(self._weights, self._biases, strict=True)
-        parts = [F.linear(x, weight, shard_bias) for weight, shard_bias in pairs]
+        parts = []
+        for weight, shard_bias in pairs:
+            parts.append(F.linear(x, weight, shard_bias))
         if self._gather is not None:
             parts = [self._gather(torch.cat(parts, -1))]
         if not self._runs:
@@ -207,7 +235,9 @@ class RowShards:
         pairs = zip(flat.split(self._weights[0].shape[1], -1), self._weights, strict=True)
         total = sum(_product(part, weight) for part, weight in pairs)
         result = total.to(x.dtype).view(*x.shape[:-1], -1)  # type: ignore[union-attr]
-        return result if bias is None else result + bias
+        if bias is None:
+            return result
+        return result + bias
 
 
 class VocabularyShards:
@@ -215,7 +245,9 @@ class VocabularyShards:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
-        runs = [(shard, 0, len(weight)) for shard, weight in enumerate(weights)]
+        runs = []
+        for shard, weight in enumerate(weights):
+            runs.append((shard, 0, len(weight)))
         self._head = ColumnShards(weights, None, runs, None)
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
@@ -243,7 +275,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 def _replace(module: Any, method: Any) -> None:
     """Let the method do the layer's work, and free what the stock method worked on."""
-    module.quant_method, module.use_fused_embedding = method, False
+    module.quant_method = method
+    module.use_fused_embedding = False
     module.weight.data = module.weight.data.new_empty(0)
     if isinstance(method, ColumnShards) and getattr(module, "bias", None) is not None:
         module.bias.data = module.bias.data.new_empty(0)
@@ -266,8 +299,12 @@ def _shards_per_rank(
 
 
 def _check_shards(shards: Shards, wanted: Mapping[str, Sequence[LocalTensor]]) -> None:
-    shapes = {name: [tuple(view.shape) for view in views] for name, views in shards.items()}
-    expected = {name: [tensor.shape for tensor in tensors] for name, tensors in wanted.items()}
+    shapes = {}
+    for name, views in shards.items():
+        shapes[name] = [tuple(view.shape) for view in views]
+    expected = {}
+    for name, tensors in wanted.items():
+        expected[name] = [tensor.shape for tensor in tensors]
     for name in [*expected, *shapes]:
         if shapes.get(name) != expected.get(name):
             got = f"views of shapes {shapes.get(name)} for {name}"

@@ -101,12 +101,12 @@ def import_vllm(key: str, *, otherwise: str) -> Any:
 
 def missing_names(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
     """module.name of what the installed vLLM lacks; contract: names by module."""
-    return [
-        f"{module}.{name}"
-        for module, names in contract.items()
-        for name in names
-        if not _is_there(module, name)
-    ]
+    result = []
+    for module, names in contract.items():
+        for name in names:
+            if not _is_there(module, name):
+                result.append(f"{module}.{name}")
+    return result
 
 
 def _is_there(module: str, name: str) -> bool:
@@ -139,4 +139,8 @@ def _missing_arguments() -> list[str]:
     if coordinator is None:
         return []
     known = inspect.signature(coordinator).parameters
-    return [f"GroupCoordinator({name}=)" for name in _COORDINATOR_ARGUMENTS if name not in known]
+    result = []
+    for name in _COORDINATOR_ARGUMENTS:
+        if name not in known:
+            result.append(f"GroupCoordinator({name}=)")
+    return result

@@ -51,7 +51,8 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
     """A vllm.LLM on this rank's part of the replica; all of its ranks together."""
     import vllm
 
-    replica, on_cpu = groups.replica, groups.device.type == "cpu"
+    replica = groups.replica
+    on_cpu = groups.device.type == "cpu"
     eager = on_cpu or cfg.weights in ("blocks", "flat")
     with ExitStack() as undone:
         if on_cpu:
@@ -111,7 +112,9 @@ class RowSampler(nn.Module):
         self.sampling = Sampling(max_new_tokens=1)
         self.requests: dict[int, Request] = {}
         """Requests being generated, by the number in their parameters."""
-        self._runner, self._names, self._rows = runner, list[str](), dict[int, int]()
+        self._runner = runner
+        self._names = list[str]()
+        self._rows = dict[int, int]()
         self._stock = runner.sampler if keeps_noise else None
         self._tokens, self._log_probs, self._counts = (
             torch.zeros(shape, dtype=dtype, device=runner.device)
@@ -142,7 +145,8 @@ class RowSampler(nn.Module):
             tokens = self._stock(logits.clone(), sampling_metadata).sampled_token_ids[:, 0].long()
             log_probs = log_probs_of(logits, tokens, self.sampling)
         # vLLM discards draws within a prompt, and those of a row that it computes a second time
-        fresh, at = places == self._counts[rows], (rows, places.clamp(min=0))
+        fresh = places == self._counts[rows]
+        at = (rows, places.clamp(min=0))
         self._tokens[at] = torch.where(fresh, tokens, self._tokens[at])
         self._log_probs[at] = torch.where(fresh, log_probs, self._log_probs[at])
         self._counts[rows] += fresh
@@ -156,18 +160,20 @@ class RowSampler(nn.Module):
         for number, request in zip(numbers, requests, strict=True):
             if number not in self._rows:
                 self._rows[number] = self._free_row(request.sampling.max_new_tokens + 1)
-        facts = [
-            (self._rows[number], request.seed, len(request.prompt), request.num_drawn)
-            for number, request in zip(numbers, requests, strict=True)
-        ]
-        self._names, self._facts = names, torch.tensor(facts, device=self._counts.device).T
+        facts = []
+        for number, request in zip(numbers, requests, strict=True):
+            facts.append((self._rows[number], request.seed, len(request.prompt), request.num_drawn))
+        self._names = names
+        self._facts = torch.tensor(facts, device=self._counts.device).T
 
     def _free_row(self, width: int) -> int:
         """A row that no request has, of at least that many places; the tables grow as needed."""
-        size, used = len(self._counts), set(self._rows.values())
+        size = len(self._counts)
+        used = set(self._rows.values())
         free = next(row for row in range(size + 1) if row not in used)
         if free == size or width > self._tokens.shape[1]:
-            longer, wider = max(1, size) * (free == size), max(0, width - self._tokens.shape[1])
+            longer = max(1, size) * (free == size)
+            wider = max(0, width - self._tokens.shape[1])
             self._tokens = F.pad(self._tokens, (0, wider, 0, longer))
             self._log_probs = F.pad(self._log_probs, (0, wider, 0, longer))
             self._counts = F.pad(self._counts, (0, longer))
@@ -177,10 +183,16 @@ class RowSampler(nn.Module):
     def said(self, numbers: Sequence[int]) -> list[list[int]]:
         """The tokens of some requests so far."""
         known = [self._rows.get(number, -1) for number in numbers]
-        rows = [row for row in known if row >= 0]
+        rows = []
+        for row in known:
+            if row >= 0:
+                rows.append(row)
         pairs = zip(self._tokens[rows].tolist(), self._counts[rows].tolist(), strict=True)
         found = iter([tokens[:count] for tokens, count in pairs])
-        return [next(found) if row >= 0 else [] for row in known]
+        result = []
+        for row in known:
+            result.append(next(found) if row >= 0 else [])
+        return result
 
     def take(self, number: int, size: int) -> Finished:
         """The first `size` tokens of a request; forgets the request."""
@@ -188,7 +200,8 @@ class RowSampler(nn.Module):
         row = self._rows.pop(number, None)
         if row is None:  # it has waited so far
             return Finished(number, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
-        tokens, log_probs = self._tokens[row, :size].clone(), self._log_probs[row, :size].clone()
+        tokens = self._tokens[row, :size].clone()
+        log_probs = self._log_probs[row, :size].clone()
         return Finished(number, tokens, log_probs)
 
 

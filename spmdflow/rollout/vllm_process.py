@@ -58,7 +58,8 @@ class Groups:
             expected = "one at a time, as its parallel state is global"
             do = f"give one of the models rollout.engine={generator_names()[0]}"
             raise ConfigError.of("rollout.engine=vllm", got, expected, do)
-        self.replica, self.device = replica, device
+        self.replica = replica
+        self.device = device
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         own = replica.groups or GroupTable(dist.get_rank(), timeout_seconds=60)
@@ -66,7 +67,8 @@ class Groups:
 
     def install(self) -> None:
         """Fill vLLM's parallel state."""
-        replica, state = self.replica, _state()
+        replica = self.replica
+        state = _state()
         state._WORLD = self._coordinator("world", replica.ranks)
         state._TP = self._coordinator("tp", replica.tp_ranks)
         state._PP = self._coordinator("pp", replica.pp_ranks)
@@ -88,7 +90,9 @@ class Groups:
         given = [self._alone, self._alone]
         if len(ranks) > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            given = [self.replica.group(ranks, each) for each in (backend, "gloo")]
+            given = []
+            for each in (backend, "gloo"):
+                given.append(self.replica.group(ranks, each))
         with replaced(dist, "new_group", lambda *_, **__: given.pop(0)):
             coordinator = _state().GroupCoordinator(
                 group_ranks=[list(ranks)],
@@ -121,7 +125,8 @@ def executor_class(groups: Groups) -> type:
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     worker = import_module("vllm.v1.worker.gpu_worker")
-    replica, device = groups.replica, groups.device
+    replica = groups.replica
+    device = groups.device
 
     class SpmdExecutor(UniProcExecutor):
         supports_pp = True
@@ -143,7 +148,8 @@ def executor_class(groups: Groups) -> type:
             num_layers = len(self.get_kv_cache_specs()[0])
             facts = torch.tensor([memory[0], num_layers], device=device)
             everyone = torch.stack(replica.gather(facts))
-            smallest, most_layers = int(everyone[:, 0].min()), int(everyone[:, 1].max())
+            smallest = int(everyone[:, 0].min())
+            most_layers = int(everyone[:, 1].max())
             return [smallest * num_layers // most_layers]  # equal blocks on uneven stages
 
     return SpmdExecutor
@@ -208,7 +214,8 @@ class SleepingMemory:
 
     def __init__(self, tag: str, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:
         """tensors: of that memory; kept: others, whose values are kept in host memory meanwhile."""
-        self._tag, self._tensors = tag, list(tensors)
+        self._tag = tag
+        self._tensors = list(tensors)
         self._kept = [(tensor, tensor.cpu()) for tensor in kept]
 
     def free(self) -> None:

@@ -49,7 +49,9 @@ class Reading:
 
         WeightSyncError if ranks that hold the same box hold different values.
         """
-        own = {(name, box): box_sum(view, box) for name, view, box in self.blocks}
+        own = {}
+        for name, view, box in self.blocks:
+            own[(name, box)] = box_sum(view, box)
         return joined_hashes(
             read_sums(own),
             self.shapes,
@@ -77,7 +79,10 @@ def joined_hashes(
     everyone = torch.stack(list(gather(mine))).tolist()
     totals = dict.fromkeys(names, 0)
     for number, slot in enumerate(slots):
-        holders = [place for place, boxes in enumerate(held) if slot in boxes]
+        holders = []
+        for place, boxes in enumerate(held):
+            if slot in boxes:
+                holders.append(place)
         values = [everyone[place][number] for place in holders]
         if len(set(values)) > 1:
             name, box = slot
@@ -96,7 +101,10 @@ def joined_hashes(
 
 def whole_shapes(arch: Architecture) -> dict[str, torch.Size]:
     """Shape of every tensor of an architecture, by Hugging Face name."""
-    return {parameter.name: torch.Size(parameter.shape) for parameter in parameters(arch)}
+    result = {}
+    for parameter in parameters(arch):
+        result[parameter.name] = torch.Size(parameter.shape)
+    return result
 
 
 def slots_of(tensors: Iterable[LocalTensor]) -> frozenset[Slot]:
@@ -126,14 +134,22 @@ def stock_reading(
         if replica.size > 1 or adapter is not None:
             raise
         views = hugging_face_views(model)
-        whole = [(name, view, Box.of_shape(view.shape)) for name, view in views.items()]
-        shapes = {name: view.shape for name, view in views.items()}
+        whole = []
+        for name, view in views.items():
+            whole.append((name, view, Box.of_shape(view.shape)))
+        shapes = {}
+        for name, view in views.items():
+            shapes[name] = view.shape
         return Reading(shapes, whole, [frozenset((name, box) for name, _, box in whole)])
-    parameters = {n.replace(".base_layer.", "."): p for n, p in model.named_parameters()}
+    parameters = {}
+    for n, p in model.named_parameters():
+        parameters[n.replace(".base_layer.", ".")] = p
     if adapter is not None:
         parameters |= adapter.views(stock_table(arch, replica, replica.place))
         arch = replace(arch, adapters=adapter.adapters)
-    tables = [stock_table(arch, replica, place) for place in range(replica.size)]
+    tables = []
+    for place in range(replica.size):
+        tables.append(stock_table(arch, replica, place))
     mine = tables[replica.place]
     _check_names(parameters, mine, model_path)
     held = [slots_of(table.values()) for table in tables]
@@ -151,10 +167,13 @@ def hugging_face_views(model: Any) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
         parent, _, layer_name = path.rpartition(".")
-        layer, tensor = model.get_submodule(path), parameter.detach()
+        layer = model.get_submodule(path)
+        tensor = parameter.detach()
         if layer_name in fused:
             parts = tensor.split(list(layer.output_sizes))
-            names = [f"{parent}.{part}.{kind}" for part in fused[layer_name]]
+            names = []
+            for part in fused[layer_name]:
+                names.append(f"{parent}.{part}.{kind}")
             views.update(zip(names, parts, strict=True))
         else:
             views[name] = tensor[: getattr(layer, "org_vocab_size", len(tensor))]
@@ -162,8 +181,12 @@ def hugging_face_views(model: Any) -> dict[str, Tensor]:
 
 
 def _check_names(parameters: Mapping[str, Tensor], table: ShardTable, model_path: str) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    described = {name: tensor.shape for name, tensor in table.items()}
+    shapes = {}
+    for name, tensor in parameters.items():
+        shapes[name] = tuple(tensor.shape)
+    described = {}
+    for name, local in table.items():
+        described[name] = local.shape
     wrong = sorted(
         name for name in shapes.keys() | described.keys() if shapes.get(name) != described.get(name)
     )

@@ -85,7 +85,9 @@ class Comm:
         self._waiter = Waiter()
         self._waiter.watch(endpoint.descriptor)
         self._waiter.watch(endpoint.lost_descriptor)
-        self._rank, self._settings, self._signals = rank, settings, signals
+        self._rank = rank
+        self._settings = settings
+        self._signals = signals
         self._controller = controller
         self._is_controller = rank == settings.controller_rank
         self.thread = threading.Thread(target=self._run, name="comm", daemon=True)
@@ -104,7 +106,9 @@ class Comm:
         self._all_unwound = False
         self._give_up_at = float("inf")
         self._next_tick = self._next_beat = 0.0
-        self._last_tick, self._look_at, self._woken = self._heard, LOOK_SECONDS, 0.0
+        self._last_tick = self._heard
+        self._look_at = LOOK_SECONDS
+        self._woken = 0.0
 
     # ---- called by the lanes and the session
 
@@ -219,17 +223,22 @@ class Comm:
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
         if (not ready or self._endpoint.lost_descriptor in ready) and self._endpoint.any_lost():
-            secret = "" if self._neighbours else "; is SPMDFLOW_SECRET the same on every rank?"
+            if self._neighbours:
+                secret = ""
+            else:
+                secret = "; is SPMDFLOW_SECRET the same on every rank?"
             self._lost_controller(f"its connection is lost{secret}")
         if self._neighbours and self._neighbours.unwatch(self._waiter, ready):
             for ended in self._neighbours.ended().items():
                 self._send(Kind.ENDED, list(ended))
 
     def _tick(self, now: float) -> None:
-        passed, self._last_tick = now - self._last_tick, now
+        passed = now - self._last_tick
+        self._last_tick = now
         frozen = passed > _FROZEN_SECONDS  # this process was stopped: nobody else was silent
         if frozen:
-            self._heard, self._woken = self._heard + passed, now
+            self._heard = self._heard + passed
+            self._woken = now
         for lane in self._lanes.values():
             lane.sample(passed, as_idle=frozen)
         if now >= self._next_beat:
@@ -249,11 +258,13 @@ class Comm:
 
     def _beat(self) -> None:
         """Say what the lanes do (`Doing` in runtime/stall.py)."""
-        doing, state = [], Process.of(os.getpid()).state()
+        doing = []
+        state = Process.of(os.getpid()).state()
         for lane in self._lanes.values():
             if (running := lane.running) and (place := lane.place()):
                 known = STATES[state] if state == "D" else ""
-                number, waited = running[0].number, lane.waits[ROWS]
+                number = running[0].number
+                waited = lane.waits[ROWS]
                 doing.append([number, lane.name, waited, place.kind, place.line, known])
         self._send(Kind.BEAT, doing)
 
@@ -298,7 +309,9 @@ class Comm:
         """How long the controller, which enforces the limits of calls, may be silent."""
         if self._settings.call_seconds is not None:
             return max(self._settings.call_seconds, SILENT_BEATS * self._settings.beat_seconds)
-        return HELD_SECONDS if self._controller.is_stopped() else LIMIT_SECONDS
+        if self._controller.is_stopped():
+            return HELD_SECONDS
+        return LIMIT_SECONDS
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:
         """The controller cannot end the run any more, so every rank does."""
@@ -356,7 +369,10 @@ class Comm:
         record = as_record(cause_first, self._failures)
         if self._settings.owns_run_dir():
             write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
-        where = f"; its Python was at {cause_first.where}" if cause_first.where else ""
+        if cause_first.where:
+            where = f"; its Python was at {cause_first.where}"
+        else:
+            where = ""
         logger.error("run failed: %s%s", cause_first.sentence(), where)
         if self._rank in self._settings.ranks[1:2]:  # nobody else would
             call_within(SHOW_SECONDS, self._settings.show_failure)

@@ -57,7 +57,10 @@ class EarlyMethods:
         self._arrival.end(RuntimeError("early method: the session has ended"))
         for thread in self._threads:
             thread.join(UNWIND_SECONDS)
-        left = [thread.name for thread in self._threads if thread.is_alive()]
+        left = []
+        for thread in self._threads:
+            if thread.is_alive():
+                left.append(thread.name)
         if left:
             where = f"early methods of the calls {left}"
             got = f"threads that still run {UNWIND_SECONDS:g} s after the run"

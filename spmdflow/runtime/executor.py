@@ -25,7 +25,9 @@ from spmdflow.runtime.process import give_way, leave
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
 """operation(payload, number) -> reply payload; both plain data (parallel/message.py)."""
 
-COMPUTE, TRANSFER, FILES = "compute", "transfer", "files"
+COMPUTE = "compute"
+TRANSFER = "transfer"
+FILES = "files"
 
 _LAST_RESORT_SECONDS = 60.0
 
@@ -69,7 +71,9 @@ class Lane:
     """Runs a lane's commands, one at a time."""
 
     def __init__(self, name: str, rank: int, reporter: Reporter) -> None:
-        self.name, self._rank, self._reporter = name, rank, reporter
+        self.name = name
+        self._rank = rank
+        self._reporter = reporter
         self.operations: Mapping[str, Operation] = {}
         """What this rank can do, by name; set before the first command runs."""
         self.running: tuple[Command, float] | None = None
@@ -116,14 +120,16 @@ class Lane:
 
     def run(self) -> None:
         """Run commands in this thread until the end; what one raises ends the run."""
-        is_over, self._thread = False, threading.get_ident()
+        is_over = False
+        self._thread = threading.get_ident()
         if self.name == FILES:
             give_way()
         while not is_over:  # once more after a failure, for commands that need all ranks
             failure = None
             try:
                 while (command := self._commands.get()) is not None:
-                    started, self.waits = time.monotonic(), {PEERS: 0.0, ROWS: 0.0}
+                    started = time.monotonic()
+                    self.waits = {PEERS: 0.0, ROWS: 0.0}
                     self.running = (command, started)
                     operation = find_operation(self.operations, command.label, command.payload)
                     payload = operation(command.payload, command.number)

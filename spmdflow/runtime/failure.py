@@ -31,7 +31,8 @@ from spmdflow.errors import RunFailed, SpmdflowError
 
 logger = logging.getLogger(__name__)
 
-_MOST_OTHERS, _MOST_LETTERS = 3, 160
+_MOST_OTHERS = 3
+_MOST_LETTERS = 160
 SHOW_SECONDS = 20.0
 """For the page of a failed run: torchrun kills its ranks 30 s after the first one ended."""
 GATHER_SECONDS = 1.0
@@ -74,7 +75,10 @@ class Failure:
 
     def sentence(self) -> str:
         """Rank, what it was running and the cause."""
-        place = f", {self.label} (call {self.number}, {self.lane} lane)" if self.label else ""
+        if self.label:
+            place = f", {self.label} (call {self.number}, {self.lane} lane)"
+        else:
+            place = ""
         return f"rank {self.rank}{place}: {self.cause}"
 
 
@@ -172,7 +176,11 @@ def noting(doing: str) -> Iterator[None]:
 
 def what_was_done(err: BaseException) -> list[str]:
     """What `noting` noted of an error, innermost first."""
-    return [note for note in getattr(err, "__notes__", ()) if note.startswith(_WHILE)]
+    result = []
+    for note in getattr(err, "__notes__", ()):
+        if note.startswith(_WHILE):
+            result.append(note)
+    return result
 
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -192,7 +200,8 @@ def script_line() -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    file, number = frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
+    number = frame.f_lineno
     return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
@@ -202,7 +211,10 @@ def own_traceback(err: BaseException) -> str:
     Without such lines: the last three, but nothing of a SpmdflowError (it says what to do).
     """
     frames = traceback.extract_tb(err.__traceback__)
-    own = [frame for frame in frames if is_own(frame.filename)]
+    own = []
+    for frame in frames:
+        if is_own(frame.filename):
+            own.append(frame)
     if not own and not isinstance(err, SpmdflowError):
         own = frames[-_SHOWN:]
     return "".join(traceback.StackSummary.from_list(own).format())

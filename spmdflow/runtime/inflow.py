@@ -64,12 +64,15 @@ class Inflow:
         """
         cut = []
         for descriptor, known in list(self._connections.items()):
-            rank, received = self._ranks.get(descriptor, -1), _received_or_none(descriptor)
+            rank = self._ranks.get(descriptor, -1)
+            received = _received_or_none(descriptor)
             read = self.num_messages[rank] if rank >= 0 else 0
             if received is None:
                 self.closed(descriptor)
             elif read > known.num_messages:
-                known.num_messages, known.num_bytes, known.is_late = read, received, False
+                known.num_messages = read
+                known.num_bytes = received
+                known.is_late = False
             elif received > known.num_bytes + _MOST_BYTES:
                 if known.is_late and _shut_down(descriptor, ports):
                     cut.append(rank)

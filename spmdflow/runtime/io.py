@@ -39,9 +39,12 @@ class Io:
     """The controller's transport and its thread."""
 
     def __init__(self, hub: Hub, *, peers: Peers, settings: SessionSettings) -> None:
-        self._hub, self._peers, self._settings = hub, peers, settings
+        self._hub = hub
+        self._peers = peers
+        self._settings = settings
         self.world_size = len(settings.ranks)
-        self._members, self._nodes = frozenset(settings.ranks), peers.nodes()
+        self._members = frozenset(settings.ranks)
+        self._nodes = peers.nodes()
         self.thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._lock = threading.RLock()
         self._worker: int | None = None
@@ -136,7 +139,10 @@ class Io:
 
     def _bodies(self, order: Order, ticket: int) -> list[tuple[int, bytes]]:
         """Envelope for each rank; equal objects are encoded once."""
-        unknown = [rank for rank in order.commands if rank not in self._members]
+        unknown = []
+        for rank in order.commands:
+            if rank not in self._members:
+                unknown.append(rank)
         assert order.commands and not unknown, (order.label, unknown, self._settings.ranks)
         head = [ticket, order.number, order.lane, order.label]
         encoded: dict[int, bytes] = {}
@@ -218,7 +224,8 @@ class Io:
 
     def _guarded(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call function; what it raises ends the run instead of the thread."""
-        outer, self._worker = self._worker, threading.get_ident()
+        outer = self._worker
+        self._worker = threading.get_ident()
         try:
             function(*arguments)
         except Exception as err:
@@ -257,10 +264,9 @@ class Io:
         self._peers.missing.discard(rank)
         if self._peers.missing or self.met.done:
             return
-        by_node = {
-            first: self._hub.seal(Kind.WELCOME, self._peers.neighbours(first))
-            for first in set(self._nodes.values())
-        }
+        by_node = {}
+        for first in set(self._nodes.values()):
+            by_node[first] = self._hub.seal(Kind.WELCOME, self._peers.neighbours(first))
         for member, first in self._nodes.items():  # all are here: each hears who shares its node
             self._hub.send(member, by_node[first])
         self._watch.start_by = float("inf")

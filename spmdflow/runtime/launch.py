@@ -78,7 +78,9 @@ def start_run(
     Failures raise RunFailed; they end the processes with status 1 instead if these belong to the
     run, or if one of them is lost.
     """
-    rank, world_size, run = dist.get_rank(), dist.get_world_size(), cfg.run
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    run = cfg.run
     ranks = tuple(range(world_size)) if ranks is None else ranks
     groups = GroupTable(rank)
     limit = timedelta(seconds=run.transfer_seconds)
@@ -118,7 +120,9 @@ class _Membership:
         announcements: Announcements | None,
     ) -> None:
         """announcements: on the rank that tells ranks outside of the run."""
-        self._cfg, self._groups, self._announcements = cfg, groups, announcements
+        self._cfg = cfg
+        self._groups = groups
+        self._announcements = announcements
         self._lane: dist.ProcessGroup | None = lane
         self._state: RankState | None = None
         self.status = 0
@@ -244,7 +248,9 @@ def _state(
     return RankState(settings, groups, transport, arrival)
 
 
-_FIRST_SECONDS, _GROUP_SECONDS, _END_SECONDS = 0.01, 0.1, 1.0
+_FIRST_SECONDS = 0.01
+_GROUP_SECONDS = 0.1
+_END_SECONDS = 1.0
 """Poll intervals of the store: the first; the longest for more groups, and for the run's end."""
 
 Specs = Sequence[tuple[Sequence[int], str, str]]
@@ -259,7 +265,8 @@ class Announcements:
 
     def __init__(self, store: Store, rank: int) -> None:
         launches = store.add(f"spmdflow/launches/{rank}", 1)
-        self._store, self._root = store, f"spmdflow/launch-{launches}"
+        self._store = store
+        self._root = f"spmdflow/launch-{launches}"
         self._numbers = itertools.count()
         self._has_ended = False
 
@@ -271,7 +278,10 @@ class Announcements:
 
     def tell(self, status: int, failure: RunFailed | None = None) -> None:
         """Say how the run ended (first rank)."""
-        told = {"status": status} if failure is None else {"text": str(failure)} | failure.record
+        if failure is None:
+            told = {"status": status}
+        else:
+            told = {"text": str(failure)} | failure.record
         self._store.set(f"{self._root}/outcome", json.dumps(told))
 
     def make_groups(self, groups: GroupTable) -> None:

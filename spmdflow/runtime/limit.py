@@ -42,7 +42,9 @@ def limit_of(order: Order, pace: Pace) -> Limit:
     """The limit of an order; pace: the durations of calls before it."""
     if order.seconds is not None:
         return Limit(order.seconds, "the limit that is set")
-    operations = {command.get("operation") for command in order.commands.values()}
+    operations = set()
+    for command in order.commands.values():
+        operations.add(command.get("operation"))
     if not operations <= set(BOUNDED):
         return Limit(FIRST_SECONDS, "the limit of starts, checkpoints and work with disks")
     measured = pace.limit_or_none(key_of(order))

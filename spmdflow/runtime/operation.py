@@ -80,9 +80,12 @@ class RankState:
         arrival: RowCondition | None = None,
     ) -> None:
         """arrival: how the compute lane waits for rows."""
-        self._settings, self._groups, self._transport = settings, groups, transport
+        self._settings = settings
+        self._groups = groups
+        self._transport = transport
         self._arrival = arrival = arrival or RowCondition()
-        self.store, self._early = RowStore(arrival), EarlyMethods(arrival)
+        self.store = RowStore(arrival)
+        self._early = EarlyMethods(arrival)
         folder = settings.run_dir / "profile"
         self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
         self._workers: dict[str, Worker] = {}
@@ -110,14 +113,17 @@ class RankState:
             **self._files.operations(),
             "close": self._close,
         }
-        timed = {name: self._timed(operation) for name, operation in named.items()}
+        timed = {}
+        for name, operation in named.items():
+            timed[name] = self._timed(operation)
         return timed | {"begin": self._begin}
 
     def _timed(self, operation: Operation) -> Operation:
         """The operation with more: frees results that the command lists, reports start and end."""
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
-            started, begun = time.time(), time.monotonic()
+            started = time.time()
+            begun = time.monotonic()
             self.store.free(plain.get("free", []))
             reply = operation(plain, number)
             self._arrival.wake()  # early methods wait for workers and data too
@@ -192,9 +198,11 @@ class RankState:
             items = [plain["item"]] if "item" in plain else []
             value = method(*items, **plain["arguments"])
             return {"value": value, "metrics": worker.take_metrics()}
-        label, given = f"{plain['group']}.{plain['method']}", Unchanged()
+        label = f"{plain['group']}.{plain['method']}"
+        given = Unchanged()
         batch = self._batch(plain, given)
-        worker.call, worker.begun = _call_info(plain, number), self._early.take(number)
+        worker.call = _call_info(plain, number)
+        worker.begun = self._early.take(number)
         for other in self._workers.values():
             if other is not worker:
                 other.make_room(trains=spec.minibatches)
@@ -210,8 +218,14 @@ class RankState:
 
     def _begin(self, plain: Plain, number: int) -> dict[str, Any]:
         """Start the early method of a call that waits its turn, in a thread (comm thread)."""
-        made = [part for part in plain["inputs"] if "source" not in part]
-        named = {part["source"] for part in plain["inputs"] if "source" in part}
+        made = []
+        for part in plain["inputs"]:
+            if "source" not in part:
+                made.append(part)
+        named = set()
+        for part in plain["inputs"]:
+            if "source" in part:
+                named.add(part["source"])
         if not made:  # no rows to wait for: it would start no earlier
             return {}
 
@@ -245,7 +259,8 @@ class RankState:
                 index, plain["num_groups"], reduce, place, plain["largest_group"]
             )
         arguments = plain["arguments"] | {name: more[name] for name in spec.given}
-        label, given = f"map.{function.__name__}", Unchanged()
+        label = f"map.{function.__name__}"
+        given = Unchanged()
         batch = self._batch(plain, given)
         with self._profiler.call(plain["step"], label), _explaining_lengths(label):
             made = function(batch, **arguments)
@@ -256,7 +271,9 @@ class RankState:
     def _join(self, plain: Plain, number: int) -> dict[str, Any]:
         """Rows of several results as rows of this one."""
         parts = [self._input(part) for part in plain["inputs"]]
-        columns = {name: join([part[name] for part in parts]) for name in parts[0]}
+        columns = {}
+        for name in parts[0]:
+            columns[name] = join([part[name] for part in parts])
         return self._put(number, plain["ids"], columns)
 
     def _batch(self, plain: Plain, given: Unchanged) -> TensorDict:
@@ -279,12 +296,17 @@ class RankState:
         return batch
 
     def _input(self, part: Plain) -> dict[str, Column]:
-        result, names, ids = part["result"], part["columns"], part["ids"]
+        result = part["result"]
+        names = part["columns"]
+        ids = part["ids"]
         if "source" in part:
             self._read_source(part)
         self._await(part)
         taken = self.store.take(result, names, ids)
-        return {seen: taken[stored] for seen, stored in names_in(part)}
+        columns = {}
+        for seen, stored in names_in(part):
+            columns[seen] = taken[stored]
+        return columns
 
     def _await(self, part: Plain) -> None:
         if self._settings.waits_for_rows:
@@ -295,14 +317,15 @@ class RankState:
             self._read_missing(part)
 
     def _read_missing(self, part: Plain) -> None:
-        result, ids = part["result"], part["ids"]
+        result = part["result"]
+        ids = part["ids"]
         lacking = np.isin(ids, self.store.missing(result, "prompts", ids))
         if not lacking.any() and self.store.has(result):
             return
         rows = self._sources[part["source"]].read_rows(part["rows"][lacking].tolist())
-        columns = {
-            name: column_of(name, rows[name], int(lacking.sum())) for name in map(str, rows.keys())
-        }
+        columns = {}
+        for name in map(str, rows.keys()):
+            columns[name] = column_of(name, rows[name], int(lacking.sum()))
         self.store.put(result, ids[lacking], columns)
 
     def _keep(
@@ -317,7 +340,9 @@ class RankState:
                 f"return exactly what `writes` declares"
             )
         try:
-            columns = {name: column_of(name, made[name], len(ids)) for name in writes}
+            columns = {}
+            for name in writes:
+                columns[name] = column_of(name, made[name], len(ids))
         except ColumnError as err:
             raise ColumnError(f"{label}: {err}") from err
         copied = sum(
@@ -390,6 +415,9 @@ def _explaining_lengths(label: str) -> Iterator[None]:
 def _call_info(plain: Plain, number: int) -> CallInfo:
     minis = tuple(MiniBatch(torch.from_numpy(index), micro) for index, micro in plain["mini"])
     ids = torch.from_numpy(plain["ids"])
-    generation = torch.from_numpy(plain["generation"]) if "generation" in plain else None
+    if "generation" in plain:
+        generation = torch.from_numpy(plain["generation"])
+    else:
+        generation = None
     total_steps = plain.get("total_steps", 0)
     return CallInfo(number, plain["step"], ids, plain["micro"], minis, generation, total_steps)

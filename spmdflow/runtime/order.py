@@ -59,7 +59,8 @@ class Pending:
 
     def __init__(self, label: str, wait: Callable[[Pending], None]) -> None:
         """wait(pending) returns when pending is done, or raises RunFailed."""
-        self.label, self._wait = label, wait
+        self.label = label
+        self._wait = wait
         self._replies: Replies = {}
         self._failure: RunFailed | None = None
         self._latch = threading.Lock()

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-LOOK_SECONDS, LOOK_FACTOR = 60.0, 5.0
+LOOK_SECONDS = 60.0
+LOOK_FACTOR = 5.0
 """A call is looked at after this time, or after so many medians if that is longer."""
-LIMIT_SECONDS, LIMIT_FACTOR = 600.0, 20.0
+LIMIT_SECONDS = 600.0
+LIMIT_FACTOR = 20.0
 """The same for the end of the run (run.call_seconds=auto): a usually fast call may stall once."""
 HELD_SECONDS = 75.0
 """A rank that is known to be stopped for so long ends the run sooner."""
@@ -21,7 +23,9 @@ SILENT_BEATS = 3
 """A rank is silent when so many of its heartbeats are missing."""
 FEWEST_CALLS = 3
 """Without as many calls before it, a call has no limit of its own."""
-_KEPT, _SLOW_FACTOR, _SLOW_SECONDS = 10, 1.5, 10.0
+_KEPT = 10
+_SLOW_FACTOR = 1.5
+_SLOW_SECONDS = 10.0
 
 Key = tuple[str, str]
 """Label and phase of a call."""
@@ -51,14 +55,18 @@ class Pace:
         self._longest[key].append(max(each.seconds for each in took.values()))
         number, own = self._own.get(key, (0.0, {}))
         if own.keys() != took.keys():
-            number, own = 0.0, dict.fromkeys(took, 0.0)
+            number = 0.0
+            own = dict.fromkeys(took, 0.0)
         kept = 0.5 if number > 2 * _KEPT else 1.0
         own = {r: kept * own[r] + each.seconds - each.waited for r, each in took.items()}
         self._own[key] = kept * number + 1.0, own
 
     def medians(self) -> dict[Key, float]:
         """Median seconds of every kind of call; of each call, its slowest rank counts."""
-        return {key: median(longest) for key, longest in self._longest.items()}
+        result = {}
+        for key, longest in self._longest.items():
+            result[key] = median(longest)
+        return result
 
     def look_after(self, key: Key) -> float:
         """Seconds after which a call is worth a line."""

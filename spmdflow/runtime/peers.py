@@ -56,7 +56,10 @@ class Peers:
 
     def unwatch(self, waiter: Waiter, ready: Collection[int] | None = None) -> bool:
         """Stop watching: all, or those whose descriptor is ready (they ended). True: any did."""
-        done = [pidfd for pidfd in self._pidfds if ready is None or pidfd in ready]
+        done = []
+        for pidfd in self._pidfds:
+            if ready is None or pidfd in ready:
+                done.append(pidfd)
         for pidfd in done:
             waiter.forget(pidfd)
             os.close(pidfd)
@@ -72,7 +75,11 @@ class Peers:
 
     def staying(self) -> list[int]:
         """Ranks that have not said BYE, this one included."""
-        return [rank for rank in self.processes if rank not in self.left]
+        result = []
+        for rank in self.processes:
+            if rank not in self.left:
+                result.append(rank)
+        return result
 
     def ended(self) -> dict[int, str]:
         """Ranks whose process is known to have ended without BYE, and how."""
@@ -89,12 +96,13 @@ class Peers:
 
     def unreachable(self, probe: Callable[[int], bool]) -> list[int]:
         """Ranks of other nodes that were connected and fail probe."""
-        return [
-            rank
-            for rank in self._others
-            if rank not in self.left and rank not in self.missing
-            if not self.processes[rank].is_local() and not probe(rank)
-        ]
+        result = []
+        for rank in self._others:
+            if (rank not in self.left and rank not in self.missing) and (
+                not self.processes[rank].is_local() and not probe(rank)
+            ):
+                result.append(rank)
+        return result
 
     def silence(self, rank: int, now: float) -> float:
         """Seconds since rank was heard."""
@@ -117,7 +125,8 @@ class Peers:
 
     def stopped(self, rank: int, now: float, *, silent_seconds: float) -> str | None:
         """Why rank counts as stopped, or None if it is alive."""
-        process, silent = self.processes[rank], now - self._heard[rank]
+        process = self.processes[rank]
+        silent = now - self._heard[rank]
         if process.is_stopped():
             return process.describe()
         if rank in self._others and silent > silent_seconds:
@@ -128,17 +137,29 @@ class Peers:
         """The node of each rank as a number: that of the first rank there."""
         first: dict[str, int] = {}
         ordered = sorted(self.processes.items())
-        return {rank: first.setdefault(process.node, rank) for rank, process in ordered}
+        result = {}
+        for rank, process in ordered:
+            result[rank] = first.setdefault(process.node, rank)
+        return result
 
     def neighbours(self, rank: int) -> dict[int, Process]:
         """Processes on the node of rank, by rank."""
         node = self.processes[rank].node
-        return {other: process for other, process in self.processes.items() if process.node == node}
+        result = {}
+        for other, process in self.processes.items():
+            if process.node == node:
+                result[other] = process
+        return result
 
     def kill(self, ranks: Collection[int]) -> None:
         """SIGKILL those of ranks that run on this node, after they could write their stacks."""
-        known = {rank: self.processes[rank] for rank in ranks if rank in self.processes}
-        asked = [process.show_stacks() and process.wake() for process in known.values()]
+        known = {}
+        for rank in ranks:
+            if rank in self.processes:
+                known[rank] = self.processes[rank]
+        asked = []
+        for process in known.values():
+            asked.append(process.show_stacks() and process.wake())
         if any(asked):
             time.sleep(_STACK_SECONDS)
         for rank, process in known.items():
@@ -148,7 +169,11 @@ class Peers:
     def local_survivors(self) -> list[int]:
         """Other ranks of this node whose process has not ended."""
         local = (rank for rank in self._others if self.processes[rank].is_local())
-        return [rank for rank in local if not self.processes[rank].has_ended()]
+        result = []
+        for rank in local:
+            if not self.processes[rank].has_ended():
+                result.append(rank)
+        return result
 
 
 @dataclass(slots=True)
@@ -181,7 +206,9 @@ class Ledger:
 
     def send(self, ticket: int, sent: Sent, *, now: float) -> None:
         """Note that an order was sent to its ranks."""
-        sent.ticket, sent.time, self.open[ticket] = ticket, now, sent
+        sent.ticket = ticket
+        sent.time = now
+        self.open[ticket] = sent
         for rank in sent.order.commands:
             self._owed[rank, sent.order.lane].append(ticket)
 
@@ -199,8 +226,10 @@ class Ledger:
         lane = (rank, sent.order.lane)
         assert self._owed[lane] and self._owed[lane][0] == ticket, (lane, ticket, sent.order.label)
         self._owed[lane].popleft()
-        self._free_since[lane], sent.replies[rank] = now, payload
-        sent.took[rank], sent.answered[rank] = took or Took(0.0), now
+        self._free_since[lane] = now
+        sent.replies[rank] = payload
+        sent.took[rank] = took or Took(0.0)
+        sent.answered[rank] = now
         self._last[rank] = sent.order.label, sent.order.number
         if len(sent.replies) < len(sent.order.commands):
             return None
@@ -208,12 +237,18 @@ class Ledger:
 
     def last(self, rank: int) -> str:
         """What rank did before, in words; empty if nothing."""
-        return "after {} (call {})".format(*self._last[rank]) if rank in self._last else ""
+        if rank in self._last:
+            return "after {} (call {})".format(*self._last[rank])
+        return ""
 
     def running(self, rank: int) -> list[Order]:
         """What rank is running, as far as is known: at most one order per lane."""
         owed = (self._owed.get((rank, lane)) for lane in ("compute", "transfer", "files"))
-        return [self.open[tickets[0]].order for tickets in owed if tickets]
+        result = []
+        for tickets in owed:
+            if tickets:
+                result.append(self.open[tickets[0]].order)
+        return result
 
     def start_or_none(self, rank: int, ticket: int) -> float | None:
         """When rank began an order (time.monotonic()); None if others come first there."""
@@ -232,4 +267,8 @@ class Ledger:
 
     def owing(self) -> set[int]:
         """Ranks that owe an answer."""
-        return {rank for (rank, _), tickets in self._owed.items() if tickets}
+        result = set()
+        for (rank, _), tickets in self._owed.items():
+            if tickets:
+                result.add(rank)
+        return result

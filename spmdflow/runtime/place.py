@@ -19,8 +19,13 @@ from types import CodeType, FrameType
 
 from spmdflow.runtime.failure import is_own
 
-CODE, PEERS, ROWS = "running", "in a collective", "waiting for rows"
-DONE, QUEUED, STOPPED, SILENT = "done", "not begun", "stopped", "silent"
+CODE = "running"
+PEERS = "in a collective"
+ROWS = "waiting for rows"
+DONE = "done"
+QUEUED = "not begun"
+STOPPED = "stopped"
+SILENT = "silent"
 """What a rank does in a call."""
 
 _STORE = os.path.join("data", "store.py")
@@ -58,8 +63,14 @@ def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> 
         kind = ROWS
     if not with_line:
         return Place(kind)
-    own = [each for each in inside if is_own(_file(each))]
-    other = [each for each in inside if _COLLECTIVES not in _file(each)]
+    own = []
+    for each in inside:
+        if is_own(_file(each)):
+            own.append(each)
+    other = []
+    for each in inside:
+        if _COLLECTIVES not in _file(each):
+            other.append(each)
     shown = (own or other or inside)[0]
     name = shown.f_code.co_name
     line = f"{_file(shown)}:{shown.f_lineno} in {name}: {_text(shown)}"
@@ -99,10 +110,15 @@ def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:
     for kind in (STOPPED, SILENT):
         if kind in kinds:
             return kinds[kind], f"its {doing[kinds[kind][0]].text}"
-    waiting, done, busy = kinds.get(PEERS, []), kinds.get(DONE, []), kinds.get(CODE, [])
+    waiting = kinds.get(PEERS, [])
+    done = kinds.get(DONE, [])
+    busy = kinds.get(CODE, [])
     if ROWS in kinds or QUEUED in kinds or not (waiting or busy):
         return [], ""
-    where = f"{named(waiting)} in a collective at {doing[waiting[0]].text}" if waiting else ""
+    if waiting:
+        where = f"{named(waiting)} in a collective at {doing[waiting[0]].text}"
+    else:
+        where = ""
     if busy:
         busy = _odd_ones(busy, doing)
         others = f"; {named(waiting)} in a collective, waiting" if waiting else ""
@@ -114,7 +130,10 @@ def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:
     odd = _odd_ones(waiting, doing)
     if odd == waiting:
         return odd, f"its ranks are all in collectives (network or device): {where}"
-    rest = [rank for rank in waiting if rank not in odd]
+    rest = []
+    for rank in waiting:
+        if rank not in odd:
+            rest.append(rank)
     there = f"{named(rest)} in one at {doing[rest[0]].text}"
     return odd, f"it is in a collective at {doing[odd[0]].text}, {there}"
 
@@ -125,7 +144,9 @@ def _odd_ones(ranks: list[int], doing: Mapping[int, Place]) -> list[int]:
     for rank in ranks:
         lines.setdefault(doing[rank].text, []).append(rank)
     fewest, *more = sorted(lines.values(), key=len)
-    return ranks if more and len(more[0]) == len(fewest) else fewest
+    if more and len(more[0]) == len(fewest):
+        return ranks
+    return fewest
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -136,5 +157,7 @@ def named(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    texts = [f"{first}-{last}" if last > first else f"{first}" for first, last in spans]
+    texts = []
+    for first, last in spans:
+        texts.append(f"{first}-{last}" if last > first else f"{first}")
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"

@@ -44,7 +44,9 @@ STATES |= {"T": "stopped", "t": "stopped by a debugger"}
 """What the letters of `Process.state` mean."""
 _UNKNOWN = "?"
 _LOWEST_PRIORITY = 19
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+# of malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ class Process:
         except OSError:
             return _UNKNOWN
         is_same = fields is not None and int(fields[19]) == self.start_ticks
-        return fields[0] if fields and is_same else None
+        if fields and is_same:
+            return fields[0]
+        return None
 
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger holds it."""
@@ -93,7 +97,10 @@ class Process:
     def describe(self) -> str:
         """The process and its state in words."""
         state = self.state()
-        known = f"is {STATES[state]} (state {state})" if state in STATES else "has an unknown state"
+        if state in STATES:
+            known = f"is {STATES[state]} (state {state})"
+        else:
+            known = "has an unknown state"
         return f"process {self.pid} {known if self.is_local() else 'is on another node'}"
 
     def has_ended(self) -> bool:
@@ -110,7 +117,9 @@ class Process:
             time.sleep(0.001)
         with contextlib.suppress(OSError):
             fields = _stat_fields(self.pid) if self.state() == "Z" else None
-            return describe_status(int(fields[-1])) if fields else None
+            if fields:
+                return describe_status(int(fields[-1]))
+            return None
         return None
 
     def pidfd_or_none(self) -> int | None:
@@ -150,7 +159,9 @@ class Process:
 def parent_of(pid: int) -> int | None:
     """Pid of the parent of a process of this node; None if there is no such process."""
     fields = _stat_fields(pid)
-    return int(fields[1]) if fields else None
+    if fields:
+        return int(fields[1])
+    return None
 
 
 def signal_name(number: int) -> str:
@@ -194,11 +205,10 @@ def open_closed_streams() -> None:
     Otherwise Python has no `sys.stdout`, the next file or socket gets the number of the closed
     descriptor, and processes that this one starts have no such stream either.
     """
-    missing = [
-        (number, name)
-        for number, name in enumerate(("stdin", "stdout", "stderr"))
-        if getattr(sys, name) is None
-    ]
+    missing = []
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            missing.append((number, name))
     for number, _ in missing:
         if not _is_open(number):
             null = os.open(os.devnull, os.O_RDWR)  # the lowest number, so mostly this one
@@ -364,7 +374,9 @@ def die_with_launcher() -> int | None:
     """
     parent = os.getppid()
     _set_death_signal(signal.SIGKILL)
-    return parent if os.getppid() == parent and _can_be_launcher(parent) else None
+    if os.getppid() == parent and _can_be_launcher(parent):
+        return parent
+    return None
 
 
 def launched_seconds(pid: int) -> float:

@@ -27,7 +27,9 @@ class RankFiles:
 
     def __init__(self, workers: Mapping[str, Worker], arrival: RowCondition, *, rank: int) -> None:
         """workers: of the rank, by name. arrival: is woken after each command."""
-        self._workers, self._arrival, self._rank = workers, arrival, rank
+        self._workers = workers
+        self._arrival = arrival
+        self._rank = rank
         self._frozen: dict[str, tuple[str, str]] = {}
         self._unwritten: dict[str, Callable[[], None] | None] = {}
 
@@ -48,13 +50,15 @@ class RankFiles:
             self._frozen[name] = (str(folder), model_hash(folder))
 
     def _save(self, plain: Plain, number: int) -> dict[str, Any]:
-        name, own = plain["group"], part_of(Path(plain["folder"]), self._rank)
+        name = plain["group"]
+        own = part_of(Path(plain["folder"]), self._rank)
         self._unwritten[name] = self._workers[name].save_state(own)
         return {}
 
     def _write(self, plain: Plain, number: int) -> dict[str, Any]:
         """The reply is what this rank wrote: the checkpoint is sealed from it."""
-        name, folder = plain["group"], Path(plain["folder"])
+        name = plain["group"]
+        folder = Path(plain["folder"])
         self._arrival.wait(lambda: name in self._unwritten)
         write = self._unwritten.pop(name)
         if write is not None:
@@ -62,7 +66,9 @@ class RankFiles:
         facts = finish_part(folder, part_of(folder, self._rank))
         self._workers[name].export_state(folder, own := part_of(folder, self._rank), self._wait_for)
         facts |= finish_part(folder, own)
-        files = {file: list(astuple(each)) for file, each in facts.items()}
+        files = {}
+        for file, each in facts.items():
+            files[file] = list(astuple(each))
         return {"node": socket.gethostname(), "files": files, "frozen": self._frozen.get(name)}
 
     def _wait_for(self, paths: list[Path]) -> None:
@@ -72,7 +78,9 @@ class RankFiles:
 
     def _verify(self, plain: Plain, number: int) -> dict[str, Any]:
         """Read a share of a checkpoint's files: what of them has changed or cannot be read."""
-        files = {name: FileFacts(*facts) for name, facts in plain["files"].items()}
+        files = {}
+        for name, facts in plain["files"].items():
+            files[name] = FileFacts(*facts)
         try:
             verify_files(Path(plain["folder"]), files)
         except DamagedError as err:

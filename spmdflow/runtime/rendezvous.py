@@ -147,7 +147,8 @@ def meet(
     """
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
-    prefix, store_host = f"spmdflow/{members}/{launch}", _store_host(store)
+    prefix = f"spmdflow/{members}/{launch}"
+    store_host = _store_host(store)
     network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
     source_ip = _source_ip(store_host) if store_host else None
     info = RankInfo(Process.of(os.getpid()), source_ip, network)
@@ -216,13 +217,16 @@ def _open_hub(
     store: Store, prefix: str, info: RankInfo, settings: SessionSettings, store_host: str | None
 ) -> Rendezvous:
     """Bind where the others can reach it and publish the addresses."""
-    keys = {rank: f"{prefix}/info/{rank}" for rank in settings.ranks[1:]}
+    keys = {}
+    for rank in settings.ranks[1:]:
+        keys[rank] = f"{prefix}/info/{rank}"
     with shared_key(settings.run_dir) as (name, key):
         _publish(store, f"{prefix}/key", name)
         _wait(store, keys, settings.start_seconds)
     others: dict[int, RankInfo] = {rank: _read(store, key) for rank, key in keys.items()}
     _check_shared(settings, replace(info, key_name=name), others)
-    run_id, key = os.urandom(RUN_ID_BYTES), _mixed(key, settings.secret)
+    run_id = os.urandom(RUN_ID_BYTES)
+    key = _mixed(key, settings.secret)
     hub = Hub(run_id, key=key, most_ranks=len(settings.ranks))
     hosts: dict[str, str] = {}
     for other in others.values():
@@ -231,8 +235,12 @@ def _open_hub(
         elif other.network not in hosts:
             peer = other.host_ip or store_host or socket.gethostname()
             hosts[other.network] = _source_ip(peer) or _own_ip()
-    bound = {host: hub.bind(host) for host in sorted(set(hosts.values()))}
-    addresses = {network: bound[host] for network, host in hosts.items()}
+    bound = {}
+    for host in sorted(set(hosts.values())):
+        bound[host] = hub.bind(host)
+    addresses = {}
+    for network, host in hosts.items():
+        addresses[network] = bound[host]
     _publish(store, f"{prefix}/controller", [run_id, info.process, addresses, []])
     logger.info("controller listens on %s", ", ".join(bound.values()) or "no port")
     processes = {settings.controller_rank: info.process}
@@ -252,8 +260,13 @@ def _check_shared(settings: SessionSettings, own: RankInfo, others: dict[int, Ra
                 f"expected {own.key_name!r}, the file that rank {settings.controller_rank} wrote; "
                 f"somebody else writes into that store: start again, on a network of the job's own"
             )
-    node = {rank: other.process.node.rpartition("/")[2] for rank, other in others.items()}
-    blind = [f"rank {rank} on node {node[rank]}" for rank, x in others.items() if not x.has_key]
+    node = {}
+    for rank, other in others.items():
+        node[rank] = other.process.node.rpartition("/")[2]
+    blind = []
+    for rank, x in others.items():
+        if not x.has_key:
+            blind.append(f"rank {rank} on node {node[rank]}")
     if blind:
         got = f"{settings.run_dir}, where {', '.join(blind)} cannot read the file that rank "
         got += f"{settings.controller_rank} on node {own.process.node.rpartition('/')[2]} wrote "
@@ -274,7 +287,10 @@ def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
     """Wait for all keys (by rank)."""
     start = time.monotonic()
     if not _arrive(store, list(keys.values()), start + seconds):
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        missing = []
+        for rank, key in keys.items():
+            if not store.check([key]):
+                missing.append(rank)
         raise DeadlineError(
             f"start: ranks {missing} did not come within {time.monotonic() - start:.0f} s; "
             f"expected every rank to start the session; see their logs, or raise "

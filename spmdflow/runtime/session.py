@@ -102,7 +102,10 @@ def run_session(
         comm = Comm(
             endpoint, rank=rank, controller=found.controller, settings=settings, signals=signals
         )
-        threads = _start_controller(hub, found.processes, main, settings) if hub else []
+        if hub:
+            threads = _start_controller(hub, found.processes, main, settings)
+        else:
+            threads = []
         comm.start()
         if settings.launcher is not None:
             outlive_launcher()  # comm watches it, and can say that it ended
@@ -145,7 +148,8 @@ def _start_controller(
     settings: SessionSettings,
 ) -> list[threading.Thread]:
     """Start the thread of the script and the io thread."""
-    rank, silence = settings.controller_rank, settings.heartbeat_seconds
+    rank = settings.controller_rank
+    silence = settings.heartbeat_seconds
     io = Io(
         hub, peers=Peers(processes, own_rank=rank, heartbeat_seconds=silence), settings=settings
     )
@@ -180,7 +184,9 @@ def _run_lanes(
 ) -> list[threading.Thread]:
     """Run the compute lane until the controller closes; returns the threads of the other lanes."""
     lanes = comm.beside
-    threads = [threading.Thread(target=lane.run, name=lane.name, daemon=True) for lane in lanes]
+    threads = []
+    for lane in lanes:
+        threads.append(threading.Thread(target=lane.run, name=lane.name, daemon=True))
     operations: Mapping[str, Operation] = {}
     try:
         operations = operations_of(rank, comm.arrival)

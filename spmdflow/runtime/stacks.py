@@ -64,12 +64,17 @@ def line_in_stacks(path: Path) -> str:
             frames = _FRAME.findall(stack)
             names = {function for _, _, function in frames}
             for outer in names & {"_run_lanes", "_run_script"}:
-                own = [frame for frame in frames if is_own(frame[0])]
+                own = []
+                for frame in frames:
+                    if is_own(frame[0]):
+                        own.append(frame)
                 found[outer] = frames[0], (own or frames)[0]
     inner, shown = found.get("_run_lanes", (("", "", "run"), ("", "", "")))
     if inner[2] == "run":  # of the lane itself: it waits for a command
         shown = found.get("_run_script", (inner, shown))[1]
-    return "{}:{} in {}".format(*shown) if shown[0] else ""
+    if shown[0]:
+        return "{}:{} in {}".format(*shown)
+    return ""
 
 
 @contextlib.contextmanager

@@ -61,8 +61,11 @@ class Stalls:
         now: float,
     ) -> None:
         """fail: ends the run. show: all ranks write their stacks; those given, on a signal."""
-        self._peers, self._ledger, self._settings = peers, ledger, settings
-        self._fail, self._show = fail, show
+        self._peers = peers
+        self._ledger = ledger
+        self._settings = settings
+        self._fail = fail
+        self._show = show
         self._pace = Pace()
         self._beats: dict[int, tuple[float, Sequence[Doing]]] = {}
         self._due: dict[int, float] = {}
@@ -83,7 +86,8 @@ class Stalls:
     def finished(self, sent: Sent, now: float) -> None:
         """All ranks of a call have answered."""
         self._due.pop(sent.ticket, None)
-        self._idle_since, self._idle_due = now, LOOK_SECONDS
+        self._idle_since = now
+        self._idle_due = LOOK_SECONDS
         self._stuck_since = None
         key = key_of(sent.order)
         if sent.order.lane == "compute":
@@ -128,33 +132,50 @@ class Stalls:
     def last_line(self, rank: int, order: Order, now: float) -> str:
         """Where rank was in a call by its last heartbeat, and when; empty if it did not tell."""
         doing = self._heard_doing(rank, order)
-        return f"{doing[4]} ({now - self._beats[rank][0]:.0f} s before)" if doing else ""
+        if doing:
+            return f"{doing[4]} ({now - self._beats[rank][0]:.0f} s before)"
+        return ""
 
     def state(self, now: float) -> dict[str, Any]:
         """What RUN_DIR/status.json holds: plain data, times in seconds since 1970."""
-        wall, medians = time.time(), self._pace.medians()
-        calls = [
-            self._describe(sent, self._seconds(sent, now), now)
-            for sent in self._ledger.open.values()
-        ]
-        ranks = {
-            rank: [process.pid, process.start_ticks, process.node, self._peers.silence(rank, now)]
-            for rank, process in self._peers.processes.items()
-        }
-        slow = [f"rank {rank} in {label}" for (rank, label), t in self._slow.items() if now < t]
-        shown = {f"{label} ({phase})": seconds for (label, phase), seconds in medians.items()}
-        facts = {"written": wall, "controller": self._settings.controller_rank, "ranks": ranks}
-        idle = [] if calls else [[f"no call runs; the script is at {_script_line()}"]]
-        kinds = [[*key, medians.get(key), wall - now + at] for key, at in self._ended.items()]
-        running = [
-            [
-                *key_of(sent.order),
-                self._seconds(sent, now),
-                len(sent.order.commands.keys() - sent.replies),
+        wall = time.time()
+        medians = self._pace.medians()
+        calls = []
+        for sent in self._ledger.open.values():
+            calls.append(self._describe(sent, self._seconds(sent, now), now))
+        ranks = {}
+        for rank, process in self._peers.processes.items():
+            ranks[rank] = [
+                process.pid,
+                process.start_ticks,
+                process.node,
+                self._peers.silence(rank, now),
             ]
-            for sent in self._ledger.open.values()
-            if sent.order.lane == "compute"
-        ]
+        slow = []
+        for (rank, label), t in self._slow.items():
+            if now < t:
+                slow.append(f"rank {rank} in {label}")
+        shown = {}
+        for (label, phase), seconds in medians.items():
+            shown[f"{label} ({phase})"] = seconds
+        facts = {"written": wall, "controller": self._settings.controller_rank, "ranks": ranks}
+        if calls:
+            idle = []
+        else:
+            idle = [[f"no call runs; the script is at {_script_line()}"]]
+        kinds = []
+        for key, at in self._ended.items():
+            kinds.append([*key, medians.get(key), wall - now + at])
+        running = []
+        for sent in self._ledger.open.values():
+            if sent.order.lane == "compute":
+                running.append(
+                    [
+                        *key_of(sent.order),
+                        self._seconds(sent, now),
+                        len(sent.order.commands.keys() - sent.replies),
+                    ]
+                )
         facts |= {"kinds": kinds, "open": running}
         return facts | {"calls": calls + idle, "slow": slow, "medians": shown}
 
@@ -168,7 +189,10 @@ class Stalls:
             if start is None:
                 return 0.0
             doing = self._heard_doing(rank, sent.order)
-            heard = Heard(at=self._beats[rank][0], row_seconds=doing[2]) if doing else None
+            if doing:
+                heard = Heard(at=self._beats[rank][0], row_seconds=doing[2])
+            else:
+                heard = None
             is_silent = self._is_silent(rank, now)
             found.append(computing_seconds(start, heard, now, is_silent=is_silent))
         return min(found, default=0.0)
@@ -186,15 +210,21 @@ class Stalls:
 
     def _doing(self, sent: Sent, now: float) -> dict[int, Place]:
         """What every rank of a call does."""
-        return {rank: self._place(rank, sent, now) for rank in sent.order.commands}
+        result = {}
+        for rank in sent.order.commands:
+            result[rank] = self._place(rank, sent, now)
+        return result
 
     def _place(self, rank: int, sent: Sent, now: float) -> Place:
         if rank in sent.answered:
-            took, ago = sent.took[rank].seconds, now - sent.answered[rank]
+            took = sent.took[rank].seconds
+            ago = now - sent.answered[rank]
             return Place(DONE, f"finished after {took:.1f} s, {ago:.0f} s ago")
-        doing, process = self._heard_doing(rank, sent.order), self._peers.processes[rank]
+        doing = self._heard_doing(rank, sent.order)
+        process = self._peers.processes[rank]
         line = doing[4] if doing else ""
-        seen, silent = f"; last seen at {line}" if line else "", self._peers.silence(rank, now)
+        seen = f"; last seen at {line}" if line else ""
+        silent = self._peers.silence(rank, now)
         if process.is_stopped():
             return Place(STOPPED, f"{process.describe()}{seen}", line)
         if self._is_silent(rank, now):
@@ -208,10 +238,13 @@ class Stalls:
 
     def _describe(self, sent: Sent, seconds: float, now: float) -> list[str]:
         """A call in words: since when, which rank does what, whom it waits for, who called."""
-        order, doing, groups = sent.order, self._doing(sent, now), dict[str, list[int]]()
+        order = sent.order
+        doing = self._doing(sent, now)
+        groups = dict[str, list[int]]()
         for rank, place in sorted(doing.items()):
             groups.setdefault(f"{place.kind}: {place.text}", []).append(rank)
-        known, (ranks, why) = self._pace.medians().get(key_of(order)), blame(doing)
+        known = self._pace.medians().get(key_of(order))
+        ranks, why = blame(doing)
         usual = "no call before it" if known is None else f"median {known:.2g} s"
         name = f"{order.label} (call {order.number}, {order.lane} lane)"
         parts = [f"{name} runs for {seconds:.0f} s ({usual})"]
@@ -223,7 +256,10 @@ class Stalls:
         """One line about a call; the first time all ranks write their stacks."""
         limit = limit_of(sent.order, self._pace)
         end = f"the run ends if it takes {limit.seconds:.0f} s ({limit.reason})"
-        more = [end, f"stacks: {self._settings.run_dir}/stacks-rank*.txt"] if is_first else []
+        if is_first:
+            more = [end, f"stacks: {self._settings.run_dir}/stacks-rank*.txt"]
+        else:
+            more = []
         logger.warning("%s", "; ".join(self._describe(sent, seconds, now) + more))
         if is_first:
             doing = self._doing(sent, now).items()
@@ -295,7 +331,8 @@ class Stalls:
 
     def _failure_of(self, sent: Sent, cause: str, now: float) -> Failure:
         """A late call as the failure of the rank that its other ranks wait for."""
-        doing, order = self._doing(sent, now), sent.order
+        doing = self._doing(sent, now)
+        order = sent.order
         ranks, why = blame(doing)
         if not ranks:  # by what was heard last it waits for rows or for its turn
             ranks = sorted(order.commands.keys() - sent.answered.keys())
@@ -318,5 +355,7 @@ def _script_line() -> str:
     for thread in threading.enumerate():
         if thread.name == "controller" and thread.ident is not None:
             place = place_of(thread.ident, None)
-            return place.line if place else ""
+            if place:
+                return place.line
+            return ""
     return ""

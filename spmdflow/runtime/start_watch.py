@@ -23,7 +23,8 @@ from spmdflow.runtime.process import Process, leave, parent_of
 _LOOK_SECONDS = 0.2
 _TERM_SECONDS = 1.0
 """SIGTERM may come a moment before the end that it follows from is seen."""
-_SETTINGS_SECONDS, _LEAVE_SECONDS = 20.0, 3.0
+_SETTINGS_SECONDS = 20.0
+_LEAVE_SECONDS = 3.0
 _QUIET_ENDS = ("exited with status 0", "exited with status 2")
 """A rank that refuses its settings says so itself."""
 
@@ -35,7 +36,8 @@ class StartWatch:
         """launcher: pid of the agent. Called by the main thread before any other thread runs."""
         self.run_dir: Path | None = None
         """Set once it is known."""
-        self.launcher, self._begun = launcher, time.time()
+        self.launcher = launcher
+        self._begun = time.time()
         self._over = threading.Event()
         self._ranks: dict[int, tuple[int, Process]] = {}
         self._poll = select.poll()

@@ -31,7 +31,8 @@ class StatusFile:
         """on_wanted: called when stacks are asked for (any thread). owns_run_dir: whether run_dir
         is still the folder of this run: nothing is written or removed there otherwise."""
         self._owns_run_dir = owns_run_dir
-        self._path, self._wanted = run_dir / STATUS_FILE, run_dir / WANTED_FILE
+        self._path = run_dir / STATUS_FILE
+        self._wanted = run_dir / WANTED_FILE
         self._on_wanted = on_wanted
         self._states: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)

@@ -57,7 +57,10 @@ class Verdict:
     def __init__(
         self, hub: Hub, peers: Peers, ledger: Ledger, *, settings: SessionSettings
     ) -> None:
-        self._hub, self.peers, self.ledger, self.settings = hub, peers, ledger, settings
+        self._hub = hub
+        self.peers = peers
+        self.ledger = ledger
+        self.settings = settings
         self.failures: list[Failure] = []
         self.cause: Failure | None = None
         """Why the session ended, where the process goes on."""
@@ -84,7 +87,10 @@ class Verdict:
     def add_death(self, rank: int, cause: str) -> None:
         """Note that rank is gone and what it was running; a second time only improves cause."""
         death = self._about("death", rank, cause)
-        known = [i for i, f in enumerate(self.failures) if (f.kind, f.rank) == ("death", rank)]
+        known = []
+        for i, f in enumerate(self.failures):
+            if (f.kind, f.rank) == ("death", rank):
+                known.append(i)
         if not known:
             self.add(death)
         elif self.failures[known[0]].cause.startswith(LOST):
@@ -141,7 +147,10 @@ class Verdict:
     def execute(self, pending: Iterable[Pending]) -> None:
         """End the run on every rank; pending are told, then the caller ends this process."""
         self._add_stopped_ranks(time.monotonic())
-        stopped = [failure.rank for failure in self.failures if failure.kind == "stopped"]
+        stopped = []
+        for failure in self.failures:
+            if failure.kind == "stopped":
+                stopped.append(failure.rank)
         self.peers.kill(stopped)  # they write their stacks first
         cause, path = self._write_cause()
         report(cause, self.failures, path)
@@ -192,7 +201,10 @@ class Verdict:
         if not running:
             return Failure(kind, rank, f"{cause}, while idle {self.ledger.last(rank)}".rstrip())
         order, *more = running
-        also = f"; also running {more[0].label} in the {more[0].lane} lane" if more else ""
+        if more:
+            also = f"; also running {more[0].label} in the {more[0].lane} lane"
+        else:
+            also = ""
         return Failure(kind, rank, cause + also, order.label, order.number, order.lane)
 
     def _with_line(self, failure: Failure) -> Failure:
@@ -239,7 +251,8 @@ class Watch:
     """
 
     def __init__(self, verdict: Verdict) -> None:
-        self._peers, self._settings = verdict.peers, verdict.settings
+        self._peers = verdict.peers
+        self._settings = verdict.settings
         self._verdict = verdict
         self.start_by = time.monotonic() + verdict.settings.start_seconds
         """When every rank must be connected."""
@@ -256,7 +269,8 @@ class Watch:
 
     def closing(self, now: float) -> None:
         """CLOSE was sent: from here on ranks leave."""
-        self._is_closing, self._close_by = True, now + _CLOSE_SECONDS
+        self._is_closing = True
+        self._close_by = now + _CLOSE_SECONDS
 
     def signal_arrived(self, rank: int, number: int, now: float) -> None:
         """A rank received one of `STOP_SIGNALS`.
@@ -280,14 +294,16 @@ class Watch:
 
     def _term_arrived(self, rank: int, now: float) -> None:
         if not self._term_seen and not self.stop_requested:
-            self._term_seen, self._stop_at = True, now + _SIGTERM_SECONDS
+            self._term_seen = True
+            self._stop_at = now + _SIGTERM_SECONDS
             logger.warning("rank %d received SIGTERM", rank)
 
     def _request_stop(self, by: str, *, is_key: bool = False) -> None:
         """Ask the script to save and end, once; is_key: a further Ctrl-C ends the run at once."""
         if self.stop_requested or self._verdict.failures:
             return
-        self._stop_at, self.stop_requested = float("inf"), True
+        self._stop_at = float("inf")
+        self.stop_requested = True
         again = "; press Ctrl-C again to stop at once" if is_key else ""
         logger.warning("asked to end by %s: %s%s", by, self.on_stop(), again)
 
@@ -302,7 +318,8 @@ class Watch:
             self._verdict.add(self._describe_missing())
         self._check_deaths(now, probe)
         if now > self._close_by:
-            self._close_by, cause = float("inf"), f"did not leave within {_CLOSE_SECONDS:g} s"
+            self._close_by = float("inf")
+            cause = f"did not leave within {_CLOSE_SECONDS:g} s"
             for rank in self._peers.staying():
                 self._verdict.add(Failure("deadline", rank, cause))
         self._peers.warn_about_silence(now)

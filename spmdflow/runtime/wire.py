@@ -63,7 +63,8 @@ _MAX_NEWS = 1000
 """Events of connections that are looked at in one turn."""
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """Socket filter (classic BPF) of one instruction: keep 0 bytes of every packet."""
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_SO_ATTACH_FILTER = 26
+_SO_DETACH_FILTER = 27
 _OPTIONS = (
     (zmq.SNDHWM, _MAX_QUEUED),
     (zmq.RCVHWM, _MAX_QUEUED),
@@ -78,8 +79,10 @@ _OPTIONS = (
 )
 _MAX_WARNINGS = 10
 # plain ints: arithmetic on zmq's enums costs more than the calls
-_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 
 
 class Kind(enum.IntEnum):
@@ -185,9 +188,11 @@ class Hub(_Socket):
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.waiter = Waiter()
         self._listeners: list[socket.socket] = []
-        self._most_strangers, self._num_strangers = most_ranks + _MAX_STRANGERS, 0
+        self._most_strangers = most_ranks + _MAX_STRANGERS
+        self._num_strangers = 0
         self._is_full = False
-        self._inflow, self._ports = Inflow(), set[int]()
+        self._inflow = Inflow()
+        self._ports = set[int]()
         super().__init__(zmq.ROUTER, run_id, context=self.context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MILLISECONDS)
@@ -230,7 +235,10 @@ class Hub(_Socket):
             self._inflow.closed(value)
         if self._listeners:
             self._num_strangers += _STEP.get(event, 0)
-            limit = self._most_strangers // 2 if self._is_full else self._most_strangers
+            if self._is_full:
+                limit = self._most_strangers // 2
+            else:
+                limit = self._most_strangers
             if self._is_full != (self._num_strangers > limit):
                 self._drop_connections(not self._is_full)
         return super()._hear(event, value)
@@ -331,7 +339,9 @@ class Endpoint(_Socket):
 
     def receive(self) -> bytes | None:
         """The next message's envelope; None if there is none."""
-        return self._socket.recv(_NOW) if _has_input(self._socket) else None
+        if _has_input(self._socket):
+            return self._socket.recv(_NOW)
+        return None
 
     def close(self) -> None:
         """Send what is queued (at most 2 s) and give everything back."""
@@ -374,7 +384,9 @@ class Waiter:
 
     def wait(self, seconds: float) -> list[int]:
         """The watched descriptors that are readable, at the latest after seconds."""
-        ready = [descriptor for descriptor, _ in self._epoll.poll(seconds)]
+        ready = []
+        for descriptor, _ in self._epoll.poll(seconds):
+            ready.append(descriptor)
         if self._wake in ready:
             ready.remove(self._wake)
             with contextlib.suppress(BlockingIOError):

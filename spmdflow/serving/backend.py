@@ -77,14 +77,16 @@ class ServedModel:
 
     def __init__(self, engine: Any) -> None:
         """engine: vLLM's WeightTransferEngine around the model."""
-        config, self._engine = engine.vllm_config, engine
+        config = engine.vllm_config
+        self._engine = engine
         parallel = config.parallel_config
         self.model_config = config.model_config
         self.dtype: torch.dtype = config.model_config.dtype
         self.device: torch.device = engine.device
         self.place = parallel.data_parallel_index * parallel.world_size + parallel.rank
         """Index among all workers, replicas of the server included."""
-        self.tp_size, self.pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self.tp_size = parallel.tensor_parallel_size
+        self.pp_size = parallel.pipeline_parallel_size
 
     def architecture(self) -> Architecture:
         """Of the model; ConfigError if its family has no table."""
@@ -117,10 +119,11 @@ class ServedModel:
             do = "set actor.rollout.verify_every=0, or serve without pipeline stages"
             raise ConfigError.of("weight transfer", got, expected, do)
         group = import_module("vllm.distributed.parallel_state").get_world_group()
-        tables = [
-            vllm_shards(arch, tp_size=self.tp_size, tp_rank=rank, pp_size=1, pp_rank=0)
-            for rank in range(self.tp_size)
-        ]
+        tables = []
+        for rank in range(self.tp_size):
+            tables.append(
+                vllm_shards(arch, tp_size=self.tp_size, tp_rank=rank, pp_size=1, pp_rank=0)
+            )
         tp_rank = import_module("vllm.distributed.parallel_state").get_tensor_model_parallel_rank()
 
         def gather(values: Tensor) -> list[Tensor]:
@@ -140,7 +143,8 @@ class ServedModel:
         own = dict[Slot, int]()
         for name, tensor in self._read(table):
             for piece in table[name].pieces:
-                values, slot = tensor[piece.local.slices()], (piece.name, piece.box)
+                values = tensor[piece.local.slices()]
+                slot = (piece.name, piece.box)
                 value = box_hash(values, piece.box)
                 if own.setdefault(slot, value) != value:
                     raise WeightSyncError(
@@ -217,7 +221,10 @@ def _unknown_methods() -> list[str]:
     """Abstract methods of this version that our backend does not have, in words for the error."""
     engine = import_module("vllm.distributed.weight_transfer").WeightTransferEngine
     unknown = sorted(getattr(engine, "__abstractmethods__", set()) - _METHODS)
-    return [f"a WeightTransferEngine without abstract {name}" for name in unknown]
+    result = []
+    for name in unknown:
+        result.append(f"a WeightTransferEngine without abstract {name}")
+    return result
 
 
 def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:

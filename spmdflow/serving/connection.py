@@ -77,7 +77,10 @@ class Connection:
     @property
     def names(self) -> list[str]:
         """Every tensor, in the order of a header's hashes."""
-        return [parameter.name for parameter in parameters(self.model)]
+        result = []
+        for parameter in parameters(self.model):
+            result.append(parameter.name)
+        return result
 
     def join(
         self,
@@ -132,7 +135,8 @@ class Connection:
 
 def check_model(connection: Connection, served: Architecture) -> None:
     """ConfigError that names what differs between the trainer's model and the server's."""
-    mine, theirs = dict(connection.architecture), asdict(served)
+    mine = dict(connection.architecture)
+    theirs = asdict(served)
     wrong = [name for name in theirs if theirs[name] != mine.get(name)]
     if wrong:
         name = wrong[0]
@@ -174,7 +178,8 @@ class SocketWire:
 
         seconds: limit of every wait. WeightSyncError if they have not come by then.
         """
-        self._ranks, self._rank = list(ranks), rank
+        self._ranks = list(ranks)
+        self._rank = rank
         gloo: Any = dist.ProcessGroupGloo  # its methods are in no stub
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
@@ -186,7 +191,8 @@ class SocketWire:
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
         """See stream.Wire: point to point."""
-        place, works = self._ranks.index, []
+        place = self._ranks.index
+        works = []
         for message, values in transfers:
             if message.source != self._rank:
                 works.append(self._group.recv([values], place(message.source), 0))
@@ -214,7 +220,8 @@ class SocketWire:
             raise self._apart(f"nothing from rank {source}") from err
 
     def _apart(self, what: str) -> WeightSyncError:
-        got, expected = f"{what} on rank {self._rank} of {self._ranks}", "all of them"
+        got = f"{what} on rank {self._rank} of {self._ranks}"
+        expected = "all of them"
         do = "look at the log of the other program, restart it and this run"
         return WeightSyncError.of("weights between two programs", got, expected, do)
 

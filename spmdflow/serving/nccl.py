@@ -54,19 +54,25 @@ class NcclPublisher:
             got = f"a trainer on {context.device.type} for the backend nccl"
             do = "use the backend spmdflow, or train on a GPU"
             raise ConfigError.of(f"weight server {url}", got, "CUDA", do)
-        self._engine, self._source = engine, source_of(engine, context, cfg)
+        self._engine = engine
+        self._source = source_of(engine, context, cfg)
         self._server = VllmServer(url, seconds=context.call_seconds)
         layout = context.layout
         self._is_first = context.rank == layout.ranks[0]
-        host, port, workers = "", 0, 0
+        host = ""
+        port = 0
+        workers = 0
         if self._is_first:
             host = address_towards(self._server.host, self._server.port)
-            port, workers = _free_port(), self._server.num_workers()
+            port = _free_port()
+            workers = self._server.num_workers()
         host, port, workers = agreed_address(
             (host, port, workers), context.groups.get(layout.ranks), layout.ranks[0], context.device
         )
         end = NcclEnd(host, port, workers, self._is_first)
-        shapes = {each.name: torch.Size(each.shape) for each in parameters(self._source.arch)}
+        shapes = {}
+        for each in parameters(self._source.arch):
+            shapes[each.name] = torch.Size(each.shape)
         self._sender = nccl_sender(
             end, self._server, shapes, self._source.tensors, dtype=self._source.dtype
         )
@@ -90,7 +96,9 @@ class TrainerSource:
     """Whole tensors of a train engine on its first rank, as vLLM's trainer engines iterate them."""
 
     def __init__(self, engine: TrainEngine, way: WholeTensors, arch: Architecture) -> None:
-        self._engine, self._way, self.arch = engine, way, arch
+        self._engine = engine
+        self._way = way
+        self.arch = arch
         self.dtype = way.dtype
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,7 +108,8 @@ class TrainerSource:
 
 def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerSource:
     """The source of a trainer, in rollout.dtype, on its device."""
-    arch, layout = Architecture.from_folder(cfg.model.path), context.layout
+    arch = Architecture.from_folder(cfg.model.path)
+    layout = context.layout
     way = WholeTensors(
         boxes_of(training_tables(arch, layout, kind=cfg.engine.kind)),
         {layout.ranks[0]: parameters(arch)},
@@ -161,7 +170,10 @@ def weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: 
     transfer = import_module("vllm.distributed.weight_transfer")
 
     def describe(_: Any) -> list[Any]:
-        return [transfer.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
+        result = []
+        for name, shape in shapes.items():
+            result.append(transfer.ParamMeta(name, dtype, tuple(shape)))
+        return result
 
     is_property = isinstance(transfer.WeightSource.metadata, property)  # since 0.33
 

@@ -36,6 +36,7 @@ def publisher_of(
         do = "choose the one that the server was started with"
         raise ConfigError.of("connect_server", f"backend {backend!r}", expected, do)
     if not engine.merges_adapters:
-        expected, do = "merged weights, which a server takes", "set actor.rollout.weights=auto"
+        expected = "merged weights, which a server takes"
+        do = "set actor.rollout.weights=auto"
         raise ConfigError.of("connect_server", "rollout.weights=adapter", expected, do)
     return _BACKENDS[backend](engine, context, cfg, url)

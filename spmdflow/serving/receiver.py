@@ -48,7 +48,8 @@ class OutsideReceiver:
     def __init__(self, facts: Mapping[str, Any], target: ServedModel) -> None:
         """facts: a Connection's. Waits for the trainer; ConfigError if the models differ."""
         check_reload()
-        self._target, self._connection = target, Connection(**facts)
+        self._target = target
+        self._connection = Connection(**facts)
         check_model(self._connection, target.architecture())
         if target.dtype not in DTYPES:
             got = f"a vLLM model in {target.dtype}"
@@ -77,7 +78,8 @@ class OutsideReceiver:
 
     def finish(self) -> None:
         """Use the weights. WeightSyncError names the first tensor that is not the trainer's."""
-        connection, verdict = self._connection, verdict_of(self._connection)
+        connection = self._connection
+        verdict = verdict_of(self._connection)
         version, verify = self._header[:2].tolist()
         found: dict[str, int] = {}
         try:

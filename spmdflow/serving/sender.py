@@ -44,14 +44,19 @@ class WeightPublisher:
         WeightSyncError if the server does not answer, serves another model, or its workers do not
         connect.
         """
-        self._engine, self._every, self._count = engine, cfg.rollout.verify_every, 0
-        self._rank, layout = context.rank, context.layout
+        self._engine = engine
+        self._every = cfg.rollout.verify_every
+        self._count = 0
+        self._rank = context.rank
+        layout = context.layout
         seconds = context.call_seconds
         self._server = VllmServer(url, seconds=seconds)
         self._is_first = self._rank == layout.ranks[0]
-        store, found = None, ("", 0, 0)
+        store = None
+        found = ("", 0, 0)
         if self._is_first:
-            workers, limit = self._server.num_workers(), timedelta(seconds=seconds)
+            workers = self._server.num_workers()
+            limit = timedelta(seconds=seconds)
             host = address_towards(self._server.host, self._server.port)
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
             found = host, store.port, workers
@@ -84,11 +89,13 @@ class WeightPublisher:
         version = self._engine.weights_version
         verify = self._every > 0 and self._count % self._every == 0
         self._count += 1
-        connection, header = self._connection, header_of(self._connection)
+        connection = self._connection
+        header = header_of(self._connection)
         header[0] = version
         if verify:
             hashes = self._engine.shard_hashes(self.dtype)
-            header[1], header[2:] = 1, packed_hashes(connection, hashes)
+            header[1] = 1
+            header[2:] = packed_hashes(connection, hashes)
         if self._is_first:
             self._server.pause()
             self._server.start_weight_update()
@@ -108,7 +115,8 @@ class WeightPublisher:
 
     def _finish(self, version: int, expected: dict[str, int] | None) -> None:
         """Have the server use the weights, and compare what it then reads."""
-        connection, verdict = self._connection, verdict_of(self._connection)
+        connection = self._connection
+        verdict = verdict_of(self._connection)
         finish = self._server.finish_weight_update
         with _Asked(self._is_first, lambda: finish(str(version))) as ask:
             self._wire.share(verdict, connection.workers[0], meanwhile=ask.check)
@@ -125,7 +133,8 @@ class _Asked:
     """A request to the server in a thread of its own, while the rank goes on; on one rank only."""
 
     def __init__(self, is_mine: bool, request: Callable[[], None]) -> None:
-        self._is_mine, self._request = is_mine, request
+        self._is_mine = is_mine
+        self._request = request
 
     def __enter__(self) -> _Asked:
         self._pool = ThreadPoolExecutor(max_workers=1)

@@ -27,9 +27,11 @@ class VllmServer:
         """url: http://host:port. seconds: limit of one request. ConfigError for another form."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            where, expected = "weight server", "http://host:port of a vLLM server"
+            where = "weight server"
+            expected = "http://host:port of a vLLM server"
             raise ConfigError.of(where, repr(url), expected, "correct the address")
-        self.url, self._seconds = url.rstrip("/"), seconds
+        self.url = url.rstrip("/")
+        self._seconds = seconds
         self.version: str | None = None
         """Name of the next weights, where finish_weight_update is not told one."""
         self.host = parts.hostname

@@ -36,7 +36,9 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 def ks_of(num_samples: int) -> list[int]:
     """The k that are reported for n samples: powers of two up to n, and n itself."""
-    powers = [1 << place for place in range(num_samples.bit_length())]
+    powers = []
+    for place in range(num_samples.bit_length()):
+        powers.append(1 << place)
     return sorted({k for k in powers if k <= num_samples} | {num_samples})
 
 
@@ -51,8 +53,13 @@ def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
         if answer is not None:
             votes.setdefault(answer, []).append(value)
     most = max(map(len, votes.values()), default=0)
-    winners = [sum(values) / most for values in votes.values() if len(values) == most]
-    return sum(winners) / len(winners) if winners else 0.0
+    winners = []
+    for values in votes.values():
+        if len(values) == most:
+            winners.append(sum(values) / most)
+    if winners:
+        return sum(winners) / len(winners)
+    return 0.0
 
 
 def per_prompt(
@@ -63,12 +70,15 @@ def per_prompt(
     answers, right: P lists of n samples each, n the same for all and at least 1.
     """
     num_samples = len(right[0])
-    counts = [sum(value >= 0.5 for value in row) for row in right]
-    found = {
-        f"pass@{k}": [pass_at_k(num_samples, count, k) for count in counts]
-        for k in ks_of(num_samples)
-    }
-    votes = [majority(names, row) for names, row in zip(answers, right, strict=True)]
+    counts = []
+    for row in right:
+        counts.append(sum(value >= 0.5 for value in row))
+    found = {}
+    for k in ks_of(num_samples):
+        found[f"pass@{k}"] = [pass_at_k(num_samples, count, k) for count in counts]
+    votes = []
+    for names, row in zip(answers, right, strict=True):
+        votes.append(majority(names, row))
     return found | {f"maj@{num_samples}": votes}
 
 
@@ -82,16 +92,15 @@ def estimates(numbers: Mapping[str, Sequence[float]], *, seed: int) -> dict[str,
     table = np.array([numbers[name] for name in numbers], dtype=np.float64)  # (names, P)
     num_prompts = table.shape[1]
     noise = np.random.Generator(np.random.PCG64(seed))
-    drawn = [
-        table[:, noise.integers(num_prompts, size=num_prompts)].mean(1)
-        for _ in range(NUM_RESAMPLES)
-    ]
+    drawn = []
+    for _ in range(NUM_RESAMPLES):
+        drawn.append(table[:, noise.integers(num_prompts, size=num_prompts)].mean(1))
     ends = [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2]
     lows, highs = np.quantile(np.array(drawn), ends, axis=0)
-    return {
-        name: Estimate(float(mean), float(low), float(high))
-        for name, mean, low, high in zip(numbers, table.mean(1), lows, highs, strict=True)
-    }
+    result = {}
+    for name, mean, low, high in zip(numbers, table.mean(1), lows, highs, strict=True):
+        result[name] = Estimate(float(mean), float(low), float(high))
+    return result
 
 
 def as_metrics(found: Mapping[str, Estimate], prefix: str) -> dict[str, float]:

@@ -45,7 +45,10 @@ class Trip(NamedTuple):
     @property
     def got(self) -> str:
         """The number, and what it is held against."""
-        base = "" if self.base is None else f" ({self.guard.base} so far {self.base:.4g})"
+        if self.base is None:
+            base = ""
+        else:
+            base = f" ({self.guard.base} so far {self.base:.4g})"
         return f"{self.guard.name} {self.value:.4g}{base}"
 
     @property
@@ -57,8 +60,13 @@ class Trip(NamedTuple):
     @property
     def advice(self) -> str:
         """What to look at."""
-        fitting = [start for start in _ADVICE if self.guard.name.startswith(start)]
-        return _ADVICE[max(fitting, key=len)] if fitting else "look at metrics.jsonl before it"
+        fitting = []
+        for start in _ADVICE:
+            if self.guard.name.startswith(start):
+                fitting.append(start)
+        if fitting:
+            return _ADVICE[max(fitting, key=len)]
+        return "look at metrics.jsonl before it"
 
     @property
     def is_told(self) -> bool:
@@ -94,7 +102,10 @@ class Guards:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues with."""
-        seen = {name: each.to_plain() for name, each in self._seen.items() if each.count}
+        seen = {}
+        for name, each in self._seen.items():
+            if each.count:
+                seen[name] = each.to_plain()
         return {"seen": seen, "times": dict(self._times)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,8 +126,11 @@ class _Seen:
         values: Sequence[float] = (),
         every: int = 1,
     ) -> None:
-        self.count, self._lowest, self._highest = count, lowest, highest
-        self._values, self._every = list(values), every
+        self.count = count
+        self._lowest = lowest
+        self._highest = highest
+        self._values = list(values)
+        self._every = every
 
     def to_plain(self) -> list[Any]:
         """The arguments of the constructor."""
@@ -124,12 +138,14 @@ class _Seen:
 
     def add(self, value: float) -> None:
         """A value of a step that is over."""
-        self._lowest, self._highest = min(self._lowest, value), max(self._highest, value)
+        self._lowest = min(self._lowest, value)
+        self._highest = max(self._highest, value)
         if self.count % self._every == 0:
             self._values.append(value)
         self.count += 1
         if len(self._values) == _MOST_VALUES:
-            self._values, self._every = self._values[::2], 2 * self._every
+            self._values = self._values[::2]
+            self._every = 2 * self._every
 
     def trip(self, guard: Guard, value: float) -> Trip | None:
         """A limit that its own best or median value exceeds (0.5 * best of a negative one) says
@@ -141,5 +157,9 @@ class _Seen:
             base = self._lowest if guard.is_above else self._highest
         limit = guard.limit(base or 0.0)
         if guard.base and (base is None or guard.exceeds(base, limit)):
-            return None if isfinite(value) else Trip(guard, value, limit, base)
-        return Trip(guard, value, limit, base) if guard.exceeds(value, limit) else None
+            if isfinite(value):
+                return None
+            return Trip(guard, value, limit, base)
+        if guard.exceeds(value, limit):
+            return Trip(guard, value, limit, base)
+        return None

@@ -22,13 +22,19 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     for mapping in metrics:
         for name, value in mapping.items():
             gathered.setdefault(name, []).append(value)
-    merged = {name: _merged(name, values) for name, values in gathered.items()}
-    return {name: value for name, value in merged.items() if value is not None}
+    result = {}
+    for name, values in gathered.items():
+        merged = _merged(name, values)
+        if merged is not None:
+            result[name] = merged
+    return result
 
 
 def _merged(name: str, values: list[Any]) -> float | None:
     """One number from all values of one metric; None if the weights of a Mean sum to 0."""
-    kinds = {type(v) if isinstance(v, Mean | Sum | Max | Min) else float for v in values}
+    kinds = set()
+    for v in values:
+        kinds.add(type(v) if isinstance(v, Mean | Sum | Max | Min) else float)
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise ProtocolError(
@@ -38,13 +44,17 @@ def _merged(name: str, values: list[Any]) -> float | None:
     (kind,) = kinds
     if kind is Mean:
         weight = fsum(value.weight for value in values)
-        return _sum_of([value.total for value in values]) / weight if weight else None
+        if weight:
+            return _sum_of([value.total for value in values]) / weight
+        return None
     if kind is Sum:
         return _sum_of([value.total for value in values])
     if kind in (Max, Min):
         numbers = [float(value.value) for value in values]
         reduced = max(numbers) if kind is Max else min(numbers)
-        return reduced if all(number == number for number in numbers) else float("nan")
+        if all(number == number for number in numbers):
+            return reduced
+        return float("nan")
     if min(values) == max(values):  # fsum / n may differ from n equal numbers in the last bit
         return float(values[0])
     return _sum_of(values) / len(values)

@@ -35,6 +35,11 @@ def git_state(folder: Path) -> dict[str, str | bool]:
     except (OSError, subprocess.SubprocessError):
         return {}
     lines = told.stdout.splitlines()
-    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    commits = []
+    for line in lines:
+        if line.startswith("# branch.oid "):
+            commits.append(line.split()[-1])
     dirty = any(not line.startswith("#") for line in lines)
-    return {"commit": commits[0], "dirty": dirty} if commits else {}
+    if commits:
+        return {"commit": commits[0], "dirty": dirty}
+    return {}

@@ -38,11 +38,10 @@ def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
         parts.append(f"{rate:.0f} tok/s" if rate < 10_000 else f"{rate / 1000:.1f}k tok/s")
     if _STEP in metrics:
         whole = metrics[_STEP]
-        stages = [
-            f"{name} {_small(seconds)}"
-            for name, seconds in stage_seconds(metrics).items()
-            if seconds >= SHOWN_SHARE * whole
-        ]
+        stages = []
+        for name, seconds in stage_seconds(metrics).items():
+            if seconds >= SHOWN_SHARE * whole:
+                stages.append(f"{name} {_small(seconds)}")
         parts.append(f"{_small(whole)}s: {', '.join(stages)}" if stages else f"{_small(whole)}s")
     return "  ".join(parts)
 
@@ -61,7 +60,9 @@ def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _small(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2g}"
 
 
 _STEP = "time/step_seconds"
@@ -166,14 +167,20 @@ def text_curve(
     points = [(float(x), float(y)) for x, y in points if isfinite(x) and isfinite(y)]
     if not points:
         return [f"{title}: no finite value"]
-    first, last = points[0][0], points[-1][0]
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    first = points[0][0]
+    last = points[-1][0]
+    low = min(y for _, y in points)
+    high = max(y for _, y in points)
     if low == high:  # a flat curve gets room above and below
         room = abs(low) * 0.1 or 1.0
-        low, high = low - room, high + room
+        low = low - room
+        high = high + room
     measured: dict[int, list[float]] = {}
     for x, y in points:
-        column = round((x - first) / (last - first) * (width - 1)) if last > first else 0
+        if last > first:
+            column = round((x - first) / (last - first) * (width - 1))
+        else:
+            column = 0
         measured.setdefault(column, []).append(y)
     means = {column: fsum(ys) / len(ys) for column, ys in measured.items()}
     mark = "*" if len(points) > width else "o"

@@ -81,7 +81,11 @@ class RunFiles:
     @property
     def missing(self) -> list[str]:
         """Files that are not there or of which nothing can be read."""
-        return [file for file, part in FILES.items() if not getattr(self, part)]
+        result = []
+        for file, part in FILES.items():
+            if not getattr(self, part):
+                result.append(file)
+        return result
 
     @cached_property
     def metrics(self) -> Sequence[Record]:
@@ -101,8 +105,14 @@ class RunFiles:
     @cached_property
     def earlier_settings(self) -> Mapping[str, Mapping[str, Any]]:
         """File -> the settings until a step, of a run that was continued with others."""
-        found = {path.name: _settings(path) for path in self._named("config.until-step-*.yaml")}
-        return {name: settings for name, settings in found.items() if settings}
+        found = {}
+        for path in self._named("config.until-step-*.yaml"):
+            found[path.name] = _settings(path)
+        result = {}
+        for name, settings in found.items():
+            if settings:
+                result[name] = settings
+        return result
 
     @cached_property
     def spans(self) -> Sequence[Span]:
@@ -117,7 +127,10 @@ class RunFiles:
     @cached_property
     def failures(self) -> Mapping[str, Record]:
         """File -> what a rank said of a failure (`runtime.failure`)."""
-        return {path.name: read_json(path) for path in self._named("failure*.json")}
+        result = {}
+        for path in self._named("failure*.json"):
+            result[path.name] = read_json(path)
+        return result
 
     @cached_property
     def stacks(self) -> Mapping[str, str]:
@@ -126,7 +139,11 @@ class RunFiles:
         for path in self._named("stacks-rank*.txt"):
             with suppress(OSError):  # a run that ends removes those that are empty
                 found[path.name] = path.read_text(encoding="utf-8", errors="replace")
-        return {name: text for name, text in found.items() if text}
+        result = {}
+        for name, text in found.items():
+            if text:
+                result[name] = text
+        return result
 
     def needed_metrics(self) -> Sequence[Record]:
         """The records of metrics.jsonl; DataError if there are none."""
@@ -146,15 +163,24 @@ class RunFiles:
 def failure_text(failure: Record) -> str:
     """One line: who failed in which call, why, and where its Python was."""
     call = f"{failure.get('role')}.{failure.get('method')} (call {failure.get('call')})"
-    where = f"; its Python was at {failure['where']}" if failure.get("where") else ""
+    if failure.get("where"):
+        where = f"; its Python was at {failure['where']}"
+    else:
+        where = ""
     return f"rank {failure.get('rank')}, {call}: {failure.get('cause')}{where}"
 
 
 def setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Key -> its value in each, "(absent)" where there is none, for the keys that differ."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    found = {key: [each.get(key, "(absent)") for each in settings] for key in keys}
-    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+    found = {}
+    for key in keys:
+        found[key] = [each.get(key, "(absent)") for each in settings]
+    result = {}
+    for key, values in found.items():
+        if any(v != values[0] for v in values):
+            result[key] = values
+    return result
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -163,7 +189,9 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -171,7 +199,9 @@ def _settings(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return flat(found) if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return flat(found)
+    return {}
 
 
 def _spans(path: Path) -> Iterator[Span]:
@@ -191,7 +221,11 @@ def _spans(path: Path) -> Iterator[Span]:
             if event["name"] == "thread_name":
                 lanes[key] = event["args"]["name"]
             if event["ph"] == "X":
-                told, start = event.get("args", {}), event["ts"] / 1e6
-                numbers = [told.get(name, 0) for name in ("step", "bytes", "host_bytes")]
-                lane, end = lanes.get(key, ""), start + event["dur"] / 1e6
+                told = event.get("args", {})
+                start = event["ts"] / 1e6
+                numbers = []
+                for name in ("step", "bytes", "host_bytes"):
+                    numbers.append(told.get(name, 0))
+                lane = lanes.get(key, "")
+                end = start + event["dur"] / 1e6
                 yield Span(key[0], lane, event["name"], start, end, *numbers)

@@ -29,7 +29,10 @@ def table_of(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for sample in samples:
         plain = sample.to_plain()
-        shown = {name: plain[name] for name in _SHOWN if name in plain}
+        shown = {}
+        for name in _SHOWN:
+            if name in plain:
+                shown[name] = plain[name]
         rows.append(shown | {name: x for name, x in sample.terms.items() if name not in shown})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return columns, [[row.get(name) for name in columns] for row in rows]
@@ -46,7 +49,9 @@ class TensorBoardSink(Sink):
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """One text, `run`, at the step from which this start goes on."""
-        rows = [[name, json.dumps(value)] for name, value in facts.items()]
+        rows = []
+        for name, value in facts.items():
+            rows.append([name, json.dumps(value)])
         self._write_table("run", ["fact", "value"], rows, max(self.last_step, 0))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -122,7 +127,8 @@ class MlflowSink(Sink):
     def __init__(self, run_dir: Path, last_step: int) -> None:
         super().__init__(run_dir, last_step)
         mlflow: Any = _imported("mlflow", "mlflow")  # Any: the extra may be absent
-        self._entities, variables = mlflow.entities, mlflow.environment_variables
+        self._entities = mlflow.entities
+        variables = mlflow.environment_variables
         for name, value in self._ASIDE.items():
             variable = getattr(variables, name)
             if not variable.is_set():
@@ -135,17 +141,20 @@ class MlflowSink(Sink):
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         name = variables.MLFLOW_EXPERIMENT_NAME.get() or PROJECT
         found = self._client.get_experiment_by_name(name)
-        experiment = (
-            found.experiment_id if found else self._client.create_experiment(name, artifacts)
-        )
+        if found:
+            experiment = found.experiment_id
+        else:
+            experiment = self._client.create_experiment(name, artifacts)
         tag = f"{PROJECT}.run_id"
         runs = self._client.search_runs([experiment], f"tags.`{tag}` = '{self.run_id}'")
-        run = (
-            runs[0]
-            if runs
-            else self._client.create_run(experiment, run_name=run_dir.name, tags={tag: self.run_id})
-        )
-        self._run, self._params = run.info.run_id, set(run.data.params)
+        if runs:
+            run = runs[0]
+        else:
+            run = self._client.create_run(
+                experiment, run_name=run_dir.name, tags={tag: self.run_id}
+            )
+        self._run = run.info.run_id
+        self._params = set(run.data.params)
         self._client.update_run(self._run, status="RUNNING")
 
     def describe(self, facts: Mapping[str, Any]) -> None:
@@ -162,10 +171,11 @@ class MlflowSink(Sink):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One request; characters that MLflow refuses in a name become `_`."""
         now = int(time.time() * 1000)
-        points = [
-            self._entities.Metric(re.sub(r"[^\w.\- :/]", "_", name), value, now, step)
-            for name, value in metrics.items()
-        ]
+        points = []
+        for name, value in metrics.items():
+            points.append(
+                self._entities.Metric(re.sub(r"[^\w.\- :/]", "_", name), value, now, step)
+            )
         self._client.log_batch(self._run, metrics=points)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:

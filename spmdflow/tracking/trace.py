@@ -21,7 +21,8 @@ from spmdflow.checkpoint.disk import disk_errors
 
 logger = logging.getLogger(__name__)
 
-_EMPTY, _END = b"[\n]\n", b"\n]\n"
+_EMPTY = b"[\n]\n"
+_END = b"\n]\n"
 
 
 class Span(NamedTuple):
@@ -43,7 +44,8 @@ class TraceWriter:
     """Appends spans to RUN_DIR/trace.json until it holds max_bytes; a resumed run continues it."""
 
     def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
-        self._path, self._max_bytes = path, max_bytes
+        self._path = path
+        self._max_bytes = max_bytes
         self._threads: dict[tuple[int, str], int] = {}
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._size = self._continued()
@@ -53,8 +55,13 @@ class TraceWriter:
         """Append spans; after max_bytes they are dropped, with one warning."""
         if self._is_full:
             return
-        events = [event for span in spans for event in self._events(Span(*span))]
-        lines = [json.dumps(event, separators=(",", ":")).encode() for event in events]
+        events = []
+        for span in spans:
+            for event in self._events(Span(*span)):
+                events.append(event)
+        lines = []
+        for event in events:
+            lines.append(json.dumps(event, separators=(",", ":")).encode())
         if not lines:
             return
         if self._size + sum(map(len, lines)) + 2 * len(lines) + len(_END) > self._max_bytes:
@@ -77,9 +84,13 @@ class TraceWriter:
             self._threads[key] = sum(1 for rank, _ in self._threads if rank == span.rank)
             for name, text in (("process", f"rank {span.rank}"), ("thread", span.lane)):
                 events.append({"name": f"{name}_name", "ph": "M", "args": {"name": text}})
-        start, seconds = round(span.start * 1e6), round((span.end - span.start) * 1e6)
+        start = round(span.start * 1e6)
+        seconds = round((span.end - span.start) * 1e6)
         told = {"step": span.step, "bytes": span.received_bytes, "host_bytes": span.host_bytes}
-        args = {name: number for name, number in told.items() if number}
+        args = {}
+        for name, number in told.items():
+            if number:
+                args[name] = number
         event = {"name": span.label, "ph": "X", "ts": start, "dur": max(0, seconds)}
         events.append(event | ({"args": args} if args else {}))
         return [event | {"pid": span.rank, "tid": self._threads[key]} for event in events]
@@ -92,7 +103,8 @@ class TraceWriter:
             try:
                 while left:  # one turn, unless the disk is almost full
                     written = os.pwrite(self._file, left, at)
-                    left, at = left[written:], at + written
+                    left = left[written:]
+                    at = at + written
             except OSError:
                 os.pwrite(self._file, _END, start)  # as it was before
                 os.ftruncate(self._file, self._size)
@@ -105,7 +117,10 @@ class TraceWriter:
         if size >= len(_EMPTY) and os.pread(self._file, len(_END), size - len(_END)) == _END:
             return size
         lines = os.pread(self._file, size, 0).split(b"\n")[1:]
-        good = [line.rstrip(b",") for line in lines if _is_event(line.rstrip(b","))]
+        good = []
+        for line in lines:
+            if _is_event(line.rstrip(b",")):
+                good.append(line.rstrip(b","))
         data = b"[\n" + b",\n".join(good) + _END if good else _EMPTY
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, data, 0)
@@ -129,7 +144,9 @@ class StepProfiler:
     """
 
     def __init__(self, steps: range, folder: Path, rank: int) -> None:
-        self._steps, self._folder, self._rank = steps, folder, rank
+        self._steps = steps
+        self._folder = folder
+        self._rank = rank
         self._running: tuple[int, profile] | None = None
 
     def call(self, step: int, label: str) -> AbstractContextManager[object]:
@@ -139,13 +156,16 @@ class StepProfiler:
         if self._running is None and step in self._steps:
             self._running = step, profile()
             self._running[1].start()
-        return nullcontext() if self._running is None else record_function(label)
+        if self._running is None:
+            return nullcontext()
+        return record_function(label)
 
     def close(self) -> None:
         """Write what is recorded."""
         if self._running is None:
             return
-        (step, running), self._running = self._running, None
+        step, running = self._running
+        self._running = None
         running.stop()
         path = self._folder / f"step_{step}_rank_{self._rank}.json.gz"
         with disk_errors("write", path, "profiling"):

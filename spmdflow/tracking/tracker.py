@@ -39,7 +39,8 @@ class Sink(ABC):  # what does nothing here is a choice of the subclass
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
         """last_step: as of `Tracker`. What this raises ends the run before its first step."""
-        self.run_dir, self.last_step = run_dir, last_step
+        self.run_dir = run_dir
+        self.last_step = last_step
 
     @property
     def run_id(self) -> str:
@@ -61,7 +62,8 @@ class Sink(ABC):  # what does nothing here is a choice of the subclass
 
 
 _RUN_ID = "tracker_id"
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 class Tracker:
@@ -70,7 +72,9 @@ class Tracker:
     def __init__(self, run_dir: Path, trackers: Sequence[str] = (), *, last_step: int = -1) -> None:
         """last_step: records after it are dropped; -1 (no checkpoint to continue from): old files
         are renamed, and sinks begin a new run. ConfigError if a sink does not start."""
-        references = {name: TRACKERS.find(name) for name in trackers}
+        references = {}
+        for name in trackers:
+            references[name] = TRACKERS.find(name)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics_path = run_dir / METRICS
         self.samples_path = run_dir / SAMPLES
@@ -98,10 +102,18 @@ class Tracker:
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step; numbers that are not finite become null, with a warning."""
-        numbers = {name: float(metrics[name]) for name in sorted(metrics)}
-        finite = {name: value for name, value in numbers.items() if isfinite(value)}
+        numbers = {}
+        for name in sorted(metrics):
+            numbers[name] = float(metrics[name])
+        finite = {}
+        for name, value in numbers.items():
+            if isfinite(value):
+                finite[name] = value
         if len(finite) < len(numbers):
-            others = {name: value for name, value in numbers.items() if name not in finite}
+            others = {}
+            for name, value in numbers.items():
+                if name not in finite:
+                    others[name] = value
             logger.warning("step %s: not finite, written as null: %s", step, others)
         append_lines(self.metrics_path, [{"step": step} | {n: finite.get(n) for n in numbers}])
         self._tell(lambda sink: sink.write(step, finite))
@@ -230,4 +242,6 @@ def _record_or_none(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # torn JSON or torn UTF-8, or noise with many brackets
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_record and line.endswith(b"\n") else None
+    if is_record and line.endswith(b"\n"):
+        return record
+    return None

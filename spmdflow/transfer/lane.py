@@ -32,7 +32,8 @@ class CountedTransport:
     """The only place where rows enter or leave a rank: isend and irecv, counted."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, seconds: float) -> None:
-        self._group, self._limit = group, timedelta(seconds=seconds)
+        self._group = group
+        self._limit = timedelta(seconds=seconds)
         self._forget()
 
     def send(
@@ -67,7 +68,8 @@ class CountedTransport:
         return taken
 
     def _forget(self) -> None:
-        self._sent, self._received = Counter[int](), Counter[int]()
+        self._sent = Counter[int]()
+        self._received = Counter[int]()
         self._header_bytes = 0
 
 
@@ -82,7 +84,9 @@ def run_release(
     TransferError if a header is not the expected one.
     """
     result = command["result"]
-    incoming = [_Arrival.start(number, edge, transport) for edge in command["receives"]]
+    incoming = []
+    for edge in command["receives"]:
+        incoming.append(_Arrival.start(number, edge, transport))
     outgoing = []
     for destination, names, ids in command["sends"]:
         columns = store.take(result, names, ids)
@@ -99,9 +103,11 @@ def _send(
 ) -> list[tuple[dist.Work, Tensor]]:
     messages = [_bytes_of(column) for column in columns]
     head = _header(number, columns)
-    tag, header_bytes = _first_tag(number), len(head)
+    tag = _first_tag(number)
+    header_bytes = len(head)
     if sum(map(len, messages)) <= _PACKED_BYTES:
-        head, messages = torch.cat([head, *messages]), []
+        head = torch.cat([head, *messages])
+        messages = []
     works = [(transport.send(head, destination, tag, header_bytes=header_bytes), head)]
     for place, message in enumerate(messages, start=1):
         if len(message):
@@ -125,15 +131,18 @@ class _Arrival:
     def start(cls, number: int, edge: Sequence[Any], transport: CountedTransport) -> _Arrival:
         """Allocate the columns and start receiving; an edge without rows has no messages."""
         source, names, ids, kinds, lengths = edge
-        columns = {
-            name: _empty(ColumnSpec.from_plain(kinds[name]), len(ids), lengths.get(name))
-            for name in names
-        }
+        columns = {}
+        for name in names:
+            columns[name] = _empty(ColumnSpec.from_plain(kinds[name]), len(ids), lengths.get(name))
         head = _header(number, list(columns.values()))
         if not len(ids):
             return cls(source, ids, columns, [], head, is_packed=False)
-        messages = [_bytes_of(column) for column in columns.values()]
-        tag, header_bytes, num_packed = _first_tag(number), len(head), sum(map(len, messages))
+        messages = []
+        for column in columns.values():
+            messages.append(_bytes_of(column))
+        tag = _first_tag(number)
+        header_bytes = len(head)
+        num_packed = sum(map(len, messages))
         is_packed = num_packed <= _PACKED_BYTES
         head = torch.zeros(header_bytes + is_packed * num_packed, dtype=torch.uint8)
         works = [transport.receive(head, source, tag, header_bytes=header_bytes)]
@@ -156,7 +165,9 @@ class _Arrival:
                 f"the two ranks disagree about the rows: report this with RUN_DIR/trace.json"
             )
         if self.is_packed:
-            targets = [_bytes_of(column) for column in self.columns.values()]
+            targets = []
+            for column in self.columns.values():
+                targets.append(_bytes_of(column))
             parts = self.head[len(expected) :].split([len(target) for target in targets])
             for target, part in zip(targets, parts, strict=True):
                 target.copy_(part)

@@ -52,10 +52,13 @@ class Protocol:
         num_shares: Callable[[Layout], int],
         holds: RowsFunction | None = None,
     ) -> None:
-        self.name, self.home = name, getattr(distribute, "__module__", "")
+        self.name = name
+        self.home = getattr(distribute, "__module__", "")
         self.num_shares = num_shares
         """Parts into which the rows of a call are cut, for a layout."""
-        self._distribute, self._holds, self._collect = distribute, holds, collect
+        self._distribute = distribute
+        self._holds = holds
+        self._collect = collect
 
     def distribute(self, layout: Layout, num_rows: int, shares: Shares | None = None) -> Rows:
         """Positions each rank is given; shares replace the even chunks.
@@ -71,7 +74,10 @@ class Protocol:
         answer = self.collect(layout)
         if self._holds is None:
             given = self.distribute(layout, num_rows, shares)
-            held = {rank: given[rank] for rank in sorted(answer.ranks) if rank in given}
+            held = {}
+            for rank in sorted(answer.ranks):
+                if rank in given:
+                    held[rank] = given[rank]
         else:
             parts = self._shares(layout, num_rows, shares)
             held = self._rows("holds", layout, num_rows, self._holds(layout, num_rows, parts))
@@ -106,7 +112,8 @@ class Protocol:
             self._check_positions(f"share {number}", part, num_rows, RowError)
         missing = set(range(num_rows)).difference(*parts)
         if missing:
-            where, got = f"protocol {self.name}", f"shares without row {min(missing)}"
+            where = f"protocol {self.name}"
+            got = f"shares without row {min(missing)}"
             do = f"{len(missing)} rows are in no share: add them"
             raise RowError.of(where, got, f"all of {num_rows} rows", do)
         return parts
@@ -121,10 +128,15 @@ class Protocol:
                 f"layout {layout.ranks}; correct {function}"
             )
         rows = dict(rows)
-        lists = {id(positions): list(positions) for positions in rows.values()}
+        lists = {}
+        for positions in rows.values():
+            lists[id(positions)] = list(positions)
         for positions in lists.values():
             self._check_positions(function, positions, num_rows, ProtocolError)
-        return {rank: lists[id(rows[rank])] for rank in sorted(rows)}
+        result = {}
+        for rank in sorted(rows):
+            result[rank] = lists[id(rows[rank])]
+        return result
 
     def _check_positions(
         self,
@@ -135,7 +147,9 @@ class Protocol:
     ) -> None:
         if not positions:
             return
-        low, high, distinct = min(positions), max(positions), len(set(positions))
+        low = min(positions)
+        high = max(positions)
+        distinct = len(set(positions))
         if low < 0 or high >= num_rows or distinct != len(positions):
             raise error(
                 f"protocol {self.name}: {where} got {len(positions)} positions ({distinct} "
@@ -145,10 +159,16 @@ class Protocol:
 
     def _check_cover(self, answer: Answer, num_rows: int, held: Rows, *, once: bool) -> None:
         """Joined answers give every row; exactly once unless the caller's shares overlap."""
-        answered = [position for rank in answer.ranks for position in held.get(rank, ())]
+        answered = []
+        for rank in answer.ranks:
+            for position in held.get(rank, ()):
+                answered.append(position)
         missing = set(range(num_rows)).difference(answered)
         if missing or (once and len(answered) != num_rows):
-            problem = f"row {min(missing)} is with none of them" if missing else "some come twice"
+            if missing:
+                problem = f"row {min(missing)} is with none of them"
+            else:
+                problem = "some come twice"
             got = f"{len(answered)} rows from the answering ranks {answer.ranks}"
             expected = f"{num_rows}, as their answers are joined"
             do = f"{problem}: correct holds or collect"
@@ -162,8 +182,13 @@ def even_chunks(num_rows: int, parts: int) -> list[list[int]]:
         do = "check the batch and the layout's sizes"
         raise RowError.of("chunks", got, "0 or more rows over 1 or more parts", do)
     base, extra = divmod(num_rows, parts)
-    starts = [part * base + min(part, extra) for part in range(parts + 1)]
-    return [list(range(*ends)) for ends in zip(starts, starts[1:], strict=False)]
+    starts = []
+    for part in range(parts + 1):
+        starts.append(part * base + min(part, extra))
+    result = []
+    for ends in zip(starts, starts[1:], strict=False):
+        result.append(list(range(*ends)))
+    return result
 
 
 Cut = tuple[Callable[[Layout], int], Callable[[Layout, int], int]]
@@ -187,15 +212,23 @@ def _by_share(
 
     def distribute(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
         if name == "ALL_TO_ALL" and num_rows != layout.size:
-            where, got = "protocol ALL_TO_ALL", f"a list of {num_rows}"
+            where = "protocol ALL_TO_ALL"
+            got = f"a list of {num_rows}"
             expected = f"{layout.size}, one entry for each rank"
             raise RowError.of(where, got, expected, f"give a list of {layout.size}")
-        return {rank: shares[share_of(layout, rank)] for rank in layout.ranks}
+        result = {}
+        for rank in layout.ranks:
+            result[rank] = shares[share_of(layout, rank)]
+        return result
 
     def held(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
         assert holds is not None
         given = distribute(layout, num_rows, shares)
-        return {rank: rows for rank, rows in given.items() if holds(layout, rank)}
+        result = {}
+        for rank, rows in given.items():
+            if holds(layout, rank):
+                result[rank] = rows
+        return result
 
     return Protocol(
         name,
@@ -275,7 +308,8 @@ def register_protocol(new: Protocol) -> Protocol:
     """
     taken = _REGISTRY.get(new.name)
     if taken is not None and taken.home != new.home:
-        where, got = f"protocol {new.name}", f"a definition in {new.home}"
+        where = f"protocol {new.name}"
+        got = f"a definition in {new.home}"
         expected = f"a name that is not taken by {taken.home}"
         raise ProtocolError.of(where, got, expected, "choose another name")
     _REGISTRY[new.name] = new

@@ -127,8 +127,14 @@ def method_spec(cls: type, name: str) -> MethodSpec:
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
     """Every marked method of a worker class, by name."""
-    found = {name: getattr(getattr(cls, name, None), _ATTRIBUTE, None) for name in dir(cls)}
-    return {name: spec for name, spec in found.items() if spec is not None}
+    found = {}
+    for name in dir(cls):
+        found[name] = getattr(getattr(cls, name, None), _ATTRIBUTE, None)
+    result = {}
+    for name, spec in found.items():
+        if spec is not None:
+            result[name] = spec
+    return result
 
 
 _MAP_ATTRIBUTE = "_spmdflow_map_function"

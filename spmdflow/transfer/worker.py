@@ -116,7 +116,9 @@ class WorkerContext:
 
     def node_of(self, rank: int) -> int:
         """The node of a global rank, as a number."""
-        return self.nodes[rank] if self.nodes else 0
+        if self.nodes:
+            return self.nodes[rank]
+        return 0
 
 
 class Worker:
@@ -130,7 +132,8 @@ class Worker:
     """Method that writes columns which another class's `evaluation` reads: `method(batch)`."""
 
     def __init__(self, cfg: Any, context: WorkerContext) -> None:
-        self.cfg, self.context = cfg, context
+        self.cfg = cfg
+        self.context = context
         self.call = CallInfo(0, 0, torch.zeros(0, dtype=torch.int64))
         self.begun: Future[Any] | None = None
         """During a call: the future of its early method; None if it has none."""
@@ -158,7 +161,8 @@ class Worker:
 
     def take_metrics(self) -> dict[str, Metric]:
         """Metrics reported since the last call; empties them (used by the executor)."""
-        taken, self._metrics = self._metrics, {}
+        taken = self._metrics
+        self._metrics = {}
         return taken
 
     @property

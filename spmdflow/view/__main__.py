@@ -18,7 +18,8 @@ from spmdflow.errors import ConfigError, SpmdflowError
 from spmdflow.tracking.reading import FILES, RunFiles
 from spmdflow.view.html import PAGE_FILE, write_page
 
-FINE, REFUSED = 0, 2
+FINE = 0
+REFUSED = 2
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -47,7 +48,10 @@ def _parser() -> argparse.ArgumentParser:
 def _check(run_dir: Path) -> None:
     files = RunFiles(run_dir)
     if len(files.missing) == len(FILES) and not files.failures:
-        got = "no folder" if not run_dir.is_dir() else f"none of {', '.join(FILES)}"
+        if not run_dir.is_dir():
+            got = "no folder"
+        else:
+            got = f"none of {', '.join(FILES)}"
         do = "give the folder that a run printed at its start"
         raise ConfigError.of(f"view: {run_dir}", got, "the files of a run", do)
 

@@ -14,8 +14,11 @@ from spmdflow.tracking.reading import Record, RunFiles
 from spmdflow.tracking.trace import Span
 
 T = TypeVar("T")
-MOST_STEPS, MOST_SPANS, MOST_SAMPLES = 4000, 60_000, 20_000
-_PART_SAMPLES, _PART_SPANS = 256, 8000
+MOST_STEPS = 4000
+MOST_SPANS = 60_000
+MOST_SAMPLES = 20_000
+_PART_SAMPLES = 256
+_PART_SPANS = 8000
 """In a part of the page, unless one step has more."""
 
 
@@ -41,7 +44,9 @@ def content_of(files: RunFiles, number: int) -> RunContent:
     spans = _by_step(files.spans, lambda span: span.step)
     samples = _thinned(samples, MOST_SAMPLES, "samples.jsonl", notes)
     spans = _thinned(spans, MOST_SPANS, "trace.json", notes)
-    plain = {step: _plain_spans(some) for step, some in spans.items()}
+    plain = {}
+    for step, some in spans.items():
+        plain[step] = _plain_spans(some)
     parts = {
         "samples": _parts(f"samples-{number}", samples, _PART_SAMPLES),
         "spans": _parts(f"spans-{number}", plain, _PART_SPANS),
@@ -78,16 +83,18 @@ def _metrics(records: Sequence[Record], notes: list[str]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return value
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings as one writes them on the command line."""
     names = {None: "null", True: "true", False: "false"}
-    return {
-        key: names[value] if value is None or isinstance(value, bool) else str(value)
-        for key, value in settings.items()
-    }
+    texts = {}
+    for key, value in settings.items():
+        texts[key] = names[value] if value is None or isinstance(value, bool) else str(value)
+    return texts
 
 
 def _by_step(items: Sequence[T], step_of: Callable[[T], int]) -> dict[int, list[T]]:
@@ -101,11 +108,14 @@ def _thinned(
     steps: dict[int, list[T]], most: int, file: str, notes: list[str]
 ) -> dict[int, list[T]]:
     """Whole steps at even distances, with at most `most` items, but at least the last step."""
-    total, every = sum(map(len, steps.values())), 1
+    total = sum(map(len, steps.values()))
+    every = 1
     kept = steps
     while sum(map(len, kept.values())) > most and len(kept) > 1:
         every += 1
-        kept = {step: steps[step] for step in list(steps)[::-every][::-1]}
+        kept = {}
+        for step in list(steps)[::-every][::-1]:
+            kept[step] = steps[step]
     if every > 1:
         shown = sum(map(len, kept.values()))
         notes.append(
@@ -121,21 +131,26 @@ def _parts(name: str, steps: Mapping[int, Sequence[Any]], size: int) -> list[Par
         if not found or sum(map(len, found[-1].values())) + len(items) > size:
             found.append({})
         found[-1][step] = items
-    return [Part(f"{name}-{number}", content) for number, content in enumerate(found)]
+    parts = []
+    for number, content in enumerate(found):
+        parts.append(Part(f"{name}-{number}", content))
+    return parts
 
 
 def _plain_spans(spans: Sequence[Span]) -> list[list[Any]]:
     """[rank, lane, label, start, end, received bytes, host bytes]; seconds since the first."""
     first = min(span.start for span in spans)
-    return [
-        [
-            span.rank,
-            span.lane,
-            span.label,
-            round(span.start - first, 6),
-            round(span.end - first, 6),
-            span.received_bytes,
-            span.host_bytes,
-        ]
-        for span in spans
-    ]
+    result = []
+    for span in spans:
+        result.append(
+            [
+                span.rank,
+                span.lane,
+                span.label,
+                round(span.start - first, 6),
+                round(span.end - first, 6),
+                span.received_bytes,
+                span.host_bytes,
+            ]
+        )
+    return result

@@ -54,8 +54,13 @@ def view_run(cfg: Any) -> None:
 
 def page_text(runs: Sequence[RunFiles], *, refresh_seconds: float = 0.0) -> str:
     """The HTML of the page."""
-    contents = [content_of(run, number) for number, run in enumerate(runs)]
-    parts = [part for content in contents for part in content.parts]
+    contents = []
+    for number, run in enumerate(runs):
+        contents.append(content_of(run, number))
+    parts = []
+    for content in contents:
+        for part in content.parts:
+            parts.append(part)
     parts.append(Part("plotly", plotly_script()))
     summary = {
         "made": datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
@@ -90,7 +95,8 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as err:
-        got, expected = f"no plotly ({err})", "the package that carries plotly.js"
+        got = f"no plotly ({err})"
+        expected = "the package that carries plotly.js"
         raise ConfigError.of("view", got, expected, "pip install 'spmdflow[view]'") from err
     script: str = get_plotlyjs()
     return script

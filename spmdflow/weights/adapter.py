@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 ALL_LINEAR = "all-linear"
 """A target that means every linear layer of the decoder's layers."""
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+_A = ".lora_A.weight"
+_B = ".lora_B.weight"
 
 
 @dataclass(frozen=True)

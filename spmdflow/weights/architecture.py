@@ -78,7 +78,10 @@ class Architecture:
             got = f"model_type {config.get('model_type')!r}"
             raise _unfit(got, f"one of {', '.join(sorted(FAMILIES))}")
         stated = {**family.defaults, **config}
-        facts = {key: value for key, value in stated.items() if value is not None}
+        facts = {}
+        for key, value in stated.items():
+            if value is not None:
+                facts[key] = value
         _check_features(facts, family)
         num_heads = _size(facts, "num_attention_heads")
         hidden_size = _size(facts, "hidden_size")
@@ -156,7 +159,10 @@ class Architecture:
         biases += self.mlp_bias * (2 * self.ffn_size + self.hidden_size)
         norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
         words = self.vocab_size * self.hidden_size
-        head = self.hidden_size if self.head == "scalar" else words * (not self.tied)
+        if self.head == "scalar":
+            head = self.hidden_size
+        else:
+            head = words * (not self.tied)
         layers = self.num_layers * (self.layer_parameters + biases + norms)
         return layers + self.hidden_size + words + head
 
@@ -248,7 +254,9 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def _has(rule: _Rule, facts: Mapping[str, Any]) -> bool:
-    return bool(facts.get(rule, False)) if isinstance(rule, str) else rule
+    if isinstance(rule, str):
+        return bool(facts.get(rule, False))
+    return rule
 
 
 def _unfit(got: object, expected: object) -> ConfigError:
@@ -278,14 +286,18 @@ def _check_features(facts: Mapping[str, Any], family: Family) -> None:
 
 def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """rope_parameters (transformers 5), or rope_scaling and the values beside it (4)."""
-    beside = {key: facts[key] for key in ("rope_theta", "partial_rotary_factor") if key in facts}
+    beside = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in facts:
+            beside[key] = facts[key]
     return {**beside, **(facts.get("rope_scaling") or {}), **(facts.get("rope_parameters") or {})}
 
 
 def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(theta, scaling or None); ConfigError for a kind that only transformers computes."""
     rope = _rope_facts(facts)
-    theta, kind = float(rope.get("rope_theta", 10000.0)), rope.get("rope_type", rope.get("type"))
+    theta = float(rope.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
         return theta, None
     if kind == "linear":
@@ -304,7 +316,8 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def _size(facts: Mapping[str, Any], key: str) -> int:
     value = facts.get(key)
     if not isinstance(value, int) or value < 1:
-        got, do = f"{key} {value!r} in config.json", "fix the file or choose another model"
+        got = f"{key} {value!r} in config.json"
+        do = "fix the file or choose another model"
         raise ConfigError.of("model", got, "a positive integer", do)
     return value
 
@@ -315,7 +328,8 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
     def first(*names: str) -> int:
         return next((facts[name] for name in names if isinstance(facts.get(name), int)), 0)
 
-    hidden_size, num_heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+    hidden_size = first("hidden_size", "n_embd")
+    num_heads = first("num_attention_heads", "n_head")
     tied = facts.get("tie_word_embeddings", "n_embd" in facts)
     return Architecture(
         family=str(facts.get("model_type")),

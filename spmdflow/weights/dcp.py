@@ -38,7 +38,8 @@ class TorchCheckpoint:
         """ConfigError if the metadata is damaged, or names anything but records of tensors."""
         self._folder = folder
         self._read: tuple[_Chunk | None, Tensor] = (None, torch.empty(0))
-        path, metadata = folder / METADATA, _unpickle(folder / METADATA)
+        path = folder / METADATA
+        metadata = _unpickle(folder / METADATA)
         try:
             self._tensors = _tensors_of(folder, metadata)
         except (AttributeError, LookupError, TypeError, ValueError) as err:
@@ -128,9 +129,9 @@ class _Stored(NamedTuple):
 
 def _tensors_of(folder: Path, metadata: Any) -> dict[str, _Stored]:
     """The model's tensors by name. Any: what the pickle held; errors of any kind if it is odd."""
-    places = {
-        (key.fqn, getattr(key, "offset", None)): x for key, x in metadata.storage_data.items()
-    }
+    places = {}
+    for key, x in metadata.storage_data.items():
+        places[(key.fqn, getattr(key, "offset", None))] = x
     found: dict[tuple[Any, ...], dict[str, _Stored]] = {}
     for key, facts in metadata.state_dict_metadata.items():
         if not hasattr(facts, "chunks"):
@@ -138,7 +139,8 @@ def _tensors_of(folder: Path, metadata: Any) -> dict[str, _Stored]:
         *holder, name = (metadata.planner_data or {}).get(key, (key,))
         chunks = []
         for chunk in facts.chunks:
-            offsets, at = chunk.offsets, places[key, chunk.offsets]
+            offsets = chunk.offsets
+            at = places[key, chunk.offsets]
             if Path(at.relative_path).name != at.relative_path:
                 raise ValueError(f"a file outside of the folder: {at.relative_path!r}")
             if getattr(at, "transform_descriptors", None):

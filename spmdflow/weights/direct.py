@@ -37,19 +37,23 @@ class NewFile:
             self._file = os.open(path, flags, 0o666)
         self._first = _aligned(-(-head_bytes // _ALIGNMENT) * _ALIGNMENT)
         self._more = _aligned(min(_BUFFER_BYTES, -(-num_bytes // _ALIGNMENT) * _ALIGNMENT))
-        self._buffer, self._start, self._filled = self._first, 0, head_bytes
+        self._buffer = self._first
+        self._start = 0
+        self._filled = head_bytes
 
     def append(self, values: Tensor) -> None:
         """Add bytes, a flat uint8 tensor; releases the GIL."""
         while values.numel():
             room = self._buffer[self._filled :]
-            part, values = values[: len(room)], values[len(room) :]
+            part = values[: len(room)]
+            values = values[len(room) :]
             room[: len(part)].copy_(part)
             self._filled += len(part)
             if self._filled == len(self._buffer):
                 self._flush()
                 self._start += len(self._buffer)
-                self._buffer, self._filled = self._more, 0
+                self._buffer = self._more
+                self._filled = 0
 
     def finish(self, head: bytes) -> None:
         """Write what is left, and the head into its place."""
@@ -86,7 +90,8 @@ class NewFile:
                     raise
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 continue
-            left, place = left[count:], place + count
+            left = left[count:]
+            place = place + count
 
 
 def view_of(values: Tensor) -> memoryview:

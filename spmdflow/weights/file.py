@@ -91,7 +91,9 @@ def write_file(
     with NewFile(path, head_bytes=head_bytes, num_bytes=num_bytes) as file:
         parts = iter(tensors)
         for place, fact in enumerate(facts):
-            digest, left, shape = xxhash.xxh3_128(), fact.num_bytes, tuple(fact.shape)
+            digest = xxhash.xxh3_128()
+            left = fact.num_bytes
+            shape = tuple(fact.shape)
             while True:
                 part = next(parts)
                 assert (part.dtype, tuple(part.shape[1:])) == (fact.dtype, shape[1:]), fact
@@ -138,7 +140,8 @@ def changed_bytes(path: Path) -> str | None:
     buffer = bytearray(_READ_BYTES)
     with path.open("rb", buffering=0) as file:
         for name, stored in head.tensors.items():
-            digest, left = xxhash.xxh3_128(), stored.stop - stored.start
+            digest = xxhash.xxh3_128()
+            left = stored.stop - stored.start
             file.seek(stored.start)
             while left and (count := file.readinto(memoryview(buffer)[:left])):
                 digest.update(memoryview(buffer)[:count])
@@ -153,7 +156,8 @@ def read_bytes(path: Path, stored: Stored, *, is_hashed: bool = True) -> tuple[T
     data = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
     with path.open("rb", buffering=0) as file:
         file.seek(stored.start)
-        view, done = view_of(data), 0
+        view = view_of(data)
+        done = 0
         while done < len(view) and (more := file.readinto(view[done:])):
             done += more
     digest = xxhash.xxh3_128_hexdigest(view) if is_hashed else ""
@@ -171,7 +175,8 @@ def _head(facts: Sequence[Facts], digests: Sequence[str], metadata: Mapping[str,
         stop = start + Facts(name, dtype, shape).num_bytes
         entry = {"dtype": _NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         assert name not in entries, name
-        entries[name], start = entry, stop
+        entries[name] = entry
+        start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -55,7 +55,9 @@ class HuggingFaceFolder:
         reads as zeros (a fresh critic). stored: the name in the files, where it is another one.
         kind: of the model, for errors.
         """
-        self._path, self._files, self._stored = Path(path), dict[Path, Any](), stored or {}
+        self._path = Path(path)
+        self._files = dict[Path, Any]()
+        self._stored = stored or {}
         self._zeros = {"score.weight"} - self.names if new_head else set[str]()
         if isinstance(wanted, Architecture):
             kind = f"{wanted.family} model with a {wanted.head} head"
@@ -81,7 +83,10 @@ class HuggingFaceFolder:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor in the files."""
-        return {name: tuple(self._slice(name).get_shape()) for name in self.names}
+        result = {}
+        for name in self.names:
+            result[name] = tuple(self._slice(name).get_shape())
+        return result
 
     def _slice(self, name: str) -> Any:
         name = self._stored.get(name, name)
@@ -91,12 +96,16 @@ class HuggingFaceFolder:
         try:
             return self._files[path].get_slice(name)
         except SafetensorError as err:
-            got, do = f"{path} without {name}", "download the folder again"
+            got = f"{path} without {name}"
+            do = "download the folder again"
             raise ConfigError.of("model", got, f"that tensor, by {INDEX}", do) from err
 
     def _check(self, wanted: Mapping[str, Sequence[int]], kind: str) -> None:
         wanted = {name: shape for name, shape in wanted.items() if name not in self._zeros}
-        missing = [name for name in wanted if self._stored.get(name, name) not in self.names]
+        missing = []
+        for name in wanted:
+            if self._stored.get(name, name) not in self.names:
+                missing.append(name)
         if missing:
             got = f"{self._path} without {', '.join(missing[:3])} ({len(missing)} tensors missing)"
             do = "choose the folder of a complete model of this kind"
@@ -118,7 +127,8 @@ class HuggingFaceFolder:
         if (self._path / METADATA).is_file() and not single.is_file():
             single = self._path / METADATA
         if not single.is_file():
-            got, do = f"{self._path} with neither {_SINGLE} nor {INDEX}", "save with safetensors"
+            got = f"{self._path} with neither {_SINGLE} nor {INDEX}"
+            do = "save with safetensors"
             raise ConfigError.of("model", got, "a Hugging Face folder", do)
         return dict.fromkeys(_open(single).keys(), single)
 
@@ -180,7 +190,9 @@ def attention_of(config: Any) -> dict[str, str]:
     leaves the cap out without a word. {}: their default is right.
     """
     capping = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return {} if capping is None else {"attn_implementation": "eager"}
+    if capping is None:
+        return {}
+    return {"attn_implementation": "eager"}
 
 
 def folder_of(module: Any, path: str | Path, *, new_head: bool = False) -> HuggingFaceFolder | None:
@@ -196,7 +208,9 @@ def folder_of(module: Any, path: str | Path, *, new_head: bool = False) -> Huggi
         logger.warning("model.path %s is loaded whole on every rank: %s", path, why)
         return None
     tensors = {**dict(module.named_parameters()), **{n: module.get_buffer(n) for n in buffers}}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    shapes = {}
+    for name, tensor in tensors.items():
+        shapes[name] = tensor.shape
     kind = type(module).__name__
     folder = HuggingFaceFolder(path, shapes, new_head=new_head, stored=stored, kind=kind)
     for name in buffers:
@@ -217,11 +231,19 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
         raise _NotByBoxes("its weights are quantized")
     is_torch = (Path(path) / METADATA).is_file()
     if not is_torch and not any(Path(path).glob("*.safetensors")):
-        got, do = f"{path} without safetensors files", "save the model with safetensors"
+        got = f"{path} without safetensors files"
+        do = "save the model with safetensors"
         raise ConfigError.of("model", got, "weights that are no pickle", do)
-    state, changes = module.state_dict(), get_model_conversion_mapping(module)
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    renamings = [change for change in changes if not isinstance(change, WeightConverter)]
+    state = module.state_dict()
+    changes = get_model_conversion_mapping(module)
+    converters = []
+    for change in changes:
+        if isinstance(change, WeightConverter):
+            converters.append(change)
+    renamings = []
+    for change in changes:
+        if not isinstance(change, WeightConverter):
+            renamings.append(change)
     found: dict[str, str] = {}
     for key in HuggingFaceFolder(path, {}).names:
         name, converted = rename_source_key(
@@ -246,7 +268,10 @@ def file_names(num_files: int) -> list[str]:
     """Names that from_pretrained looks for."""
     if num_files == 1:
         return [_SINGLE]
-    return [f"model-{number + 1:05}-of-{num_files:05}.safetensors" for number in range(num_files)]
+    result = []
+    for number in range(num_files):
+        result.append(f"model-{number + 1:05}-of-{num_files:05}.safetensors")
+    return result
 
 
 def write_beside(
@@ -264,7 +289,10 @@ def write_beside(
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
     if len(weights) > 1:
         total = sum(num_bytes for tensors in weights.values() for num_bytes in tensors.values())
-        places = {name: file for file, tensors in weights.items() for name in tensors}
+        places = {}
+        for file, tensors in weights.items():
+            for name in tensors:
+                places[name] = file
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 

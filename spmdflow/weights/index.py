@@ -31,4 +31,7 @@ def read_index(folder: Path, *, key: str = "model.path") -> dict[str, Path] | No
         if not (folder / name).is_file():
             got = f"{folder} without {name}, which {INDEX} names"
             raise ConfigError.of(key, got, "every file of the index", again)
-    return {tensor: folder / name for tensor, name in weight_map.items()}
+    index = {}
+    for tensor, name in weight_map.items():
+        index[tensor] = folder / name
+    return index

@@ -47,7 +47,10 @@ def copy_box(target: Tensor, name: str, box: Box, read: Read) -> None:
 
     Some rows at a time: what is read for another device is converted in host memory first.
     """
-    rows = max(1, _READ_ELEMENTS * len(target) // max(1, target.numel())) if target.ndim else 1
+    if target.ndim:
+        rows = max(1, _READ_ELEMENTS * len(target) // max(1, target.numel()))
+    else:
+        rows = 1
     if len(box.bounds) == 0 or rows >= len(target):
         target.copy_(read(name, box))
         return
@@ -106,7 +109,10 @@ class Blocks:
             got = f"no values of box {missing[0].bounds}"
             expected = f"blocks that hold all of {box.bounds}"
             raise PlanError.of(f"tensor {name}", got, expected, "add the rank that holds it")
-        return [(values[part.slices(each)], part) for values, each, part in self._shared(name, box)]
+        result = []
+        for values, each, part in self._shared(name, box):
+            result.append((values[part.slices(each)], part))
+        return result
 
     def view(self, name: str, box: Box) -> Tensor | None:
         """The live values of a box; None if no block holds it whole."""
@@ -117,7 +123,9 @@ class Blocks:
 
     def sole_view(self, name: str, box: Box) -> Tensor | None:
         """As `view`; None too if another block holds an element of it."""
-        return self.view(name, box) if len(list(self._shared(name, box))) == 1 else None
+        if len(list(self._shared(name, box))) == 1:
+            return self.view(name, box)
+        return None
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
         """Copy a box in place, rounded, wherever blocks hold an element of it (a tied copy too)."""
@@ -150,7 +158,9 @@ class Storages:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        found = {}
+        for t in tensors:
+            found[t.untyped_storage()._cdata] = t.untyped_storage()
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
         self._host: Sequence[Tensor] = ()
         self._is_on_host = False
@@ -173,7 +183,8 @@ class Storages:
         if version is None or version != self._version:
             self._copy_to_host()
         self.free()
-        self._is_on_host, self._version = True, version
+        self._is_on_host = True
+        self._version = version
 
     def _copy_to_host(self) -> None:
         if not self._host:

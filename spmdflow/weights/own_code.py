@@ -13,7 +13,8 @@ from typing import Any
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import read_json
 
-_CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 def refuse_own_code(key: str, folder: Path) -> None:

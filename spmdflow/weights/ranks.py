@@ -102,7 +102,9 @@ _VLLM_LAYER: tuple[LayerRow, ...] = (
 
 def row_tables(arch: Architecture, layout: Layout) -> RankTables:
     """What each rank trains with where shard_size ranks divide every tensor's rows."""
-    places = {rank: (layout.coordinate(rank).dp % layout.shard_size,) for rank in layout.ranks}
+    places = {}
+    for rank in layout.ranks:
+        places[rank] = (layout.coordinate(rank).dp % layout.shard_size,)
     return _shared(
         places, lambda place: row_shards(arch, shard_size=layout.shard_size, shard_rank=place)
     )
@@ -120,13 +122,15 @@ def megatron_tables(
 
     Of a layout with virtual_size v, part c of stage s is stage c p + s of a pipeline of p v stages.
     """
-    parts, places = layout.virtual_size, {r: layout.coordinate(r) for r in layout.ranks}
+    parts = layout.virtual_size
+    places = {}
+    for r in layout.ranks:
+        places[r] = layout.coordinate(r)
 
     def table(tp_rank: int, pp_rank: int) -> ShardTable:
         """Local tensors of a rank's parts, one after the other."""
-        return {
-            part_name(part, name, parts): tensor
-            for part in range(parts)
+        result = {}
+        for part in range(parts):
             for name, tensor in megatron_shards(
                 arch,
                 tp_size=layout.tp_size,
@@ -134,21 +138,26 @@ def megatron_tables(
                 pp_size=layout.pp_size * parts,
                 pp_rank=part * layout.pp_size + pp_rank,
                 vocab_multiple=vocab_multiple or default_vocab_multiple(layout.tp_size),
-            ).items()
-        }
+            ).items():
+                result[part_name(part, name, parts)] = tensor
+        return result
 
     return _shared({rank: (place.tp, place.pp) for rank, place in places.items()}, table)
 
 
 def part_name(part: int, name: str, num_parts: int) -> str:
     """A parameter of one of several parts of the model on a rank."""
-    return name if num_parts == 1 else f"{part}.{name}"
+    if num_parts == 1:
+        return name
+    return f"{part}.{name}"
 
 
 def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:
     """What each rank generates with under vLLM, by the layout's generation sizes."""
     sizes = {"tp_size": layout.gen_tp_size, "pp_size": layout.gen_pp_size}
-    places = {rank: layout.generation_coordinate(rank) for rank in layout.ranks}
+    places = {}
+    for rank in layout.ranks:
+        places[rank] = layout.generation_coordinate(rank)
     return _shared(
         {rank: (place.tp, place.pp) for rank, place in places.items()},
         lambda tp_rank, pp_rank: vllm_shards(arch, tp_rank=tp_rank, pp_rank=pp_rank, **sizes),
@@ -156,8 +165,13 @@ def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:
 
 
 def _shared(places: Mapping[int, tuple[int, ...]], table: Callable[..., ShardTable]) -> RankTables:
-    made = {place: table(*place) for place in dict.fromkeys(places.values())}
-    return {rank: made[place] for rank, place in places.items()}
+    made = {}
+    for place in dict.fromkeys(places.values()):
+        made[place] = table(*place)
+    result = {}
+    for rank, place in places.items():
+        result[rank] = made[place]
+    return result
 
 
 def row_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> ShardTable:
@@ -237,10 +251,13 @@ def buffer_places(
     shared_embedding: tied over several stages, the embedding (or its copy) has a bucket of its own.
     """
     places: dict[str, int] = {}
-    first, end, is_open = 0, 0, False
+    first = 0
+    end = 0
+    is_open = False
     if aligned_over is None:
         for name, tensor in table.items():
-            places[name], end = end, end + tensor.size
+            places[name] = end
+            end = end + tensor.size
         return places, end
     alignment = math.lcm(aligned_over, 128)
     for name in reversed(list(table)):
@@ -264,7 +281,10 @@ def storage_numel(
     shared = arch.tied and layout.pp_size > 1
     found = {}
     for rank, table in megatron_tables(arch, layout).items():
-        bucket = OVERLAP_BUCKET if overlap and layout.coordinate(rank).pp == 0 else None
+        if overlap and layout.coordinate(rank).pp == 0:
+            bucket = OVERLAP_BUCKET
+        else:
+            bucket = None
         found[rank] = buffer_places(
             table, aligned_over=aligned_over, shared_embedding=shared, bucket_size=bucket
         )[1]
@@ -280,7 +300,8 @@ def vllm_shards(
 ) -> ShardTable:
     """Local tensors of one rank; ConfigError if vLLM cannot hold the architecture so."""
     if arch.head != "causal_lm":
-        expected, do = "one that generates", "give rollout a causal language model"
+        expected = "one that generates"
+        do = "give rollout a causal language model"
         raise ConfigError.of("vllm", "a model with a scalar head", expected, do)
     if arch.family == "qwen3" and arch.o_bias:
         got = "a qwen3 model with attention_bias"
@@ -299,8 +320,14 @@ def vllm_shards(
         if not arch.tied:
             table["lm_head.weight"] = cut.vocabulary(["lm_head.weight"])
     if arch.adapters is not None:
-        pieces = [piece for tensor in table.values() for piece in tensor.pieces]
-        boxes = [x for piece in pieces for x in adapter_boxes(piece, arch.adapters).items()]
+        pieces = []
+        for tensor in table.values():
+            for piece in tensor.pieces:
+                pieces.append(piece)
+        boxes = []
+        for piece in pieces:
+            for x in adapter_boxes(piece, arch.adapters).items():
+                boxes.append(x)
         table |= {name: stack([(name, box)]) for name, box in boxes}
     return table
 

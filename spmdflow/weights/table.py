@@ -65,11 +65,10 @@ def parameters(arch: Architecture) -> tuple[Parameter, ...]:
     hidden = arch.hidden_size
     sizes = {"hidden": hidden, "ffn": arch.ffn_size, "head": arch.head_dim}
     sizes |= {"q": arch.q_size, "kv": arch.kv_size}
-    layer = [
-        (name, tuple(sizes[dimension] for dimension in dimensions))
-        for name, dimensions, flag in _LAYER
-        if not flag or getattr(arch, flag)
-    ]
+    layer = []
+    for name, dimensions, flag in _LAYER:
+        if not flag or getattr(arch, flag):
+            layer.append((name, tuple(sizes[dimension] for dimension in dimensions)))
     found = [Parameter(EMBEDDING, (arch.vocab_size, hidden))]
     for number in range(arch.num_layers):
         found += [Parameter(f"model.layers.{number}.{name}", shape) for name, shape in layer]
@@ -117,12 +116,11 @@ class Piece:
     def part(self, box: Box) -> Piece:
         """The piece of those elements; box lies in this piece's."""
         assert self.box.contains(box), (self, box)
-        moved = [
-            (low + start - origin, low + stop - origin)
-            for (low, _), (origin, _), (start, stop) in zip(
-                self.local.bounds, self.box.bounds, box.bounds, strict=True
-            )
-        ]
+        moved = []
+        for (low, _), (origin, _), (start, stop) in zip(
+            self.local.bounds, self.box.bounds, box.bounds, strict=True
+        ):
+            moved.append((low + start - origin, low + stop - origin))
         return Piece(self.name, box, Box(tuple(moved)))
 
     def box_at(self, local: Box) -> Box:
@@ -172,7 +170,8 @@ def stack(parts: Iterable[tuple[str, Box]], *, num_rows: int = 0) -> LocalTensor
 
 def row_box(shape: Sequence[int], start: int, stop: int) -> Box:
     """Rows start .. stop - 1 of a tensor of that shape, clipped to the rows that exist."""
-    start, stop = min(start, shape[0]), min(stop, shape[0])
+    start = min(start, shape[0])
+    stop = min(stop, shape[0])
     return Box(((start, stop), *((0, size) for size in shape[1:])))
 
 
@@ -196,7 +195,9 @@ class Cut:
         """(engine's name below its layer, tensor) of the rows that the architecture has."""
         known = shapes_by_name(self.arch)
         for local, way, suffixes in rows:
-            names = [f"model.layers.{layer}.{suffix}" for suffix in suffixes]
+            names = []
+            for suffix in suffixes:
+                names.append(f"model.layers.{layer}.{suffix}")
             if names[0] in known:
                 yield local, way(self, names)
 
@@ -230,7 +231,8 @@ class Cut:
     def heads(self, names: Sequence[str]) -> LocalTensor:
         """q over k over v, each an equal part of its heads; a kv head is shared by neighbours
         if there are fewer of them than ranks."""
-        groups, head_dim = self.arch.num_kv_heads, self.arch.head_dim
+        groups = self.arch.num_kv_heads
+        head_dim = self.arch.head_dim
         query = self._chunk("attention heads", self.arch.num_heads)
         first = self.rank * groups // self.size
         group = (first, first + max(1, groups // self.size))
@@ -242,14 +244,17 @@ class Cut:
     def groups(self, names: Sequence[str]) -> LocalTensor:
         """An equal part of the rows of q, k and v laid out group by group: a group's query heads,
         its key head, its value head. A part may begin or end inside a head."""
-        groups, head_dim = self.arch.num_kv_heads, self.arch.head_dim
+        groups = self.arch.num_kv_heads
+        head_dim = self.arch.head_dim
         per_group = self.arch.num_heads // groups
         heights = (per_group * head_dim, head_dim, head_dim)
         start, stop = self._chunk("rows of q, k and v", groups * sum(heights))
-        parts, row = [], 0
+        parts = []
+        row = 0
         for group in range(groups):
             for name, height in zip(names, heights, strict=True):
-                low, high = max(start - row, 0), min(stop - row, height)
+                low = max(start - row, 0)
+                high = min(stop - row, height)
                 if low < high:
                     origin = group * height
                     parts.append((name, row_box(self._shape(name), origin + low, origin + high)))
@@ -271,7 +276,8 @@ class Cut:
 
 def check_cut(engine: str, arch: Architecture, *, tp_size: int, pp_size: int) -> None:
     """ConfigError unless heads divide over tp_size and every stage gets a layer."""
-    heads, groups = arch.num_heads, arch.num_kv_heads
+    heads = arch.num_heads
+    groups = arch.num_kv_heads
     if heads % tp_size or (groups % tp_size and tp_size % groups):
         got = f"tensor-parallel size {tp_size} for {heads} attention and {groups} key-value heads"
         expected = "a divisor of the first that divides the second or is a multiple of it"

@@ -92,7 +92,8 @@ def packed_attention(
     if seen is not None:
         key, value = (x.index_select(0, seen.places) for x in (key, value))
     if _has_varlen(query):
-        ends, most = rows.offsets, max(rows.lengths)
+        ends = rows.offsets
+        most = max(rows.lengths)
         key_ends, most_keys = (ends, most) if seen is None else (seen.offsets, max(seen.lengths))
         left = -1 if window is None else window - 1
         found = varlen_attn(
@@ -112,7 +113,9 @@ def packed_attention(
         )
         run = dense_attention(q, k, v, scale=scale, window=window)
         mixed.append(run.transpose(1, 2).flatten(0, 1))
-    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+    if len(mixed) == 1:
+        return mixed[0]
+    return torch.cat(mixed)
 
 
 def dense_attention(
@@ -123,16 +126,22 @@ def dense_attention(
     The queries are those of the last T of S positions. A CPU's kernel also computes what a mask
     leaves out: there, blocks of queries take the keys up to their own last.
     """
-    queries, end = query.shape[2], key.shape[2]
+    queries = query.shape[2]
+    end = key.shape[2]
     is_plain = queries == end and (window is None or queries <= window)
     num_blocks = min(4, queries // 32) if query.is_cpu and not is_plain else 1
     mixed: list[Tensor] = []
     end -= queries
     for block in query.split(-(-queries // max(1, num_blocks)), 2):
         end += block.shape[2]
-        mask = None if is_plain else _band(block.shape[2], end, window, query.device)
+        if is_plain:
+            mask = None
+        else:
+            mask = _band(block.shape[2], end, window, query.device)
         mixed.append(_masked_attention(block, key[:, :, :end], value[:, :, :end], mask, scale))
-    return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 2)
+    if len(mixed) == 1:
+        return mixed[0]
+    return torch.cat(mixed, 2)
 
 
 def _masked_attention(
@@ -159,7 +168,8 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
     sin is negated in its first half: the result is x * cos + (x with its halves swapped) * sin.
     """
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     turned: list[Tensor] = [_Rotation.apply(x, cos, sin) for x in (query, key)]  # type: ignore[no-untyped-call]
     return turned[0], turned[1]
 

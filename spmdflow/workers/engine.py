@@ -66,8 +66,11 @@ class TrainEngine(ABC):
     def __init__(
         self, model: LoadedModel | ModelSource, cfg: EngineConfig, context: WorkerContext
     ) -> None:
-        self.name, self.layout, self.groups = context.name, context.layout, context.groups
-        self.device, self.rank = context.device, context.rank
+        self.name = context.name
+        self.layout = context.layout
+        self.groups = context.groups
+        self.device = context.device
+        self.rank = context.rank
         self.model = replace(model, read=None)  # a reader keeps the files mapped
         self.cfg = cfg
         self.packs = packs_rows(cfg.kind, cfg.options, model.source)
@@ -100,13 +103,18 @@ class TrainEngine(ABC):
         micros = self.micro_batches(batch, num_micro_batches)
 
         def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
-            return {name: to_host(column) for name, column in fn(output, micro).items()}
+            result = {}
+            for name, column in fn(output, micro).items():
+                result[name] = to_host(column)
+            return result
 
         with torch.no_grad():
             answers = self.outputs(micros, answer)
         if self.device != CPU:
             torch.accelerator.synchronize(self.device)
-        return join_answers(answers, micros) if answers else None
+        if answers:
+            return join_answers(answers, micros)
+        return None
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """For forward passes inside the block: the model as it is in its folder."""
@@ -234,7 +242,10 @@ class TrainEngine(ABC):
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
         """Shape of every whole tensor by Hugging Face name, in the order of blocks."""
-        return {name: view.shape for name, view, _ in self.blocks()}
+        result = {}
+        for name, view, _ in self.blocks():
+            result[name] = view.shape
+        return result
 
     @property
     def trained_shapes(self) -> Mapping[str, torch.Size]:
@@ -248,7 +259,9 @@ class TrainEngine(ABC):
         """
         shapes = self.shapes
         sums = torch.zeros(len(shapes), dtype=torch.int64, device=self.device)
-        places = {name: place for place, name in enumerate(shapes)}
+        places = {}
+        for place, name in enumerate(shapes):
+            places[name] = place
         for name, view, box in self.own_blocks():
             sums[places[name]] += box_sum(view.to(dtype), box)
         if self.weight_group is not None:
@@ -257,14 +270,20 @@ class TrainEngine(ABC):
         if self.replica_group is not None:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.replica_group)
         found = dict(zip(shapes, zip(*both.tolist(), strict=True), strict=True))  # one wait
-        differ = [name for name, (most, least) in found.items() if most != ~least]
+        differ = []
+        for name, (most, least) in found.items():
+            if most != ~least:
+                differ.append(name)
         if differ:
             raise WeightSyncError(
                 f"{self.name}: got copies of {differ[0]} with different values "
                 f"({len(differ)} tensors differ), expected the same bits in every replica; "
                 f"resume from the last checkpoint and report this message"
             )
-        return {name: most % MODULUS for name, (most, _) in found.items()}
+        result = {}
+        for name, (most, _) in found.items():
+            result[name] = most % MODULUS
+        return result
 
     # -- state --------------------------------------------------------------------------------
 
@@ -338,7 +357,8 @@ class TrainEngine(ABC):
         """Number of micro-batches for rows that a role derived from those of its call, which the
         controller could not count: the most that any dp rank needs. Collective over dp."""
         tokens = (lengths_of(batch["prompts"]) + lengths_of(batch["responses"])).tolist()
-        rows, limit = self.cfg.micro_batch_size_per_rank, self.cfg.max_micro_batch_tokens
+        rows = self.cfg.micro_batch_size_per_rank
+        limit = self.cfg.max_micro_batch_tokens
         mine = num_micro_batches([tokens], max_rows=rows, max_tokens=limit, packed=self.packs)
         peers = self.layout.axis_group(self.rank, "dp")
         needs = self.dp_sums({str(rank): mine * (rank == self.rank) for rank in peers})
@@ -347,7 +367,9 @@ class TrainEngine(ABC):
     def dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Sums over the dp group in float64; every rank gives the same names."""
         names = sorted(local)
-        on_host = [0.0 if isinstance(local[name], Tensor) else local[name] for name in names]
+        on_host = []
+        for name in names:
+            on_host.append(0.0 if isinstance(local[name], Tensor) else local[name])
         sums = to_device(torch.tensor(on_host, dtype=torch.float64), self.device)
         for place, name in enumerate(names):
             if isinstance(local[name], Tensor):

@@ -164,13 +164,21 @@ class FSDPEngine(TrainEngine):
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """See `TrainEngine.shapes`."""
-        held, apart = self._shards().items(), not self.merges_adapters
-        return {name: x.parameter.shape for name, x in held if apart or not is_adapter(name)}
+        held = self._shards().items()
+        apart = not self.merges_adapters
+        result = {}
+        for name, x in held:
+            if apart or not is_adapter(name):
+                result[name] = x.parameter.shape
+        return result
 
     @property
     def trained_shapes(self) -> dict[str, torch.Size]:
         """See `TrainEngine.trained_shapes`."""
-        return {name: shard.parameter.shape for name, shard in self._trained().items()}
+        result = {}
+        for name, shard in self._trained().items():
+            result[name] = shard.parameter.shape
+        return result
 
     # -- state --------------------------------------------------------------------------------
 
@@ -178,7 +186,10 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.state_blocks`: rows; whole tensors in stage 1."""
         for name, shard in self._trained().items():
             yield name, shard.local, shard.box
-            moments = {} if self.optimizer is None else self.optimizer.moments_of(name)
+            if self.optimizer is None:
+                moments = {}
+            else:
+                moments = self.optimizer.moments_of(name)
             for moment, values in moments.items():
                 yield f"{name}.{moment}", values, shard.box
 
@@ -202,19 +213,32 @@ class FSDPEngine(TrainEngine):
 
     def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
         """Names of the trained tensors that weight decay spares."""
-        num_dims = {name: shard.parameter.ndim for name, shard in self._trained().items()}
+        num_dims = {}
+        for name, shard in self._trained().items():
+            num_dims[name] = shard.parameter.ndim
         modules = self._module.named_modules()
-        tables = [name for name, part in modules if isinstance(part, nn.Embedding)]
+        tables = []
+        for name, part in modules:
+            if isinstance(part, nn.Embedding):
+                tables.append(name)
         return undecayed_of(cfg, num_dims, [f"{name}.weight" for name in tables])
 
     def _local(self) -> dict[str, Tensor]:
         """Live local rows by name, of what is trained."""
-        return {name: shard.local for name, shard in self._trained().items()}
+        result = {}
+        for name, shard in self._trained().items():
+            result[name] = shard.local
+        return result
 
     def _trained(self) -> dict[str, Shard]:
         """All shards, or those of the adapters."""
-        only, held = self.model.lora is not None, self._shards()
-        return {name: shard for name, shard in held.items() if is_adapter(name) or not only}
+        only = self.model.lora is not None
+        held = self._shards()
+        result = {}
+        for name, shard in held.items():
+            if is_adapter(name) or not only:
+                result[name] = shard
+        return result
 
     def _reshard(self) -> None:
         """Free gathered parameters: the next call may follow an update or an offload."""
@@ -222,8 +246,14 @@ class FSDPEngine(TrainEngine):
             unit.reshard()
 
     def _gradients(self) -> dict[str, Tensor]:
-        found = {name: shard.gradient for name, shard in self._shards().items()}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        found = {}
+        for name, shard in self._shards().items():
+            found[name] = shard.gradient
+        gradients = {}
+        for name, gradient in found.items():
+            if gradient is not None:
+                gradients[name] = gradient
+        return gradients
 
     def _shards(self) -> dict[str, Shard]:
         return shards(self._module)
@@ -279,7 +309,10 @@ def _freeze(model: LoadedModel, *, is_trained: bool) -> None:
 
     is_trained: its adapters are, and stay as they are.
     """
-    exact = {id(p) for part in model.float32_modules for p in part.parameters()}
+    exact = set()
+    for part in model.float32_modules:
+        for p in part.parameters():
+            exact.add(id(p))
     for name, parameter in model.module.named_parameters():
         if is_trained and is_adapter(name):
             continue

@@ -47,12 +47,14 @@ def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) ->
 
     seed: of the run. key: of the settings, for errors. ConfigError for a target that names none.
     """
-    inside = {id(part) for layer in model.layers for part in layer.modules()}
-    linear = {
-        name: part
-        for name, part in model.module.named_modules()
-        if type(part) is Linear and id(part) in inside
-    }
+    inside = set()
+    for layer in model.layers:
+        for part in layer.modules():
+            inside.add(id(part))
+    linear = {}
+    for name, part in model.module.named_modules():
+        if type(part) is Linear and id(part) in inside:
+            linear[name] = part
     for target in cfg.targets or [""]:
         if not any(is_target(name, [target]) for name in linear):
             ends = sorted({name.rpartition(".")[2] for name in linear})
@@ -71,7 +73,8 @@ def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> 
     part.lora_B = Linear(cfg.rank, part.out_features, **like)  # type: ignore[arg-type]
     part.__class__ = LoRALinear
     assert isinstance(part, LoRALinear)
-    part.scale, part.uses_adapter = cfg.scale, True
+    part.scale = cfg.scale
+    part.uses_adapter = True
     if seed is not None:
         pairs = zip((part.lora_A, part.lora_B), adapter_names(name), strict=True)
         for adapter, whole in pairs:
@@ -80,7 +83,10 @@ def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> 
 
 def _with_start(read: Read, module: nn.Module, seed: int) -> Read:
     """A reader of the weights that gives adapters their first values."""
-    shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if is_adapter(n)}
+    shapes = {}
+    for n, p in module.named_parameters():
+        if is_adapter(n):
+            shapes[n] = tuple(p.shape)
 
     def read_either(name: str, box: Box) -> Tensor:
         if name not in shapes:
@@ -104,7 +110,10 @@ def _first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """The model as it is in its folder, for forward passes inside the block."""
-    adapted = [part for part in module.modules() if isinstance(part, LoRALinear)]
+    adapted = []
+    for part in module.modules():
+        if isinstance(part, LoRALinear):
+            adapted.append(part)
     for part in adapted:
         part.uses_adapter = False
     try:

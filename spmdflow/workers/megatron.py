@@ -70,12 +70,15 @@ class MegatronEngine(TrainEngine):
         self._table = every[self.rank]
         # norms, small biases and a tied copy are on several ranks, and count once
         tables = ([p for x in every[rank].values() for p in x.pieces] for rank in replica)
-        held = [describe((piece.name, piece.box) for piece in table) for table in tables]
+        held = []
+        for table in tables:
+            held.append(describe((piece.name, piece.box) for piece in table))
         self._counted = own_boxes(held, replica.index(self.rank))
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             many = self.layout.virtual_size
-            architecture, options = model.architecture, cfg.options
+            architecture = model.architecture
+            options = cfg.options
             self._modules = [
                 build_model(architecture, groups, self.dtype, options, part=n, num_parts=many)
                 for n in range(many)
@@ -85,7 +88,10 @@ class MegatronEngine(TrainEngine):
             self._stages: _StageMessages | None = None
             if groups.pp.size() > 1:
                 self._stages = _StageMessages(groups.pp, self._config)
-            named = [(n, *x) for n, m in enumerate(self._modules) for x in m.named_parameters()]
+            named = []
+            for n, m in enumerate(self._modules):
+                for x in m.named_parameters():
+                    named.append((n, *x))
             self._parameters = {part_name(n, local_name(name), many): p for n, name, p in named}
             if optimizer is None:
                 for parameter in self._parameters.values():
@@ -124,7 +130,9 @@ class MegatronEngine(TrainEngine):
 
         def terms(output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             value, metrics = loss(output, micro, totals)
-            found = {name: x.detach().double() for name, x in {**metrics, "loss": value}.items()}
+            found = {}
+            for name, x in {**metrics, "loss": value}.items():
+                found[name] = x.detach().double()
             return value, torch.zeros((), dtype=torch.int), found
 
         with megatron_runtime():
@@ -170,7 +178,10 @@ class MegatronEngine(TrainEngine):
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """See `TrainEngine.shapes`."""
-        return {each.name: torch.Size(each.shape) for each in parameters(self.model.architecture)}
+        result = {}
+        for each in parameters(self.model.architecture):
+            result[each.name] = torch.Size(each.shape)
+        return result
 
     # -- state --------------------------------------------------------------------------------
 
@@ -195,19 +206,22 @@ class MegatronEngine(TrainEngine):
         if part == "parameters":
             self.move(where, part, self._parameters.values)
         elif self.optimizer is not None:
-            held = self.optimizer.gradients if part == "gradients" else self.optimizer.states
-            self.move(where, part, held)
+            if part == "gradients":
+                self.move(where, part, self.optimizer.gradients)
+            else:
+                self.move(where, part, self.optimizer.states)
 
     # -- helpers, in the order of use ---------------------------------------------------------
 
     def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
         """Local names of what weight decay spares."""
-        num_dims = {name: len(tensor.shape) for name, tensor in self._table.items()}
-        embeddings = [
-            name
-            for name, tensor in self._table.items()
-            if any(piece.name == EMBEDDING for piece in tensor.pieces)
-        ]
+        num_dims = {}
+        for name, tensor in self._table.items():
+            num_dims[name] = len(tensor.shape)
+        embeddings = []
+        for name, tensor in self._table.items():
+            if any(piece.name == EMBEDDING for piece in tensor.pieces):
+                embeddings.append(name)
         return undecayed_of(cfg, num_dims, embeddings)
 
     def _read(self, model: ModelSource) -> None:
@@ -217,7 +231,10 @@ class MegatronEngine(TrainEngine):
         stepped = self._stepped_blocks() if has_masters else ()
         masters = Blocks(block for moment, block in stepped if not moment)
         group = self._megatron_groups.embd if model.architecture.tied else None
-        first = self.rank if group is None else dist.get_process_group_ranks(group)[0]
+        if group is None:
+            first = self.rank
+        else:
+            first = dist.get_process_group_ranks(group)[0]
 
         def read(name: str, box: Box) -> Tensor:
             is_sent = group is not None and name == EMBEDDING
@@ -250,7 +267,9 @@ class MegatronEngine(TrainEngine):
 
         def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(rest)
-            ids, places, packed = micro.input_ids, micro.position_ids, None
+            ids = micro.input_ids
+            places = micro.position_ids
+            packed = None
             if micro.packed is not None:
                 fused = self._config.apply_rope_fusion
                 packed = PackedParams.of(micro.packed, places[0], fused=fused)
@@ -284,7 +303,8 @@ class MegatronEngine(TrainEngine):
 
     def _named(self, output: Tensor, micro: MicroBatch) -> CausalOutput | ScalarOutput:
         """The last stage's hidden states (b, T, H) with its head, as roles know them."""
-        architecture, model = self.model.architecture, self._modules[-1]
+        architecture = self.model.architecture
+        model = self._modules[-1]
         tp = self._megatron_groups.tp
         hidden = output.flatten(0, 1)
         if architecture.head == "scalar":
@@ -310,7 +330,9 @@ class MegatronEngine(TrainEngine):
         source = replica[-self.layout.tp_size]
         metrics: dict[str, float] = {}
         if self.rank == source:
-            local = {name: sum(each[name] for each in found) for name in found[0]}
+            local = {}
+            for name in found[0]:
+                local[name] = sum(each[name] for each in found)
             metrics = self.dp_sums(local)
         if len(replica) > 1:
             group = self.groups.get(replica, backend="gloo")  # from host to host
@@ -340,17 +362,26 @@ class _StageMessages(P2PCommunicator):
         last stage, and the last stage receives gradients of all but the first part of the first.
         """
         config = self.config
-        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.sequence_parallel:
+            parts = config.tensor_model_parallel_size
+        else:
+            parts = 1
         sizes = [micro.input_ids.shape for micro in micros]
-        shapes = [[length // parts, rows, config.hidden_size] for rows, length in sizes]
+        shapes = []
+        for rows, length in sizes:
+            shapes.append([length // parts, rows, config.hidden_size])
         num_parts = config.virtual_pipeline_model_parallel_size
         inner = outer = shapes
         if num_parts is not None:
             size = config.microbatch_group_size_per_vp_stage
             order = get_schedule_table(len(micros), num_parts, size)
             inner = [shapes[micro] for micro, _ in order]
-            outer = [shapes[micro] for micro, part in order if part < num_parts - 1]
-        place, last = self.pp_group.rank(), self.pp_group.size() - 1
+            outer = []
+            for micro, part in order:
+                if part < num_parts - 1:
+                    outer.append(shapes[micro])
+        place = self.pp_group.rank()
+        last = self.pp_group.size() - 1
         self._activations = iter(outer if place == 0 else inner)
         self._gradients = iter(outer if place == last else inner)
 
@@ -365,6 +396,7 @@ def _check_options(name: str, cfg: EngineConfig) -> None:
     known = engine_kind(cfg.kind).options
     unknown = sorted(set(cfg.options) - set(known))
     if unknown:
-        where, got = f"{name}.engine.options", f"{unknown} for engine {cfg.kind}"
+        where = f"{name}.engine.options"
+        got = f"{unknown} for engine {cfg.kind}"
         do = "leave them out or choose another engine.kind"
         raise ConfigError.of(where, got, f"some of {list(known)}", do)

@@ -60,8 +60,11 @@ def build_model(
     options: engine.options. part: on stage s of p it is virtual stage part * p + s of
     p * num_parts (`weights.ranks`).
     """
-    tp_size, pp_size, pp_rank = groups.tp.size(), groups.pp.size(), groups.pp.rank()
-    stage, num_stages = part * pp_size + pp_rank, pp_size * num_parts
+    tp_size = groups.tp.size()
+    pp_size = groups.pp.size()
+    pp_rank = groups.pp.rank()
+    stage = part * pp_size + pp_rank
+    num_stages = pp_size * num_parts
     num_layers = len(stage_layers(architecture.num_layers, pp_size=num_stages, pp_rank=stage))
     config = _transformer_config(
         architecture,
@@ -72,7 +75,8 @@ def build_model(
         pp_size=pp_size,
         num_parts=num_parts,
     )
-    last, scalar = stage == num_stages - 1, architecture.head != "causal_lm"
+    last = stage == num_stages - 1
+    scalar = architecture.head != "causal_lm"
     multiple = default_vocab_multiple(tp_size)
     model = GPTModel(
         config,
@@ -129,7 +133,8 @@ def _transformer_config(
     num_parts: int,
 ) -> TransformerConfig:
     """Settings of one stage with num_layers decoder layers in num_parts equal parts."""
-    recompute, selective = "recompute" in options, "selective_recompute" in options
+    recompute = "recompute" in options
+    selective = "selective_recompute" in options
     window = architecture.sliding_window
     return TransformerConfig(
         # only layer numbers derive from this, and nothing reads them: stages may be uneven
@@ -203,7 +208,8 @@ def rotary_frequencies(architecture: Architecture) -> Tensor:
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
@@ -297,7 +303,8 @@ class CausalAttention(nn.Module):
         Of packed rows without b: (N, heads, d) and (N, kv heads, d) -> (N, heads, d).
         """
         assert attention_mask is None, "rows are padded on the right: causality is mask enough"
-        scale, window = self.scale, self.window
+        scale = self.scale
+        window = self.window
         if packed_seq_params is not None:
             rows = packed_seq_params.rows
             return packed_attention(query, key, value, rows, scale=scale, window=window)
@@ -333,10 +340,13 @@ class GroupedSelfAttention(SelfAttention):
         head, part = divmod(self.tp_group.rank(), ranks_per_head)
         mine = fused.chunk(kv_heads, -1)[head]
         mine = mine.unflatten(-1, (-1, self.hidden_size_per_attention_head))  # (T, b, q.. k v, d)
-        query, key, value = mine[..., :-2, :], mine[..., -2:-1, :], mine[..., -1:, :]
+        query = mine[..., :-2, :]
+        key = mine[..., -2:-1, :]
+        value = mine[..., -1:, :]
         query = query.chunk(ranks_per_head, 2)[part]
         if self.q_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
         return query.contiguous(), key.contiguous(), value.contiguous()
 
 

@@ -79,7 +79,8 @@ class StageOptimizer(TorchOptimizer):
             for part, module in enumerate(modules)
         ]
         """One for each part of the model."""
-        config, many = modules[0].config, len(modules)
+        config = modules[0].config
+        many = len(modules)
         # sums over dp, tp and tied embeddings, not divided by a number of tokens
         config.finalize_model_grads_func = lambda model, tokens, **groups: finalize_model_grads(
             model, None, **groups
@@ -148,7 +149,9 @@ class StageOptimizer(TorchOptimizer):
         tensors by name: "" for the weights that are stepped, and the names of the moments).
         """
         for parameter, main, start in self._mains():
-            moments = {name: x.view(-1) for name, x in self.moments_at(main).items()}
+            moments = {}
+            for name, x in self.moments_at(main).items():
+                moments[name] = x.view(-1)
             yield self._names[parameter], start, {"": main.detach().view(-1), **moments}
 
     def restored(self, steps_done: int) -> None:
@@ -170,18 +173,30 @@ class StageOptimizer(TorchOptimizer):
 
     def gradients(self) -> list[Tensor]:
         """The buffers, which stay between steps."""
-        return [buffer.grad_data for ddp in self.ddps for buffer in ddp.buffers]
+        result = []
+        for ddp in self.ddps:
+            for buffer in ddp.buffers:
+                result.append(buffer.grad_data)
+        return result
 
     def _replace_adam(self, undecayed: Collection[str]) -> None:
         """Have torch's class step what Megatron's Adam would."""
-        stepped = [p for group in self._inner.optimizer.param_groups for p in group["params"]]
+        stepped = []
+        for group in self._inner.optimizer.param_groups:
+            for p in group["params"]:
+                stepped.append(p)
         inner = self.torch_class([nn.Parameter(torch.zeros(0))], **self.arguments)
         inner.param_groups[0]["params"] = stepped  # add_param_group refuses views of parameters
         self._inner.optimizer = inner
         self.inner = inner
         if undecayed:
-            mains = [(self._names[weight], main) for weight, main, _ in self._mains()]
-            spared = [main for name, main in mains if name in undecayed]
+            mains = []
+            for weight, main, _ in self._mains():
+                mains.append((self._names[weight], main))
+            spared = []
+            for name, main in mains:
+                if name in undecayed:
+                    spared.append(main)
             whole = inner.param_groups.pop()
             inner.param_groups += [whole | group for group in split_groups(stepped, spared)]
         self.use(inner)
@@ -192,7 +207,11 @@ class StageOptimizer(TorchOptimizer):
         self._is_behind = False
 
     def _stepped(self) -> list[nn.Parameter]:
-        return [p for group in self.inner.param_groups for p in group["params"]]
+        result = []
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                result.append(p)
+        return result
 
     def _mains(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """(model parameter, float32 tensor that is stepped, its offset in the flat parameter)."""
@@ -232,13 +251,18 @@ def _megatron_config(
 
 
 def _flat(groups: list[list[Any]]) -> list[Any]:
-    return [tensor for group in groups for tensor in group]
+    result = []
+    for group in groups:
+        for tensor in group:
+            result.append(tensor)
+    return result
 
 
 def flat_blocks(tensor: LocalTensor, flat: Tensor, start: int) -> Iterator[Block]:
     """(name, live view, its box) in elements start, start + 1, ... of a flattened local tensor."""
     for local in flat_range(tensor.shape, start, start + flat.numel()):
-        held, flat = flat[: local.size].view(local.shape), flat[local.size :]
+        held = flat[: local.size].view(local.shape)
+        flat = flat[local.size :]
         for piece in tensor.pieces:
             common = piece.local.intersect(local)
             if common is not None:

@@ -32,7 +32,8 @@ class PackedParams(PackedSeqParams):
         """fused: the rotary kernel takes offsets."""
         if not fused:
             return cls("thd", rows=rows, positions=positions)
-        ends, most = rows.offsets, max(rows.lengths)
+        ends = rows.offsets
+        most = max(rows.lengths)
         return cls("thd", ends, ends, max_seqlen_q=most, max_seqlen_kv=most, rows=rows)
 
 

@@ -34,9 +34,15 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
 
 def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGroupCollection:
     """The collection that Megatron takes in place of its global state."""
-    axis = {name: groups.get(layout.axis_group(rank, name)) for name in ("tp", "pp", "dp")}
-    replica, alone = groups.get(layout.axis_group(rank, "replica")), groups.get((rank,))
-    ends = [group for group in layout.axis_groups("embedding") if rank in group]
+    axis = {}
+    for name in ("tp", "pp", "dp"):
+        axis[name] = groups.get(layout.axis_group(rank, name))
+    replica = groups.get(layout.axis_group(rank, "replica"))
+    alone = groups.get((rank,))
+    ends = []
+    for group in layout.axis_groups("embedding"):
+        if rank in group:
+            ends.append(group)
     return ProcessGroupCollection(
         **axis,
         mp=replica,
@@ -67,7 +73,8 @@ def only_among(group: dist.ProcessGroup) -> Iterator[None]:
     get_megatron_optimizer compares parameter groups over the whole world (0.16.1,
     optimizer/__init__.py), which would wait for ranks that have no part in this model.
     """
-    gather, size = dist.all_gather_object, dist.get_world_size
+    gather = dist.all_gather_object
+    size = dist.get_world_size
 
     def gather_plain(found: list[Any], mine: Any) -> None:
         found[:] = all_gather_plain(mine, group)
@@ -77,7 +84,8 @@ def only_among(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.all_gather_object, dist.get_world_size = gather, size
+        dist.all_gather_object = gather
+        dist.get_world_size = size
 
 
 @contextmanager
@@ -102,7 +110,9 @@ def megatron_runtime() -> Iterator[None]:
                 _ORIGINALS.close()
 
 
-_LOCK, _USERS, _ORIGINALS = threading.Lock(), list[int](), ExitStack()
+_LOCK = threading.Lock()
+_USERS = list[int]()
+_ORIGINALS = ExitStack()
 """Who is inside `megatron_runtime`, over all threads; the originals to set back after the last."""
 
 
@@ -155,6 +165,8 @@ def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def type_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = original(tensor, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+        if isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
 
     return type_of

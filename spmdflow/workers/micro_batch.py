@@ -99,10 +99,14 @@ def micro_batches(
     """
     rows = _read_rows(batch)
     lengths = lengths_of(rows["prompts"])
-    totals, prompts = (lengths + lengths_of(rows["responses"])).tolist(), lengths.tolist()
+    totals = (lengths + lengths_of(rows["responses"])).tolist()
+    prompts = lengths.tolist()
     found = []
     for part in cut(totals, num_micro_batches, by_tokens=by_tokens, packed=packed):
-        part = sorted(part, key=lambda row: (totals[row], prompts[row])) if packed else part
+        if packed:
+            part = sorted(part, key=lambda row: (totals[row], prompts[row]))
+        else:
+            part = part
         index = torch.tensor(part, dtype=torch.int64)
         chosen = select_rows(rows, index) if part else _padding_of(rows)
         places = _places(chosen, packed=packed, shares=packed and shares_prompts)
@@ -114,10 +118,9 @@ def join_answers(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatc
     """One answer for each micro-batch as columns; padding rows dropped, rows in batch order."""
     index = torch.cat([micro.index for micro in micros])
     places = torch.argsort(index)
-    columns = {
-        name: _join_column(name, [answer[name] for answer in answers], micros, places)
-        for name in answers[0]
-    }
+    columns = {}
+    for name in answers[0]:
+        columns[name] = _join_column(name, [answer[name] for answer in answers], micros, places)
     return TensorDict(columns, batch_size=[len(index)])
 
 
@@ -127,7 +130,8 @@ def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
     extra = -length % multiple
     if not extra:
         return micro
-    device, packed = micro.input_ids.device, micro.packed
+    device = micro.input_ids.device
+    packed = micro.packed
     assert packed is None or packed.seen is None, "rows that share prompts end with their own keys"
     first = length if packed is None else 0
     more = torch.arange(first, first + extra, device=device).expand(rows, -1)
@@ -154,11 +158,15 @@ def _join_column(
                 f"per row, {tuple(allowed[0])} or {tuple(allowed[1])}; use micro.spread on "
                 f"one number per response token"
             )
-    real = [part[: len(micro.index)] for part, micro in zip(parts, micros, strict=True)]
+    real = []
+    for part, micro in zip(parts, micros, strict=True):
+        real.append(part[: len(micro.index)])
     if parts[0].dim() == 1:
         return torch.cat(real)[places]
     lengths = [micro.answers for micro in micros]
-    values = [part[mask_of(n, part.shape[1])] for part, n in zip(real, lengths, strict=True)]
+    values = []
+    for part, n in zip(real, lengths, strict=True):
+        values.append(part[mask_of(n, part.shape[1])])
     return ragged(*take_rows(torch.cat(values), torch.cat(lengths), places))
 
 
@@ -170,7 +178,8 @@ def _read_rows(batch: TensorDict) -> TensorDict:
                 f"micro-batch: got columns {sorted(batch.keys())}; expected ragged {name}; "
                 f"add it to the reads of the method"
             )
-    responses, lengths = batch["responses"], lengths_of(batch["prompts"])
+    responses = batch["responses"]
+    lengths = lengths_of(batch["prompts"])
     if bool((lengths < 1).any()):
         row = int(lengths.argmin())
         raise ColumnError(
@@ -200,7 +209,9 @@ def _padding_of(rows: TensorDict) -> TensorDict:
     def zero(column: Any) -> Tensor:
         values: Tensor = column.values() if is_ragged(column) else column
         zeros = values.new_zeros(1, *values.shape[1:])
-        return ragged(zeros, one) if is_ragged(column) else zeros
+        if is_ragged(column):
+            return ragged(zeros, one)
+        return zeros
 
     return TensorDict({name: zero(column) for name, column in rows.items()}, batch_size=[1])
 
@@ -250,7 +261,9 @@ def _shared_places(groups: list[list[int]], prompts: list[int], totals: list[int
     """Shared prompts first, then every row: what follows its shared prompt, or the whole row."""
     at = 0
     starts: dict[int, int] = {}
-    sizes, keys = [], []  # of each packed row: tokens; of what it sees: (place, tokens)
+    # of each packed row: tokens; of what it sees: (place, tokens)
+    sizes = []
+    keys = []
     for group in groups:
         length = prompts[group[0]]
         starts |= dict.fromkeys(group, at)
@@ -260,7 +273,8 @@ def _shared_places(groups: list[list[int]], prompts: list[int], totals: list[int
     responses = []
     for row, (prompt, total) in enumerate(zip(prompts, totals, strict=True)):
         shared = row in starts
-        start, own = starts.setdefault(row, at), total - prompt if shared else total
+        start = starts.setdefault(row, at)
+        own = total - prompt if shared else total
         responses.append(at if shared else at + prompt)
         if own:
             sizes.append((own, total))
@@ -278,9 +292,12 @@ def _shared_places(groups: list[list[int]], prompts: list[int], totals: list[int
 
 def _build(rows: TensorDict, index: Tensor, device: torch.device, places: _Places) -> MicroBatch:
     """index: of the rows in the batch; empty for padding."""
-    prompts, responses = rows["prompts"], rows["responses"]
-    prompt_lengths, response_lengths = lengths_of(prompts), lengths_of(responses)
-    shape, num_rows = places.shape, len(prompt_lengths)
+    prompts = rows["prompts"]
+    responses = rows["responses"]
+    prompt_lengths = lengths_of(prompts)
+    response_lengths = lengths_of(responses)
+    shape = places.shape
+    num_rows = len(prompt_lengths)
     at_prompts = _spans(places.prompts, prompt_lengths)
     at_responses = _spans(places.responses, response_lengths)
     input_ids = torch.zeros(shape, dtype=torch.int64)
@@ -291,7 +308,8 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device, places: _Place
         positions[at_prompts] = _spans(torch.zeros_like(prompt_lengths), prompt_lengths)
         positions[at_responses] = _spans(prompt_lengths, response_lengths)
     # the first token of a response is predicted where its prompt ends
-    before, answered = places.prompts + prompt_lengths - 1, response_lengths > 0
+    before = places.prompts + prompt_lengths - 1
+    answered = response_lengths > 0
     predicting = at_responses - 1
     predicting[(response_lengths.cumsum(0) - response_lengths)[answered]] = before[answered]
     ends = torch.where(answered, places.responses + response_lengths - 1, before)
@@ -327,7 +345,9 @@ def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
 
     def each(move: Callable[[Tensor], Tensor]) -> MicroBatch:
         tensors: dict[str, Any] = {name: move(getattr(micro, name)) for name in names}
-        columns = {name: move(column) for name, column in micro.columns.items()}
+        columns = {}
+        for name, column in micro.columns.items():
+            columns[name] = move(column)
         packed = micro.packed and micro.packed.moved(move)
         tensors["position_ids"] = tensors["position_ids"].expand(micro.input_ids.shape)
         return replace(micro, columns=columns, packed=packed, **tensors)

@@ -90,7 +90,8 @@ class ScalarModel(nn.Module):
 
     def forward(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
         """fn(output, micro)."""
-        decoder, score = self.get_submodule(self._decoder_name), self.get_submodule("score")
+        decoder = self.get_submodule(self._decoder_name)
+        score = self.get_submodule("score")
         hidden = decoder(**_inputs(micro)).last_hidden_state  # (b, T, H)
         return fn(ScalarOutput(hidden.flatten(0, 1), score), micro)
 
@@ -112,8 +113,10 @@ class _AskedHead:
     """
 
     def __init__(self, model: Any) -> None:
-        self._forward, self._head = model.forward, model.get_output_embeddings()
-        self._own, self._places = self._head.forward, torch.zeros(1, dtype=torch.int64)
+        self._forward = model.forward
+        self._head = model.get_output_embeddings()
+        self._own = self._head.forward
+        self._places = torch.zeros(1, dtype=torch.int64)
         self.is_plain = type(self._head) is nn.Linear and self._head.bias is None
         self._head.forward = self._pick
         model.forward = self
@@ -130,11 +133,14 @@ class _AskedHead:
     def _pick(self, hidden: Tensor) -> Tensor:
         """(b, T, H) -> (1, n, H), or (1, n, V) from the family's own head."""
         picked = hidden.flatten(0, 1).index_select(0, self._places)[None]
-        return picked if self.is_plain else self._own(picked)
+        if self.is_plain:
+            return picked
+        return self._own(picked)
 
     def _leaves_logits(self, model: Any) -> bool:
         """Whether the family's forward returns its head's output as it is, on a dummy input."""
-        decoder, whole = model.base_model, model.base_model.forward
+        decoder = model.base_model
+        whole = model.base_model.forward
         given: list[Tensor] = []
 
         def echo(hidden: Tensor) -> Tensor:
@@ -142,9 +148,11 @@ class _AskedHead:
             return hidden
 
         nothing = torch.zeros(1, 1, self._head.in_features)
-        decoder.forward, self._head.forward = lambda *_, **__: _Decoded(nothing), echo
+        decoder.forward = lambda *_, **__: _Decoded(nothing)
+        self._head.forward = echo
         found = self._forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
-        decoder.forward, self._head.forward = whole, self._pick
+        decoder.forward = whole
+        self._head.forward = self._pick
         return len(given) == 1 and found.logits is given[0]
 
 
@@ -169,9 +177,11 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     import transformers
 
     names = read_config(cfg.path).get("architectures") or [""]  # ConfigError without it
-    auto, settings = transformers.AutoModelForCausalLM, {}
+    auto = transformers.AutoModelForCausalLM
+    settings = {}
     if head != "causal_lm":
-        auto, settings = transformers.AutoModelForSequenceClassification, {"num_labels": 1}
+        auto = transformers.AutoModelForSequenceClassification
+        settings = {"num_labels": 1}
         labels = transformers.AutoConfig.from_pretrained(
             cfg.path, trust_remote_code=False
         ).num_labels
@@ -185,7 +195,8 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         transformers.AttentionInterface.register("rows", row_attention)
         model.config._attn_implementation = "rows"
         _rotate_in_one_pass(model.base_model)
-    module, score = model, None
+    module = model
+    score = None
     if head == "causal_lm":
         _AskedHead(model)
     else:

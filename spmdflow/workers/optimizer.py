@@ -21,7 +21,8 @@ from spmdflow.workers.schedule import RunProgress, learning_rate
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a float64 scalar on device."""
-    zero, found = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    found = list(gradients)
     norms = torch._foreach_norm(found, 2, dtype=torch.float64) if found else ()
     return torch.stack([zero, *norms]).square().sum()
 
@@ -49,10 +50,20 @@ def split_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for torch.optim: one, or a second one without weight decay."""
     spared = {id(parameter) for parameter in undecayed}
-    decayed = [parameter for parameter in parameters if id(parameter) not in spared]
-    others = [parameter for parameter in parameters if id(parameter) in spared]
+    decayed = []
+    for parameter in parameters:
+        if id(parameter) not in spared:
+            decayed.append(parameter)
+    others = []
+    for parameter in parameters:
+        if id(parameter) in spared:
+            others.append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    result = []
+    for group in groups:
+        if group["params"]:
+            result.append(group)
+    return result
 
 
 class Scheduled:
@@ -122,21 +133,30 @@ class TorchOptimizer(Scheduled):
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the class, from the settings."""
-        cfg, kind = self.cfg, optimizer_kind(self.cfg.name)
+        cfg = self.cfg
+        kind = optimizer_kind(self.cfg.name)
         wanted = {"betas": tuple(cfg.betas), kind.first: cfg.betas[0], kind.second: cfg.betas[1]}
         wanted |= {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
         wanted |= {"fused": True} if kind.fused else {}
         known = inspect.signature(self.torch_class).parameters
-        return {name: value for name, value in wanted.items() if name in known}
+        result = {}
+        for name, value in wanted.items():
+            if name in known:
+                result[name] = value
+        return result
 
     def use(self, inner: torch.optim.Optimizer) -> None:
         """Adopt an optimizer of torch_class that has not stepped yet, and allocate its state."""
         self.inner = inner
-        parameters = [p for group in inner.param_groups for p in group["params"]]
+        parameters = []
+        for group in inner.param_groups:
+            for p in group["params"]:
+                parameters.append(p)
         if not parameters:
             return
         device = parameters[0].device
-        first, later = self._probe(0, device), self._probe(1, device)
+        first = self._probe(0, device)
+        later = self._probe(1, device)
         self.moment_names = tuple(name for name, value in later.items() if value.ndim)
         for parameter in parameters:
             state = {name: value.clone() for name, value in first.items() if not value.ndim}
@@ -148,12 +168,20 @@ class TorchOptimizer(Scheduled):
     def moments(self) -> list[Tensor]:
         """The live moments of all tensors."""
         states = self.inner.state.values()
-        return [state[moment] for state in states for moment in self.moment_names]
+        result = []
+        for state in states:
+            for moment in self.moment_names:
+                result.append(state[moment])
+        return result
 
     def moments_at(self, parameter: Tensor) -> dict[str, Tensor]:
         """The live moments of one parameter by their names; none if another rank steps it."""
         state = self.inner.state.get(parameter, {})
-        return {moment: state[moment] for moment in self.moment_names if state}
+        result = {}
+        for moment in self.moment_names:
+            if state:
+                result[moment] = state[moment]
+        return result
 
     def restored(self, steps_done: int) -> None:
         """See `Scheduled.restored`. Other counters of the class are computed by a replay of the
@@ -184,7 +212,11 @@ class TorchOptimizer(Scheduled):
                 group["lr"] = self.last_lr  # the only rate that a counter rests on (ASGD's eta)
             found.step()
         state = found.state[probe].items()
-        return {name: value for name, value in state if isinstance(value, Tensor)}
+        result = {}
+        for name, value in state:
+            if isinstance(value, Tensor):
+                result[name] = value
+        return result
 
 
 class ShardedOptimizer(TorchOptimizer):

@@ -32,14 +32,18 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
     torch takes meshes of equal ranks and axis names for the same mesh. The pool's group name in the
     axis names tells this one from a host program's, or from that of an earlier launch.
     """
-    layout, device = context.layout, context.device.type
+    layout = context.layout
+    device = context.device.type
     pool = context.groups.get(layout.ranks)
-    shard, replicate = f"shard-{pool.group_name}", f"replicate-{pool.group_name}"
+    shard = f"shard-{pool.group_name}"
+    replicate = f"replicate-{pool.group_name}"
     if not sharding.parameters:
         layout = replace(layout, shard_size=1)
     elif layout.shard_size == layout.size:
         return DeviceMesh.from_group(pool, device, mesh_dim_names=(shard,))
-    axes = [layout.axis_group(context.rank, axis) for axis in ("replicate", "shard")]
+    axes = []
+    for axis in ("replicate", "shard"):
+        axes.append(layout.axis_group(context.rank, axis))
     return DeviceMesh.from_group(
         [context.groups.get(ranks) for ranks in axes],
         device,
@@ -90,7 +94,9 @@ def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
     A module that came with its weights is only moved.
     """
     if model.read is None:
-        return model.module if isinstance(model.module, FSDPModule) else model.module.to(device)
+        if isinstance(model.module, FSDPModule):
+            return model.module
+        return model.module.to(device)
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied parameters stay one
     try:
@@ -160,20 +166,25 @@ class Shard:
     def whole(self) -> Tensor:
         """All rows, new. Collective over the ranks that share them."""
         parameter = self.parameter.detach()
-        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if isinstance(parameter, DTensor):
+            return parameter.full_tensor()
+        return parameter
 
     @property
     def gradient(self) -> Tensor | None:
         """The rows' gradient, summed over the group; None outside a train step."""
         gradient = self.parameter.grad
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if isinstance(gradient, DTensor):
+            return gradient.to_local()
+        return gradient
 
     @property
     def box(self) -> Box:
         """Where the rows lie in the whole tensor."""
         if not isinstance(self.parameter, DTensor):
             return Box.of_shape(self.parameter.shape)
-        mesh, shape = self.parameter.device_mesh, self.parameter.shape
+        mesh = self.parameter.device_mesh
+        shape = self.parameter.shape
         rows = -(-shape[0] // mesh.size(mesh.ndim - 1))  # torch.chunk: all but the last are full
         place = mesh.get_local_rank(mesh.ndim - 1)
         return row_box(shape, place * rows, (place + 1) * rows)
@@ -209,6 +220,12 @@ def shards(module: nn.Module) -> dict[str, Shard]:
     """Shards by Hugging Face name; a tied parameter appears once, under its first name."""
     found = dict(module.named_parameters())
     if isinstance(module, FSDPModule):
-        wrong = [name for name, parameter in found.items() if not isinstance(parameter, DTensor)]
+        wrong = []
+        for name, parameter in found.items():
+            if not isinstance(parameter, DTensor):
+                wrong.append(name)
         assert not wrong, f"gathered parameters {wrong[:3]}: reshard before looking at shards"
-    return {name: Shard(parameter) for name, parameter in found.items()}
+    result = {}
+    for name, parameter in found.items():
+        result[name] = Shard(parameter)
+    return result

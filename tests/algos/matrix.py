@@ -96,7 +96,8 @@ def ranks_of(run: Combination, role: str) -> int:
 
 def full_matrix() -> list[Combination]:
     """Every combination that applies."""
-    engines, rollouts = (*ENGINES, NONE), (*ROLLOUTS, NONE)
+    engines = (*ENGINES, NONE)
+    rollouts = (*ROLLOUTS, NONE)
     runs = map(Combination._make, product(ROLES, engines, PLACEMENTS, rollouts, WORLDS))
     return [run for run in runs if reason_against(run) is None]
 

@@ -80,10 +80,8 @@ def test_remax_has_one_greedy_response_for_each_prompt(tmp_path: Path) -> None:
     short = ("total_steps=1", "eval_every=0")
     alone = ("data.samples_per_prompt=1", "actor.update.mini_batch_size=5")
 
-    three, one = (
-        run("remax", tmp_path / "3", *short)[0],
-        run("remax", tmp_path / "1", *short, *alone)[0],
-    )
+    three = run("remax", tmp_path / "3", *short)[0]
+    one = run("remax", tmp_path / "1", *short, *alone)[0]
 
     per_prompt = one["rollout/prompt_tokens"] / 2  # a sample and a greedy response
     assert three["rollout/prompt_tokens"] == (3 + 1) * per_prompt

@@ -55,7 +55,8 @@ def test_batches_are_refilled_with_prompts_whose_samples_differ(
     in_one_process: list[dict[str, Any]],
 ) -> None:
     for step in in_one_process[1:]:
-        rounds, kept = step["sampling/rounds"], step["sampling/kept"]
+        rounds = step["sampling/rounds"]
+        kept = step["sampling/kept"]
         assert rounds > 1
         assert kept < 1 <= kept * rounds  # no single round had enough, all of them together do
         assert step["rollout/response_tokens"] > 0

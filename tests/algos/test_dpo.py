@@ -27,7 +27,8 @@ from tests.algos.runs import (
     steps_of,
 )
 
-SCRIPT, TASK = ROOT / "algos" / "dpo.py", ROOT / "algos" / "arithmetic"
+SCRIPT = ROOT / "algos" / "dpo.py"
+TASK = ROOT / "algos" / "arithmetic"
 SMALL = (
     "data.prompts_per_step=32",
     "data.eval_prompts=24",
@@ -65,7 +66,8 @@ def labelled(folder: Path) -> tuple[str, ...]:
     for part in ("train", "eval"):
         rows = []
         for number, line in enumerate((TASK / f"pairs_{part}.jsonl").read_text().splitlines()):
-            pair, good = json.loads(line), number % 3 != 0
+            pair = json.loads(line)
+            good = number % 3 != 0
             answer = pair["chosen"] if good else pair["rejected"]
             rows.append({"prompt": pair["prompt"], "completion": answer, "label": good})
         (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,7 +92,8 @@ def test_dpo_raises_the_margin_on_pairs_it_was_not_trained_on(tmp_path: Path) ->
         "eval_every=8",
     )
 
-    first, last = steps[0], steps[-1]
+    first = steps[0]
+    last = steps[-1]
     assert first["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["eval/margin"] == first["eval/chosen_reward"] == 0.0
     assert first["eval/accuracy"] == 0.5
@@ -127,7 +130,8 @@ def test_kto_tells_good_answers_from_bad_ones(tmp_path: Path) -> None:
 def test_forwards_are_filled_with_tokens_whatever_rows_a_role_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    limit, seen = 100, list[list[MicroBatch]]()
+    limit = 100
+    seen = list[list[MicroBatch]]()
     made = TrainEngine.micro_batches
 
     def noted(engine: TrainEngine, batch: TensorDict, count: int) -> list[MicroBatch]:
@@ -155,7 +159,8 @@ def test_held_out_loss_and_margin_are_those_of_hugging_face(tmp_path: Path) -> N
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for path in (folder, TASK / "model")
     )
-    losses, margins = [], []
+    losses = []
+    margins = []
     for line in (TASK / "pairs_eval.jsonl").read_text().splitlines()[:24]:
         row = json.loads(line)
         ratios = []

@@ -96,7 +96,8 @@ def test_two_ranks_count_and_refuse_as_one(in_one_process: Path, tmp_path: Path)
     words = settings(tmp_path, "23", "drop 90%")
     run_ranks(tmp_path / "run", *words, num_ranks=2, script=GRPO, small=SMALL)
     check_prediction(tmp_path / "run")
-    one, two = steps_of(in_one_process)[:2], steps_of(tmp_path / "run")[:2]
+    one = steps_of(in_one_process)[:2]
+    two = steps_of(tmp_path / "run")[:2]
     for name in ("reward/dropped", "reward/dropped_share", "reward/mean"):
         assert [step.get(name) for step in two] == [step.get(name) for step in one]
     assert two[0]["eval/dropped"] == one[0]["eval/dropped"]

@@ -67,7 +67,8 @@ def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoint_alone_has_the_numbers_of_the_runs_own_evaluation(
     trained: Path, alone: Path
 ) -> None:
-    inside, (outside,) = steps_of(trained)[-1], steps_of(alone)
+    inside = steps_of(trained)[-1]
+    (outside,) = steps_of(alone)
 
     for name in ("eval/accuracy", "eval/mean", "eval/sampled/mean", *ESTIMATES):
         assert outside[name] == pytest.approx(inside[name], abs=1e-12), name
@@ -132,7 +133,8 @@ def main(flow: Flow, cfg: PPOConfig) -> None:
 def test_evaluation_uses_the_groups_it_is_given_before_step_1_too_if_called_above_the_loop(
     above: str, tmp_path: Path
 ) -> None:
-    script, run_dir = tmp_path / "own.py", tmp_path / "run"
+    script = tmp_path / "own.py"
+    run_dir = tmp_path / "run"
     script.write_text(OWN.replace("ABOVE", above))
     words = [*SMALL, "total_steps=4", "eval_every=2", "data.eval_prompts=4", f"run.dir={run_dir}"]
     loaded = load(script, ROOT / "algos" / "ppo.yaml", words)
@@ -164,7 +166,8 @@ def test_every_evaluation_of_a_run_has_estimates_within_their_intervals(trained:
 
 
 def test_numbers_follow_from_the_written_rows(alone: Path) -> None:
-    rows, (step,) = rows_of(alone), steps_of(alone)
+    rows = rows_of(alone)
+    (step,) = steps_of(alone)
 
     assert len(rows) == 24 and all(len(row["samples"]) == 4 for row in rows)
     for row in rows:
@@ -184,7 +187,8 @@ def test_two_ranks_evaluate_as_one(trained: Path, alone: Path, tmp_path: Path) -
 
     run_ranks(run_dir, PROMPTS, model, num_ranks=2, script=SCRIPT, small=())
     assert rows_of(run_dir) == rows_of(alone)
-    (one,), (two,) = steps_of(alone), steps_of(run_dir)
+    (one,) = steps_of(alone)
+    (two,) = steps_of(run_dir)
     assert {name: two[name] for name in ESTIMATES} == {name: one[name] for name in ESTIMATES}
     assert "pass@4" in log_of(run_dir).read_text()
 

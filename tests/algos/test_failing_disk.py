@@ -47,7 +47,8 @@ class Disk:
         )
         assert self._holder.stdout is not None and self._holder.stdout.readline() == "ready\n"
         self._inside = ["nsenter", "-m", "-t", str(self._holder.pid)]
-        self.run_dir, self.log = place / "run", place.with_suffix(".log")
+        self.run_dir = place / "run"
+        self.log = place.with_suffix(".log")
 
     @property
     def seen(self) -> Path:

@@ -36,7 +36,8 @@ def main(flow, cfg: PPOConfig):
         batch = actor.generate_sequences(next(prompts))
         MINE
 """
-CALL, LINE = "batch = actor.mine(batch)", '{}["nothing"]'
+CALL = "batch = actor.mine(batch)"
+LINE = '{}["nothing"]'
 
 
 def told(run_dir: Path, script: Path, *settings: str) -> list[str]:

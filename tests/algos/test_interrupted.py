@@ -37,7 +37,8 @@ from tests.algos.runs import (
 )
 
 PROGRAM = Path(__file__).parent / "programs" / "interrupted.py"
-DEFAULT, CHAINS = 27, range(100, 117)
+DEFAULT = 27
+CHAINS = range(100, 117)
 NUM_POINTS = dict.fromkeys(CHAINS, 2 * len(PHASES)) | {DEFAULT: len(PHASES)}
 """No point is more than three steps behind the one before, and SIGTERM lets two seconds pass."""
 SETTINGS = (
@@ -72,7 +73,8 @@ def settings_of(chain: int) -> tuple[str, ...]:
 def harmed(run_dir: Path, chain: int) -> list[dict[str, Any]]:
     """Carry out a chain; what was hit."""
     draw = random.Random(chain)
-    points, hits = run_dir.with_suffix(".points"), run_dir.with_suffix(".hits")
+    points = run_dir.with_suffix(".points")
+    hits = run_dir.with_suffix(".hits")
     points.write_text(json.dumps([vars(point) for point in points_of(chain)]))
     hits.touch()
     status = 1
@@ -113,7 +115,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_a_run_harmed_again_and_again_anywhere_ends_in_the_same_bits(
     chain: int, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    run_dir, (alone, process) = tmp_path / "run", undisturbed(chain)
+    run_dir = tmp_path / "run"
+    alone, process = undisturbed(chain)
 
     hits = harmed(run_dir, chain)
     assert finish(process) == 0

@@ -79,7 +79,8 @@ def test_run_goes_on_bit_for_bit_and_on_another_layout_with_the_same_step(
     assert run(tmp_path / "two", 3) == 0
 
     assert numbers_of(tmp_path / "own") == numbers_of(whole)
-    expected, found = steps_of(whole)[-1], steps_of(tmp_path / "two")[-1]
+    expected = steps_of(whole)[-1]
+    found = steps_of(tmp_path / "two")[-1]
     assert found["step"] == 3 and found["reward/mean"] == expected["reward/mean"]
     assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
 
@@ -100,7 +101,8 @@ def test_exported_adapter_in_peft_and_exported_merged_model_are_one(
     base, merged = (auto.from_pretrained(path) for path in (MODEL, tmp_path / "merged"))
     start = {name: x.clone() for name, x in tensors_of(base).items()}
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
-    ours, expected = tensors_of(merged), tensors_of(theirs)
+    ours = tensors_of(merged)
+    expected = tensors_of(theirs)
     assert max(float((ours[n] - x).abs().max()) for n, x in expected.items()) < 1e-7
     moved = {n for n, x in expected.items() if not torch.equal(x, start[n])}
     assert moved == {n for n in start if "_proj" in n}

@@ -38,7 +38,8 @@ def test_squared_probabilities_are_those_of_transformers_and_a_tenth_is_marked(
 
     assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
 
-    first, model = loaded.script.SEEN[0], AutoModelForCausalLM.from_pretrained(MODEL)
+    first = loaded.script.SEEN[0]
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
     rows = zip(*(first[name] for name in ("prompts", "responses", "squared_probs")), strict=True)
     for prompt, response, found in rows:
         with torch.no_grad():

@@ -107,7 +107,8 @@ def num_steps(run: Combination) -> int:
 
 
 def check_run(folder: Path, run: Combination) -> None:
-    steps, (first, *_) = steps_of(folder, run), steps_of(folder, one_rank(run))
+    steps = steps_of(folder, run)
+    first, *_ = steps_of(folder, one_rank(run))
     assert [step["step"] for step in steps] == [1, 2][: num_steps(run)]
     for step in steps:
         assert [name for name, value in step.items() if not math.isfinite(value)] == []

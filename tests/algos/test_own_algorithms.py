@@ -75,7 +75,8 @@ def loaded(name: str, *words: str) -> Loaded:
 
 
 def _without(yaml: str, section: str) -> str:
-    lines, left = [], False
+    lines = []
+    left = False
     for line in yaml.splitlines():
         left = line.startswith(f"{section}:") if line[:1].strip() else left
         lines += [] if left else [line]

@@ -58,7 +58,8 @@ def test_own_critic_and_zero_actor_give_the_numbers_of_the_given_roles(tmp_path:
 
 def log_probs_of(row: int, seen: dict[str, Any], temperature: float) -> Tensor:
     """(R,) of the bundled model, by Hugging Face alone."""
-    prompt, response = seen["prompts"][row], seen["responses"][row]
+    prompt = seen["prompts"][row]
+    response = seen["responses"][row]
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]

@@ -45,7 +45,8 @@ def mean_score(policy_folder: Path, reward_folder: Path) -> float:
 
 
 def test_each_stage_continues_with_the_export_of_the_one_before(tmp_path: Path) -> None:
-    policy, reward = tmp_path / "sft/export/actor", tmp_path / "rm/export/reward_model"
+    policy = tmp_path / "sft/export/actor"
+    reward = tmp_path / "rm/export/reward_model"
 
     sft = stage("sft", tmp_path / "sft", "data.prompts_per_step=128")
     pairs = stage(

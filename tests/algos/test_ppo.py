@@ -114,7 +114,8 @@ def test_run_on_two_pools_measures_the_same(in_one_process: Path, on_two_ranks: 
     judge_metrics(on_two_ranks)
     judge_files(on_two_ranks, ranks={0, 1})
 
-    one, two = steps_of(in_one_process), steps_of(on_two_ranks)
+    one = steps_of(in_one_process)
+    two = steps_of(on_two_ranks)
     assert [step.keys() for step in two] == [step.keys() for step in one]
     assert all(step["transfer/bytes"] > 0 for step in two)
     for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "critic/loss", "eval/accuracy"):
@@ -139,7 +140,8 @@ def test_run_with_vllm_measures_the_same(in_one_process: Path, tmp_path: Path) -
     judge_metrics(run_dir)
     judge_files(run_dir, ranks={0, 1})
     # another sampler draws other tokens; greedy ones before the first step are the same
-    builtin, vllm = steps_of(in_one_process)[0], steps_of(run_dir)[0]
+    builtin = steps_of(in_one_process)[0]
+    vllm = steps_of(run_dir)[0]
     for name in ("eval/accuracy", "eval/mean"):
         assert vllm[name] == pytest.approx(builtin[name], rel=1e-6)
 

@@ -72,7 +72,8 @@ FEW_AT_ONCE = "actor.rollout.max_batch_size=16"
 
 def ks_p_value(one: Sequence[int], other: Sequence[int]) -> float:
     """Of the two-sample Kolmogorov-Smirnov test; asymptotic (Stephens 1970)."""
-    values, size = np.union1d(one, other), len(one) * len(other) / (len(one) + len(other))
+    values = np.union1d(one, other)
+    size = len(one) * len(other) / (len(one) + len(other))
     ranks = [np.searchsorted(np.sort(x), values, side="right") / len(x) for x in (one, other)]
     distance = np.abs(ranks[0] - ranks[1]).max()
     scaled = (size**0.5 + 0.12 + 0.11 / size**0.5) * distance
@@ -93,7 +94,8 @@ def prompts_in_order(run_dir: Path, words: Sequence[str], num_steps: int) -> lis
     cfg = load(QUEUED, None, [*words, f"run.dir={run_dir}"]).cfg
     data = cfg.data
     report = scan(data, data.train_path, load_tokenizer(data.tokenizer_path))
-    size, shuffle = data.prompts_per_step, data.shuffle
+    size = data.prompts_per_step
+    shuffle = data.shuffle
     order = PromptOrder(report, prompts_per_step=size, seed=cfg.run.seed, shuffle=shuffle)
     rows = [row for _ in range(num_steps) for row in order.next_rows()]
     texts = PromptSource(report.files, data).read_rows(rows)["prompt_text"]
@@ -140,7 +142,8 @@ def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
 def test_a_kept_step_with_rows_of_several_versions_runs_again_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    run_dir, capsule = tmp_path / "run", tmp_path / "run" / "capsules" / "step-3"
+    run_dir = tmp_path / "run"
+    capsule = tmp_path / "run" / "capsules" / "step-3"
     words = (
         *TAIL,
         FEW_AT_ONCE,
@@ -180,8 +183,10 @@ def kill_and_restart(run_dir: Path, words: Sequence[str], rng: random.Random) ->
 def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
     tmp_path: Path,
 ) -> None:
-    run_dir, steps = tmp_path / "run", 10
-    latest, hold = run_dir / "checkpoints" / "latest", tmp_path / "run.hold-6"
+    run_dir = tmp_path / "run"
+    steps = 10
+    latest = run_dir / "checkpoints" / "latest"
+    hold = tmp_path / "run.hold-6"
     words = (*TAIL, FEW_AT_ONCE, f"total_steps={steps}", "save_every=2")
     hold.touch()
     process = torchrun(run_dir, *words, num_ranks=2, script=QUEUED, small=())
@@ -215,7 +220,9 @@ def test_steps_end_and_are_saved_while_rows_of_later_steps_have_no_end(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["t1", "t2"])
 def test_rows_of_vllm_go_on_over_a_sync(tmp_path: Path, layout: str) -> None:
-    run_dir, steps, num_ranks = tmp_path / "run", 16, {"t1": 2, "t2": 3}[layout]
+    run_dir = tmp_path / "run"
+    steps = 16
+    num_ranks = {"t1": 2, "t2": 3}[layout]
     generators = list(range(1, num_ranks))
     pools = (
         "placement={a: {roles: [actor, reference, reward], ranks: [0]}, "
@@ -240,7 +247,9 @@ def test_rows_of_vllm_go_on_over_a_sync(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.slow
 def test_20_kills_at_random_moments_lose_no_prompt(tmp_path: Path) -> None:
-    run_dir, steps, rng = tmp_path / "run", 400, random.Random(7)
+    run_dir = tmp_path / "run"
+    steps = 400
+    rng = random.Random(7)
     words = (*TAIL, f"total_steps={steps}", "save_every=3")
     for _ in range(20):
         kill_and_restart(run_dir, words, rng)
@@ -257,7 +266,8 @@ def test_20_kills_at_random_moments_lose_no_prompt(tmp_path: Path) -> None:
 def test_200_steps_with_long_tails_train_lengths_as_they_are_drawn(
     tmp_path: Path, bound: int
 ) -> None:
-    drawn, steps = [], 200
+    drawn = []
+    steps = 200
     for name, staleness in (("queued", bound), ("waited for", 0)):
         run_dir = tmp_path / name
         words = (

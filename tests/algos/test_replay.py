@@ -37,7 +37,8 @@ def replay(capsule: Path, *settings: str) -> int:
 def test_a_kept_step_runs_again_to_the_same_bits_with_a_line_for_a_debugger(
     capsule: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, reached = capsule.parents[2] / "ppo.py", []
+    script = capsule.parents[2] / "ppo.py"
+    reached = []
     text = script.read_text()
     monkeypatch.setattr(sys, "breakpointhook", lambda: reached.append(sys._getframe(1).f_lineno))
     place = "        # Stage 3: learning\n"
@@ -94,7 +95,8 @@ def test_a_folder_without_a_capsule_is_refused(
 
 @pytest.mark.slow
 def test_step_of_two_ranks_runs_again_to_the_same_bits_and_in_one_process(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "replay.log"
+    run_dir = tmp_path / "run"
+    log = tmp_path / "replay.log"
     run_ranks(run_dir, *SETTINGS, "actor.engine.kind=zero3", num_ranks=2)
     capsule = str(run_dir / "capsules" / "step-2")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

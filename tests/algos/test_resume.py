@@ -68,7 +68,8 @@ def run(
 ) -> int:
     loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, *words, f"run.dir={run_dir}"])
     if monkeypatch is not None:
-        count, real = 0, InprocTransport._run_order
+        count = 0
+        real = InprocTransport._run_order
 
         def counted(self, order, pending):
             nonlocal count
@@ -106,7 +107,8 @@ def test_a_run_interrupted_anywhere_continues_to_the_same_bits(point, whole, tmp
 
 
 def test_weights_from_torchs_distributed_checkpoint_begin_the_same_run(whole, tmp_path):
-    source, folder = ROOT / "algos" / "arithmetic" / "model", tmp_path / "model"
+    source = ROOT / "algos" / "arithmetic" / "model"
+    folder = tmp_path / "model"
     dcp.save({"model": load_file(source / "model.safetensors")}, checkpoint_id=folder, no_dist=True)
     for path in source.glob("*.json"):
         shutil.copy(path, folder)
@@ -120,7 +122,8 @@ def test_sigterm_in_one_process_saves_the_running_step_and_the_restart_ends_the_
     whole, tmp_path, monkeypatch
 ):
     run_dir = tmp_path / "run"
-    real, seen = InprocTransport._run_order, []
+    real = InprocTransport._run_order
+    seen = []
 
     def terminated(self, order, pending):
         seen.append(order)
@@ -232,7 +235,9 @@ def test_killed_rank_under_max_restarts_goes_on_by_itself_to_the_same_bits(
 
 @pytest.mark.slow
 def test_time_limit_counts_from_the_start_of_torchrun_also_after_its_restart(tmp_path):
-    run_dir, began, limit = tmp_path / "run", time.monotonic(), 60
+    run_dir = tmp_path / "run"
+    began = time.monotonic()
+    limit = 60
     settings = (f"run.max_seconds={limit}", "total_steps=100000", "eval_every=0", "save_every=1")
     restarting = ("--standalone", "--max-restarts=1")
     process = torchrun(run_dir, *settings, num_ranks=2, rendezvous=restarting)
@@ -282,7 +287,8 @@ def test_3d_run_in_two_parts_equals_one_in_every_bit(tmp_path: Path) -> None:
         "save_every=2",
         "run.keep_checkpoints=3",
     )
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     for run_dir, total in ((whole, 6), (parts, 2), (parts, 6)):
         run_ranks(run_dir, *layouts, f"total_steps={total}", num_ranks=4)
 
@@ -311,7 +317,8 @@ def test_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before_to
 
 
 def test_run_at_its_time_limit_saves_ends_well_and_continues_to_the_same_bits(whole, tmp_path):
-    run_dir, limit = tmp_path / "run", ("run.max_seconds=1", "save_every=3")
+    run_dir = tmp_path / "run"
+    limit = ("run.max_seconds=1", "save_every=3")
 
     assert run(run_dir, words=limit) == 0  # this process is older than a second
 
@@ -336,7 +343,8 @@ def test_any_trained_model_of_a_checkpoint_is_exported(whole, tmp_path, capsys, 
             assert torch.equal(values, trained.to(values.dtype)), name
             assert str(values.dtype) == f"torch.{dtype or 'float32'}" or name == "score.weight"
         if dtype is None and role == "actor":  # as the run itself has exported it
-            ours, theirs = to / "model.safetensors", whole / "export/actor/model.safetensors"
+            ours = to / "model.safetensors"
+            theirs = whole / "export/actor/model.safetensors"
             assert ours.read_bytes() == theirs.read_bytes()
         assert (to / "tokenizer.json").is_file()
     assert f"critic after step {STEPS}" in capsys.readouterr().out

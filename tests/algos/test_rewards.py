@@ -72,7 +72,8 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_score_is_the_weighted_sum_of_model_and_functions(in_one_process: Path) -> None:
-    steps, samples = steps_of(in_one_process / "run"), samples_of(in_one_process / "run")
+    steps = steps_of(in_one_process / "run")
+    samples = samples_of(in_one_process / "run")
 
     assert len(samples) == 2 * 16 and len(steps) == 2
     for sample in samples:

@@ -172,7 +172,8 @@ def test_reward_rises_while_the_cost_is_driven_below_its_limit(tmp_path: Path) -
 
     run_ranks(run_dir, num_ranks=2, script=SAFE, small=())
     steps = steps_of(run_dir)[1:]
-    first, last = steps[:3], steps[-3:]
+    first = steps[:3]
+    last = steps[-3:]
     mean = {name: [sum(s[name] for s in part) / 3 for part in (first, last)] for name in COMPARED}
     assert mean["reward/mean"][1] > mean["reward/mean"][0] + 0.03
     assert mean["cost/mean"][0] > 0.15 and min(s["cost/mean"] for s in steps) < 0.095

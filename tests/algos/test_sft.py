@@ -24,7 +24,8 @@ from tests.algos.runs import (
     steps_of,
 )
 
-SFT, REWARD_MODEL = ROOT / "algos" / "sft.py", ROOT / "algos" / "reward_model.py"
+SFT = ROOT / "algos" / "sft.py"
+REWARD_MODEL = ROOT / "algos" / "reward_model.py"
 COMMON = ("data.prompts_per_step=32", "data.eval_prompts=24", "total_steps=3", "eval_every=3")
 SMALL = {
     script: (
@@ -63,7 +64,8 @@ def test_sft_reports_the_held_out_loss_of_hugging_face_and_lowers_it(tmp_path: P
     tokenizer = AutoTokenizer.from_pretrained(source / "model")
     for step, folder in ((0, source / "model"), (6, hugging_face(tmp_path / "run"))):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        nats, tokens = 0.0, 0
+        nats = 0.0
+        tokens = 0
         for row in rows_of_file(source / "eval.jsonl", 24):
             prompt = tokenizer(row["prompt"]).input_ids
             answer = tokenizer(row["answer"], add_special_tokens=False).input_ids
@@ -85,7 +87,8 @@ def test_reward_model_starts_at_log_2_and_scores_as_its_exported_folder(tmp_path
     source = ROOT / "algos" / "arithmetic"
     tokenizer = AutoTokenizer.from_pretrained(source / "model")
     model = AutoModelForSequenceClassification.from_pretrained(hugging_face(tmp_path / "run"))
-    losses, right = 0.0, 0
+    losses = 0.0
+    right = 0
     for row in rows_of_file(source / "pairs_eval.jsonl", 24):
         scores = []
         for name in ("chosen", "rejected"):

@@ -14,7 +14,8 @@ import pytest
 
 from tests.algos.runs import finish, log_of, ranks_of, torchrun
 
-NUM_STEPS, SETTLED = 500, 150
+NUM_STEPS = 500
+SETTLED = 150
 """Steps of the run; those after which nothing is new to any cache."""
 MOST_GROWTH = {"memory": 1.5, "descriptors": 0.5, "threads": 0.5, "files": 1.0}
 """In 100 steps, by the line of least squares: MB of a rank's own memory, or so many."""

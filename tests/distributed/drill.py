@@ -28,7 +28,9 @@ class Drill:
 
     def __init__(self, run_dir: Path, agents: Sequence[Sequence[str]], world_size: int) -> None:
         """agents: command lines of torchrun up to the program, one per machine."""
-        self.run_dir, self._agents, self._world_size = run_dir, agents, world_size
+        self.run_dir = run_dir
+        self._agents = agents
+        self._world_size = world_size
         self._mark = f"SPMDFLOW_DRILL={uuid.uuid4().hex}"
         self._log = run_dir / "log.txt"
         self.torchruns: list[subprocess.Popen[bytes]] = []

@@ -63,7 +63,8 @@ def watch_ranks(
     """As `run_ranks` for ranks that are meant to fail: says how each one ended."""
     context = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = [], []
+    processes = []
+    pipes = []
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(

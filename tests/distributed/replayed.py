@@ -45,7 +45,8 @@ def check_planned_bytes(script: Path, run_dir: Path) -> None:
     loaded = load(script, run_dir / "config.yaml", [])
     found = compare(loaded.cfg, run_dir)
     assert found.steps, found.notes
-    dry, replay = trace_replayed(loaded.script, loaded.cfg, Replay.of_run(run_dir)), found.steps
+    dry = trace_replayed(loaded.script, loaded.cfg, Replay.of_run(run_dir))
+    replay = found.steps
     counted = Replay.of_run(run_dir)
     assert all(dry.edges_by_step[step] == counted.edges(step) for step in replay)
     assert [edge for edge in found.edges if edge.planned != edge.counted] == []

@@ -21,7 +21,8 @@ def score(prompt, response, row):
 
 
 def test_four_ranks_of_a_node_download_a_model_and_a_data_set_once(tmp_path: Path) -> None:
-    run_dir, model = tmp_path / "run", files_of(ROOT / "algos" / "arithmetic" / "model")
+    run_dir = tmp_path / "run"
+    model = files_of(ROOT / "algos" / "arithmetic" / "model")
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     words = [*TORCHRUN, "--standalone", "--nproc-per-node=4", "-m", "spmdflow.run"]

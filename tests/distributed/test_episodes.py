@@ -96,11 +96,14 @@ def alone() -> list[Episode]:
 
 
 def test_ids_and_masks_are_those_of_a_plain_loop(alone: list[Episode]) -> None:
-    tokenizer, generator = load_tokenizer(str(MODEL)), new_generator(max_batch_size=1)
+    tokenizer = load_tokenizer(str(MODEL))
+    generator = new_generator(max_batch_size=1)
     for row, episode in zip(ROWS, alone, strict=True):
         text = "<user>guess<policy>"
         ids = tokenizer(text, add_special_tokens=False).input_ids
-        prompt, mask, log_probs = len(ids), [], []
+        prompt = len(ids)
+        mask = []
+        log_probs = []
         for turn in range(3):
             made = generator.generate(
                 ragged_from_rows([torch.tensor(ids)]),
@@ -109,12 +112,14 @@ def test_ids_and_masks_are_those_of_a_plain_loop(alone: list[Episode]) -> None:
             )
             said = made["responses"].values().tolist()
             log_probs += made["rollout_log_probs"].values().tolist()
-            ids, mask = ids + said, mask + [True] * len(said)
+            ids = ids + said
+            mask = mask + [True] * len(said)
             if turn == 2:
                 break
             told = f"<user>{episode_env.said(row['digit'], turn)}<policy>"
             more = tokenizer(told, add_special_tokens=False).input_ids
-            ids, mask = ids + more, mask + [False] * len(more)
+            ids = ids + more
+            mask = mask + [False] * len(more)
             log_probs += [0.0] * len(more)
         assert (episode.prompt, episode.tokens) == (ids[:prompt], ids[prompt:])
         assert (episode.mask, episode.log_probs) == (mask, log_probs)
@@ -275,7 +280,8 @@ def on_ranks(runs_of_ranks: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["two", "four"])
 def test_any_number_of_ranks_gives_the_same_bits(on_ranks: dict[str, Any], case: str) -> None:
-    found, expected = on_ranks[case], on_ranks["one"]
+    found = on_ranks[case]
+    expected = on_ranks["one"]
 
     ours = [name for name in expected if not name.endswith("old_log_probs")]
     assert {name: found[name] for name in ours} == {name: expected[name] for name in ours}
@@ -330,7 +336,8 @@ def test_replicas_of_vllm_on_one_and_two_ranks_give_the_same_tokens(
     spawn_ranks(episode_ranks.run_with_vllm, 2, str(tmp_path))
 
     for case in episode_ranks.WITH_VLLM:
-        found, one = json.loads((tmp_path / f"{case}.json").read_text()), on_ranks["one"]
+        found = json.loads((tmp_path / f"{case}.json").read_text())
+        one = on_ranks["one"]
         for name in found:
             if not name.endswith("log_probs"):
                 assert found[name] == one[name], (case, name)

@@ -67,12 +67,15 @@ def judged_early(worker: RewardWorker, batch: TensorDict, call: CallInfo) -> Fut
 
 
 def test_a_later_call_without_failures_does_not_hide_those_of_an_earlier_one(worker):
-    failing, clean = rows_named(["a0", "a1"], fail=True), rows_named(["b0"], fail=False)
-    first, second = call_of(1, 2), call_of(2, 1)
+    failing = rows_named(["a0", "a1"], fail=True)
+    clean = rows_named(["b0"], fail=False)
+    first = call_of(1, 2)
+    second = call_of(2, 1)
     begun_first = judged_early(worker, failing, first)
     judged_early(worker, clean, second)
 
-    worker.call, worker.begun = first, begun_first
+    worker.call = first
+    worker.begun = begun_first
     with pytest.raises(RewardError) as caught:
         worker.compute_reward(failing)
 
@@ -82,8 +85,10 @@ def test_a_later_call_without_failures_does_not_hide_those_of_an_earlier_one(wor
 
 
 def test_a_refused_call_names_its_own_row_where_a_later_call_fails_too(worker):
-    failing, later = rows_named(["a0", "a1"], fail=True), rows_named(["b0"], fail=True)
-    first, second = call_of(1, 2), call_of(2, 1)
+    failing = rows_named(["a0", "a1"], fail=True)
+    later = rows_named(["b0"], fail=True)
+    first = call_of(1, 2)
+    second = call_of(2, 1)
     begun_first = judged_early(worker, failing, first)
     begun_second = judged_early(worker, later, second)
 
@@ -91,7 +96,8 @@ def test_a_refused_call_names_its_own_row_where_a_later_call_fails_too(worker):
         (first, begun_first, failing, "a0"),
         (second, begun_second, later, "b0"),
     ):
-        worker.call, worker.begun = call, begun
+        worker.call = call
+        worker.begun = begun
         with pytest.raises(RewardError, match=f"no judge for {name}"):
             worker.compute_reward(batch)
 

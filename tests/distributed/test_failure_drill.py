@@ -16,7 +16,8 @@ import pytest
 
 from tests.distributed.drill import TORCHRUN, Drill
 
-LONG, LIMIT = 600.0, 10.0
+LONG = 600.0
+LIMIT = 10.0
 """Limits of the call: one that nobody reaches, and one after which a stopped rank is named."""
 
 

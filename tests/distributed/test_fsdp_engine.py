@@ -136,7 +136,8 @@ def test_bfloat16_compute_is_near_float32_and_keeps_float32_state(results: dict,
 
 
 def test_each_rank_holds_the_parts_of_its_stage(results: dict) -> None:
-    whole, held = results["division"]["whole"], results["division"]["held"]
+    whole = results["division"]["whole"]
+    held = results["division"]["held"]
     parameters, saved_moments = zip(*held, strict=True)
     shares = {"zero1": 1, "fsdp-s2": 2}.get(results["kind"], 4)
     assert sum(saved_moments) == whole and max(saved_moments) < 1.1 * whole / 4
@@ -147,7 +148,8 @@ def test_each_rank_holds_the_parts_of_its_stage(results: dict) -> None:
 def test_step_sends_what_its_stage_says_for_any_number_of_micro_batches(
     results: dict, parts: int
 ) -> None:
-    whole, counts = results["division"]["whole"], results["division"]["counts"][str(parts)]
+    whole = results["division"]["whole"]
+    counts = results["division"]["counts"][str(parts)]
     sums = counts.pop("allreduce_") - 11  # metrics and denominators
     shared = 2 if results["kind"] == "fsdp-s2" else 4
     both = whole + whole // shared  # an all-gather's or reduce-scatter's tensors

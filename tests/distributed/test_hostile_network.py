@@ -44,7 +44,8 @@ class Attacker:
 
     def __init__(self, store: Any, ranks: tuple[int, ...], launch: int) -> None:
         members = hashlib.blake2b(repr(ranks).encode(), digest_size=6).hexdigest()
-        self.store, self.prefix = store, f"spmdflow/{members}/{launch}"
+        self.store = store
+        self.prefix = f"spmdflow/{members}/{launch}"
 
     def read(self, key: str) -> Any:
         return decode(bytes.fromhex(self.store.get(f"{self.prefix}/{key}").decode()))
@@ -65,7 +66,8 @@ class Attacker:
 
     def say(self, data: bytes, *, seconds: float) -> bytes:
         """Send from a new connection; what comes back until it is closed, or seconds are over."""
-        heard, until = b"", time.monotonic() + seconds
+        heard = b""
+        until = time.monotonic() + seconds
         with contextlib.suppress(OSError), socket.create_connection(self.address, seconds) as mine:
             mine.sendall(data)
             while (left := until - time.monotonic()) > 0:
@@ -78,7 +80,8 @@ class Attacker:
     def pour(self, head: bytes, piece: bytes, *, seconds: float, until: str = "") -> int:
         """Send pieces until seconds are over and a key is set, reconnecting; how many bytes were
         taken."""
-        taken, end = 0, time.monotonic() + seconds
+        taken = 0
+        end = time.monotonic() + seconds
 
         def goes_on() -> bool:
             return time.monotonic() < end or bool(until and not self.store.check([until]))
@@ -117,7 +120,8 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
     """Before rank 2 connects: its name, an endless message, a flood, a crowd; then once more."""
     attacker.learn()
     found: dict[str, Any] = {}
-    envelopes, memory = Envelopes(attacker.run_id), attacker.memory()
+    envelopes = Envelopes(attacker.run_id)
+    memory = attacker.memory()
     hello = envelopes.seal(Kind.HELLO)
     found["heard as rank 2"] = attacker.say(ready(2) + frame(hello), seconds=1.5)
     part = frame(bytes(2**20), MORE)
@@ -152,7 +156,9 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
 
 
 def _besieged(run_dir: str) -> list[dict[str, Any]]:
-    store, rank, seen = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    seen = []
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024) if rank == 0 else (limit, limit))
     for launch, secret in enumerate([None, "word"], 1):
@@ -171,7 +177,8 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
 
     The attack is over when there were calls enough.
     """
-    store, found = dist.distributed_c10d._get_default_store(), {"calls": 0, "longest": 0.0}
+    store = dist.distributed_c10d._get_default_store()
+    found = {"calls": 0, "longest": 0.0}
     beside = 0
     connect = session.Endpoint
 
@@ -224,7 +231,8 @@ def test_whoever_reaches_the_port_gets_nothing_and_the_run_goes_on(
 
 def _believed(run_dir: str) -> Any:
     """Two sessions, each waiting for rank 4, which has put itself in the controllers' place."""
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
     sessions: dict[str, Any] = {"plain": ((0, 1, 4), None), "secret": ((2, 3, 4), "word")}
     if rank < 4:
         folder = "plain" if rank < 2 else "secret"
@@ -240,7 +248,9 @@ def _believed(run_dir: str) -> Any:
         here = [run_id, Process.of(os.getpid()), {network: hubs[-1].bind("127.0.0.1")}, []]
         Attacker(store, ranks, 1).write("controller", here)
     dist.barrier()
-    heard, visited, until = 0, set[Hub](), time.monotonic() + 400.0
+    heard = 0
+    visited = set[Hub]()
+    until = time.monotonic() + 400.0
     while len(visited) < len(hubs) and time.monotonic() < until:
         heard += sum(hub.receive() is not None for hub in hubs)
         visited |= {hub for hub in hubs if hub.any_lost()}

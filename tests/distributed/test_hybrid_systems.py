@@ -102,7 +102,8 @@ def judge_paper(measured: Measured) -> None:
         if not case.layout.nests:
             continue  # no formula: shards of several training replicas
         name = setting.key.split()[0]
-        formula, model = paper(name, case.layout), Fraction(sharded_bytes(setting))
+        formula = paper(name, case.layout)
+        model = Fraction(sharded_bytes(setting))
         ranks = [rank for rank in seen if cost.peak[rank].total]
         extra = {rank: cost.received[rank].total - cost.received[rank].sharded for rank in ranks}
         held = {rank: cost.peak[rank].total - cost.peak[rank].sharded for rank in ranks}
@@ -141,7 +142,8 @@ def test_one_copy_holds_a_generation_shard_and_blocks_only_a_training_shard_whil
     four: Measured,
 ) -> None:
     for setting, cost, seen in four:
-        layout, model = setting.case.layout, Fraction(sharded_bytes(setting))
+        layout = setting.case.layout
+        model = Fraction(sharded_bytes(setting))
         if setting.key not in ("hybridflow flat", "hybridflow blocks"):
             continue
         extra = {

@@ -13,8 +13,13 @@ from torch import Tensor
 from spmdflow.objectives import log_prob
 from spmdflow.objectives.log_prob import CausalOutput
 
-VOCABULARY, WIDTH, RANKS, TAU = 7, 4, 3, 0.7  # the last rank has padding alone
-TOKENS, HIDDEN = 12, 5
+# the last rank has padding alone
+VOCABULARY = 7
+WIDTH = 4
+RANKS = 3
+TAU = 0.7
+TOKENS = 12
+HIDDEN = 5
 
 
 def sample() -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +48,8 @@ def expected() -> list[Tensor]:
     hidden, weight, targets = sample()
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
     full = ((hidden @ weight.T)[:, :VOCABULARY] / TAU).log_softmax(-1)
-    log_probs, entropy = full[torch.arange(TOKENS), targets], -(full.exp() * full).sum(-1)
+    log_probs = full[torch.arange(TOKENS), targets]
+    entropy = -(full.exp() * full).sum(-1)
     (2 * log_probs.sum() + entropy.square().sum()).backward()
     assert hidden.grad is not None and weight.grad is not None
     return [x.detach().float() for x in (log_probs, entropy, hidden.grad, weight.grad)]
@@ -60,7 +66,8 @@ def test_padded_words_take_no_part_and_get_no_gradient() -> None:
 
 
 def on_each_rank() -> list[Any]:
-    rank, (hidden, weight, targets) = dist.get_rank(), sample()
+    rank = dist.get_rank()
+    hidden, weight, targets = sample()
     mine = weight[rank * WIDTH : (rank + 1) * WIDTH]
     found = run(hidden, mine, targets, first=rank * WIDTH, group=dist.group.WORLD)
     return [x.tolist() for x in found]

@@ -30,7 +30,9 @@ from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.model import load_model
 
 PROGRAMS = str(Path(__file__).parent / "programs")
-RANK, ALPHA, LR = 4, 8.0, 1e-3
+RANK = 4
+ALPHA = 8.0
+LR = 1e-3
 POOLS = [("fsdp", dp) for dp in (1, 2, 3, 4)]
 POOLS += [("fsdp-s2", 4), ("zero1", 4), ("zero1", 2), ("zero2", 3)]
 ADAPTED = 2 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 48) * 3)
@@ -70,8 +72,11 @@ class Case:
         from engine_world import split
         from fsdp_reference import make_batch
 
-        self.folder, self.groups, self.kind = folder, groups, kind
-        self.layout_of, self.rank = dp, dist.get_rank()
+        self.folder = folder
+        self.groups = groups
+        self.kind = kind
+        self.layout_of = dp
+        self.rank = dist.get_rank()
         self.lora = LoRAConfig(rank=lora_rank, alpha=ALPHA) if lora_rank else None
         self.batch = make_batch(5)
         self.share, self.parts = split(self.batch, dp, self.rank, 2, None)
@@ -100,9 +105,11 @@ class Case:
         engine = self.engine()
         first = state_of(engine)
         _fill_b(engine)
-        start, before = state_of(engine), self.log_probs(engine)
+        start = state_of(engine)
+        before = self.log_probs(engine)
         self.train(engine)
-        state, merged = state_of(engine), whole(engine, engine.own_blocks(), engine.shapes)
+        state = state_of(engine)
+        merged = whole(engine, engine.own_blocks(), engine.shapes)
         hashes = {name: positional_hash(x.bfloat16()) for name, x in merged.items()}
         hashed = hashes == engine.shard_hashes(torch.bfloat16)
         same_off = torch.equal(before[1], self.log_probs(engine)[1])
@@ -179,7 +186,8 @@ def whole(engine: Any, blocks: Iterable[Block], shapes: Mapping[str, Any]) -> di
     ranks = engine.layout.ranks
     parts: list[Any] = [[(name, view.clone(), box) for name, view, box in blocks]]
     if len(ranks) > 1:
-        (mine,), parts = parts, [None] * len(ranks)
+        (mine,) = parts
+        parts = [None] * len(ranks)
         dist.all_gather_object(parts, mine, group=engine.groups.get(ranks))
     joined = Blocks(block for part in parts for block in part)
     return {name: joined.read(name, Box.of_shape(shape)).clone() for name, shape in shapes.items()}

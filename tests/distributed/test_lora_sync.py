@@ -26,7 +26,8 @@ from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.model import load_model
 
-RANK, ALPHA = 4, 16.0
+RANK = 4
+ALPHA = 16.0
 VICTIM = "model.layers.1.self_attn.k_proj.lora_B.weight"
 WHOLE = "model.layers.1.self_attn.k_proj.weight"
 CPU = torch.device("cpu")
@@ -54,14 +55,16 @@ def measure(
     dist.barrier()
     if rank not in POOL:
         return None
-    path, lora = str(world.folder / "untied"), LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)
+    path = str(world.folder / "untied")
+    lora = LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)
     layout = replace(Layout.data_parallel(POOL), gen_tp_size=gen_tp)
     context = WorkerContext("actor", layout, rank, world.groups, CPU, seed=0)
     engine = engine_of(path, lora, context)
     engine.merges_adapters = weights != "adapter"
     rollout = RolloutConfig(engine=generator, weights=weights, lora=lora)
     replica = Replica.of(layout, rank, world.groups) if gen_tp > 1 else Replica.alone()
-    target, world = generator_of(rollout, path, CPU, replica), replace(world, rank=replica.ranks[0])
+    target = generator_of(rollout, path, CPU, replica)
+    world = replace(world, rank=replica.ranks[0])
     hybrid = BoxSync(engine, target, rank=rank, seconds=600, verify_every=1)
     found: dict[str, Any] = {"faults": [], "close": 0, "bytes": [], "responses": []}
     for number in range(3):
@@ -138,7 +141,10 @@ def test_adapters_in_vllm_generate_as_transformers_with_the_merged_model(
     targets = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
     ranks = spawn_ranks(measure, 3, str(tmp_path), "vllm", "adapter", targets)
     for found in judge(ranks, victim=VICTIM):
-        hidden, queries, keys, ffn = 64, 64, 32, 96
+        hidden = 64
+        queries = 64
+        keys = 32
+        ffn = 96
         sizes = 2 * (hidden + queries) + (hidden + keys) + 2 * (hidden + ffn)
         assert found["bytes"] == [RANK * sizes * 2 * 4 // 2] * 3  # two layers, half is here
         assert "slots [None], expected the policy's, 1" in found["not in use"]

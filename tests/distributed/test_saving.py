@@ -18,7 +18,8 @@ from tests.distributed.programs.layout_matrix import run_all_and_cells
 pytest.importorskip("megatron.core", reason="the megatron extra is not installed")
 
 MODEL = saving.ROOT / "algos" / "arithmetic" / "model"
-NAMES, OTHERS = ("fsdp", "zero1", "t2"), ("s2", "p2")
+NAMES = ("fsdp", "zero1", "t2")
+OTHERS = ("s2", "p2")
 CLASSES = {"actor": AutoModelForCausalLM, "critic": AutoModelForSequenceClassification}
 HEADER = 128 << 10
 """Most bytes of a rank's file that are no tensor's: names, places and hashes."""
@@ -39,7 +40,8 @@ def runs(
     request: pytest.FixtureRequest,
 ) -> Runs:
     """Folder of each case's checkpoint, and what each rank found when it loaded all of them."""
-    out, names = tmp_path_factory.mktemp("saving"), request.param
+    out = tmp_path_factory.mktemp("saving")
+    names = request.param
     asked = (saving.NUM_RANKS, str(out), names, CELLS)
     found = spawn_ranks(run_all_and_cells, *asked)
     return {name: out / name / "checkpoints" / "step-1" for name in names}, found

@@ -21,7 +21,8 @@ def judge(folder: Path, size: str, cases: list[str], *, slack: int) -> None:
     """Every rank takes what it keeps and at most slack bytes more; all read the files once."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    model, output = folder / "model", folder / "found.json"
+    model = folder / "model"
+    output = folder / "found.json"
     for command in (
         [sys.executable, str(PROGRAM), "write", str(model), size],
         [*launch, str(PROGRAM), "measure", str(model), str(output), *cases],

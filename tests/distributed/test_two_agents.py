@@ -31,7 +31,8 @@ from tests.algos.runs import SCRIPT, SMALL, check_prediction, finish, log_of, st
 from tests.distributed.ports import reserved_port
 
 SETTINGS = (*SMALL, "total_steps=2", "eval_every=0", "placement=split")
-DEVICE, PORT = "veth0", 29400
+DEVICE = "veth0"
+PORT = 29400
 OWN = ("unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 """Host name, process ids and mounts of a machine's own; with it ends all that runs on it."""
 BEGIN = (
@@ -228,7 +229,8 @@ def judge_network(run_dir: Path, on_the_wire: list[int]) -> None:
     assert len(boot_ids) == len(pid_spaces) == 2
     replay = Replay.of_run(run_dir)
     assert replay.nodes == {0: 0, 1: 0, 2: 2, 3: 2}
-    planned, sent = [0, 0], [0, 0]
+    planned = [0, 0]
+    sent = [0, 0]
     for step in replay.steps:
         for (source, to), num_bytes in replay.edges(step).items():
             planned[source // 2] += num_bytes if source // 2 != to // 2 else 0

@@ -28,7 +28,8 @@ pytestmark = [
 def machines() -> Iterator[list[list[str]]]:
     """Command prefixes that run a program on either of two connected machines."""
     name = f"spmd{uuid.uuid4().hex[:6]}"
-    spaces, links = [f"{name}a", f"{name}b"], [f"{name}x", f"{name}y"]
+    spaces = [f"{name}a", f"{name}b"]
+    links = [f"{name}x", f"{name}y"]
     commands = [f"netns add {space}" for space in spaces]
     commands += [f"link add {links[0]} type veth peer name {links[1]}"]
     for number, (space, link) in enumerate(zip(spaces, links, strict=True), start=1):

@@ -106,7 +106,8 @@ def serving(folder: Path, model: str, tp_size: int) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its workers end with it
         )
-    url, limit = f"http://127.0.0.1:{port}", time.monotonic() + 150
+    url = f"http://127.0.0.1:{port}"
+    limit = time.monotonic() + 150
     try:
         while not _answers(url):
             assert process.poll() is None and time.monotonic() < limit, log.read_text()[-3000:]
@@ -161,7 +162,8 @@ def test_outside_llm_follows_fsdp_and_megatron_trainers_and_a_stale_tensor_is_ca
 
 @pytest.mark.slow
 def test_script_publishes_after_every_update_what_its_checkpoint_holds(tmp_path: Path) -> None:
-    model, run_dir = ROOT / "algos" / "arithmetic" / "model", tmp_path / "run"
+    model = ROOT / "algos" / "arithmetic" / "model"
+    run_dir = tmp_path / "run"
     script = ROOT / "tests" / "algos" / "programs" / "published.py"
     words = (str(GRPO.with_suffix(".yaml")), "actor.loss.kl_coef=0", "eval_every=0", "save_every=2")
 

@@ -30,7 +30,9 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import WorkerContext
 from tests.rollout_reference import load, make_prompts
 
-ROUNDS, NUM_ROWS, NEW_TOKENS = 3, 6, 8
+ROUNDS = 3
+NUM_ROWS = 6
+NEW_TOKENS = 8
 KV_CACHE_BYTES = 1 << 26
 SEEDS = [2**62 + row for row in range(NUM_ROWS)]
 
@@ -40,19 +42,23 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
     """An actor over all ranks; settings: "engine.kind": "megatron" and the like."""
     cfg = defaults(ActorConfig)
     cfg.model.lora = cfg.rollout.lora = None
-    cfg.model.path, cfg.optimizer.lr = path, 5e-3
-    cfg.rollout.max_batch_size, cfg.rollout.kv_cache = 8, str(KV_CACHE_BYTES)
+    cfg.model.path = path
+    cfg.optimizer.lr = 5e-3
+    cfg.rollout.max_batch_size = 8
+    cfg.rollout.kv_cache = str(KV_CACHE_BYTES)
     for key, value in settings.items():
         section, name = key.split(".")
         setattr(getattr(cfg, section), name, value)
-    rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+    rank = dist.get_rank()
+    ranks = tuple(range(dist.get_world_size()))
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
     layout = ActorWorker.layout_of(cfg, ranks)
     groups = GroupTable(rank, timeout_seconds=600)
     backend = "nccl" if device == "cuda" else "gloo"
-    needed, hosts = ActorWorker.needed_groups(cfg, layout), ActorWorker.host_groups(cfg, layout)
+    needed = ActorWorker.needed_groups(cfg, layout)
+    hosts = ActorWorker.host_groups(cfg, layout)
     groups.make([GroupSpec(group, "compute", backend) for group in needed])
     groups.make([GroupSpec(group, "compute", "gloo") for group in hosts])
     actor = ActorWorker(cfg, WorkerContext("actor", layout, rank, groups, place, 0, 0))
@@ -70,7 +76,8 @@ def follow(device: str, path: str, settings: dict[str, str]) -> list[dict[str, f
     """
     found = []
     with actor_on(device, path, settings) as actor:
-        prompts, ahead = make_prompts(NUM_ROWS, vocab_size=100), steps_ahead(actor.generator)
+        prompts = make_prompts(NUM_ROWS, vocab_size=100)
+        ahead = steps_ahead(actor.generator)
         for number in range(ROUNDS):
             update(actor, number)
             model = trained_model(actor)
@@ -86,7 +93,8 @@ def steps_ahead(generator: Any) -> list[int]:
     """Grows with each step of vLLM: how many more it has begun (async scheduling); else empty."""
     found: list[int] = []
     if hasattr(generator, "_llm"):
-        engine, core = generator._llm.llm_engine, generator._core
+        engine = generator._llm.llm_engine
+        core = generator._core
         stock = engine.step
 
         def step() -> Any:
@@ -105,7 +113,8 @@ def stale(device: str, path: str, settings: dict[str, str]) -> str:
         update(actor, 0)
         sync(actor)
         view = next(view for held, view, _ in actor.generator.blocks() if held == name)
-        old, move = view.clone(), type(actor.hybrid)._move
+        old = view.clone()
+        move = type(actor.hybrid)._move
 
         def spoiled(version: int) -> int:
             received = move(actor.hybrid, version)

@@ -62,7 +62,8 @@ def check(path: str, settings: dict[str, str], *, dtype: str, num_devices: int) 
 def test_rows_behind_one_prompt_attend_as_rows_that_each_have_it() -> None:
     """In half precision: the kernel for rows of any length, with fewer queries than keys."""
     torch.manual_seed(0)
-    prompt, answers = 37, (21, 5, 64)
+    prompt = 37
+    answers = (21, 5, 64)
     starts = [prompt + sum(answers[:number]) for number in range(len(answers))]
     rows = [
         torch.cat([torch.arange(prompt), torch.arange(start, start + size)])
@@ -135,7 +136,8 @@ def test_kv_cache_and_moved_parts_leave_the_device_when_they_are_not_used(
 def test_hashes_draws_and_freed_storages_are_those_of_the_cpu() -> None:
     values = torch.randn(300, 70, generator=torch.Generator().manual_seed(0))
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
-    seeds, positions = torch.arange(64) + 2**40, torch.arange(64)
+    seeds = torch.arange(64) + 2**40
+    positions = torch.arange(64)
     on_device = [tensor.cuda() for tensor in (logits, seeds, positions)]
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -143,7 +145,8 @@ def test_hashes_draws_and_freed_storages_are_those_of_the_cpu() -> None:
     expected, log_probs = draw(logits, Sampling(1, top_k=40), seeds, positions)
     tokens, found = draw(on_device[0], Sampling(1, top_k=40), *on_device[1:])
     weight = torch.ones(1 << 20, device="cuda")
-    before, storages = torch.cuda.memory_allocated(), Storages([weight])
+    before = torch.cuda.memory_allocated()
+    storages = Storages([weight])
     storages.free()
     freed = before - torch.cuda.memory_allocated()
     storages.restore()

@@ -58,7 +58,8 @@ def copy_of_tree(to: Path) -> Path:
         ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     for name in filter(None, listed.stdout.split("\0")):
-        source, target = REPOSITORY / name, to / name
+        source = REPOSITORY / name
+        target = to / name
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)

@@ -80,7 +80,8 @@ def test_a_file_that_packaging_leaves_out_is_named(tmp_path: Path) -> None:
 def test_a_wheel_without_a_module_or_with_links_into_the_repository_is_named(
     tmp_path: Path,
 ) -> None:
-    wheel, lost = tmp_path / "a.whl", "spmdflow/controller/flow.py"
+    wheel = tmp_path / "a.whl"
+    lost = "spmdflow/controller/flow.py"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in files_of_tree(REPOSITORY) - {lost} | {"spmdflow/stale.py"}:
             archive.writestr(name, "")

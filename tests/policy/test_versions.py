@@ -73,7 +73,8 @@ def test_ranges_reach_the_newest_release_that_the_code_ran_with_and_stop_there(p
 
 
 def test_tested_vllm_versions_are_the_declared_range() -> None:
-    ranges, tested = declared(), [Version(minor) for minor in TESTED]
+    ranges = declared()
+    tested = [Version(minor) for minor in TESTED]
 
     assert tested == sorted(tested)
     assert f"{TESTED[0]}.1" in ranges["vllm"].specifier

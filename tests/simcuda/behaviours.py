@@ -60,7 +60,8 @@ def values_are_those_of_the_host() -> None:
 
 
 def products_may_be_wider_than_their_factors() -> None:
-    a, b = torch.randn(4, 5).bfloat16(), torch.randn(5, 6).bfloat16()
+    a = torch.randn(4, 5).bfloat16()
+    b = torch.randn(5, 6).bfloat16()
     wide = torch.mm(a.cuda(), b.cuda(), out_dtype=torch.float32)
     assert torch.equal(wide.cpu(), a.float() @ b.float())
 
@@ -125,7 +126,8 @@ def results_of_kernels_are_counted_too() -> None:
 def memory_of_a_pool_sleeps_under_its_address() -> None:
     import surface
 
-    pool, handles = torch.cuda.MemPool(), []
+    pool = torch.cuda.MemPool()
+    handles = []
     surface.native.on_segment(handles.append)
     free = torch.cuda.mem_get_info(5)[0]
     with torch.cuda.use_mem_pool(pool):
@@ -141,7 +143,8 @@ def memory_of_a_pool_sleeps_under_its_address() -> None:
 def pool_keeps_what_was_freed_until_it_is_unmapped() -> None:
     import surface
 
-    pool, handles = torch.cuda.MemPool(), []
+    pool = torch.cuda.MemPool()
+    handles = []
     surface.native.on_segment(handles.append)
     free = torch.cuda.mem_get_info(6)[0]
     with torch.cuda.use_mem_pool(pool):
@@ -159,7 +162,8 @@ def generators_belong_to_a_device() -> None:
         torch.randn(3, device="cuda", generator=torch.Generator())
     with refused("Expected a 'cpu' device type for generator"):
         torch.randn(3, generator=torch.Generator("cuda"))
-    one, other = torch.Generator("cuda").manual_seed(5), torch.Generator("cuda").manual_seed(5)
+    one = torch.Generator("cuda").manual_seed(5)
+    other = torch.Generator("cuda").manual_seed(5)
     first = torch.randn(3, device="cuda", generator=one)
     assert torch.equal(first, torch.randn(3, device="cuda", generator=other))
 
@@ -177,7 +181,8 @@ def backward_runs_on_the_device_of_its_tensors() -> None:
 
 
 def streams_and_events_can_be_used() -> None:
-    stream, event = torch.cuda.Stream(), torch.cuda.Event()
+    stream = torch.cuda.Stream()
+    event = torch.cuda.Event()
     with torch.cuda.stream(stream):
         assert torch.cuda.current_stream() == stream
         event.record()
@@ -201,7 +206,8 @@ def reading_a_value_makes_the_host_wait() -> None:
 
 
 def only_pinned_memory_is_copied_behind() -> None:
-    pinned, pageable = torch.ones(8, pin_memory=True), torch.ones(8)
+    pinned = torch.ones(8, pin_memory=True)
+    pageable = torch.ones(8)
     assert pinned.is_pinned() and pinned[3:].is_pinned() and not pageable.is_pinned()
     with waits() as found:
         pinned.to("cuda", non_blocking=True)

@@ -49,7 +49,8 @@ SHAPES = {
 }
 """Llama 2's, Code Llama's (34B), Llama 3.2's (3B) and Qwen 2.5's (0.5B)."""
 
-ROWS, LENGTH = 64, 4096
+ROWS = 64
+LENGTH = 4096
 """Of a generation: sequences of a replica, and the tokens of each."""
 
 
@@ -121,7 +122,8 @@ class Case:
     @property
     def prompts(self) -> list[int]:
         """Tokens of each row of a micro-batch."""
-        middle, step = (self.rows - 1) / 2, 128 * self.uneven
+        middle = (self.rows - 1) / 2
+        step = 128 * self.uneven
         return [self.prompt + int(step * (row - middle)) for row in range(self.rows)]
 
     @property

@@ -126,7 +126,8 @@ def _events(operations: Iterable[Operation]) -> Iterator[tuple[Hashable, Operati
     for each in operations:
         key: tuple[Hashable, ...] = (each.group,)
         if each.is_message:
-            own, other = each.rank, each.members[each.peer]
+            own = each.rank
+            other = each.members[each.peer]
             key = (each.group, *((own, other) if each.op == "send" else (other, own)))
         yield (*key, seen[key]), each
         seen[key] += 1

@@ -30,7 +30,8 @@ def test_model_and_data_are_all_that_a_run_on_one_gpu_needs(
     )
 
     cfg = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    actor, records = cfg["actor"], (tmp_path / "metrics.jsonl").read_text().splitlines()
+    actor = cfg["actor"]
+    records = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert actor["rollout"]["engine"] == "vllm" and actor["rollout"]["kv_cache"] == "64 MiB"
     precisions = [actor["model"], actor["rollout"], cfg["reference"]["model"]]
     assert {part["dtype"] for part in precisions} == {"bfloat16"}
@@ -69,9 +70,11 @@ def device_between(
     """Hardware with more memory than a step needs with some settings, and less than with others."""
     path = folder / "small.yaml"
     facts = yaml.safe_load((FOLDER / "a100_80gb.yaml").read_text())
-    facts["reserved_bytes"]["value"], facts["usable_memory_fraction"]["value"] = 0.0, 1.0
+    facts["reserved_bytes"]["value"] = 0.0
+    facts["usable_memory_fraction"]["value"] = 1.0
     path.write_text(yaml.safe_dump(facts))
-    small, large = peak_of(path, capsys, *least), peak_of(path, capsys, *most)
+    small = peak_of(path, capsys, *least)
+    large = peak_of(path, capsys, *most)
     assert small < large
     facts["memory_bytes"]["value"] = (small + large) / 2
     path.write_text(yaml.safe_dump(facts))

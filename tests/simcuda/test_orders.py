@@ -8,7 +8,9 @@ import pytest
 
 from tests.simcuda.orders import Operation, problems
 
-ONE, OTHER, LOCAL = "nccl:1:[0, 1]", "nccl:2:[0, 1]", "gloo:3:[0, 1]"
+ONE = "nccl:1:[0, 1]"
+OTHER = "nccl:2:[0, 1]"
+LOCAL = "gloo:3:[0, 1]"
 FLOATS = (((4,), "Float"),)
 
 

@@ -32,7 +32,8 @@ def peaks_of(run: Simulated, names: list[str]) -> Peaks:
     for traced in (json.loads(line) for line in lines if line.startswith("{")):
         case = CASES[traced["case"]]
         for phase, parts in case.planned().items():
-            key, planned = (replace(case, stage=0).name, phase), sum(parts.values())
+            key = (replace(case, stage=0).name, phase)
+            planned = sum(parts.values())
             found[key] = max(found.get(key, (0.0, 0.0))[0], traced[phase]), planned
             gib = f"{found[key][0] / 2**30:.2f} | {planned / 2**30:.2f}"
             error = f"{planned / found[key][0] - 1:+.1%}"

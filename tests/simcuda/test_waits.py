@@ -20,7 +20,8 @@ from tests.simcuda.programs.runs import RUNS, STEPS
 PROGRAM = Path(__file__).parent / "programs" / "runs.py"
 ONE_STEP = sorted({name.rsplit(", ", 1)[0] for name in RUNS if name.endswith("steps")})
 READ = "aten::_local_scalar_dense"
-UP, DOWN = "copy to the device (pageable) and wait", "copy to the host (pageable) and wait"
+UP = "copy to the device (pageable) and wait"
+DOWN = "copy to the host (pageable) and wait"
 WAITS = {
     (UP, "rollout/builtin.py:_append"): (
         2,

@@ -27,7 +27,8 @@ def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) ->
 
 def seal_settings(run_dir: Path, settings: str, *, num_ranks: int) -> None:
     """A sealed checkpoint that a run with these settings wrote; `latest` is lost."""
-    checkpoints, meta = Checkpoints(run_dir, keep=1), {"settings": settings, "num_ranks": num_ranks}
+    checkpoints = Checkpoints(run_dir, keep=1)
+    meta = {"settings": settings, "num_ranks": num_ranks}
     written = write_as_rank(checkpoints.begin(1), {"flow.json": b"{}"})
     checkpoints.seal(1, meta, [written])
     (checkpoints.folder / "latest").unlink()

@@ -64,7 +64,9 @@ class Scheduler:
         self.shared: Callable[[], Hashable] = lambda: None
         """What actors share, as a value: two moments with the same shared state and with all
         actors at the same places have the same orders before them. Set by the program."""
-        self._given, self._seen, self._urgent = choices, seen, urgent
+        self._given = choices
+        self._seen = seen
+        self._urgent = urgent
         self._actors: list[Actor] = []
         self._of_thread = threading.local()
         self._is_quiet = threading.Semaphore(0)
@@ -122,7 +124,8 @@ class Scheduler:
                 return actor
         if len(ready) == 1 or self.end is not None:
             return ready[0]
-        state, number = self._state(), len(self.moments)
+        state = self._state()
+        number = len(self.moments)
         if number >= len(self._given) and state in self._seen:
             self.end = state
             return ready[0]
@@ -146,7 +149,8 @@ class EveryOrder:
         self, program: Callable[[Scheduler], None], *, urgent: Container[str] = ()
     ) -> None:
         """program: starts the actors and calls `run`. urgent: see `Scheduler`."""
-        self._program, self._urgent = program, urgent
+        self._program = program
+        self._urgent = urgent
         self._next: dict[Hashable, dict[int, Hashable]] = {}
         """State -> place of the actor that went -> state at the next choice, or the end."""
 

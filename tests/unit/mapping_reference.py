@@ -115,19 +115,23 @@ def algorithm_1_of_many(
 def printed_algorithm_1(table: Table, number: int, size: int) -> tuple[float, dict[ModelSet, int]]:
     """Algorithm 1 as printed, for one vector a size: `plm` is one object that `plm.update` changes
     and that `best_plm_alloc` refers to. Returns C* and the placement that it then holds."""
-    best_cost, best_mapping = np.inf, {}
+    best_cost = np.inf
+    best_mapping = {}
     for blocks in get_placements(number):
         plm: dict[ModelSet, int] = dict.fromkeys(blocks, 0)
-        plm_cost, best_plm_alloc = np.inf, plm
+        plm_cost = np.inf
+        best_plm_alloc = plm
         for picks in itertools.product(*(range(len(table[block])) for block in blocks)):
             if sum(int(table[b].sizes[i]) for b, i in zip(blocks, picks)) > size:
                 continue
             plm.update(zip(blocks, picks))
             cost = d_cost([table[b].costs[i] for b, i in plm.items()])
             if cost < plm_cost:
-                plm_cost, best_plm_alloc = cost, plm
+                plm_cost = cost
+                best_plm_alloc = plm
         if plm_cost < best_cost:
-            best_cost, best_mapping = plm_cost, best_plm_alloc
+            best_cost = plm_cost
+            best_mapping = best_plm_alloc
     return best_cost, best_mapping
 
 

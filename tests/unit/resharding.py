@@ -73,7 +73,9 @@ def execute(arch: Architecture, plan: ReshardPlan, have: RankTables, need: RankT
     Asserts that generation then holds what loading the whole model would have put there.
     """
     values = values_of(arch)
-    readers, writers, local = {}, {}, {}
+    readers = {}
+    writers = {}
+    local = {}
     for rank, table in have.items():
         held = _empty(table, float("nan"))
         fill(held, table, reader_of(values))

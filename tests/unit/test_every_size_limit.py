@@ -152,7 +152,8 @@ def seeded_bytes(count: int) -> Tensor:
 
 def test_messages_wait_for_a_rank_that_takes_none_until_there_are_too_many() -> None:
     run_id = os.urandom(RUN_ID_BYTES)
-    hub, envelopes = Hub(run_id), Envelopes(run_id)
+    hub = Hub(run_id)
+    envelopes = Envelopes(run_id)
     rank = wire.Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
     rank.send(envelopes.seal(Kind.HELLO))
     assert wait_for_message(hub)[0] == 1
@@ -410,7 +411,8 @@ def test_the_last_refused_request_that_is_too_many_ends_its_episode(endpoint: En
 
 
 def test_connections_of_ended_episodes_stay_until_there_are_too_many() -> None:
-    connections, closed = Connections(), list[int]()
+    connections = Connections()
+    closed = list[int]()
     for number in range(MOST_IDLE + 1):
         connection, _ = connections.admit(lambda number=number: closed.append(number), 0.0)
         assert connections.claim(connection, f"episode {number}")
@@ -709,7 +711,8 @@ class Heavy(Learner):
 def keep_batch(rank: Rank, row_bytes: int) -> None:
     """One step with a guard that keeps its batch."""
     Heavy.row_bytes = row_bytes
-    heavy, prompts = rank.flow.spawn(Heavy, ToyConfig()), rank.flow.prompts(rank.config.data)
+    heavy = rank.flow.spawn(Heavy, ToyConfig())
+    prompts = rank.flow.prompts(rank.config.data)
     for step in rank.flow.steps(1):
         batch = draw(prompts, heavy)
         batch |= heavy.fill(batch)
@@ -797,7 +800,8 @@ def test_box_of_the_largest_size_is_written_whole_and_a_larger_one_in_parts(
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_model_files_have_at_least_and_at_most_their_sizes(more: int) -> None:
-    largest, smallest = 4 << 30, 64 << 20
+    largest = 4 << 30
+    smallest = 64 << 20
     quarter = Facts("quarter", torch.uint8, (largest // 4,))
     last = Facts("last", torch.uint8, (largest // 4 + more,))
 

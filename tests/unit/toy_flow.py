@@ -134,7 +134,8 @@ class Toy(Worker):
     def measure(self, batch: TensorDict) -> dict[str, Any]:
         """Metrics of each kind."""
         self.report({"toy/reported": Sum(len(batch))})
-        numbers, items = batch["number"], lengths_of(batch["ragged"])
+        numbers = batch["number"]
+        items = lengths_of(batch["ragged"])
         return {
             "toy/mean": Mean(float(numbers.sum()), len(numbers)),
             "toy/items": Sum(float(items.sum())),
@@ -231,6 +232,7 @@ def rank_of_one(run_dir: Path, *, guards: Sequence[str] = (), **data: Any) -> It
 def _flow(state: RankState, show: Show, run_dir: Path, config: Config) -> Flow:
     transport = InprocTransport(state.operations())
     caller = Caller(transport, config.run, (0,))
-    pools, saving = {"all": Pool(("toy",), (0,))}, Saving(run_dir, None, config.run, "")
+    pools = {"all": Pool(("toy",), (0,))}
+    saving = Saving(run_dir, None, config.run, "")
     guarding = Guarding(config.run.guards, caller, run_dir)
     return Flow(caller, config, pools, run_dir, saving, show, backend="gloo", guarding=guarding)

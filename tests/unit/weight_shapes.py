@@ -41,7 +41,8 @@ def architecture(variant="llama", head="causal_lm", **changes):
 
 def values_of(arch):
     """Whole tensors by Hugging Face name; every element differs from every other."""
-    start, found = 1, {}
+    start = 1
+    found = {}
     for parameter in parameters(arch):
         size = torch.Size(parameter.shape).numel()
         found[parameter.name] = torch.arange(start, start + size).view(parameter.shape).double()

@@ -97,7 +97,8 @@ class DDPEngine(TrainEngine):
     def update(self, norm: float) -> None:
         """Clip, step and forget the gradient."""
         assert self.optimizer is not None
-        weights, limit = list(self.module.parameters()), self.optimizer.cfg.clip_norm
+        weights = list(self.module.parameters())
+        limit = self.optimizer.cfg.clip_norm
         torch.nn.utils.clip_grads_with_norm_(weights, limit, torch.tensor(norm))
         self.optimizer.inner.param_groups[0]["lr"] = self.optimizer.next_lr
         self.optimizer.inner.step()

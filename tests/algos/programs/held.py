@@ -16,7 +16,8 @@ class HeldFlow:
     """A flow but for its steps."""
 
     def __init__(self, flow: Flow, run_dir: str) -> None:
-        self._flow, self._run_dir = flow, run_dir
+        self._flow = flow
+        self._run_dir = run_dir
 
     def steps(self, total: int) -> Iterator[Step]:
         """Each once it is not held any more."""

@@ -39,9 +39,12 @@ class Harm:
     """Watches the commands of this rank, and carries out the point that is next."""
 
     def __init__(self, points: list[Point], hits: Path) -> None:
-        self._hits, self._seen, self._before = hits, 0, ""
+        self._hits = hits
+        self._seen = 0
+        self._before = ""
         self._launcher = os.getppid()
-        self._phase, number = "start-up", len(hits.read_text().splitlines())
+        self._phase = "start-up"
+        number = len(hits.read_text().splitlines())
         self._point = points[number] if number < len(points) else None
         if self._point is not None and self._point.rank != int(os.environ["RANK"]):
             self._point = None

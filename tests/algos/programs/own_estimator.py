@@ -49,7 +49,8 @@ def add_bonus(batch, *, reduce, report):
 
 def main(flow: Flow, cfg: Config) -> None:
     """The loop, with importance weights for what the generator sampled."""
-    actor, reward = flow.spawn(ActorWorker, cfg.actor), flow.spawn(RewardWorker, cfg.reward)
+    actor = flow.spawn(ActorWorker, cfg.actor)
+    reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)
     for step in flow.steps(cfg.total_steps):
         batch = actor.generate_sequences(next(prompts))

@@ -17,7 +17,8 @@ from spmdflow import (
 
 def main(flow: Flow, cfg: PPOConfig) -> None:
     """As algos/ppo.py."""
-    actor, critic = flow.spawn(ActorWorker, cfg.actor), flow.spawn(CriticWorker, cfg.critic)
+    actor = flow.spawn(ActorWorker, cfg.actor)
+    critic = flow.spawn(CriticWorker, cfg.critic)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)

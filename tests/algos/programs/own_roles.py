@@ -62,7 +62,8 @@ class MyActor(ZeROWorker, ActorWorker):
 
 def main(flow: Flow, cfg: PPOConfig) -> None:
     """PPO's loop."""
-    actor, critic = flow.spawn(MyActor, cfg.actor), flow.spawn(MyCritic, cfg.critic)
+    actor = flow.spawn(MyActor, cfg.actor)
+    critic = flow.spawn(MyCritic, cfg.critic)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)

@@ -24,7 +24,8 @@ class PlainGenerator:
     """Whole weights on every rank; rows are padded on the right."""
 
     def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
-        self.weights_version, self.dtype = NEVER, getattr(torch, cfg.precision)
+        self.weights_version = NEVER
+        self.dtype = getattr(torch, cfg.precision)
         self.module = causal_lm(model_path, dtype=self.dtype, device=device)
         self.ends = torch.tensor(end_tokens(model_path), device=device)
 
@@ -37,13 +38,18 @@ class PlainGenerator:
             seeds=seeds,
             max_positions=self.module.config.max_position_embeddings,
         )
-        rows, lengths = rows_of(prompts), lengths_of(prompts)
-        count, width = len(rows), sampling.max_new_tokens
+        rows = rows_of(prompts)
+        lengths = lengths_of(prompts)
+        count = len(rows)
+        width = sampling.max_new_tokens
         ids = torch.zeros(count, int(lengths.max()) + width, dtype=torch.int64)
         ids[mask_of(lengths, ids.shape[1])] = torch.cat(rows)
-        made, log_probs = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, width)
-        counts, running = torch.zeros_like(lengths), torch.ones(count, dtype=torch.bool)
-        streams, places = torch.tensor(seeds), torch.arange(count)
+        made = torch.zeros(count, width, dtype=torch.int64)
+        log_probs = torch.zeros(count, width)
+        counts = torch.zeros_like(lengths)
+        running = torch.ones(count, dtype=torch.bool)
+        streams = torch.tensor(seeds)
+        places = torch.arange(count)
         for position in range(width):
             logits = self.module(input_ids=ids, use_cache=False).logits
             last = logits[places, lengths + position - 1].float()

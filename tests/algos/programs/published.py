@@ -21,7 +21,8 @@ class Config(GRPOConfig):
 
 def main(flow: Flow, cfg: Config) -> None:
     """The loop, with the two calls that docs/HYBRID.md names."""
-    actor, reward = flow.spawn(ActorWorker, cfg.actor), flow.spawn(RewardWorker, cfg.reward)
+    actor = flow.spawn(ActorWorker, cfg.actor)
+    reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)
     actor.connect_server(url=cfg.server)
     for step in flow.steps(cfg.total_steps):

@@ -21,7 +21,8 @@ from spmdflow import (
 )
 from spmdflow.data.ragged import rows_of
 
-SHORT_TURNS, FEW = 2, 3
+SHORT_TURNS = 2
+FEW = 3
 
 
 class Unhurried(GeneratorWorker):

@@ -24,7 +24,8 @@ async def official(
                 chunks = await client.chat.completions.create(
                     **asked, stream=True, stream_options=options
                 )
-                said, reason = "", None
+                said = ""
+                reason = None
                 async for chunk in chunks:
                     counted += chunk.usage.completion_tokens if chunk.usage else 0
                     for choice in chunk.choices:
@@ -32,7 +33,8 @@ async def official(
                         reason = choice.finish_reason or reason
             else:
                 made = await client.chat.completions.create(**asked, logprobs=True)
-                said, reason = made.choices[0].message.content, made.choices[0].finish_reason
+                said = made.choices[0].message.content
+                reason = made.choices[0].finish_reason
                 counted += made.usage.completion_tokens
                 assert len(made.choices[0].logprobs.content) == made.usage.completion_tokens
             assert reason in ("stop", "length")
@@ -49,7 +51,8 @@ class Calculator:
 
     def reset(self, **row: Any) -> str:
         """The question."""
-        self.wanted, self.said = row["answer"], None
+        self.wanted = row["answer"]
+        self.said = None
         return f"What is {row['question']}?"
 
     def add(self, a: int, b: int) -> int:

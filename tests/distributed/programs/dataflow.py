@@ -134,7 +134,8 @@ def share_of_total(batch: TensorDict, *, reduce: Any, report: Any, scale: float)
 
 
 def main(flow: Any, cfg: Config) -> None:
-    first, second = flow.spawn(FirstWorker, cfg.first), flow.spawn(SecondWorker, cfg.second)
+    first = flow.spawn(FirstWorker, cfg.first)
+    second = flow.spawn(SecondWorker, cfg.second)
     prompts = flow.prompts(cfg.data)
     assert first.whoami().values_by_rank() == list(first.target.layout.ranks)
     ranks = list(first.target.layout.ranks)
@@ -172,7 +173,8 @@ class WireCounter:
     """Counts what torch.distributed is asked to send, independent of ours."""
 
     def __init__(self) -> None:
-        self.num_bytes, self._send = 0, dist.isend
+        self.num_bytes = 0
+        self._send = dist.isend
 
     def __enter__(self) -> WireCounter:
         def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +189,8 @@ class WireCounter:
 
 
 def cases(world: int) -> dict[str, tuple[Any, tuple[int, ...] | None]]:
-    half, ranks = world // 2, list(range(world))
+    half = world // 2
+    ranks = list(range(world))
 
     def pools(first: list[int], second: list[int]) -> dict[str, Any]:
         return {

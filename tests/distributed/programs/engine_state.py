@@ -60,7 +60,8 @@ def full_tensors(engine: TrainEngine) -> Iterator[tuple[str, Tensor]]:
 def write_folder(engine: TrainEngine, folder: Path) -> None:
     """The engine's model as a folder; tiny models, too, are written by all ranks."""
     layout = engine.layout
-    place, group = layout.group_rank(engine.rank), engine.groups.get(layout.ranks)
+    place = layout.group_rank(engine.rank)
+    group = engine.groups.get(layout.ranks)
     saved = folder.with_name(f"{folder.name}-state")
     names = [f"rank-{place}.safetensors" for place in range(layout.size)]
     dtype = str(engine.dtype).removeprefix("torch.")
@@ -90,7 +91,8 @@ def rounded(name: str, values: Tensor) -> Tensor:
 
 def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
     """What the ranks save put together on the pool's first rank, by pickling; each element once."""
-    group, first = engine.groups.get(engine.layout.ranks), engine.layout.ranks[0]
+    group = engine.groups.get(engine.layout.ranks)
+    first = engine.layout.ranks[0]
     pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == first else None
     mine = [(name, view.clone(), box) for name, view, box in engine.own_state_blocks()]
     dist.gather_object(mine, pieces, dst=first, group=group)

@@ -48,7 +48,8 @@ from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.model import load_model
 
 LR = 1e-2
-MAX_DP, MAX_ROWS = 4, 9
+MAX_DP = 4
+MAX_ROWS = 9
 SOME_ROWS = (1, 5, 9)
 VARIANTS = {
     # name: (model, reshard_after_forward, recompute, token budget)

@@ -98,15 +98,20 @@ def made_in_python(out: Path, **reward: Any) -> Any:
     """Settings as a host program makes them: an object, no YAML; references are not resolved."""
     cfg = spmdflow.GRPOConfig()
     cfg.actor.model.path = str(TASK / "model")
-    cfg.data.train_path, cfg.data.eval_path = str(TASK / "train.jsonl"), None
+    cfg.data.train_path = str(TASK / "train.jsonl")
+    cfg.data.eval_path = None
     cfg.data.max_prompt_tokens = 16
-    cfg.data.prompts_per_step, cfg.data.samples_per_prompt = 4, 4
+    cfg.data.prompts_per_step = 4
+    cfg.data.samples_per_prompt = 4
     cfg.actor.update.mini_batch_size = 16
     cfg.actor.rollout.max_new_tokens = 4
     cfg.reward.function = reward.get("function", "spmdflow.rewards.arithmetic:exact_match")
     cfg.reward.sample_seconds = 100.0
-    cfg.total_steps, cfg.eval_every, cfg.save_every = 1, 0, 0
-    cfg.run.dir, cfg.run.sample_every = str(out), 0
+    cfg.total_steps = 1
+    cfg.eval_every = 0
+    cfg.save_every = 0
+    cfg.run.dir = str(out)
+    cfg.run.sample_every = 0
     return cfg
 
 

@@ -198,7 +198,8 @@ def check_state(world: World) -> None:
     for part in ("parameters", "gradients", "optimizer"):
         second.residency("host", part)
         second.residency("device", part)
-    one, two = whole_state(first), whole_state(second)
+    one = whole_state(first)
+    two = whole_state(second)
     different = [name for name, whole in one.items() if not torch.equal(whole, two[name])]
     copies = copies_differ(second)
     world.note("state", {"blocks": len(one), "different": different, "copies": copies})
@@ -216,7 +217,8 @@ def check_hashes(world: World) -> None:
             whole = {n: positional_hash(x.to(dtype)) for n, x in full_tensors(engine)}
             found[f"{dp} {dtype}"] = hashes == whole
             world.note("hashed", list(hashes))
-        name, last = "model.layers.0.mlp.up_proj.weight", (47, 31)
+        name = "model.layers.0.mlp.up_proj.weight"
+        last = (47, 31)
         for block_name, block, box in engine.blocks():
             if block_name == name and box.bounds[0][1] == last[0] + 1:
                 block[-1, -1] += 1e-6

@@ -67,7 +67,8 @@ def forward_error(folder: Path, batch: TensorDict, joined: list[Any]) -> float:
     log_probs = [row for rows, _, _ in joined for row in rows]
     scores = torch.cat([scores for _, scores, _ in joined])
     assert sum(count for _, _, count in joined) == batch.batch_size[0] == len(log_probs)
-    policy, reward = load(folder, "tied"), load(folder, "reward")
+    policy = load(folder, "tied")
+    reward = load(folder, "reward")
     answer = {"log_probs": ragged_from_rows(log_probs), "scores": scores}
     return max(
         output_gap(policy, "tied", batch, answer), output_gap(reward, "reward", batch, answer)

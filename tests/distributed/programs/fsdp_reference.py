@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from spmdflow.data.ragged import ragged, rows_of
 
-CLIP, ENTROPY, KL, VALUE_CLIP, TEMPERATURE = 0.2, 0.01, 0.05, 0.2, 0.8
+CLIP = 0.2
+ENTROPY = 0.01
+KL = 0.05
+VALUE_CLIP = 0.2
+TEMPERATURE = 0.8
 
 
 @dataclass
@@ -60,7 +64,8 @@ def make_batch(num_rows: int, *, seed: int = 0) -> TensorDict:
     def draw(low: int, high: int, size: int) -> Tensor:
         return torch.randint(low, high, (size,), generator=generator)
 
-    prompt_lengths, lengths = draw(1, 7, num_rows), draw(1, 8, num_rows)
+    prompt_lengths = draw(1, 7, num_rows)
+    lengths = draw(1, 8, num_rows)
     tokens = int(lengths.sum())
     mask = torch.rand(tokens, generator=generator) < 0.8
     mask[0] = True
@@ -129,7 +134,8 @@ def policy_row_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
 def value_row_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
     """Sum over the chosen tokens of the clipped squared error / 2."""
     values = row_values(model, row)[len(row["prompts"]) - 1 : -1]  # (R,)
-    old, target = row["values"], row["returns"]
+    old = row["values"]
+    target = row["returns"]
     near = torch.clip(values, old - VALUE_CLIP, old + VALUE_CLIP)
     worst = torch.max((values - target) ** 2, (near - target) ** 2)
     return worst[row["response_mask"]].sum() / 2

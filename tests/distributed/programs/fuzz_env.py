@@ -45,7 +45,8 @@ class _Fuzzer:
 
     async def send(self, request: bytes) -> int | None:
         """The status of the first answer; None: there was none."""
-        host, port = self._place.hostname, self._place.port
+        host = self._place.hostname
+        port = self._place.port
         reader, writer = await asyncio.open_connection(host, port)
         try:
             writer.write(request)

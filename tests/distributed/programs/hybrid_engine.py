@@ -36,7 +36,8 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.worker import CallInfo, WorkerContext
 from tests.rollout_reference import END, disagreements, load, make_prompts, reference
 
-ROUNDS, TOLERANCE = 3, 1e-5
+ROUNDS = 3
+TOLERANCE = 1e-5
 COMMON = make_prompts(len(SEEDS), vocab_size=100, seed=77)
 
 
@@ -44,12 +45,18 @@ def actor_of(case: Case, folder: Path, rank: int, groups: GroupTable) -> ActorWo
     """The case's actor; collective over the world."""
     cfg = defaults(ActorConfig)
     cfg.model.lora = cfg.rollout.lora = None
-    cfg.model.path, cfg.model.dtype = str(folder / case.family.replace(" ", "_")), "float32"
-    cfg.engine.kind, cfg.engine.layout = "megatron", case.train
-    cfg.engine.residency, cfg.engine.options = case.residency, list(case.options)
-    cfg.rollout.engine, cfg.rollout.layout = "vllm", case.generate
-    cfg.rollout.weights, cfg.rollout.max_batch_size = case.weights, 8
-    cfg.rollout.kv_cache, cfg.optimizer.lr = "16 MiB", 5e-3
+    cfg.model.path = str(folder / case.family.replace(" ", "_"))
+    cfg.model.dtype = "float32"
+    cfg.engine.kind = "megatron"
+    cfg.engine.layout = case.train
+    cfg.engine.residency = case.residency
+    cfg.engine.options = list(case.options)
+    cfg.rollout.engine = "vllm"
+    cfg.rollout.layout = case.generate
+    cfg.rollout.weights = case.weights
+    cfg.rollout.max_batch_size = 8
+    cfg.rollout.kv_cache = "16 MiB"
+    cfg.optimizer.lr = 5e-3
     ranks = tuple(range(dist.get_world_size()))
     layout = ActorWorker.layout_of(cfg, ranks)
     needed = ActorWorker.needed_groups(cfg, layout)
@@ -94,11 +101,14 @@ def generate(actor: ActorWorker, prompts: Tensor, sampling: Any) -> TensorDict:
 
 def check_rounds(actor: ActorWorker) -> dict[str, Any]:
     """Update, sync, generate: equal to transformers every time, and other tokens every time."""
-    prompts, found = prompts_of(actor), []
+    prompts = prompts_of(actor)
+    found = []
     for number in range(ROUNDS):
         update(actor, number)
-        model, synced = trained_model(actor), sync(actor)
-        faults, tokens = [], []
+        model = trained_model(actor)
+        synced = sync(actor)
+        faults = []
+        tokens = []
         for sampling in (GREEDY, SAMPLED):
             made = generate(actor, prompts, sampling)
             expected = reference(model, prompts, sampling, SEEDS, (END,))
@@ -159,7 +169,8 @@ def planted(
     actor: ActorWorker, plant: Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 ) -> str:
     """The error of a sync between whose two halves something goes wrong on one rank."""
-    hybrid, views = actor.hybrid, {}
+    hybrid = actor.hybrid
+    views = {}
     for name, view, _ in actor.generator.blocks():
         views.setdefault(name, view)
     before = {name: view.clone() for name, view in views.items()}
@@ -212,7 +223,8 @@ def missed_reset(actor: ActorWorker) -> tuple[float | None, float | None]:
     generator = actor.generator
     prompts = make_prompts(len(SEEDS), longest=400, vocab_size=100, seed=77)  # beyond a block
     generate(actor, prompts, GREEDY)
-    forget, generator._forget = generator._forget, lambda: None
+    forget = generator._forget
+    generator._forget = lambda: None
     update(actor, 8)
     sync(actor)
     kept = drift(actor, prompts)
@@ -223,7 +235,8 @@ def missed_reset(actor: ActorWorker) -> tuple[float | None, float | None]:
 
 def run(folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    rank, results = dist.get_rank(), {}
+    rank = dist.get_rank()
+    results = {}
     groups = GroupTable(rank, timeout_seconds=600)
     for name in names:
         actor = actor_of(CASES[name], folder, rank, groups)

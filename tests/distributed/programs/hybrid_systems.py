@@ -96,7 +96,8 @@ def _of(key: str, model: str, layout: Layout, world: int) -> list[Setting]:
 def measure_all(models: tuple[str, ...]) -> list[dict[str, Any] | None]:
     """On every rank: what it saw of each setting; None where it does not take part."""
     warnings.filterwarnings("ignore")
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
+    found = []
     groups = GroupTable(rank, timeout_seconds=600)
     for setting in settings(dist.get_world_size(), models):
         try:
@@ -113,7 +114,8 @@ def _measured(setting: Setting, cost: Cost, groups: GroupTable) -> dict[str, Any
     """One setting twice: counted, and once more under torch's allocator."""
     rank = dist.get_rank()
     values = {name: value.float() for name, value in values_of(setting.case.arch).items()}
-    training, generation = cost.training[rank].total, cost.generation[rank].total
+    training = cost.training[rank].total
+    generation = cost.generation[rank].total
     weights = Weights()
     alone_bytes = ALONE_BYTES[setting.model]
     seat = Seat(rank, groups, torch.float32, CPU, 60.0, alone_bytes)
@@ -143,7 +145,8 @@ def height_of(cost: Cost, rank: int) -> int:
 
 def _wrong(setting: Setting, system: System, values: Any) -> list[str]:
     """Tensors that generation would not read right: boxes with other values, or absent ones."""
-    case, rank = setting.case, dist.get_rank()
+    case = setting.case
+    rank = dist.get_rank()
     found = list(system.generation())
     wrong = [name for name, view, box in found if not torch.equal(view, values[name][box.slices()])]
     if system.cost.system == "shared":

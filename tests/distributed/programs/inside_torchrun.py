@@ -117,7 +117,8 @@ class SecondWorker(Worker):
 
     @register(transfer_mode="SEE_ALL_KEEP_SOME", reads=("number",), writes=("fraction", "name"))
     def fraction(self, batch: TensorDict) -> TensorDict:
-        layout, number = self.context.layout, batch["number"]
+        layout = self.context.layout
+        number = batch["number"]
         mine = every_other(layout, len(number), [])[self.context.rank]
         made = TensorDict({"fraction": number[list(mine)] / number.sum()}, batch_size=[len(mine)])
         made.set_non_tensor("name", ["n" * int(number[i]) for i in mine])
@@ -129,7 +130,8 @@ class SecondWorker(Worker):
 
 
 def toy_main(flow: Any, cfg: Config) -> None:
-    first, second = flow.spawn(FirstWorker, cfg.first), flow.spawn(SecondWorker, cfg.second)
+    first = flow.spawn(FirstWorker, cfg.first)
+    second = flow.spawn(SecondWorker, cfg.second)
     prompts = flow.prompts(cfg.data)
     for _ in flow.steps(cfg.total_steps):
         whole = next(prompts)

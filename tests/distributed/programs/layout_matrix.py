@@ -43,7 +43,8 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "standalone": (4, "standalone", ("kind=fsdp",)),
 }
 """Number of ranks, placement, engine of actor, critic and reference."""
-SAVED, STEPS = 2, 5
+SAVED = 2
+STEPS = 5
 
 
 class Checked:
@@ -52,7 +53,8 @@ class Checked:
     @any_layout
     def load_state(self: Any, folder: Path) -> None:
         super().load_state(folder)  # type: ignore[misc]
-        wholes, engine = whole_tensors(folder), self.engine
+        wholes = whole_tensors(folder)
+        engine = self.engine
         wrong = [
             name
             for name, view, box in engine.state_blocks()
@@ -73,7 +75,8 @@ class MovedActor(Checked, RecordedActor):
 
 def main(flow: Flow, cfg: PPOConfig) -> None:
     """PPO with a KL weight that adapts and resumes."""
-    actor, critic = flow.spawn(MovedActor, cfg.actor), flow.spawn(MovedCritic, cfg.critic)
+    actor = flow.spawn(MovedActor, cfg.actor)
+    critic = flow.spawn(MovedCritic, cfg.critic)
     reference = flow.spawn(ReferenceWorker, cfg.reference)
     reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)
@@ -128,7 +131,8 @@ def run_cells(out: str, cells: Cells) -> None:
     for saved in dict.fromkeys(("fsdp-d1", *(saved for saved, _ in cells))):
         run_case(saved, folder / saved, f"save_every={SAVED}")  # the first one records
     for saved, layout in cells:
-        whole, moved = folder / saved, folder / f"{saved}-to-{layout}"
+        whole = folder / saved
+        moved = folder / f"{saved}-to-{layout}"
         if dist.get_rank() == 0:
             moved.mkdir()
             for name in ("config.yaml", "metrics.jsonl"):

@@ -28,10 +28,13 @@ def left(expected: Sequence[int] = ()) -> list[int]:
 
     torch's own threads end a moment after the group that they served.
     """
-    counts, num_same, until = held(), 0, time.monotonic() + 60
+    counts = held()
+    num_same = 0
+    until = time.monotonic() + 60
     while time.monotonic() < until and counts != list(expected) and num_same < 15:
         time.sleep(0.2)
-        before, counts = counts, held()
+        before = counts
+        counts = held()
         num_same = 0 if expected or counts != before else num_same + 1
     return counts
 
@@ -45,7 +48,8 @@ def held() -> list[int]:
 
 def main() -> None:
     """Launch, count, launch again."""
-    out, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    out = Path(sys.argv[1])
+    rounds = int(sys.argv[2])
     dist.init_process_group("gloo")
     ppo = load(ROOT / "algos" / "ppo.py", None, [f"run.dir={out / 'ppo'}", *sys.argv[3:]])
     pools = {

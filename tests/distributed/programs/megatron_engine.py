@@ -102,7 +102,8 @@ def check_equality(world: World, case: Case) -> None:
     metrics = world.train(engine, case)
     everywhere: list[Any] = [None] * case.layout.size
     dist.all_gather_object(everywhere, metrics, group=group)
-    state, full = whole_state(engine), dict(full_tensors(engine))
+    state = whole_state(engine)
+    full = dict(full_tensors(engine))
     if world.rank != case.layout.ranks[0]:
         return
     expected = world.reference(case)
@@ -217,9 +218,11 @@ def check_bfloat16(world: World) -> None:
     cases = Case("llama", 1, 2, 2), Case("llama-tied", 2, 2, 1)
     for case in (*cases, Case("reward", 2, 2, 1, ("sequence_parallel",))):
         engine = world.engine(case, dtype="bfloat16")
-        read, held = world.share_read(engine), whole_state(engine)
+        read = world.share_read(engine)
+        held = whole_state(engine)
         metrics = world.train(engine, case)
-        state, full = whole_state(engine), dict(full_tensors(engine))
+        state = whole_state(engine)
+        full = dict(full_tensors(engine))
         files = exported(engine, world.folder / "export-bfloat16" / case.model)
         if world.rank == 0:
             expected = world.reference(case)
@@ -336,7 +339,8 @@ def check_adopted_storage(world: World) -> None:
         buffer.param_data = row
         kept.append(storage)
 
-    ours, plain = world.engine(case, adopt=adopt), world.engine(case)
+    ours = world.engine(case, adopt=adopt)
+    plain = world.engine(case)
     assert ours is not None and plain is not None
     before = kept[0].clone()
     for engine in (ours, plain):

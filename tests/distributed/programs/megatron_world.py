@@ -27,7 +27,8 @@ from spmdflow.workers.megatron import MegatronEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import open_model
 
-LR, MAX_ROWS = 1e-3, 2
+LR = 1e-3
+MAX_ROWS = 2
 _AXES = ("tp", "pp", "dp", "replica", "embedding")
 
 

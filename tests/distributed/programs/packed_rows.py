@@ -60,8 +60,10 @@ SIZE = {
     "initializer_range": 0.1,
     "max_window_layers": 1,
 }
-BUDGET, ROWS = 40, 11
-SHARED_DP, SHARED = 2, 8
+BUDGET = 40
+ROWS = 11
+SHARED_DP = 2
+SHARED = 8
 """On at most so many ranks, so many rows begin with PROMPT."""
 PROMPT = torch.tensor([5, 3, 9, 9, 2, 7])
 
@@ -139,17 +141,17 @@ def gaps(
 def moved_by_others(folder: Path, groups: GroupTable, family: str) -> list[float]:
     """Largest change of a row's log-probabilities: others permuted, others with other tokens."""
     engine = engine_of(folder / family / "causal_lm", groups, "causal_lm", "fsdp", 1, "float32", [])
-    batch, order = (
-        make_batch(ROWS),
-        torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)),
-    )
+    batch = make_batch(ROWS)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
 
     def answers(rows: TensorDict) -> list[Tensor]:
         found = engine.forward(rows, log_probs, num_micro_batches=1)
         assert isinstance(found, TensorDict)
         return rows_of(found["found"])
 
-    first, permuted, others = answers(batch), answers(select_rows(batch, order)), batch.clone()
+    first = answers(batch)
+    permuted = answers(select_rows(batch, order))
+    others = batch.clone()
     lengths = lengths_of(batch["responses"])
     kept = torch.arange(ROWS).repeat_interleave(lengths) == 0
     changed = torch.where(kept, batch["responses"].values(), 63 - batch["responses"].values())

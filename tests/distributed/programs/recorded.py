@@ -30,7 +30,8 @@ class RecordedActor(ActorWorker):
         made = super().generate_sequences(batch, greedy=greedy)
         if greedy:
             return made
-        run_dir, ids = self.context.run_dir, self.call.row_ids.tolist()
+        run_dir = self.context.run_dir
+        ids = self.call.row_ids.tolist()
         assert run_dir is not None
         path = run_dir.parent / f"rollouts-{self.kind_of(run_dir)}{self.call.step}.pt"
         columns = {name: rows_of(made[name]) for name in COLUMNS}

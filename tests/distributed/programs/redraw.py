@@ -28,7 +28,8 @@ from spmdflow.data.ragged import rows_of
 from spmdflow.models.policy import ActorWorker
 
 TASK = Path(__file__).parents[3] / "algos" / "arithmetic"
-STEPS, ROWS = 2, 64
+STEPS = 2
+ROWS = 64
 SAMPLING = {"max_new_tokens": 6, "temperature": 1e4}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

@@ -59,7 +59,8 @@ from tests.rollout_reference import (
 POOL = (1, 2)
 VOCABULARY = 100  # no multiple of 64: vLLM pads it
 CPU = torch.device("cpu")
-GREEDY, SAMPLED = Sampling(16, greedy=True), Sampling(16, temperature=0.8)
+GREEDY = Sampling(16, greedy=True)
+SAMPLED = Sampling(16, temperature=0.8)
 Blocks = list[tuple[str, Tensor, Box]]
 
 
@@ -149,7 +150,9 @@ def check_updates(world: World, generator: Generator, *, model: str = "untied") 
     """After updates the responses are those of a fresh model with the trainer's weights."""
     engine = world.engine(model)
     hybrid = sync_of(world, engine, generator, verify_every=1)
-    faults, close, responses = [], 0, []
+    faults = []
+    close = 0
+    responses = []
     for number in range(3):
         update(engine, 2 * number)
         update(engine, 2 * number + 1)
@@ -225,7 +228,9 @@ def faulty(
     engine: FSDPEngine, generator: Any, source: Callable, target: Callable, damage: Callable
 ) -> Iterator[None]:
     """A trainer and a generator between which weights go wrong."""
-    give, take, renew = engine.blocks, generator.blocks, generator.renew
+    give = engine.blocks
+    take = generator.blocks
+    renew = generator.renew
 
     def renew_wrongly(version: int) -> None:
         renew(version)
@@ -233,12 +238,14 @@ def faulty(
             damage(weights_of(generator))
 
     engine.blocks = lambda: source(give())  # type: ignore[method-assign]
-    generator.blocks, generator.renew = (lambda: target(take())), renew_wrongly
+    generator.blocks = lambda: target(take())
+    generator.renew = renew_wrongly
     try:
         yield
     finally:
         engine.blocks = give  # type: ignore[method-assign]
-        generator.blocks, generator.renew = take, renew
+        generator.blocks = take
+        generator.renew = renew
 
 
 def check_faults(world: World, generator: Generator) -> dict[str, Any]:
@@ -291,7 +298,8 @@ def message(action: Callable[[], object]) -> str:
 
 def builtin_checks(world: World) -> dict[str, Any]:
     """Every check, with the built-in generator."""
-    untied, tied = world.generator("untied"), world.generator("tied")
+    untied = world.generator("untied")
+    tied = world.generator("tied")
     return (
         check_versions(world, world.generator("untied"))
         | check_updates(world, untied)

@@ -112,7 +112,8 @@ def check_disagreement(world: World, generator: Any, layout: Layout) -> dict[str
 
 def check_sleep(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
     """Bytes of the KV cache and of the weights awake, asleep and half awake."""
-    prompts, weights = world.prompts(layout), trained(world, "llama", 7)
+    prompts = world.prompts(layout)
+    weights = trained(world, "llama", 7)
     put_weights(generator, weights.items(), version=5)
     before = generator.generate(prompts, SAMPLED, SEEDS)["responses"].values().tolist()
     cache = Storages(generator._runner.kv_caches)
@@ -136,7 +137,8 @@ def check_blocks(
 ) -> dict[str, Any]:
     """The trainer's shards instead of vLLM's weights, then an update of them in place."""
     arch = Architecture.from_folder(world.path(family))
-    replica, weights = world.replica(layout), trained(world, family, 8)
+    replica = world.replica(layout)
+    weights = trained(world, family, 8)
     shards = shards_of(weights, arch, replica, tp_size)
     generator.share(shards, tp_size=tp_size, vocab_multiple=128)
     generator.shared(1)
@@ -167,7 +169,8 @@ def check_blocks(
 def sent_bytes() -> Iterator[Counter[int]]:
     """What this rank sends to each other one."""
     found: Counter[int] = Counter()
-    batch, broadcast = dist.batch_isend_irecv, dist.broadcast
+    batch = dist.batch_isend_irecv
+    broadcast = dist.broadcast
 
     def counting_batch(messages: list[dist.P2POp]) -> Any:
         for each in messages:
@@ -181,11 +184,13 @@ def sent_bytes() -> Iterator[Counter[int]]:
             found.update(dict.fromkeys(others, tensor.nbytes))
         return broadcast(tensor, source, group=group, async_op=async_op)
 
-    dist.batch_isend_irecv, dist.broadcast = counting_batch, counting_broadcast
+    dist.batch_isend_irecv = counting_batch
+    dist.broadcast = counting_broadcast
     try:
         yield found
     finally:
-        dist.batch_isend_irecv, dist.broadcast = batch, broadcast
+        dist.batch_isend_irecv = batch
+        dist.broadcast = broadcast
 
 
 def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any]:
@@ -206,7 +211,9 @@ def check_trainer(world: World, generator: Any, layout: Layout) -> dict[str, Any
     generator.sleep(weights=True)
     with sent_bytes() as sent:
         metrics = hybrid.sync()
-    found["sent"], found["synced"] = sent, metrics["rollout/synced_bytes"].total  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    found["sent"] = sent
+    found["synced"] = metrics["rollout/synced_bytes"].total
     found["verified"] = metrics["rollout/weights_verified"].value  # type: ignore[union-attr]
     model = with_weights(world, "llama", dict(full_tensors(engine)))
     found["responses"] = compare(world, generator, layout, model)
@@ -255,7 +262,8 @@ def check_contract_moves() -> dict[str, Any]:
 def check_transfer_contract_moves() -> dict[str, Any]:
     """The same for what a backend of vLLM's weight-transfer interface needs (serving)."""
     transfer: Any = import_module("vllm.distributed.weight_transfer")
-    stock, found = transfer.WeightTransferEngine, {}
+    stock = transfer.WeightTransferEngine
+    found = {}
     wider = type("Wider", (stock,), {"send": abstractmethod(lambda self: None)})
     for case, name, changed in (
         ("installed", "WeightTransferEngine", stock),
@@ -274,11 +282,13 @@ def check_block_logits(world: World, family: str, *, dtype: str = "float32") -> 
     """Logits of one rank with its stock weights, and with 1, 2 and 4 shards of the same."""
     layout = Layout((world.rank,))
     generator = world.generator(family, layout, dtype=dtype)
-    logits, prompts = Logits(generator), make_prompts(len(SEEDS), vocab_size=100)
+    logits = Logits(generator)
+    prompts = make_prompts(len(SEEDS), vocab_size=100)
     weights = {n: p.detach() for n, p in load(world.path(family)).named_parameters()}
     arch = Architecture.from_folder(world.path(family))
     generator.generate(prompts, GREEDY, SEEDS)
-    stock, gaps = logits.take(), {}
+    stock = logits.take()
+    gaps = {}
     hashes = generator.hashes()
     for tp_size in (1, 2, 4):
         shards = shards_of(weights, arch, Replica.alone(), tp_size)

@@ -93,8 +93,11 @@ def check_process(before: dict[str, Any], after: dict[str, Any]) -> dict[str, An
 def check_equality(world: World, generator: Any) -> dict[str, Any]:
     """vLLM, the built-in generator and transformers, for each kind of sampling."""
     builtin = world.generator("untied")
-    model, prompts = load(world.folder / "untied"), world.prompts()
-    faults, close, same = [], 0, 0
+    model = load(world.folder / "untied")
+    prompts = world.prompts()
+    faults = []
+    close = 0
+    same = 0
     for sampling in SAMPLINGS:
         expected = reference(model, prompts, sampling, world.seeds, (END,))
         answers = [g.generate(prompts, sampling, world.seeds) for g in (generator, builtin)]
@@ -125,7 +128,8 @@ def check_stop_strings(world: World, generator: Any) -> dict[str, Any]:
 
 def check_composition(world: World, generator: Any) -> dict[str, Any]:
     """Responses in another order, alone, and of no rows."""
-    prompts, seeds = rows_of(world.prompts()), world.seeds
+    prompts = rows_of(world.prompts())
+    seeds = world.seeds
     whole = tokens_of(generator.generate(world.prompts(), SAMPLED, seeds))
     order = list(reversed(range(len(prompts))))
     reverse = generator.generate(
@@ -193,7 +197,8 @@ def check_own_sampler(world: World) -> dict[str, Any]:
     how = replace(SAMPLED, top_k=20).for_call(temperature=0.7)
     first, again = (generator.generate(world.prompts(), how, world.seeds) for _ in range(2))
     generator.close()
-    model, gaps = load(world.folder / "untied"), []
+    model = load(world.folder / "untied")
+    gaps = []
     columns = (rows_of(first[name]) for name in ("responses", "rollout_log_probs"))
     for prompt, response, log_probs in zip(rows_of(world.prompts()), *columns, strict=True):
         with torch.no_grad():
@@ -201,7 +206,8 @@ def check_own_sampler(world: World) -> dict[str, Any]:
         scaled = logits[len(prompt) - 1 : -1] / SAMPLED.temperature
         expected = scaled.log_softmax(-1).gather(-1, response[:, None])[:, 0]
         gaps.append(float((expected - log_probs).abs().max()))
-    same, distinct = tokens_of(first) == tokens_of(again), len({*map(tuple, tokens_of(first))})
+    same = tokens_of(first) == tokens_of(again)
+    distinct = len({*map(tuple, tokens_of(first))})
     return {"own sampler": {"same": same, "distinct": distinct, "gap": max(gaps)}}
 
 
@@ -225,7 +231,8 @@ def check_small_cache(world: World) -> dict[str, Any]:
     prompts = ragged_from_rows(
         [torch.randint(3, VOCABULARY, (110,), generator=draw) for _ in range(12)]
     )
-    long, seeds = Sampling(60, temperature=1.2), world.seeds[:12]
+    long = Sampling(60, temperature=1.2)
+    seeds = world.seeds[:12]
     block_bytes = 2 * 2 * 128 * 32 * 4  # k and v, layers, tokens, head_dim, bytes
     tight = world.generator("untied", engine="vllm", kv_cache=str(10 * block_bytes))
     tight._end_tokens = ()
@@ -262,7 +269,8 @@ def check_real_model(world: World) -> dict[str, Any]:
     if "SPMDFLOW_DATA" not in os.environ:
         return {}
     path = str(Path(os.environ["SPMDFLOW_DATA"]) / "models" / "stories260K-hd64")
-    prompts, sampling = make_prompts(4, vocab_size=512, seed=world.rank), Sampling(64)
+    prompts = make_prompts(4, vocab_size=512, seed=world.rank)
+    sampling = Sampling(64)
     generator = from_folder(RolloutConfig(engine="vllm"), path)
     found = generator.generate(prompts, sampling, world.seeds[:4])
     generator.close()

@@ -34,7 +34,8 @@ from tests.rollout_reference import (
 )
 
 CPU = torch.device("cpu")
-GREEDY, SAMPLED = Sampling(8, greedy=True), Sampling(8, temperature=0.8, top_k=40)
+GREEDY = Sampling(8, greedy=True)
+SAMPLED = Sampling(8, temperature=0.8, top_k=40)
 STOP = ["7>", "<1"]
 TOLERANCE = 1e-5
 SEEDS = [2**62 + row for row in range(6)]
@@ -102,8 +103,11 @@ def with_weights(world: World, family: str, weights: dict[str, Tensor]) -> Any:
 
 def compare(world: World, generator: Any, layout: Layout, model: Any) -> dict[str, Any]:
     """Greedy and sampled responses, compared with transformers by a replica's first rank."""
-    prompts, first = world.prompts(layout), world.replica(layout).ranks[0] == world.rank
-    faults, close, tokens = [], 0, []
+    prompts = world.prompts(layout)
+    first = world.replica(layout).ranks[0] == world.rank
+    faults = []
+    close = 0
+    tokens = []
     for sampling in (GREEDY, SAMPLED):
         found = generator.generate(prompts, sampling, SEEDS)
         if first:
@@ -158,5 +162,6 @@ class Logits:
 
     def take(self) -> Tensor:
         """(draws, V), in order; forgets them."""
-        taken, self.seen = torch.cat(self.seen), []
+        taken = torch.cat(self.seen)
+        self.seen = []
         return taken

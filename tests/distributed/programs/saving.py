@@ -64,7 +64,8 @@ def save_all(out: str, names: tuple[str, ...]) -> None:
 
 def engine_for(name: str, out: Path, *, model: Path | None = None) -> TrainEngine:
     """A new actor's engine on the case's layout; model: another folder than the settings'."""
-    rank, cfg = dist.get_rank(), settings_of(name, out).cfg.actor
+    rank = dist.get_rank()
+    cfg = settings_of(name, out).cfg.actor
     cfg.model.path = str(model or cfg.model.path)
     layout = ActorWorker.layout_of(cfg, tuple(range(NUM_RANKS)))
     groups = GroupTable(rank, timeout_seconds=600)
@@ -118,8 +119,10 @@ def load_all(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
 def load_from_torch(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
     """Case, loaded as model.path from what torch's distributed checkpoint wrote of FSDP's shards ->
     weights of this rank that are not those of the checkpoint."""
-    saved, folder = Path(out) / "fsdp" / "checkpoints" / "step-1" / "actor", Path(out) / "torch"
-    engine, files = engine_for("fsdp", Path(out)), StateFiles(saved)
+    saved = Path(out) / "fsdp" / "checkpoints" / "step-1" / "actor"
+    folder = Path(out) / "torch"
+    engine = engine_for("fsdp", Path(out))
+    files = StateFiles(saved)
     engine.load_blocks(files.fill, files.plain["steps_done"])
     module: Any = engine._module  # type: ignore[attr-defined]
     dcp.save({"model": dict(module.named_parameters())}, checkpoint_id=folder)
@@ -127,7 +130,8 @@ def load_from_torch(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
         for path in (saved / "hugging_face").glob("*.json"):
             shutil.copy(path, folder)
     dist.barrier()
-    wholes, found = whole_tensors(saved), {}
+    wholes = whole_tensors(saved)
+    found = {}
     for name in names:
         engine = engine_for(name, Path(out), model=folder)
         wrong = [n for n, x, box in engine.blocks() if not torch.equal(x, wholes[n][box.slices()])]

@@ -26,11 +26,14 @@ from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 
-RUN_DIR, WHERE, HOW = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+RUN_DIR = Path(sys.argv[1])
+WHERE = sys.argv[2]
+HOW = sys.argv[3]
 LONG_SECONDS = 600.0
 """Nothing lasts as long: the test has ended everything before."""
 LANE = WHERE
-VICTIM, SECONDS = int(sys.argv[4]), float(sys.argv[5])
+VICTIM = int(sys.argv[4])
+SECONDS = float(sys.argv[5])
 
 
 def main(transport: Transport) -> None:

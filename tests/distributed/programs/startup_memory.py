@@ -115,7 +115,8 @@ def share_of(engine: TrainEngine) -> int:
 
 def count_reads() -> list[int]:
     """Bytes of every box that this process reads of folders from now on."""
-    found, read = list[int](), HuggingFaceFolder.read
+    found = list[int]()
+    read = HuggingFaceFolder.read
 
     def counted(folder: HuggingFaceFolder, name: str, box: Box) -> Tensor:
         values = read(folder, name, box)
@@ -129,12 +130,16 @@ def count_reads() -> list[int]:
 def measure(folder: Path, output: Path, cases: list[str]) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, groups = dist.get_rank(), GroupTable(dist.get_rank(), timeout_seconds=600)
-    found, reads = {}, count_reads()
+    rank = dist.get_rank()
+    groups = GroupTable(dist.get_rank(), timeout_seconds=600)
+    found = {}
+    reads = count_reads()
     for case in ["fsdp:1:float32:trains", "megatron:t1:float32:trains", *cases]:
         kind, sizes, dtype, what = case.split(":")
         size = {letter: int(number) for letter, number in _parts(sizes)}
-        pp_size, tp_size, dp_size = size.get("p", 1), size.get("t", 1), size.get("d", 1)
+        pp_size = size.get("p", 1)
+        tp_size = size.get("t", 1)
+        dp_size = size.get("d", 1)
         ranks = tuple(range(pp_size * tp_size * dp_size))
         layout = Layout(ranks, pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
         groups.make([GroupSpec(each, "compute", "gloo") for each in axis_groups(layout, AXES)])

@@ -50,7 +50,8 @@ class Program:
 
     def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         """What a request gets."""
-        llm, route = self._llm, route.partition("?")[0].strip("/")
+        llm = self._llm
+        route = route.partition("?")[0].strip("/")
         if route == "get_world_size":
             return {"world_size": 1}
         if route == "generate":
@@ -85,7 +86,8 @@ class Program:
             ServedModel._packed_layers = _unchanged_once(ServedModel._packed_layers)  # type: ignore
             return
         model = self._llm.apply_model(lambda model: model)[0]
-        load, old = model.load_weights, dict[str, Any]()
+        load = model.load_weights
+        old = dict[str, Any]()
 
         def load_stale(tensors: Any) -> Any:
             def stale() -> Any:
@@ -117,9 +119,11 @@ class Routes(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length) or b"{}")
         try:
-            status, answer = 200, self.program.answer(self.path, body)
+            status = 200
+            answer = self.program.answer(self.path, body)
         except Exception as err:  # the program goes on, as a server does
-            status, answer = 500, {"error": f"{type(err).__name__}: {err}"}
+            status = 500
+            answer = {"error": f"{type(err).__name__}: {err}"}
         text = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))

@@ -28,7 +28,8 @@ from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.table import parameters
 from tests.rollout_reference import MARGIN, load
 
-ROUNDS, MAX_TOKENS = 3, 8
+ROUNDS = 3
+MAX_TOKENS = 8
 PROMPTS = [[5, 6, 7, 8] * 5, [9, 10] * 80, [11], [12, 13, 14]]
 """One is longer than a block of vLLM's prefix cache (128 tokens on CPU)."""
 
@@ -37,8 +38,11 @@ def trainer_of(path: str, kind: str, layout: str, groups: GroupTable) -> PolicyW
     """A policy on both ranks."""
     cfg = defaults(ActorConfig)
     cfg.model.lora = cfg.rollout.lora = None
-    cfg.model.path, cfg.model.dtype, cfg.optimizer.lr = path, "float32", 5e-3
-    cfg.engine.kind, cfg.engine.layout = kind, layout
+    cfg.model.path = path
+    cfg.model.dtype = "float32"
+    cfg.optimizer.lr = 5e-3
+    cfg.engine.kind = kind
+    cfg.engine.layout = layout
     ranks = tuple(range(dist.get_world_size()))
     grid = PolicyWorker.layout_of(cfg, ranks)
     groups.make(
@@ -55,7 +59,8 @@ def publish_rounds(
 
     server: program or serve, by the routes that generate.
     """
-    groups, found = GroupTable(dist.get_rank(), timeout_seconds=600), []
+    groups = GroupTable(dist.get_rank(), timeout_seconds=600)
+    found = []
     for kind, layout in cases:
         worker = trainer_of(path, kind, layout, groups)
         worker.connect_server(url)

@@ -25,7 +25,8 @@ waits: Counter[tuple[str, str, str]] = Counter()
 wait_bytes: Counter[tuple[str, str, str]] = Counter()
 launches: defaultdict[str, Counter[str]] = defaultdict(Counter)
 _run = ""
-_batches, _local = count(), threading.local()
+_batches = count()
+_local = threading.local()
 
 
 def listen(folder: str) -> None:
@@ -61,7 +62,8 @@ def _close_run() -> None:
 
 def line() -> str:
     """file:function of the innermost frame of the project; else of the innermost library's."""
-    frame, library = sys._getframe(2), ""
+    frame = sys._getframe(2)
+    library = ""
     while frame is not None:
         code = frame.f_code
         *root, path = code.co_filename.split("/site-packages")  # which may lie in the checkout

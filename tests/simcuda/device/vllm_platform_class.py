@@ -12,7 +12,9 @@ class TritonConfig:
     """Sizes of a kernel that is not compiled."""
 
     def __init__(self, kwargs: Any, num_warps: int = 4, num_stages: int = 3, **others: Any) -> None:
-        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
+        self.kwargs = kwargs
+        self.num_warps = num_warps
+        self.num_stages = num_stages
 
 
 class SimulatedCudaPlatform(NonNvmlCudaPlatform):
@@ -37,7 +39,8 @@ class SimulatedCudaPlatform(NonNvmlCudaPlatform):
 
         super().check_and_update_config(vllm_config)
         compilation = vllm_config.compilation_config
-        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
 
     @classmethod

@@ -39,7 +39,8 @@ def main(folder: str) -> None:
     found = {}
     for device in ("cpu", "cuda:0"):
         model = load_model(ModelConfig(path=folder), head="causal_lm")
-        module, waits = read_weights(model, torch.device(device)), Counter[str]()
+        module = read_weights(model, torch.device(device))
+        waits = Counter[str]()
         surface.native.on_sync(lambda what, size, waits=waits: waits.update([what]))
         (micro,) = micro_batches(
             TensorDict(ids, batch_size=[1]),

@@ -32,7 +32,8 @@ class Ledger(TorchDispatchMode):
 
     def begin(self) -> None:
         """From here on it is the peak of another phase."""
-        self.peak, self.at_peak = self.now, self._by_line.copy()
+        self.peak = self.now
+        self.at_peak = self._by_line.copy()
 
     def add(self, tensor: torch.Tensor, line: str) -> None:
         """Count a tensor's storage, if it lies on the device and is not yet counted."""
@@ -56,7 +57,8 @@ class Ledger(TorchDispatchMode):
         self.now += size - before
         self._by_line[line] += size - before
         if self.now > self.peak:
-            self.peak, self.at_peak = self.now, self._by_line.copy()
+            self.peak = self.now
+            self.at_peak = self._by_line.copy()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

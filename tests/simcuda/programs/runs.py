@@ -151,7 +151,8 @@ RUNS |= {
 
 def main() -> int:
     """0 if every run has ended as it should."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    folder = Path(sys.argv[1])
+    names = sys.argv[2:]
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     limit = datetime.timedelta(seconds=1400)

@@ -164,7 +164,8 @@ def _gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 @contextmanager
 def answered() -> Iterator[None]:
     """What fake tensors cannot do: give numbers to the host, and take a GPU's attention."""
-    aten, c10d = torch.ops.aten, torch.ops.c10d
+    aten = torch.ops.aten
+    c10d = torch.ops.c10d
     operators = {
         aten._pin_memory.default: lambda *x, **_: x[2],
         aten._local_scalar_dense.default: lambda *x: 1.0 if x[-1].is_floating_point() else 1,
@@ -235,7 +236,8 @@ def engine_for(case: Case, folder: Path) -> TrainEngine:
     head = case.head if not (case.trained and case.head == "scalar") else "critic"
     cfg = defaults(_ROLES[head, case.trained])
     cfg.model.lora = None
-    cfg.model.path, cfg.model.dtype = str(folder), case.dtype
+    cfg.model.path = str(folder)
+    cfg.model.dtype = case.dtype
     cfg.engine.kind = case.kind
     if case.trained:
         cfg.engine.options = list(case.options)

@@ -40,7 +40,12 @@ CASES = (
     Case("mistral", 1, 4, 1),  # a sliding window, and four ranks to one key-value head
 )
 BFLOAT16 = Case("llama", 2, 2, 1, ("sequence_parallel",))
-LENGTH, ROWS, HIDDEN, OUT, HEADS, GROUPS = 6, 2, 16, 24, 4, 2
+LENGTH = 6
+ROWS = 2
+HIDDEN = 16
+OUT = 24
+HEADS = 4
+GROUPS = 2
 
 
 # -- stand-ins against torch's own modules ----------------------------------------------------
@@ -75,7 +80,8 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
 
 def norm_gap() -> float:
     """RMSNorm, its input's and its weight's gradient."""
-    ours, theirs = te.RMSNorm(HIDDEN, eps=1e-6), nn.RMSNorm(HIDDEN, eps=1e-6).cuda()
+    ours = te.RMSNorm(HIDDEN, eps=1e-6)
+    theirs = nn.RMSNorm(HIDDEN, eps=1e-6).cuda()
     xs = []
     for norm in (ours, theirs):
         norm.weight.data.copy_(drawn(HIDDEN, seed=1))
@@ -105,7 +111,8 @@ def attention_gap(window: tuple[int, int] | None) -> float:
 
 def linear_gap(kind: str, mode: str, group: dist.ProcessGroup, *, split: bool) -> float:
     """A layer of two ranks against the whole one: output, input's and parameters' gradients."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     normed = kind == "LayerNormLinear"
     extra = {"normalization": "RMSNorm"} if normed else {}
     layer = getattr(te, kind)(
@@ -113,7 +120,8 @@ def linear_gap(kind: str, mode: str, group: dist.ProcessGroup, *, split: bool) -
         **extra,
     )  # fmt: skip
     plain = nn.Sequential(nn.RMSNorm(HIDDEN, eps=1e-5), nn.Linear(HIDDEN, OUT)).cuda()
-    norm, whole = plain[0], plain[1]
+    norm = plain[0]
+    whole = plain[1]
     norm.weight.data.copy_(drawn(HIDDEN, seed=1))
     whole.weight.data.copy_(drawn(OUT, HIDDEN, seed=2))
     whole.bias.data.copy_(drawn(OUT, seed=3))
@@ -125,7 +133,8 @@ def linear_gap(kind: str, mode: str, group: dist.ProcessGroup, *, split: bool) -
     mine = mine.detach().requires_grad_()
     if normed:
         layer.layer_norm_weight.data.copy_(norm.weight)
-    y, expected = layer(mine), (plain if normed else whole)(other)
+    y = layer(mine)
+    expected = (plain if normed else whole)(other)
     (expected * drawn(*expected.shape, seed=4)).sum().backward()
 
     def own(t: Tensor, *, output: bool) -> Tensor:
@@ -173,12 +182,14 @@ def marks_on_the_meta_device() -> list[bool]:
 def without() -> Iterator[None]:
     """Engines built inside have Megatron's local layers and torch's AdamW."""
     before = megatron_optimizer.Adam
-    megatron_model.HAVE_TE, megatron_optimizer.USING_PYTORCH_OPTIMIZER = False, True
+    megatron_model.HAVE_TE = False
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     megatron_optimizer.Adam = torch.optim.AdamW
     try:
         yield
     finally:
-        megatron_model.HAVE_TE, megatron_optimizer.USING_PYTORCH_OPTIMIZER = True, False
+        megatron_model.HAVE_TE = True
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         megatron_optimizer.Adam = before
 
 
@@ -213,7 +224,8 @@ def engine_gaps(world: World, case: Case, dtype: str) -> dict[str, Any]:
 
 def main() -> int:
     """Measure everything."""
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=600), folder)

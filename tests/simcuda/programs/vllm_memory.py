@@ -80,7 +80,8 @@ def measure(name: str, size: int) -> dict[str, Any]:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     found: dict[str, Any] = {"case": f"{name}:{size}"}
-    ledger, shape = Ledger(), SHAPES[name]
+    ledger = Ledger()
+    shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         write_config(shape, Path(folder))
         config = config_of(Path(folder), size)

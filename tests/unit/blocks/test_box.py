@@ -108,7 +108,8 @@ def test_quarters_of_a_matrix_merge_to_the_whole():
 
 def test_slices_find_a_box_inside_a_shard():
     full = np.arange(24).reshape(4, 6)
-    shard, part = Box(((2, 4), (0, 6))), Box(((3, 4), (2, 5)))
+    shard = Box(((2, 4), (0, 6)))
+    part = Box(((3, 4), (2, 5)))
 
     local = full[shard.slices()]
 

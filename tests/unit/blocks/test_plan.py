@@ -46,7 +46,8 @@ def test_random_plan_is_right_element_by_element(problem, nodes):
     verify(plan, have, need, node_of=nodes)
     held = {rank: elements(parts) for rank, parts in have.items()}
     for rank, parts in need.items():
-        kept, wanted = elements(plan.kept[rank]), elements(parts)
+        kept = elements(plan.kept[rank])
+        wanted = elements(parts)
         assert kept == wanted & held.get(rank, frozenset())
         assert (
             elements([edge.box for edge in edges_of(plan) if edge.destination == rank])
@@ -153,7 +154,8 @@ def test_generation_shards_are_gathered_within_micro_dp_groups_only(size):
         verify(plan, have, need, node_of=lambda rank, layout=layout: layout.coordinate(rank).dp)
         for edge in edges_of(plan):
             assert edge.source in layout.axis_group(edge.destination, "micro_dp")
-        d_g, moved = layout.num_generation_replicas, num_elements(plan)
+        d_g = layout.num_generation_replicas
+        moved = num_elements(plan)
         assert moved * layout.tp_size == (d_g - 1) * 16 * 3 * layout.size
         assert all(have[r][0].contains(part) for r in layout.ranks for part in plan.kept[r])
 
@@ -204,14 +206,16 @@ def test_replicas_send_a_shard_each_when_many_ranks_need_it():
 
 
 def test_scalar_and_empty_boxes_are_planned():
-    scalar, empty = Box(()), Box(((2, 2), (0, 4)))
+    scalar = Box(())
+    empty = Box(((2, 2), (0, 4)))
 
     assert edges_of(redistribute({0: [scalar]}, {1: [scalar]})) == (Edge(0, 1, scalar),)
     assert edges_of(redistribute({0: [empty]}, {1: [empty]})) == ()
 
 
 def test_element_that_nobody_holds_is_refused_with_rank_and_box():
-    have, need = {0: [Box(((0, 4),))]}, {1: [Box(((2, 7),))]}
+    have = {0: [Box(((0, 4),))]}
+    need = {1: [Box(((2, 7),))]}
 
     with pytest.raises(PlanError, match=r"rank 1: got box \(\(4, 7\),\) \(3 elements\)"):
         redistribute(have, need)

@@ -60,10 +60,12 @@ def row_mutations(edges: RowEdges) -> Iterator[tuple[str, RowEdges]]:
 
 def swaps(edges: RowEdges, one: int, two: int) -> Iterator[tuple[str, RowEdges]]:
     """Two edges change places, ends or rows; the result is sorted again too."""
-    first, second = edges[one], edges[two]
+    first = edges[one]
+    second = edges[two]
     yield "swap two edges", with_edge(with_edge(edges, one, second), two, first)
     for fact in ("source", "destination", "ids"):
-        mine, theirs = getattr(first, fact), getattr(second, fact)
+        mine = getattr(first, fact)
+        theirs = getattr(second, fact)
         if np.array_equal(mine, theirs):
             continue
         swapped = with_edge(edges, one, changed(first, **{fact: theirs}))
@@ -92,10 +94,12 @@ def box_mutations(plan: Plan) -> Iterator[tuple[str, Edges]]:
             more = dataclasses.replace(edge, box=Box(tuple(grown)))
             yield "grow a box", _plan(plan, with_edge(edges, place, more))
     for one, two in combinations(range(len(edges)), 2):
-        first, second = edges[one], edges[two]
+        first = edges[one]
+        second = edges[two]
         yield "swap two edges", _plan(plan, with_edge(with_edge(edges, one, second), two, first))
         for fact in ("source", "destination", "box"):
-            mine, theirs = getattr(first, fact), getattr(second, fact)
+            mine = getattr(first, fact)
+            theirs = getattr(second, fact)
             if mine != theirs:
                 swapped = with_edge(edges, one, dataclasses.replace(first, **{fact: theirs}))
                 swapped = with_edge(swapped, two, dataclasses.replace(second, **{fact: mine}))
@@ -162,7 +166,8 @@ def test_every_mutation_of_a_random_box_plan_is_refused(problem, data):
 
 
 def test_right_plan_of_other_senders_is_refused_because_ranks_would_disagree():
-    have, need = arrays({0: [1], 1: [1]}), arrays({4: [1], 5: [1]})
+    have = arrays({0: [1], 1: [1]})
+    need = arrays({4: [1], 5: [1]})
     crossed = [RowEdge(0, 5, have[0]), RowEdge(1, 4, have[1])]
 
     with pytest.raises(PlanError, match="got another edge 0 of 2 than every rank derives"):
@@ -170,7 +175,8 @@ def test_right_plan_of_other_senders_is_refused_because_ranks_would_disagree():
 
 
 def test_plan_made_without_nodes_is_refused_where_nodes_matter():
-    have, need = arrays({0: [1], 1: [1]}), arrays({2: [1]})
+    have = arrays({0: [1], 1: [1]})
+    need = arrays({2: [1]})
 
     with pytest.raises(PlanError, match="another edge"):
         verify_rows(redistribute_rows(have, need), have, need, node_of=lambda r: (r + 1) // 2)
@@ -191,14 +197,17 @@ def test_plan_made_without_nodes_is_refused_where_nodes_matter():
     ],
 )
 def test_refusal_names_the_exact_fault(edges, message):
-    have, need = arrays({0: range(6), 1: [3], 2: [4]}), arrays({2: [1, 2, 3, 4]})
+    have = arrays({0: range(6), 1: [3], 2: [4]})
+    need = arrays({2: [1, 2, 3, 4]})
     plan = [RowEdge(source, to, np.array(ids, dtype=np.int64)) for source, to, ids in edges]
 
     with pytest.raises(PlanError, match=message):
         verify_rows(plan, have, need)
 
 
-TOP, BOTTOM, WHOLE = Box(((0, 2), (0, 3))), Box(((2, 4), (0, 3))), Box(((0, 4), (0, 3)))
+TOP = Box(((0, 2), (0, 3)))
+BOTTOM = Box(((2, 4), (0, 3)))
+WHOLE = Box(((0, 4), (0, 3)))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +239,8 @@ def test_refusal_of_boxes_names_the_exact_fault(edges, kept, message):
 
 
 def test_box_that_is_sent_though_it_is_there_is_refused():
-    have, need = {0: [WHOLE], 2: [TOP]}, {2: [WHOLE]}
+    have = {0: [WHOLE], 2: [TOP]}
+    need = {2: [WHOLE]}
 
     with pytest.raises(PlanError, match="rank 2: box sent that is already there: got "):
         verify(Edges((Edge(0, 2, WHOLE),), {2: ()}), have, need)
@@ -245,7 +255,8 @@ def test_box_that_is_sent_though_it_is_there_is_refused():
     ],
 )
 def test_kept_boxes_that_are_not_what_stays_are_refused(kept, message):
-    have, need = {0: [WHOLE], 2: [TOP]}, {2: [WHOLE]}
+    have = {0: [WHOLE], 2: [TOP]}
+    need = {2: [WHOLE]}
 
     with pytest.raises(PlanError, match=message):
         verify(Edges((Edge(0, 2, BOTTOM),), kept), have, need)

@@ -64,7 +64,8 @@ def test_every_protocol_pair_is_planned_right_in_every_world_of_up_to_8(num_prod
 def test_every_protocol_pair_on_the_same_ranks_is_proven(size):
     for num_rows in row_counts(size, size):
         for have, need in pairs(size, size, 0, num_rows):
-            held, needed = arrays(have), arrays(need)
+            held = arrays(have)
+            needed = arrays(need)
             verify_rows(redistribute_rows(held, needed), held, needed)
 
 

@@ -45,7 +45,8 @@ def problems(draw, max_rank=63, num_ids=40):
 
 
 def test_design_example_sends_every_destination_its_rows_from_one_peer_each():
-    actor, critic = Layout((0, 1, 2, 3), tp_size=2, dp_size=2), Layout.data_parallel((4, 5, 6, 7))
+    actor = Layout((0, 1, 2, 3), tp_size=2, dp_size=2)
+    critic = Layout.data_parallel((4, 5, 6, 7))
     have = arrays(protocol("3D_PROTO").holds(actor, 64))
     need = arrays(protocol("DP_PROTO").distribute(critic, 64))
 
@@ -100,7 +101,8 @@ def test_row_that_nobody_holds_is_refused_with_rank_and_id():
 
 @pytest.mark.parametrize("side", ["have", "need"])
 def test_row_named_twice_is_refused_with_rank_and_id(side):
-    good, twice = arrays({0: [7, 8]}), arrays({3: [8, 7, 8]})
+    good = arrays({0: [7, 8]})
+    twice = arrays({3: [8, 7, 8]})
 
     with pytest.raises(RowError, match="rows of rank 3: got id 8 more than once among 3"):
         redistribute_rows(*((twice, good) if side == "have" else (good, twice)))
@@ -182,7 +184,8 @@ def test_plan_for_1024_ranks_and_100_000_rows_takes_about_a_second(producer, con
 
 
 def test_plan_of_later_ids_is_the_plan_of_the_step_before_with_later_ids():
-    have, need = {0: [3, 5, 4], 1: [4, 9]}, {2: [9, 4], 3: [3, 4, 5]}
+    have = {0: [3, 5, 4], 1: [4, 9]}
+    need = {2: [9, 4], 3: [3, 4, 5]}
     first = plain(redistribute_rows(arrays(have), arrays(need), node_of=node_of_4))
 
     for later in (0, 17, 2**61):
@@ -210,7 +213,8 @@ def after(have, edges):
 
 
 def test_replica_gets_rows_once_and_its_ranks_exchange_them():
-    have, need = arrays({0: range(4)}), arrays({1: range(4), 2: range(4)})
+    have = arrays({0: range(4)})
+    need = arrays({1: range(4), 2: range(4)})
 
     first, second = plan_rounds(have, need)
 

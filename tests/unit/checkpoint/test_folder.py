@@ -81,7 +81,8 @@ def test_a_live_run_may_seal_while_its_latest_checkpoint_is_looked_for(
     tmp_path, monkeypatch, looks
 ):
     save(tmp_path, 1)
-    look, left = getattr(run_dir, looks), [2]
+    look = getattr(run_dir, looks)
+    left = [2]
 
     def seal_behind(folder: Path) -> Any:
         found = look(folder)

@@ -18,7 +18,8 @@ def model(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Path
 
 
 def test_the_same_content_under_another_path_is_the_same_model(tmp_path: Path) -> None:
-    one, other = model(tmp_path / "one"), model(tmp_path / "other")
+    one = model(tmp_path / "one")
+    other = model(tmp_path / "other")
     (other / "README.md").write_text("moved")
 
     assert model_hash(one) == model_hash(other)

@@ -111,7 +111,8 @@ def test_a_disk_that_fails_while_a_rank_writes_keeps_what_is_sealed(tmp_path, ha
 
 
 def test_host_copies_keep_their_values_while_the_live_ones_change_and_their_memory():
-    live, box = torch.arange(12.0).reshape(3, 4)[:, 1:3], Box(((0, 3), (1, 3)))
+    live = torch.arange(12.0).reshape(3, 4)[:, 1:3]
+    box = Box(((0, 3), (1, 3)))
     copies = HostCopies()
 
     first = copies.take([("w", live, box)])

@@ -66,7 +66,8 @@ def test_any_number_of_processes_write_the_same_tensors_each_once(
 ) -> None:
     monkeypatch.setattr(tensors, "_MAX_BOX_BYTES", 100)
     monkeypatch.setitem(plan_files.__kwdefaults__ or {}, "least_bytes", 1)
-    plain, to = save(tmp_path, cuts), tmp_path / "to"
+    plain = save(tmp_path, cuts)
+    to = tmp_path / "to"
     names = [f"rank-{rank}.safetensors" for rank in range(len(cuts))]
 
     for place in range(count):

@@ -63,7 +63,8 @@ def see_all(folders: object) -> dict[str, list[int]]:
 def test_model_whose_link_moves_between_two_shards_is_read_from_one_checkpoint(
     tmp_path: Path,
 ) -> None:
-    writer, seen = tmp_path / "writer", dict[str, float]()
+    writer = tmp_path / "writer"
+    seen = dict[str, float]()
     save_step(writer, 1)
 
     def main(flow: Flow, cfg: Any) -> None:
@@ -79,7 +80,8 @@ def test_model_whose_link_moves_between_two_shards_is_read_from_one_checkpoint(
 
 
 def test_checkpoint_that_a_run_reads_is_removed_only_after_that_run(tmp_path: Path) -> None:
-    writer, during = tmp_path / "writer", list[list[str]]()
+    writer = tmp_path / "writer"
+    during = list[list[str]]()
     save_step(writer, 1)
 
     def main(flow: Flow, cfg: Any) -> None:
@@ -97,7 +99,8 @@ def test_checkpoint_that_a_run_reads_is_removed_only_after_that_run(tmp_path: Pa
 def test_every_setting_that_gives_the_link_gets_the_same_folder_and_the_run_says_which(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer, found = tmp_path / "writer", list[str]()
+    writer = tmp_path / "writer"
+    found = list[str]()
     save_step(writer, 1)
     link = writer / "export" / "actor"
 
@@ -120,7 +123,8 @@ def begin_and_go_on(
 
     given: the model path of both, in the folder of the run that writes the models.
     """
-    writer, found = tmp_path / "writer", list[str]()
+    writer = tmp_path / "writer"
+    found = list[str]()
     save_step(writer, 1, keep=2)
 
     def main(flow: Flow, cfg: Any) -> None:

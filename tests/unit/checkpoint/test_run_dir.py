@@ -98,7 +98,8 @@ def test_differences_name_keys_of_one_side_only():
 
 
 def test_settings_as_the_loader_writes_them_can_be_compared():
-    old, new = RunConfig(), RunConfig(seed=3, trackers=["wandb"])
+    old = RunConfig()
+    new = RunConfig(seed=3, trackers=["wandb"])
 
     assert differences(to_yaml(old), to_yaml(old)) == []
     assert differences(to_yaml(old), to_yaml(new)) == ["seed: 0 -> 3", "trackers: [] -> ['wandb']"]

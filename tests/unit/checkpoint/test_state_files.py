@@ -48,7 +48,8 @@ bound = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda x: (min(x), m
 @given(st.lists(st.integers(0, 10), max_size=3), st.lists(bound, min_size=2, max_size=2))
 def test_any_box_is_read_from_any_layout(tmp_path_factory, cuts, wanted):
     folder = seal(tmp_path_factory.mktemp("run"), cuts)
-    files, box = StateFiles(folder, place=1, count=2), Box(tuple(wanted))
+    files = StateFiles(folder, place=1, count=2)
+    box = Box(tuple(wanted))
 
     for name, whole in WHOLE.items():
         assert torch.equal(files.read(name, box), whole[box.slices()])

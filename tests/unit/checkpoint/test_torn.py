@@ -22,7 +22,9 @@ from spmdflow.checkpoint.tensors import write_state
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import CheckpointError
 
-SEED, NUM_CASES, NUM_ALWAYS = 20261123, 500, 40
+SEED = 20261123
+NUM_CASES = 500
+NUM_ALWAYS = 40
 STEPS = (5, 10, 15, 20)
 Content = dict[str, bytes]
 """Bytes by name relative to checkpoints/."""
@@ -31,7 +33,8 @@ Content = dict[str, bytes]
 def save(run_dir: Path, step: int, *, keep: int = 9) -> None:
     """A checkpoint of two roles on two ranks: boxes with moments, an export, a file of a worker."""
     checkpoints = Checkpoints(run_dir, keep=keep)
-    folder, written = checkpoints.begin(step), []
+    folder = checkpoints.begin(step)
+    written = []
     generator = torch.Generator().manual_seed(step)
     for rank in range(2):
         for role in ("actor", "critic"):
@@ -86,7 +89,8 @@ def swap(path: Path, draw: random.Random) -> None:
     """With another file of the same checkpoint."""
     folder = next(parent for parent in path.parents if parent.name.startswith("step-"))
     other = draw.choice([each for each in sorted(folder.rglob("*")) if each.is_file()])
-    first, second = path.read_bytes(), other.read_bytes()
+    first = path.read_bytes()
+    second = other.read_bytes()
     path.write_bytes(second)
     other.write_bytes(first)
 
@@ -128,7 +132,8 @@ def damage(folder: Path, draw: random.Random) -> str:
     said = []
     for step in STEPS[: -1 - draw.choice((1, 1, 1, 2, 3)) : -1]:
         files = [path for path in sorted((folder / f"step-{step}").rglob("*")) if path.is_file()]
-        path, how = draw.choice(files), draw.choice(DAMAGES)
+        path = draw.choice(files)
+        how = draw.choice(DAMAGES)
         how(path, draw)
         said.append(f"{how.__name__} {path.relative_to(folder)}")
     if draw.random() < 0.15:
@@ -162,7 +167,8 @@ def verify(info: CheckpointInfo) -> None:
 def test_the_last_whole_checkpoint_is_used_by_name(
     case: int, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_dir, draw = tmp_path / "run", random.Random(f"{SEED}-{case}")
+    run_dir = tmp_path / "run"
+    draw = random.Random(f"{SEED}-{case}")
     shutil.copytree(whole, run_dir, symlinks=True)
     folder = run_dir / "checkpoints"
     then = content_of(folder)

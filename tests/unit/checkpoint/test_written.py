@@ -16,7 +16,8 @@ from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.errors import CheckpointError
 from tests.unit.checkpoint_files import verify_checkpoint, write_as_rank
 
-ACTOR, CRITIC = {"actor/rank-0": b"actor"}, {"critic/rank-0": b"the critic's weights"}
+ACTOR = {"actor/rank-0": b"actor"}
+CRITIC = {"critic/rank-0": b"the critic's weights"}
 
 
 def seal_two_nodes(run_dir: Path, step: int, critic_dir: Path) -> None:

@@ -158,7 +158,8 @@ def test_folder_on_a_shared_file_system_is_told_from_a_local_one(
     mounts = "1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {} rw,x shared:1 - nfs4 host:/x rw\n"
     monkeypatch.setattr(node, "_text", lambda path: mounts.format(tmp_path))
 
-    shared, local = node.check_run_dir(tmp_path)[-1], node.check_run_dir(tmp_path.parent)[-1]
+    shared = node.check_run_dir(tmp_path)[-1]
+    local = node.check_run_dir(tmp_path.parent)[-1]
 
     assert shared.found == "nfs4, which nodes can share"
     assert local.found == "ext4, which looks node-local"

@@ -22,7 +22,8 @@ class Cluster:
     """A folder of commands, and RUN_DIR."""
 
     def __init__(self, folder: Path, how: int) -> None:
-        self.run_dir, self._commands = folder / "run", folder / "bin"
+        self.run_dir = folder / "run"
+        self._commands = folder / "bin"
         self.run_dir.mkdir()
         self._commands.mkdir()
         finish = f"touch {self.run_dir / 'finished'}\n"

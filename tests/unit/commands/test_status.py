@@ -49,7 +49,8 @@ def test_live_run_is_told_with_its_step_calls_ranks_and_lines(tmp_path: Path) ->
 
 
 def test_panel_has_the_steps_the_call_that_runs_and_those_that_are_done(tmp_path: Path) -> None:
-    state, took = _stalled(tmp_path), {"time/step_seconds": 60.0}
+    state = _stalled(tmp_path)
+    took = {"time/step_seconds": 60.0}
     lines = [json.dumps({"step": step} | took) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "config.yaml").write_text("total_steps: 7\n")

@@ -50,7 +50,8 @@ def test_file_of_ones_own_lies_over_the_scripts_own_file() -> None:
 
 
 def differences(before: str, after: str) -> Iterator[tuple[str, str]]:
-    old, new = flat(yaml.safe_load(before)), flat(yaml.safe_load(after))
+    old = flat(yaml.safe_load(before))
+    new = flat(yaml.safe_load(after))
     for key in old | new:
         if old.get(key) != new.get(key):
             yield key, str(new.get(key))

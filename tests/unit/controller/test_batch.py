@@ -21,7 +21,8 @@ def test_join_matches_rows_by_id_and_keeps_the_order_of_the_left_side(
 ) -> None:
     turned = batch.select([5, 3, 1, 0, 2, 4])
 
-    left, right = turned | toy.add(batch), toy.add(batch) | turned
+    left = turned | toy.add(batch)
+    right = toy.add(batch) | turned
 
     assert left.ids.tolist() == turned.ids.tolist()
     assert right.ids.tolist() == batch.ids.tolist()

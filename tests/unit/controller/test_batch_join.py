@@ -69,7 +69,8 @@ def test_batches_with_different_columns_are_refused_by_name(batch: Batch, toy: W
 def test_rows_of_another_batch_join_by_place_under_its_ids(
     prompts: PromptStream, toy: WorkerGroup
 ) -> None:
-    batch, others = draw(prompts, toy), draw(prompts, toy)
+    batch = draw(prompts, toy)
+    others = draw(prompts, toy)
 
     joined = batch | toy.add(others[::-1]).aligned_with(batch)
 

@@ -12,7 +12,7 @@ import torch
 from spmdflow.config.load import load
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.caller import Draws
+from spmdflow.controller.draw_count import DrawCounts
 from spmdflow.data.ragged import rows_of
 from spmdflow.datasets.tokenizer import load_tokenizer, response_texts
 from spmdflow.errors import ConfigError, ProtocolError, SpmdflowError
@@ -45,7 +45,7 @@ def spawned(rank: Rank, **rollout: Any) -> tuple[Any, Batch]:
 
 def redrawn(rank: Rank, actor: Any, batch: Batch, **arguments: Any) -> dict[str, list[list[Any]]]:
     """The columns of a first generation of the step."""
-    rank.flow.caller._draws = Draws()
+    rank.flow.caller._draws = DrawCounts()
     values = actor.generate_sequences(batch, **arguments).fetch("responses", "rollout_log_probs")
     return {name: [row.tolist() for row in rows_of(column)] for name, column in values.items()}
 
@@ -90,7 +90,8 @@ def test_response_ends_with_the_token_that_completes_a_stop_string(
 
     ended = redrawn(rank, actor, batch, stop=stop)
 
-    tokenizer, num_ended = load_tokenizer(str(TASK / "model")), 0
+    tokenizer = load_tokenizer(str(TASK / "model"))
+    num_ended = 0
     for row, (tokens, prompt) in enumerate(zip(free["responses"], prompts, strict=True)):
         texts = [response_texts(tokenizer, [prompt], [tokens[:n]])[0] for n in range(len(tokens))]
         texts.append(response_texts(tokenizer, [prompt], [tokens])[0])

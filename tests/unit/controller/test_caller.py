@@ -206,7 +206,8 @@ def test_frame_is_freed_with_the_next_command_after_its_last_batch_is_dropped(
     rank: Rank, toy: WorkerGroup, batch: Batch
 ) -> None:
     before = rank.num_results
-    kept, dropped = toy.add(batch), toy.add(batch)
+    kept = toy.add(batch)
+    dropped = toy.add(batch)
     part = kept[2:3]
     assert rank.num_results == before + 2
 
@@ -351,7 +352,8 @@ def test_evaluation_that_is_refused_and_caught_leaves_later_metrics_those_of_tra
 ) -> None:
     with rank_of_one(tmp_path, eval_path=str(TASK / "eval.jsonl")) as rank:
         flow = rank.flow
-        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        toy = flow.spawn(Toy, ToyConfig())
+        prompts = flow.prompts(rank.config.data)
         for step in flow.steps(1):
             with pytest.raises(ProtocolError, match="^flow.evaluate: got WorkerGroup"):
                 flow.evaluate(toy)

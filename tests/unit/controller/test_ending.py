@@ -23,7 +23,8 @@ class Clock:
 
 def test_run_ends_while_another_step_and_its_save_still_fit(monkeypatch):
     clock = Clock(monkeypatch)
-    run, age = Ending(3600.0, age=60.0), 60.0
+    run = Ending(3600.0, age=60.0)
+    age = 60.0
     run.save_seconds = 40.0
     while not run.is_due():
         clock.step(run, 100.0)

@@ -32,8 +32,10 @@ class Learner(Toy):
 
 def run(rank: Rank, num_steps: int) -> list[tuple[Batch, dict[str, float]]]:
     """Steps with an update of rows whose sum is reported; x is the step's number."""
-    flow, Learner.num_updates = rank.flow, 0
-    toy, prompts = flow.spawn(Learner, ToyConfig()), flow.prompts(rank.config.data)
+    flow = rank.flow
+    Learner.num_updates = 0
+    toy = flow.spawn(Learner, ToyConfig())
+    prompts = flow.prompts(rank.config.data)
     found = []
     for step in flow.steps(num_steps):
         batch = draw(prompts, toy)
@@ -108,7 +110,8 @@ def test_rank_whose_memory_keeps_growing_is_told(tmp_path: Path) -> None:
     """Base: the largest of the first five steps, about 0.4 GB of this process and 5 leaks."""
     leaked = []
     with rank_of_one(tmp_path, guards=["perf/host_growth > 1.1: stop"]) as rank:
-        toy, prompts = rank.flow.spawn(Toy, ToyConfig()), rank.flow.prompts(rank.config.data)
+        toy = rank.flow.spawn(Toy, ToyConfig())
+        prompts = rank.flow.prompts(rank.config.data)
         with pytest.raises(GuardError, match="got perf/host_growth 1.* the rank is perf/host_rank"):
             for _ in rank.flow.steps(40):
                 leaked.append(b"x" * (32 << 20))
@@ -119,6 +122,7 @@ def test_rank_whose_memory_keeps_growing_is_told(tmp_path: Path) -> None:
 
 def test_memory_that_stays_is_not_told(tmp_path: Path) -> None:
     with rank_of_one(tmp_path, guards=["perf/host_growth > 1.1: stop"]) as rank:
-        toy, prompts = rank.flow.spawn(Toy, ToyConfig()), rank.flow.prompts(rank.config.data)
+        toy = rank.flow.spawn(Toy, ToyConfig())
+        prompts = rank.flow.prompts(rank.config.data)
         for _ in rank.flow.steps(40):
             draw(prompts, toy)

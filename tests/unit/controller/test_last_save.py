@@ -50,7 +50,8 @@ def saved(run_dir: Path) -> list[str]:
 def run(rank: Rank, body: Callable[[Flow, Any, int], bool | None], worker: type[Toy]) -> None:
     """What `spmdflow.run` does with a script of three steps. body: True leaves the loop."""
     flow = rank.flow
-    toy, prompts = flow.spawn(worker, ToyConfig()), flow.prompts(rank.config.data)
+    toy = flow.spawn(worker, ToyConfig())
+    prompts = flow.prompts(rank.config.data)
     with flow._saving.finishing():
         for step in flow.steps(3):
             batch = draw(prompts, toy)
@@ -88,7 +89,8 @@ def test_last_step_of_a_worker_with_a_state_of_its_own_is_saved(tmp_path: Path) 
 def test_evaluation_before_the_first_step_is_not_saved(tmp_path: Path) -> None:
     with rank_of_one(tmp_path, eval_path=str(TASK / "eval.jsonl"), eval_prompts="4") as rank:
         flow = rank.flow
-        counter, prompts = flow.spawn(Counter, ToyConfig()), flow.prompts(rank.config.data)
+        counter = flow.spawn(Counter, ToyConfig())
+        prompts = flow.prompts(rank.config.data)
         flow.evaluate(counter)
         with flow._saving.finishing():
             for _ in flow.steps(1):

@@ -21,7 +21,8 @@ ITEMS = np.array([3, 0, 2, 4])
 class Orders:
     """A transport that keeps the orders for the test to answer."""
 
-    world_size, stop_requested = 4, False
+    world_size = 4
+    stop_requested = False
 
     def __init__(self) -> None:
         self.open: list[Order] = []

@@ -43,8 +43,10 @@ class Writer(Toy):
 
     def __init__(self, cfg: Any, context: Any) -> None:
         super().__init__(cfg, context)
-        self.buffer, self.calls = torch.zeros(ROWS), 0
-        self.flat, self.weight = torch.zeros(2 * ROWS), torch.nn.Parameter(torch.zeros(ROWS))
+        self.buffer = torch.zeros(ROWS)
+        self.calls = 0
+        self.flat = torch.zeros(2 * ROWS)
+        self.weight = torch.nn.Parameter(torch.zeros(ROWS))
 
     @register(transfer_mode="3D_PROTO", reads=("number", "ragged"), writes=("done",))
     def write(self, batch: TensorDict, *, how: str) -> TensorDict:
@@ -55,7 +57,8 @@ class Writer(Toy):
     @register(transfer_mode="3D_PROTO", reads=("number", "text"), writes=("done",))
     def work_on_copies(self, batch: TensorDict) -> TensorDict:
         """Changes a clone, and the list of texts that it was given."""
-        numbers, texts = batch["number"].clone(), batch["text"]
+        numbers = batch["number"].clone()
+        texts = batch["text"]
         numbers -= 100
         texts[0] = "changed"
         return TensorDict({"done": numbers}, batch_size=batch.batch_size)
@@ -124,7 +127,8 @@ def test_method_may_change_clones_and_lists_of_texts(rank: Rank) -> None:
 def test_returned_buffers_parameters_and_inputs_keep_the_values_of_their_call(rank: Rank) -> None:
     writer, batch = started(rank)
 
-    first, second = writer.return_own(batch), writer.return_own(batch)
+    first = writer.return_own(batch)
+    second = writer.return_own(batch)
 
     for made, value in ((first, 1.0), (second, 2.0)):
         found = made.fetch("own", "tail", "kept", "same")

@@ -65,7 +65,8 @@ def test_checkpoint_has_the_state_of_its_step_though_it_is_written_during_the_ne
         flow = rank.flow
         disk = SlowDisk(rank.state.operations())
         flow.caller.transport = disk
-        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        toy = flow.spawn(Toy, ToyConfig())
+        prompts = flow.prompts(rank.config.data)
         scores = flow.keep(scores=Scores())
 
         for step in flow.steps(2):
@@ -84,7 +85,8 @@ def saved_run(run_dir: Path, names: Sequence[str]) -> CheckpointInfo:
     """The checkpoint of a run of one step whose script keeps things of these names."""
     with rank_of_one(run_dir) as rank:
         flow = rank.flow
-        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        toy = flow.spawn(Toy, ToyConfig())
+        prompts = flow.prompts(rank.config.data)
         for name in names:
             flow.keep(**{name: Scores()}).history.append(7.0)
         for _ in flow.steps(1):
@@ -123,7 +125,8 @@ def test_resume_says_that_a_thing_which_is_new_in_the_script_starts_as_it_was_ma
         flow._saving.resumed_from = checkpoint
         flow.spawn(Toy, ToyConfig())
         flow.prompts(rank.config.data)
-        old, new = flow.keep(scores=Scores()), flow.keep(curriculum=Scores())
+        old = flow.keep(scores=Scores())
+        new = flow.keep(curriculum=Scores())
         with caplog.at_level(logging.WARNING):
             next(flow.steps(2))
 
@@ -134,7 +137,8 @@ def test_resume_says_that_a_thing_which_is_new_in_the_script_starts_as_it_was_ma
 def test_seconds_of_a_save_are_known_once_its_checkpoint_is_sealed(tmp_path: Path) -> None:
     with rank_of_one(tmp_path) as rank:
         flow = rank.flow
-        toy, prompts = flow.spawn(Toy, ToyConfig()), flow.prompts(rank.config.data)
+        toy = flow.spawn(Toy, ToyConfig())
+        prompts = flow.prompts(rank.config.data)
         for _ in flow.steps(1):
             draw(prompts, toy)
             flow.save(every=1)

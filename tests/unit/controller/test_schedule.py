@@ -166,7 +166,8 @@ def test_rows_stay_where_they_are_unless_a_share_has_over_five_percent_too_many_
 
 
 def test_update_of_one_long_row_and_many_short_ones_shares_out_tokens_unless_told_otherwise():
-    lengths, holder = np.array([70, 10, 10, 10, 10, 10, 10, 10]), np.repeat([0, 1], 4)
+    lengths = np.array([70, 10, 10, 10, 10, 10, 10, 10])
+    holder = np.repeat([0, 1], 4)
 
     for balanced, expected in ((True, [70, 70]), (False, [100, 40])):
         cfg = UpdateConfig(mini_batch_size=8, shuffle=False, balance_tokens=balanced)

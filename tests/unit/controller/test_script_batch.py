@@ -42,9 +42,12 @@ def add_a_token(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
 @map_function(reads=("one", "other", "mask"), writes=("sum", "product", "chosen", "masked"))
 def combine(batch: TensorDict, *, reduce: Any, report: Any) -> TensorDict:
     """Ragged columns of equal lengths, as if they were dense."""
-    one, other, mask = batch["one"], batch["other"], batch["mask"]
+    one = batch["one"]
+    other = batch["other"]
+    mask = batch["mask"]
     made = TensorDict({"sum": one + other, "product": one * other}, batch_size=batch.batch_size)
-    made["chosen"], made["masked"] = torch.where(mask, one, -other), one.masked_fill(mask, 0)
+    made["chosen"] = torch.where(mask, one, -other)
+    made["masked"] = one.masked_fill(mask, 0)
     return made
 
 

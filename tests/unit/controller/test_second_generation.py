@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.controller.batch import Batch, concatenate
-from spmdflow.controller.caller import Draws
+from spmdflow.controller.draw_count import DrawCounts
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError
@@ -100,7 +100,7 @@ def test_rows_in_one_call_or_in_two_draw_the_same(rank: Rank) -> None:
     actor, drawn = spawned(rank)
     few = drawn[:64]
     draws = [responses(actor.generate_sequences(few)) for _ in range(2)]
-    rank.flow.caller._draws = Draws()
+    rank.flow.caller._draws = DrawCounts()
 
     halves = [
         concatenate([actor.generate_sequences(few[:32]), actor.generate_sequences(few[32:])])
@@ -111,7 +111,8 @@ def test_rows_in_one_call_or_in_two_draw_the_same(rank: Rank) -> None:
 
 
 def test_draws_are_counted_by_row_phase_and_step() -> None:
-    draws, ids = Draws(), np.array([7, 3, 5])
+    draws = DrawCounts()
+    ids = np.array([7, 3, 5])
 
     assert draws.take(1, "train", ids).tolist() == [0, 0, 0]
     assert draws.take(1, "train", ids[:2]).tolist() == [1, 1]

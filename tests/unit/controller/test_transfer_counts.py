@@ -78,7 +78,8 @@ def test_transfer_released_while_the_script_takes_the_outstanding_ones_is_waited
     waited_for: list[list[str]] = []
 
     def program(scheduler: Scheduler) -> None:
-        orders, taken = PostedOrders(), []
+        orders = PostedOrders()
+        taken = []
         transfers = transfers_in_turns(scheduler, orders)
         transfers.need(frame_of([]), ["x"], {1: ROWS})
 

@@ -16,7 +16,8 @@ from spmdflow.models.policy import ActorWorker
 from spmdflow.rollout.llama import LlamaForward
 from tests.unit.toy_flow import TASK, Rank, numbers
 
-MOST, COLUMNS = 7, ("responses", "response_mask", "rollout_log_probs")
+MOST = 7
+COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 
 
 @map_function(reads=("prompts", "responses"), writes=("tool_text", "num_tokens"))
@@ -68,7 +69,8 @@ def test_response_that_goes_on_has_the_first_turn_what_was_said_and_what_is_samp
     joined = zip(*(rows(whole, name) for name in COLUMNS), strict=True)
     plus = load_tokenizer(str(TASK / "model")).convert_tokens_to_ids("+")
     for (tokens, mask, log_probs, text), (more, more_mask, more_log_probs) in zip(turns, joined):
-        start, end = len(tokens), len(tokens) + len(text)
+        start = len(tokens)
+        end = len(tokens) + len(text)
         assert more[:start] == tokens and more_log_probs[:start] == log_probs
         assert more[start] == plus and len(more) - end in (1, 2)
         assert more_mask == [*mask, *[False] * len(text), *[True] * (len(more) - end)]
@@ -91,7 +93,8 @@ def test_third_turn_computes_what_the_second_has_not(
 ) -> None:
     second = actor.generate_sequences(first, max_new_tokens=1)
     heard = second | second.map(say)
-    before, said = rows(second, "responses"), numbers(heard, "tool_text")
+    before = rows(second, "responses")
+    said = numbers(heard, "tool_text")
     computed: list[int] = []
     extend = LlamaForward.extend
 
@@ -125,7 +128,8 @@ def test_rows_that_were_told_something_go_on_and_come_back_in_their_place(
 
     assert going.ids.tolist() == first.ids[::2].tolist()
     assert whole.ids.tolist() == first.ids.tolist() and whole.columns == first.columns
-    before, after = rows(first, "responses"), rows(whole, "responses")
+    before = rows(first, "responses")
+    after = rows(whole, "responses")
     assert [one == other for one, other in zip(before, after)] == [False, True] * 3
 
 

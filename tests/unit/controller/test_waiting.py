@@ -28,7 +28,8 @@ from spmdflow.objectives.kl import compute_rollout_weights
 from spmdflow.transfer.register import map_function
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 
-ROWS, LR = 8, 2e-6
+ROWS = 8
+LR = 2e-6
 
 
 @map_function(reads=("response_mask",), writes=("token_level_rewards", "ref_log_probs"))
@@ -87,9 +88,11 @@ def _ran(rank: Rank, body: Body, steps: int, settings: dict[str, Any]) -> Ran:
         update=PolicyUpdateConfig(**sizes),
         rollout=RolloutConfig(tokenizer_path=str(TASK / "model"), max_new_tokens=6),
     )
-    flow, labels = rank.flow, []
+    flow = rank.flow
+    labels = []
     actor = flow.spawn(ActorWorker, cfg, pool=flow.pool("all"))
-    prompts, found = flow.prompts(rank.config.data), []
+    prompts = flow.prompts(rank.config.data)
+    found = []
     shown = flow._show.step
     flow._show.step = lambda number, metrics: (found.append(metrics), shown(number, metrics))  # type: ignore[method-assign]
     finish = flow._finish

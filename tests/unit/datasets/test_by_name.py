@@ -223,7 +223,8 @@ def test_mixture_gives_each_row_of_its_members_once_an_epoch(mixture: dict[str, 
     report = scanned(mixture)
     stream = PromptOrder(report, prompts_per_step=16, seed=5)
     drawn = [number for _ in range(30) for number in stream.next_rows()]
-    rows, files = plain(rows_of(mixture, drawn)), report.file_of(drawn).tolist()
+    rows = plain(rows_of(mixture, drawn))
+    files = report.file_of(drawn).tolist()
 
     for place, (name, setting) in enumerate(mixture.items()):
         alone = setting.removeprefix("3 * ")

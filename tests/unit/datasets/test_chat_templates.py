@@ -186,7 +186,8 @@ def test_pair_and_label_learn_the_last_turn_alone(
     family: str, name: str, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> None:
     tokenizer = tokenizer_of(family)
-    asked, chosen = messages[:-1], messages[-1]
+    asked = messages[:-1]
+    chosen = messages[-1]
     rejected = {"role": "assistant", "content": "no"}
     row = {"prompt": asked, "chosen": [chosen], "rejected": [rejected], "tools": tools}
     labelled = {"prompt": asked, "completion": [chosen], "label": True, "tools": tools}

@@ -206,7 +206,8 @@ def test_scan_reports_good_over_long_and_unreadable_rows(tmp_path):
 
 
 def test_fingerprint_changes_with_content_and_with_the_set_of_good_rows(tmp_path):
-    path, copy = tmp_path / "p.jsonl", tmp_path / "copy.jsonl"
+    path = tmp_path / "p.jsonl"
+    copy = tmp_path / "copy.jsonl"
     path.write_text('{"prompt": "1"}\n{"prompt": "123"}\n')
     shutil.copy(path, copy)
     other = tmp_path / "other.jsonl"

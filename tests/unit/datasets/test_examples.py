@@ -57,7 +57,8 @@ def test_answer_and_its_end_are_learnt_and_the_prompt_is_not(tmp_path: Path) -> 
 
     batch = source_of(examples(path)).read_rows([0])
 
-    (ids,), (mask,) = rows_of(batch["prompts"]), rows_of(batch["loss_mask"])
+    (ids,) = rows_of(batch["prompts"])
+    (mask,) = rows_of(batch["loss_mask"])
     assert ids.tolist() == [BOS, ONE, PLUS, ONE, EQUALS, TWO, EOS]
     assert mask.tolist() == [False] * 5 + [True] * 2
     assert lengths_of(batch["responses"]).tolist() == [0]
@@ -78,7 +79,8 @@ def test_every_turn_of_the_assistant_is_learnt_and_nothing_between(tmp_path: Pat
 
     batch = source_of(cfg).read_rows([0])
 
-    ids, mask = batch["prompts"].values().tolist(), batch["loss_mask"].values().tolist()
+    ids = batch["prompts"].values().tolist()
+    mask = batch["loss_mask"].values().tolist()
     assert ids == [
         ONE,
         PLUS,

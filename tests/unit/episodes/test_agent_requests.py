@@ -27,12 +27,14 @@ RECORDED = json.loads((Path(__file__).parent / "agent_requests.json").read_text(
 
 def replay(name: str, *, may_fork: bool = False) -> tuple[list[tuple[int, str]], Recorder]:
     """(status and body of each answer, what was recorded), over one connection."""
-    tokenizer, program = text_tokenizer(), RECORDED[name]
+    tokenizer = text_tokenizer()
+    program = RECORDED[name]
     limits = Limits(
         9, max_prompt_tokens=900, max_new_tokens=2000, may_fork=may_fork, vocab_size=len(tokenizer)
     )
     recorder = Recorder(ChatTemplate(tokenizer), (tokenizer.eos_token_id,), limits)
-    endpoint, answers = Endpoint(tokenizer), []
+    endpoint = Endpoint(tokenizer)
+    answers = []
     try:
         _, told = endpoint.open(0, recorder)
         place = urlsplit(told["base_url"])

@@ -95,7 +95,9 @@ def test_each_turn_extends_the_one_before_and_renders_as_the_template_does(
     template: str | None, stops: bool
 ) -> None:
     tokenizer = tokenizer_with(template)
-    recorder, said, seen = recorder_of(tokenizer), ["guess"], [list[int]()]
+    recorder = recorder_of(tokenizer)
+    said = ["guess"]
+    seen = [list[int]()]
     for word, told in (("3", "higher"), ("5 6", "lower lower"), ("4", "digit")):
         turn = recorder.begin(chat(*said))
         recorder.num_turns -= 1
@@ -118,7 +120,8 @@ def test_each_turn_extends_the_one_before_and_renders_as_the_template_does(
 
 def test_sampled_ids_are_kept_where_their_text_has_other_ids() -> None:
     tokenizer = tokenizer_with()
-    recorder, end = recorder_of(tokenizer), tokenizer.eos_token_id
+    recorder = recorder_of(tokenizer)
+    end = tokenizer.eos_token_id
     ask = chat("guess")
     drawn = drawn_of([9, end])
     message, _, reason = recorder.finish(ask, recorder.begin(ask), drawn)
@@ -139,7 +142,8 @@ def test_template_that_changes_an_earlier_turn_is_refused_with_the_turn(
 
 def test_edited_history_is_refused_or_starts_a_segment() -> None:
     tokenizer = tokenizer_with()
-    strict, free = recorder_of(tokenizer), recorder_of(tokenizer, may_fork=True)
+    strict = recorder_of(tokenizer)
+    free = recorder_of(tokenizer, may_fork=True)
     for recorder in (strict, free):
         say(recorder, chat("guess"), "3 4")
     edited = chat("guess", "7", "lower")

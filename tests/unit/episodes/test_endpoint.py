@@ -160,7 +160,8 @@ def test_error_that_no_request_should_cause_is_logged_answered_and_named_as_the_
 def test_request_that_the_generator_does_not_take_fails_its_episode_with_the_cause(
     endpoint: Endpoint,
 ) -> None:
-    agent, neighbour = Agent(endpoint, 7), Agent(endpoint, 8)
+    agent = Agent(endpoint, 7)
+    neighbour = Agent(endpoint, 8)
     with agent.connect() as connection:
         connection.sendall(agent.request({"prompt": "a"}))
         draw = endpoint.inbox.get(timeout=WAIT_SECONDS)
@@ -231,7 +232,8 @@ def test_connection_of_an_episode_has_no_deadline_and_is_no_stranger() -> None:
 def test_episode_that_leaks_connections_is_told_so_and_shuts_no_neighbour_out(
     endpoint: Endpoint,
 ) -> None:
-    agent, neighbour = Agent(endpoint, 7), Agent(endpoint, 8)
+    agent = Agent(endpoint, 7)
+    neighbour = Agent(endpoint, 8)
     with ExitStack() as leaked:
         for _ in range(MOST_OF_EPISODE):
             connection = leaked.enter_context(agent.connect())
@@ -251,7 +253,8 @@ def test_episode_that_leaks_connections_is_told_so_and_shuts_no_neighbour_out(
 
 
 def test_connections_of_an_ended_episode_serve_the_next_one(endpoint: Endpoint) -> None:
-    first, second = Agent(endpoint, 1), Agent(endpoint, 2)
+    first = Agent(endpoint, 1)
+    second = Agent(endpoint, 2)
     with first.connect() as connection:
         connection.sendall(first.request(b"["))
         assert answer_from(connection)[0] == 400

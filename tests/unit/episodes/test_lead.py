@@ -23,14 +23,16 @@ class EndingPool:
     """Its one episode sends requests, and ends as the first one comes."""
 
     def __init__(self, endpoint: Endpoint, num_requests: int) -> None:
-        self._endpoint, self._num_requests = endpoint, num_requests
+        self._endpoint = endpoint
+        self._num_requests = num_requests
         self.clients: list[http.client.HTTPConnection] = []
         self._running = [0]
 
     def hand_out(self, enter: Callable[[int], dict[str, str]]) -> None:
         told = {} if self.clients else enter(0)
         for _ in range(self._num_requests if told else 0):
-            place, key = urlsplit(told["base_url"]), f"Bearer {told['api_key']}"
+            place = urlsplit(told["base_url"])
+            key = f"Bearer {told['api_key']}"
             client = http.client.HTTPConnection(str(place.hostname), place.port, timeout=100.0)
             body = json.dumps({"prompt": "a"})
             client.request("POST", f"{place.path}/completions", body, {"authorization": key})
@@ -40,7 +42,8 @@ class EndingPool:
         while self._running and not self._all_are_there():
             time.sleep(0.001)
         faults()
-        ended, self._running = self._running, []
+        ended = self._running
+        self._running = []
         return [Ended(number, None, "gone") for number in ended]
 
     def _all_are_there(self) -> bool:

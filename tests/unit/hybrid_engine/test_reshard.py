@@ -84,7 +84,8 @@ def test_heads_cut_through_by_few_kv_heads_are_fetched_from_the_replica(sizes, s
     world = sizes["tp_size"] * sizes.get("pp_size", 1) * sizes.get("dp_size", 1)
     layout = Layout(tuple(range(world)), **sizes)
     arch = arch_for(4, kv_heads=1, num_attention_heads=4, head_dim=4, **SMALL)
-    have, need = megatron_tables(arch, layout, vocab_multiple=64), vllm_tables(arch, layout)
+    have = megatron_tables(arch, layout, vocab_multiple=64)
+    need = vllm_tables(arch, layout)
 
     plan = _plan(have, need, scopes_of(layout, layout))
 
@@ -146,7 +147,8 @@ def test_separate_pool_gets_every_weight_and_the_load_is_spread_over_the_replica
 )
 def test_no_rank_packs_or_receives_more_than_a_bucket(bucket_bytes, layout, few):
     arch = arch_for(4, kv_heads=2 if few else 4, num_attention_heads=4, **SMALL)
-    have, need = megatron_tables(arch, layout, vocab_multiple=64), vllm_tables(arch, layout)
+    have = megatron_tables(arch, layout, vocab_multiple=64)
+    need = vllm_tables(arch, layout)
 
     plan = _plan(have, need, scopes_of(layout, layout), bucket_bytes=bucket_bytes)
     whole = _plan(have, need, scopes_of(layout, layout))
@@ -200,8 +202,12 @@ def test_ranks_planned_together_get_what_each_of_them_lacks_element_by_element(
     generation = replace(layout, ranks=(4, 5, 6, 7)) if apart else layout
     sharded = layout.shard_size > 1
     tables = row_tables if sharded else partial(megatron_tables, vocab_multiple=64)
-    have, need = tables(arch, layout), vllm_tables(arch, generation)
-    scopes, node_of = scopes_of(layout, generation), lambda rank: rank // node_size
+    have = tables(arch, layout)
+    need = vllm_tables(arch, generation)
+    scopes = scopes_of(layout, generation)
+
+    def node_of(rank: int) -> int:
+        return rank // node_size
 
     plan = _plan(have, need, scopes, bucket_bytes, node_of)
 

@@ -73,7 +73,8 @@ def fits_and_seconds(
     held = members(dataflow, moved)
     phases = pool_memory(held, dataflow, hardware)
     pool = {model.name: (model, cut) for model, cut in held}
-    fits, seconds = True, 0.0
+    fits = True
+    seconds = 0.0
     for call in dataflow.calls:
         cache = phases[call.title].get("kv_cache", 0.0)
         if call.kind == "generate" and share is not None:
@@ -95,7 +96,8 @@ def fits_and_seconds(
 def test_what_moves_fits_if_anything_does_and_nothing_that_fits_is_faster(
     gigabytes: float, rule: tuple[float | None, float | None]
 ) -> None:
-    (cache, share), hardware = rule, cramped(gigabytes)
+    cache, share = rule
+    hardware = cramped(gigabytes)
     dataflow = flow(cache)
     names = [model.name for model in dataflow.models]
 
@@ -122,11 +124,13 @@ def test_what_moves_fits_if_anything_does_and_nothing_that_fits_is_faster(
 def test_search_keeps_a_front_that_fits_and_else_finds_what_plans_of_all_strategies_do(
     gigabytes: float, names: tuple[str, ...]
 ) -> None:
-    hardware, whole = cramped(gigabytes), flow(None)
+    hardware = cramped(gigabytes)
+    whole = flow(None)
     calls = tuple(call for call in whole.calls if call.model in names)
     kept = Dataflow(tuple(map(whole.model, names)), calls)
     moving = (replace(m, engine=replace(m.engine, may_move=True)) for m in kept.models)
-    opened, block = Dataflow(tuple(moving), calls), tuple(range(len(names)))
+    opened = Dataflow(tuple(moving), calls)
+    block = tuple(range(len(names)))
 
     before, found = (
         CostTable(each, hardware, [2]).front(block, 2, alone=True) for each in (kept, opened)
@@ -168,7 +172,8 @@ def test_nothing_moves_where_all_fits_and_a_cache_is_no_larger_than_its_rows() -
 
 
 def test_weights_that_generation_shares_stay_on_the_device() -> None:
-    own, shared = flow(0.1e9), FLOW
+    own = flow(0.1e9)
+    shared = FLOW
     names = [model.name for model in FLOW.models]
     moved = {}
     for title, dataflow in (("own", own), ("shared", shared)):

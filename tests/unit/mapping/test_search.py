@@ -87,7 +87,8 @@ def test_ten_thousand_tables_cost_what_trying_everything_finds(family: Family, c
 
 def test_the_vectorised_reference_equals_the_verbatim_one() -> None:
     family = Family(3, 5, 3, 2, 6, 0.3)
-    blocks, costs = blocks_of(3), random_costs(family, 20, seed=3)
+    blocks = blocks_of(3)
+    costs = random_costs(family, 20, seed=3)
 
     quick = algorithm_1_of_many(family, costs, blocks)
 
@@ -108,7 +109,8 @@ def test_partitions_are_all_of_them_once(number: int, bell: int) -> None:
 def test_the_kept_placement_costs_what_it_says_where_the_printed_algorithm_1_does_not() -> None:
     """Printed, Algorithm 1 keeps a reference to a placement that the next allocation updates."""
     family = Family(3, 5, 3, 1, 50, 0.0)
-    blocks, wrong = blocks_of(3), 0
+    blocks = blocks_of(3)
+    wrong = 0
     for own in random_costs(family, 50, seed=4):
         table = table_of(own, blocks)
 

@@ -89,7 +89,8 @@ def test_recomputation_adds_one_forward_of_the_layers() -> None:
 
 
 def test_selective_recomputation_adds_attentions_core_alone() -> None:
-    strategy, model = Strategy(8, 1, 2, 8, 1), _model(options=("selective_recompute",))
+    strategy = Strategy(8, 1, 2, 8, 1)
+    model = _model(options=("selective_recompute",))
     plain, again = (train_seconds(m, WORK, strategy, A100) for m in (_model(), model))
     core = 4 * WORK.tokens / 2 * SHAPE.q_size * SHAPE.num_layers
     more = core * WORK.num_sequences * WORK.tokens / 16 / A100.flops("bfloat16")
@@ -97,7 +98,8 @@ def test_selective_recomputation_adds_attentions_core_alone() -> None:
 
 
 def test_overlap_leaves_what_does_not_fit_beside_the_passes_of_a_micro_batch() -> None:
-    strategy, work = Strategy(8, 1, 4, 8, 1), replace(WORK, num_updates=4)
+    strategy = Strategy(8, 1, 4, 8, 1)
+    work = replace(WORK, num_updates=4)
     for rows, hides in ((64, True), (1, False)):
         plain, over = (
             train_seconds(replace(model, engine=engine), work, strategy, A100)
@@ -111,7 +113,8 @@ def test_overlap_leaves_what_does_not_fit_beside_the_passes_of_a_micro_batch() -
 
 
 def test_groups_of_shards_gather_inside_and_reduce_between_once_an_update() -> None:
-    strategy, work = Strategy(1, 1, 32, 1, 1), replace(WORK, num_updates=1)
+    strategy = Strategy(1, 1, 32, 1, 1)
+    work = replace(WORK, num_updates=1)
     whole = _model("fsdp")
     groups = replace(whole, engine=replace(whole.engine, shard_size=8))
 
@@ -133,7 +136,8 @@ def test_bubble_is_p_minus_one_of_m_micro_batches() -> None:
 
 
 def test_parts_of_a_stage_divide_the_bubble_and_hold_more_activations() -> None:
-    plain, strategy = replace(ACTOR, engine=Engine(layout=(8, 4))), Strategy(8, 4, 2, 8, 4)
+    plain = replace(ACTOR, engine=Engine(layout=(8, 4)))
+    strategy = Strategy(8, 4, 2, 8, 4)
     parts = replace(plain, engine=replace(plain.engine, virtual_size=2))
 
     one, two = (train_seconds(model, WORK, strategy, A100).parts for model in (plain, parts))

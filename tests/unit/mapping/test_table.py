@@ -71,7 +71,8 @@ def _fits(part: Dataflow, hardware: Hardware, chosen: dict[str, Strategy]) -> bo
     members = [(model, chosen[model.name]) for model in part.models]
     memory = pool_memory(members, part, hardware)
     for call in part.calls:
-        model, strategy = part.model(call.model), chosen[call.model]
+        model = part.model(call.model)
+        strategy = chosen[call.model]
         parts = memory[call.title]
         used = sum(size for name, size in parts.items() if name != "kv_cache")
         if call.kind == "generate":
@@ -158,7 +159,8 @@ CASES = {
 
 
 def _paper(actor: str, critic: str) -> Dataflow:
-    a, c = NOMINAL[actor], NOMINAL[critic]
+    a = NOMINAL[actor]
+    c = NOMINAL[critic]
     work = Workload(1024, 1024, 1024, num_updates=8)
     return ppo(a, c, reference=a, reward=c, workload=work)
 
@@ -222,7 +224,8 @@ def _check_placed(placed: Placed, dataflow: Dataflow, hardware: Hardware, world:
         assert pool.memory_bytes <= hardware.usable_bytes * (1 + 1e-9)
         for role, strategy in pool.strategies.items():
             assert strategy.num_ranks == len(pool.ranks)
-            heads, layers = dataflow.model(role).shape.num_heads, dataflow.model(role).shape
+            heads = dataflow.model(role).shape.num_heads
+            layers = dataflow.model(role).shape
             assert heads % strategy.tp == 0 and strategy.pp <= layers.num_layers
             if strategy.gen_tp:
                 assert strategy.tp % strategy.gen_tp == 0 and strategy.pp % strategy.gen_pp == 0
@@ -294,7 +297,8 @@ def test_of_two_calls_of_one_title_the_larger_need_is_kept() -> None:
     flow = _small_ppo()
     sampled = next(call for call in flow.calls if call.kind == "generate")
     greedy = replace(sampled, workload=replace(sampled.workload, num_sequences=8))
-    actor, strategy = flow.model("actor"), Strategy(1, 1, 2, 1, 1)
+    actor = flow.model("actor")
+    strategy = Strategy(1, 1, 2, 1, 1)
     found = [
         pool_memory([(actor, strategy)], Dataflow(flow.models, calls), A100)[sampled.title]
         for calls in ((sampled,), (greedy,), (greedy, sampled), (sampled, greedy))

@@ -21,7 +21,9 @@ from tests.unit.weight_shapes import TINY
 def actor_config(layout: str, *, rollout: str = "auto", engine: str = "vllm") -> ActorConfig:
     cfg = defaults(ActorConfig)
     cfg.model.lora = cfg.rollout.lora = None
-    cfg.engine.layout, cfg.rollout.layout, cfg.rollout.engine = layout, rollout, engine
+    cfg.engine.layout = layout
+    cfg.rollout.layout = rollout
+    cfg.rollout.engine = engine
     return cfg
 
 
@@ -92,7 +94,8 @@ def test_groups_of_a_70b_actor_are_counted(world: int, needed: int, hosts: int) 
 
 def test_reward_function_is_data_parallel_whatever_its_engine_says() -> None:
     cfg = defaults(RewardConfig)
-    cfg.engine.layout, cfg.model = "t2", None
+    cfg.engine.layout = "t2"
+    cfg.model = None
 
     assert RewardWorker.layout_of(cfg, (0, 1)) == Layout((0, 1), dp_size=2)
 

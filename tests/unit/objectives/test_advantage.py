@@ -28,7 +28,8 @@ def same(x: Tensor) -> Tensor:
 
 
 def test_gae_with_lambda_and_gamma_1_is_reward_to_go_minus_value() -> None:
-    rewards, values = torch.randn(2, 6).double(), torch.randn(2, 6).double()
+    rewards = torch.randn(2, 6).double()
+    values = torch.randn(2, 6).double()
     mask = torch.ones(2, 6, dtype=torch.bool)
 
     advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
@@ -39,7 +40,8 @@ def test_gae_with_lambda_and_gamma_1_is_reward_to_go_minus_value() -> None:
 
 
 def test_gae_with_lambda_0_is_the_one_step_error() -> None:
-    rewards, values = torch.randn(2, 5).double(), torch.randn(2, 5).double()
+    rewards = torch.randn(2, 5).double()
+    values = torch.randn(2, 5).double()
 
     advantages, _ = gae(rewards, values, torch.ones(2, 5, dtype=torch.bool), 0.9, 0.0)
 
@@ -97,7 +99,8 @@ def test_compute_advantages_of_holes_single_tokens_and_masked_rows() -> None:
     answer, _ = _run(batch, AdvantageConfig(gamma=1.0, lam=1.0, whiten=False))
 
     assert lengths_of(answer["advantages"]).tolist() == [3, 1, 2]
-    rewards, values = pad(batch["token_level_rewards"]), pad(batch["values"])
+    rewards = pad(batch["token_level_rewards"])
+    values = pad(batch["values"])
     assert answer["returns"].values()[3] == rewards[1, 0]
     torch.testing.assert_close(answer["advantages"].values()[3], rewards[1, 0] - values[1, 0])
     torch.testing.assert_close(answer["returns"].values()[0], rewards[0].sum())
@@ -133,7 +136,8 @@ def test_compute_advantages_over_ranks_equals_one_rank_also_without_rows() -> No
 
 
 def test_whitened_advantages_have_mean_0_and_unbiased_variance_1() -> None:
-    x, mask = torch.randn(5, 8) * 3 + 7, torch.rand(5, 8) < 0.6
+    x = torch.randn(5, 8) * 3 + 7
+    mask = torch.rand(5, 8) < 0.6
 
     inside = whiten(x, mask, same)[mask]
 

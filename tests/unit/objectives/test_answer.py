@@ -74,7 +74,8 @@ def test_kto_of_a_micro_batch_is_the_mean_of_its_formula() -> None:
     value, metrics = LabelLoss(KTO)(causal_output(logits, MICRO), MICRO, totals_of(MICRO))
 
     full = logits.log_softmax(-1)
-    expected, kl = 0.0, (0.5 + 1.5 - 0.2 + 0.6) / 4
+    expected = 0.0
+    kl = (0.5 + 1.5 - 0.2 + 0.6) / 4
     for row in range(4):
         log_prob = sum(
             float(full[row, 1 + t, int(MICRO.input_ids[row, 2 + t])])
@@ -89,7 +90,8 @@ def test_kto_of_a_micro_batch_is_the_mean_of_its_formula() -> None:
 
 
 def test_kto_gradient_equals_finite_differences_in_float64() -> None:
-    logits, totals = logits_of(MICRO).requires_grad_(), totals_of(MICRO)
+    logits = logits_of(MICRO).requires_grad_()
+    totals = totals_of(MICRO)
 
     assert torch.autograd.gradcheck(
         lambda x: LabelLoss(KTO)(causal_output(x, MICRO), MICRO, totals)[0], (logits,)
@@ -105,7 +107,8 @@ def test_gradient_of_pairs_equals_finite_differences_in_float64(name: str, per_t
         desirable=[True] * 4,
         kl=[0.0] * 4,
     )
-    ref, logits = micro.columns["ref_answer_log_probs"][:2], logits_of(micro)
+    ref = micro.columns["ref_answer_log_probs"][:2]
+    logits = logits_of(micro)
     tokens = micro.response_mask.sum(-1).view(2, 2).T
 
     def mean(x: Tensor) -> Tensor:

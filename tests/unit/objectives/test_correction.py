@@ -43,9 +43,11 @@ def test_weights_equal_their_definition(kind: str, seed: int, cap: float) -> Non
 
     answer, metrics = run(batch, CorrectionConfig(kind, cap))
 
-    found, mask = pad(answer["rollout_weights"]), pad(batch["response_mask"])
+    found = pad(answer["rollout_weights"])
+    mask = pad(batch["response_mask"])
     gaps = pad(batch["old_log_probs"]).double() - pad(batch["rollout_log_probs"]).double()
-    chosen, kls = [], []
+    chosen = []
+    kls = []
     for row in range(len(mask)):
         places = mask[row].nonzero()[:, 0].tolist()
         own = [float(gaps[row, t]) for t in places]
@@ -102,7 +104,8 @@ def test_share_of_clipped_weights_counts_chosen_tokens_only() -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000))
 def test_normalised_weights_have_a_mean_of_1_on_any_ranks(kind: str, seed: int) -> None:
-    batch, mask = make(seed), pad(make(seed)["response_mask"])
+    batch = make(seed)
+    mask = pad(make(seed)["response_mask"])
     plain, own = run(batch, CorrectionConfig(kind, 1.5))
     cfg = CorrectionConfig(kind, 1.5, normalise=True)
 
@@ -177,7 +180,8 @@ def test_metrics_of_the_mismatch_equal_loops_over_tokens_and_responses(seed: int
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000))
 def test_weights_and_metrics_do_not_depend_on_the_ranks(seed: int) -> None:
-    batch, cfg = make(seed), CorrectionConfig("sequence", 1.5)
+    batch = make(seed)
+    cfg = CorrectionConfig("sequence", 1.5)
     whole, metrics = run(batch, cfg)
     rows = [[0, 2], [1, 3], []]
 
@@ -212,12 +216,14 @@ def test_extreme_ratios_are_finite() -> None:
 
 def test_policy_loss_multiplies_each_token_by_its_weight() -> None:
     torch.manual_seed(0)
-    logits, ids = torch.randn(2, 3, 5).double(), torch.randint(0, 5, (2, 3))
+    logits = torch.randn(2, 3, 5).double()
+    ids = torch.randint(0, 5, (2, 3))
     mask = torch.tensor([[True, False, True], [True, True, False]])
     old = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0] + 0.05
     columns = {"old_log_probs": old, "advantages": torch.randn(2, 3).double()}
     weights = torch.rand(2, 3).double() + 0.5
-    loss, totals = PolicyLoss(PolicyLossConfig(), 1.0), {"tokens": 4.0, "sequences": 2.0}
+    loss = PolicyLoss(PolicyLossConfig(), 1.0)
+    totals = {"tokens": 4.0, "sequences": 2.0}
 
     rows = Rows(ids, mask, columns | {"rollout_weights": weights})
     weighted, _ = loss(rows.read(logits), rows, totals)
@@ -232,9 +238,12 @@ def test_corrected_loss_is_ppos_clipped_ratio_times_the_weight_of_trainer_over_g
     kind: str,
 ) -> None:
     """Decoupled truncated importance sampling: the ratio is to pi_old, the weight to mu."""
-    cap, clip, lengths = 1.3, 0.2, (3, 2)
+    cap = 1.3
+    clip = 0.2
+    lengths = (3, 2)
     torch.manual_seed(5)
-    logits, ids = torch.randn(2, 3, 5).double(), torch.randint(0, 5, (2, 3))
+    logits = torch.randn(2, 3, 5).double()
+    ids = torch.randint(0, 5, (2, 3))
     mask = torch.arange(3)[None] < torch.tensor(lengths)[:, None]
     log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     old = log_probs + 0.4 * torch.randn(2, 3).double()
@@ -266,7 +275,8 @@ def test_corrected_loss_is_ppos_clipped_ratio_times_the_weight_of_trainer_over_g
     for row, length in enumerate(lengths):
         gaps = [float(old[row, t] - rollout[row, t]) for t in range(length)]
         for t in range(length):
-            ratio, a = math.exp(log_probs[row, t] - old[row, t]), float(advantages[row, t])
+            ratio = math.exp(log_probs[row, t] - old[row, t])
+            a = float(advantages[row, t])
             held = min(max(ratio, 1 - clip), 1 + clip)
             total -= weight(kind, gaps, t, cap) * min(ratio * a, held * a)
     assert float(found) == pytest.approx(total / 5, rel=1e-6)  # weights are float32

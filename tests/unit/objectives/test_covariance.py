@@ -44,7 +44,8 @@ def marked_on(
 
     def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> TensorDict:
         mine = shares[rank]
-        index, place = torch.tensor(GROUPS[mine]).long(), torch.tensor(places[mine]).long()
+        index = torch.tensor(GROUPS[mine]).long()
+        place = torch.tensor(places[mine]).long()
         groups = RowGroups(index, 3, reduce, place, largest)
         given = {"cfg": cfg, "seed": seed, "groups": groups, "reduce": reduce}
         return mark_covariant_tokens(take(batch, mine), **given, report=reports[rank].update)
@@ -59,7 +60,8 @@ def marked_on(
 
 def covariances(batch: TensorDict) -> dict[tuple[int, int], float]:
     """(row, token) -> the product of both distances from the means, for the policy's tokens."""
-    mask, a = pad(batch["response_mask"]), pad(batch["advantages"]).double()
+    mask = pad(batch["response_mask"])
+    a = pad(batch["advantages"]).double()
     log_probs = pad(batch["old_log_probs"]).double()
     where = [(i, t) for i, t in mask.nonzero().tolist()]
     mean_a = sum(float(a[place]) for place in where) / max(len(where), 1)
@@ -67,13 +69,15 @@ def covariances(batch: TensorDict) -> dict[tuple[int, int], float]:
     return {p: (float(log_probs[p]) - mean) * (float(a[p]) - mean_a) for p in where}
 
 
-ONE, THREE = [list(range(6))], [[0, 3], [], [1, 2, 4, 5]]
+ONE = [list(range(6))]
+THREE = [[0, 3], [], [1, 2, 4, 5]]
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.floats(1e-4, 1.0))
 def test_kl_cov_marks_the_largest_covariances_of_the_whole_batch(seed: int, share: float) -> None:
-    batch, cfg = make(seed), SurrogateLossConfig(surrogate="kl_cov", covariance_share=share)
+    batch = make(seed)
+    cfg = SurrogateLossConfig(surrogate="kl_cov", covariance_share=share)
 
     found, metrics = marked_on(batch, cfg, ONE)
 

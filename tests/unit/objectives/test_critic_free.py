@@ -61,7 +61,8 @@ def test_group_advantage_equals_its_definition(name: str, case: tuple[int, list[
 
     found = pad(run(batch, groups, name)["advantages"])
 
-    mask, rewards = pad(batch["response_mask"]), pad(batch["token_level_rewards"]).double()
+    mask = pad(batch["response_mask"])
+    rewards = pad(batch["token_level_rewards"]).double()
     rows = defaultdict(list)
     for row, group in enumerate(groups):
         rows[group].append(row)
@@ -125,7 +126,8 @@ def test_remax_subtracts_the_greedy_score_from_the_reward_to_go() -> None:
 
     found = pad(run(batch, groups, "remax")["advantages"])
 
-    mask, rewards = pad(batch["response_mask"]), pad(batch["token_level_rewards"]).double()
+    mask = pad(batch["response_mask"])
+    rewards = pad(batch["token_level_rewards"]).double()
     for row in range(3):
         for t in range(mask.shape[1]):
             to_go = float(rewards[row, t:].sum())
@@ -156,7 +158,8 @@ def test_reinforce_pp_is_the_whitened_reward_to_go() -> None:
 
     found = run(batch, groups, "reinforce_pp", AdvantageConfig(whiten=True, gamma=0.9))
 
-    mask, rewards = pad(batch["response_mask"]), pad(batch["token_level_rewards"]).double()
+    mask = pad(batch["response_mask"])
+    rewards = pad(batch["token_level_rewards"]).double()
     to_go = reward_to_go(rewards, mask, 0.9)[mask]
     expected = (to_go - to_go.mean()) / to_go.std()
     torch.testing.assert_close(pad(found["advantages"])[mask].double(), expected, rtol=0, atol=1e-5)
@@ -234,7 +237,8 @@ def run(
     """compute_advantages of the rows that batch has; groups are those of the whole batch."""
     places, largest = places_in_groups(np.array(groups, dtype=np.int64))
     here = torch.tensor(range(len(groups)) if rows is None else rows, dtype=torch.int64)
-    index, place = torch.tensor(groups, dtype=torch.int64), torch.from_numpy(places)
+    index = torch.tensor(groups, dtype=torch.int64)
+    place = torch.from_numpy(places)
     count = max(groups, default=0) + 1
     return compute_advantages(
         batch,

@@ -45,7 +45,8 @@ Report = dict[str, Any]
 
 def batch_of_all() -> TensorDict:
     """Random rows with every column that an estimator reads."""
-    batch, count = make(3, len(GROUPS)), len(GROUPS)
+    batch = make(3, len(GROUPS))
+    count = len(GROUPS)
     lengths = lengths_of(batch["responses"])
     generator = torch.Generator().manual_seed(4)
     for name in ("token_level_rewards", "token_level_costs", "values", "cost_values"):
@@ -61,7 +62,8 @@ def batch_of_all() -> TensorDict:
 
 def with_failed(batch: TensorDict) -> TensorDict:
     """The same rows, some of which the reward function failed on: they have no score."""
-    failed, lengths = torch.zeros(len(GROUPS), dtype=torch.bool), lengths_of(batch["responses"])
+    failed = torch.zeros(len(GROUPS), dtype=torch.bool)
+    lengths = lengths_of(batch["responses"])
     failed[FAILED] = True
     damaged = batch.clone()
     for name in ("token_level_rewards", "token_level_costs"):
@@ -83,7 +85,8 @@ def estimated(
 
     def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> TensorDict:
         mine = slice(rank, None, num_ranks)
-        here, place = torch.from_numpy(index[mine].copy()), torch.from_numpy(places[mine].copy())
+        here = torch.from_numpy(index[mine].copy())
+        place = torch.from_numpy(places[mine].copy())
         return compute_advantages(
             select_rows(batch, torch.tensor(shares[rank], dtype=torch.int64)),
             estimator=name,
@@ -128,7 +131,8 @@ def test_advantages_are_those_of_the_batch_without_the_failed_rows(
     expected, _ = estimated(batch, name, kept, 1, cfg)
     _, said_without = estimated(batch, name, LEFT, 1, cfg)
     for column in ("advantages", "returns"):
-        mine, theirs = values_of(found, column, kept), expected[column].values()
+        mine = values_of(found, column, kept)
+        theirs = expected[column].values()
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
         assert whiten or num_ranks > 1 or torch.equal(mine, theirs), "the same bits"
         assert (values_of(found, column, FAILED) == 0).all()
@@ -146,11 +150,13 @@ def test_the_table_of_estimators_is_whole() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_column_that_says_all_rows_are_valid_changes_no_bit(name: str) -> None:
-    batch, rows = batch_of_all(), list(range(len(GROUPS)))
+    batch = batch_of_all()
+    rows = list(range(len(GROUPS)))
     marked = batch.clone()
     marked["valid"] = torch.ones(len(GROUPS), dtype=torch.bool)
 
-    plain, found = estimated(batch, name, rows, 1), estimated(marked, name, rows, 1)
+    plain = estimated(batch, name, rows, 1)
+    found = estimated(marked, name, rows, 1)
 
     assert torch.equal(plain[0]["advantages"].values(), found[0]["advantages"].values())
     assert plain[1] == found[1]
@@ -228,7 +234,8 @@ def test_gradient_of_the_policy_is_that_of_the_batch_without_the_failed_rows(
 def test_gradient_of_the_critic_is_that_of_the_batch_without_the_failed_rows(
     num_ranks: int,
 ) -> None:
-    batch, everything = batch_of_all(), list(range(len(GROUPS)))
+    batch = batch_of_all()
+    everything = list(range(len(GROUPS)))
     damaged = with_failed(batch)
     made, _ = estimated(damaged, "gae", everything, num_ranks)
     damaged["returns"] = made["returns"]
@@ -251,8 +258,10 @@ def dealt(batch: TensorDict, rows: list[int], num_ranks: int) -> list[TensorDict
 
 
 def test_safe_advantages_weights_and_kl_leave_failed_rows_out_of_every_number() -> None:
-    batch, damaged = batch_of_all(), with_failed(batch_of_all())
-    damaged["cost_valid"], damaged["valid"] = damaged["valid"], torch.ones_like(damaged["valid"])
+    batch = batch_of_all()
+    damaged = with_failed(batch_of_all())
+    damaged["cost_valid"] = damaged["valid"]
+    damaged["valid"] = torch.ones_like(damaged["valid"])
     left = select_rows(batch, torch.tensor(LEFT))
     reports: list[Report] = []
     cfg = AdvantageConfig(whiten=True, kl_coef=0.1)
@@ -269,7 +278,8 @@ def test_safe_advantages_weights_and_kl_leave_failed_rows_out_of_every_number() 
         reports.append(merge([said]))
         return made
 
-    found, expected = run(damaged), run(left)
+    found = run(damaged)
+    expected = run(left)
 
     assert reports[0] == pytest.approx(reports[1], rel=1e-9)
     assert {"reward/overlong", "advantage/measured_kl", "rollout/weight_ess"} <= set(reports[0])

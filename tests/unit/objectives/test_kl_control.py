@@ -66,8 +66,10 @@ def test_weight_that_could_never_move_is_refused(coef: float, target: float, gai
 
 
 def test_kl_of_a_response_is_summed_over_the_policys_tokens() -> None:
-    lengths, mask = torch.tensor([3, 0, 2]), torch.tensor([True, False, True, True, True])
-    old, ref = torch.tensor([-1.0, -9.0, -2.0, -0.5, -0.5]), torch.tensor([-2.0, 5.0, -1.5, -1, -1])
+    lengths = torch.tensor([3, 0, 2])
+    mask = torch.tensor([True, False, True, True, True])
+    old = torch.tensor([-1.0, -9.0, -2.0, -0.5, -0.5])
+    ref = torch.tensor([-2.0, 5.0, -1.5, -1, -1])
     columns = {"response_mask": mask, "old_log_probs": old, "ref_log_probs": ref}
     batch = TensorDict({n: ragged(x, lengths) for n, x in columns.items()}, batch_size=[3])
     shown: dict[str, Any] = {}

@@ -85,7 +85,8 @@ def test_advantages_and_returns_equal_their_definitions(
             old = [mine[values][t] for t in chosen]
             signals[name] = discounted(shaped, old, 0.9, 0.8), old
         for place, t in enumerate(chosen):
-            (rewarded, old), (costly, old_costs) = signals["reward"], signals["cost"]
+            rewarded, old = signals["reward"]
+            costly, old_costs = signals["cost"]
             mixed = (rewarded[place] - multiplier * costly[place]) / (1 + multiplier)
             close = {"rel": 1e-5, "abs": 1e-5}  # answers are float32
             assert float(found["advantages"][i, t]) == pytest.approx(mixed, **close)
@@ -103,7 +104,8 @@ def with_holes_moved_back(rewards: list[float], chosen: list[int]) -> list[float
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000), st.integers(0, 100))
 def test_advantages_do_not_depend_on_which_rank_has_a_row(seed: int, deal: int) -> None:
-    batch, cfg = make(seed, 5), AdvantageConfig(kl_coef=0.1)
+    batch = make(seed, 5)
+    cfg = AdvantageConfig(kl_coef=0.1)
     owner = torch.randint(0, 3, (5,), generator=torch.Generator().manual_seed(deal))
     rows = [torch.nonzero(owner == rank)[:, 0].tolist() for rank in range(3)]
 
@@ -121,7 +123,8 @@ def test_advantages_do_not_depend_on_which_rank_has_a_row(seed: int, deal: int) 
 
 
 def test_mixture_goes_from_the_reward_to_the_cost_as_the_multiplier_grows() -> None:
-    rewarded, costly = torch.tensor([1.0, -2.0]).double(), torch.tensor([3.0, 0.5]).double()
+    rewarded = torch.tensor([1.0, -2.0]).double()
+    costly = torch.tensor([3.0, 0.5]).double()
 
     assert lagrangian(rewarded, costly, 0.0).tolist() == rewarded.tolist()
     assert lagrangian(rewarded, costly, 1.0).tolist() == ((rewarded - costly) / 2).tolist()
@@ -146,7 +149,8 @@ def test_multiplier_follows_its_formula_and_stays_positive_and_bounded(
 
 def test_multiplier_grows_above_the_limit_shrinks_below_it_and_resumes() -> None:
     cfg = LagrangeConfig(limit=0.2, lr=1.0)
-    multiplier, values = LagrangeMultiplier(cfg), []
+    multiplier = LagrangeMultiplier(cfg)
+    values = []
     for cost in (0.5, 0.2, 0.1):
         multiplier.update(cost)
         values.append(multiplier.value)

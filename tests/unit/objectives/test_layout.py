@@ -80,7 +80,8 @@ layouts = st.tuples(
 @given(layouts)
 def test_value_and_gradient_do_not_depend_on_the_layout(name: str, layout: Any) -> None:
     seed, count, ranks, parts, by_tokens = layout
-    loss, batch = LOSSES[name], make(seed, count)
+    loss = LOSSES[name]
+    batch = make(seed, count)
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
 
     compare(
@@ -94,7 +95,8 @@ def test_value_and_gradient_do_not_depend_on_the_layout(name: str, layout: Any) 
 @given(layouts)
 def test_pairs_may_be_torn_apart_over_micro_batches(name: str, layout: Any) -> None:
     seed, count, ranks, parts, by_tokens = layout
-    cfg, batch = PAIRS[name], make(seed, 2 * count)
+    cfg = PAIRS[name]
+    batch = make(seed, 2 * count)
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
     whole = with_slopes(batch, table, cfg)
 
@@ -114,7 +116,8 @@ def test_pairs_may_be_torn_apart_over_micro_batches(name: str, layout: Any) -> N
 @given(layouts)
 def test_value_loss_does_not_depend_on_the_layout(aggregation: str, layout: Any) -> None:
     seed, count, ranks, parts, by_tokens = layout
-    loss, batch = ValueLoss(ValueLossConfig(aggregation=aggregation)), make(seed, count)
+    loss = ValueLoss(ValueLossConfig(aggregation=aggregation))
+    batch = make(seed, count)
     table = torch.randn(VOCAB, 1, generator=torch.Generator().manual_seed(seed))
 
     compare(
@@ -229,7 +232,8 @@ def directly(batch: TensorDict, table: Tensor, cfg: PreferenceLossConfig) -> Ste
     leaf = table.clone().requires_grad_()
     scores, ref, counts = facts(batch, leaf)
     if cfg.per_token:
-        scores, ref = scores / counts.clamp(min=1), ref / counts.clamp(min=1)
+        scores = scores / counts.clamp(min=1)
+        ref = ref / counts.clamp(min=1)
     pair = AnswerPair(scores[:, 0], scores[:, 1], ref[:, 0], ref[:, 1])
     loss = PREFERENCE_LOSSES.find(cfg.name)(pair, cfg).mean()
     loss.backward()  # type: ignore[no-untyped-call]

@@ -17,7 +17,9 @@ from spmdflow.objectives import log_prob
 from spmdflow.objectives.log_prob import CausalOutput
 from tests.outputs import entropy_of, log_probs_of
 
-TOKENS, HIDDEN, WORDS = 15, 6, 23
+TOKENS = 15
+HIDDEN = 6
+WORDS = 23
 
 
 @pytest.fixture

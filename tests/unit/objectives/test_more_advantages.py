@@ -49,7 +49,8 @@ def test_gpg_scales_the_centred_scores_by_the_share_of_rows_with_a_gradient(
 
     found = pad(run(batch, groups, "gpg", PLAIN)["advantages"])
 
-    scores, idle = scores_of(batch), 0
+    scores = scores_of(batch)
+    idle = 0
     for rows in members:
         if len(rows) > 1 and max(scores[i] for i in rows) == min(scores[i] for i in rows):
             idle += len(rows)
@@ -101,7 +102,9 @@ def test_optimal_token_baseline_equals_its_definition(
     energy: dict[int, list[float]] = {}
     for i in range(len(groups)):
         own = mask[i].nonzero()[:, 0].tolist()
-        to_go[i], energy[i], total = [], [], 0.0
+        to_go[i] = []
+        energy[i] = []
+        total = 0.0
         for t in own:
             pi = math.exp(float(columns["old_log_probs"][i, t]))
             w = 1 - 2 * pi + float(columns["squared_probs"][i, t])
@@ -124,7 +127,8 @@ def test_optimal_token_baseline_equals_its_definition(
 
 def test_optimal_token_baseline_has_less_variance_than_the_group_mean() -> None:
     """Two actions of unlike probability: the baseline is that of least variance, by enumeration."""
-    probs, rewards = [0.9, 0.1], [0.0, 1.0]
+    probs = [0.9, 0.1]
+    rewards = [0.0, 1.0]
     squared = sum(p * p for p in probs)
     energies = [1 - 2 * p + squared for p in probs]  # |grad log pi|^2 by the logits
     mean = sum(p * r for p, r in zip(probs, rewards))
@@ -167,7 +171,8 @@ def test_without_a_discount_a_token_has_its_own_reward_and_that_of_the_tool_behi
 
 def test_distillation_advantage_is_the_teachers_log_probability_less_the_students() -> None:
     batch, groups = make(3, [0, 0, 1])
-    mask, lengths = batch["response_mask"].values(), lengths_of(batch["response_mask"])
+    mask = batch["response_mask"].values()
+    lengths = lengths_of(batch["response_mask"])
     teacher = batch["old_log_probs"].values() - 0.3 * torch.rand(int(lengths.sum()))
     batch["ref_log_probs"] = ragged(teacher, lengths)
 
@@ -185,7 +190,8 @@ def test_distillation_advantage_is_the_teachers_log_probability_less_the_student
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sum_of_squared_probabilities_is_that_of_two_log_probabilities(temperature: float) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(9, 16), 0.7 * torch.randn(50, 16)
+    hidden = torch.randn(9, 16)
+    weight = 0.7 * torch.randn(50, 16)
     targets = torch.randint(0, 50, (9,))
     output = CausalOutput(hidden, weight, targets)
 

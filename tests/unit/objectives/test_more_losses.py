@@ -33,7 +33,9 @@ def token_loss(
     name: str, log_p: float, old: float, a: float, marked: bool, cfg: SurrogateLossConfig
 ) -> float:
     """The printed formula of one token."""
-    ratio, p, mu = math.exp(log_p - old), math.exp(log_p), math.exp(old)
+    ratio = math.exp(log_p - old)
+    p = math.exp(log_p)
+    mu = math.exp(old)
     low = cfg.clip_ratio
     high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
     if name == "sapo":
@@ -78,7 +80,8 @@ def test_loss_of_each_token_equals_the_formula(
     cfg = SurrogateLossConfig(
         surrogate=name, clip_ratio=low, clip_ratio_high=high, dual_clip=dual, dro_beta=0.3
     )
-    cfg.sapo_temperatures, cfg.covariance_kl_coef = [1.3, 2.1], 0.7
+    cfg.sapo_temperatures = [1.3, 2.1]
+    cfg.covariance_kl_coef = 0.7
     log_probs, old, advantages, mask, marked = drawn(seed, wide=1.0)
 
     terms = PolicyLoss(cfg, 1.0).terms(log_probs, old, advantages, mask, marked)
@@ -127,7 +130,8 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios_and_so_is_its_gradient(
                 gaps = (log_probs - old)[i].detach().clone()
                 gaps[t] += sign * step
                 kept = [float(gap) for gap, counts in zip(gaps, mask[i]) if counts]
-                a, most = float(advantages[i, 0]), low if high is None else high
+                a = float(advantages[i, 0])
+                most = low if high is None else high
                 shifted.append(row_loss(kept, a, low, most))
             numeric = (shifted[0] - shifted[1]) / (2 * step)
             assert float(slope[i, t]) == pytest.approx(numeric, rel=1e-4, abs=1e-6)

@@ -55,8 +55,10 @@ def test_mean_of_k1_and_k3_over_the_policys_samples_is_the_kl() -> None:
 
 def test_k2_has_half_the_mean_square_and_the_gradient_of_the_kl() -> None:
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    policy, other = logits.log_softmax(-1), torch.randn(6).double().log_softmax(-1)
-    weight, d = policy.exp().detach(), (policy - other).detach()
+    policy = logits.log_softmax(-1)
+    other = torch.randn(6).double().log_softmax(-1)
+    weight = policy.exp().detach()
+    d = (policy - other).detach()
 
     estimate = (weight * kl_estimate("k2", policy, other)).sum()
 
@@ -69,7 +71,8 @@ def test_k2_has_half_the_mean_square_and_the_gradient_of_the_kl() -> None:
 @pytest.mark.parametrize("name", ["k1+", "k3+", "abs+"])
 def test_straight_through_estimate_has_its_own_value_and_the_gradient_of_the_kl(name: str) -> None:
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    policy, other = logits.log_softmax(-1), torch.randn(6).double().log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    other = torch.randn(6).double().log_softmax(-1)
     weight = policy.exp().detach()
 
     each = kl_estimate(name, policy, other)
@@ -129,7 +132,8 @@ def test_aggregation_modes_weigh_tokens_and_sequences_as_their_formulas() -> Non
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 def test_parts_of_a_batch_add_up_to_the_whole(mode: str) -> None:
-    x, mask = torch.randn(7, 5).double(), torch.rand(7, 5) < 0.6
+    x = torch.randn(7, 5).double()
+    mask = torch.rand(7, 5) < 0.6
     totals = mask_totals(mask.sum(-1)) | {"budget": 70.0}
 
     parts = sum(aggregate(x[i], mask[i], totals, mode) for i in torch.arange(7).split([3, 1, 3]))
@@ -172,7 +176,8 @@ def test_policy_loss_gradient_equals_finite_differences(aggregation: str) -> Non
 
 def test_value_loss_gradient_equals_finite_differences() -> None:
     micro, values = _value_rows()
-    mask, totals = micro.response_mask, _totals(micro)
+    mask = micro.response_mask
+    totals = _totals(micro)
 
     def loss(x: Tensor) -> Tensor:
         terms, _ = clipped_value_loss(x, micro.columns["values"], micro.columns["returns"], 0.2)
@@ -182,11 +187,9 @@ def test_value_loss_gradient_equals_finite_differences() -> None:
 
 
 def test_value_loss_is_the_worse_of_free_and_held_error() -> None:
-    values, old, target = (
-        torch.tensor([1.0, 1.0]),
-        torch.tensor([0.0, 0.0]),
-        torch.tensor([2.0, 0.0]),
-    )
+    values = torch.tensor([1.0, 1.0])
+    old = torch.tensor([0.0, 0.0])
+    target = torch.tensor([2.0, 0.0])
 
     loss, clipped = clipped_value_loss(values, old, target, 0.2)
     plain, none = clipped_value_loss(values, old, target, None)
@@ -264,7 +267,8 @@ def test_kl_in_the_loss_without_reference_is_refused() -> None:
 
 def test_explained_variance_from_parts_equals_the_definition() -> None:
     micro, values = _value_rows()
-    loss, totals = ValueLoss(ValueLossConfig()), _totals(micro)
+    loss = ValueLoss(ValueLossConfig())
+    totals = _totals(micro)
     sums: dict[str, float] = {}
     for row in range(len(values)):
         columns = {name: x[row : row + 1] for name, x in micro.columns.items()}

@@ -19,7 +19,8 @@ from spmdflow.objectives.estimator import Samples, pass_at_k
 def advantages_of(scores: list[float], groups: list[int], best_of: int) -> list[float]:
     """The estimator's advantage of each row, given rows of one token."""
     places, largest = places_in_groups(np.array(groups))
-    index, place = torch.tensor(groups), torch.from_numpy(places)
+    index = torch.tensor(groups)
+    place = torch.from_numpy(places)
     rewards = torch.tensor(scores, dtype=torch.float64)[:, None]
     samples = Samples(
         {"token_level_rewards": rewards},

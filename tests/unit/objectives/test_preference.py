@@ -128,7 +128,8 @@ def test_policy_that_is_its_reference_has_the_known_losses() -> None:
 
 
 def test_extreme_margins_stay_finite() -> None:
-    far, zero = torch.tensor([1e4, -1e4]), torch.zeros(2)
+    far = torch.tensor([1e4, -1e4])
+    zero = torch.zeros(2)
 
     losses = bradley_terry(far, zero)
 
@@ -157,7 +158,8 @@ def test_pairs_split_over_ranks_and_micro_batches_give_the_loss_of_whole_pairs(
     expected.backward()  # type: ignore[no-untyped-call]
 
     weights = WEIGHTS.clone().requires_grad_()
-    loss, total = PairLoss(), 0.0
+    loss = PairLoss()
+    total = 0.0
     for rank in (0, 1):  # two ranks with uneven shares of the pairs, one of them perhaps empty
         mine = select_rows(
             pairs, torch.arange(count)[: count // 3] if rank else torch.arange(count)[count // 3 :]
@@ -166,7 +168,8 @@ def test_pairs_split_over_ranks_and_micro_batches_give_the_loss_of_whole_pairs(
         ends = [WEIGHTS[row[-1]] for row in rows["prompts"].unbind()]
         scores = torch.stack(ends) if ends else torch.zeros(0, dtype=torch.float64)
         made = score_slopes(scores[: len(mine)], scores[len(mine) :]) if ends else (scores, scores)
-        rows["pair_losses"], rows["score_slopes"] = torch.cat([made[0], made[0]]), made[1]
+        rows["pair_losses"] = torch.cat([made[0], made[0]])
+        rows["score_slopes"] = made[1]
         micros = micro_batches(
             rows, num_micro_batches=parts, by_tokens=False, device=torch.device("cpu")
         )

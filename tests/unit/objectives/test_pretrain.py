@@ -20,7 +20,9 @@ from spmdflow.transfer.worker import CallInfo, MiniBatch
 from spmdflow.workers.micro_batch import micro_batches
 from tests.outputs import causal_output
 
-VOCABULARY, COEF, TEMPERATURE = 7, 0.3, 1.7
+VOCABULARY = 7
+COEF = 0.3
+TEMPERATURE = 1.7
 TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)).double()
 """Logits of the next token, by token: a model that is a table."""
 
@@ -65,9 +67,11 @@ def mixed_loss(batch: TensorDict, table: Tensor, num_parts: int) -> Tensor:
 
 def by_hand(batch: TensorDict, table: Tensor) -> Tensor:
     """PPO's token mean plus COEF times the mean cross-entropy, token by token."""
-    hot, plain = (table / TEMPERATURE).log_softmax(-1), table.log_softmax(-1)
+    hot = (table / TEMPERATURE).log_softmax(-1)
+    plain = table.log_softmax(-1)
     columns = {str(name): rows_of(column) for name, column in batch.items()}
-    policy, texts = [], []
+    policy = []
+    texts = []
     for i in range(len(columns["prompts"])):
         before = torch.cat([columns["prompts"][i], columns["responses"][i]])
         start = len(columns["prompts"][i]) - 1
@@ -91,9 +95,11 @@ def test_mixed_loss_and_its_gradient_equal_the_loops_for_any_micro_batches(
 ) -> None:
     samples = make(seed, num_rows)
     batch, _ = with_text_rows(samples, CallInfo(1, 1, torch.zeros(0, dtype=torch.int64)))
-    table, own = TABLE.clone().requires_grad_(), TABLE.clone().requires_grad_()
+    table = TABLE.clone().requires_grad_()
+    own = TABLE.clone().requires_grad_()
 
-    found, expected = mixed_loss(batch, table, num_parts), by_hand(samples, own)
+    found = mixed_loss(batch, table, num_parts)
+    expected = by_hand(samples, own)
     found.backward()
     expected.backward()
 

@@ -35,7 +35,8 @@ def rows(seed: int, *, wide: float = 0.5) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def token_loss(name: str, ratio: float, a: float, log_prob: float, cfg: Any) -> float:
     """The printed formula of one token; ratio is the sequence's for gspo."""
-    low, high = 1 - cfg.clip_ratio, 1 + (cfg.clip_ratio_high or cfg.clip_ratio)
+    low = 1 - cfg.clip_ratio
+    high = 1 + (cfg.clip_ratio_high or cfg.clip_ratio)
     clip = min(max(ratio, low), high)
     if name == "cispo":
         return -clip * a * log_prob
@@ -90,7 +91,8 @@ def test_clipped_surrogate_and_its_slope_in_each_case(
 ) -> None:
     log_probs = torch.tensor(math.log(ratio), dtype=torch.float64, requires_grad=True)
 
-    cfg, mask = PolicyLossConfig(clip_ratio=0.2), torch.ones((), dtype=torch.bool)
+    cfg = PolicyLossConfig(clip_ratio=0.2)
+    mask = torch.ones((), dtype=torch.bool)
     terms = POLICY_LOSSES.find("ppo")(
         log_probs, torch.zeros(()), torch.tensor(advantage).double(), mask, cfg
     )
@@ -127,7 +129,8 @@ def test_gradient_of_gspo_is_that_of_the_sequence_objective() -> None:
     terms = POLICY_LOSSES.find("gspo")(log_probs, old, advantages, mask, cfg)
     ours = ((terms.loss * mask).sum(-1) / lengths).sum()
     gap = ((log_probs - old) * mask).sum(-1) / lengths
-    ratio, a = gap.exp(), advantages[:, 0]
+    ratio = gap.exp()
+    a = advantages[:, 0]
     objective = torch.minimum(ratio * a, ratio.clamp(0.9, 1.2) * a)[mask.any(-1)].sum()
 
     assert ours.item() == pytest.approx(-objective.item())

@@ -46,9 +46,11 @@ from tests.unit.datasets.test_examples import source_of
 logger = logging.getLogger(__name__)
 
 TASK = Path(__file__).parents[3] / "algos" / "arithmetic"
-NUM_ROWS, LONGEST = 12, 6
+NUM_ROWS = 12
+LONGEST = 6
 POLICY = 0.02  # noise of the policy; its reference has none
-LOSS_GAP, GRADIENT_GAP = 2e-6, 2e-5
+LOSS_GAP = 2e-6
+GRADIENT_GAP = 2e-5
 """Largest relative gaps: float32 sums in another order, TRL's logits in chunks."""
 
 
@@ -120,7 +122,8 @@ def theirs(trainer: Any, batch: Any = None) -> tuple[float, Tensor]:
 
 def ours(model: Any, loss: Loss, rows: TensorDict, output: Callable[..., Any]) -> Any:
     """Loss and gradient over two micro-batches."""
-    totals, value = loss.denominators(rows), 0.0
+    totals = loss.denominators(rows)
+    value = 0.0
     for micro in cut(rows, 2):
         share, _ = loss(output(model, micro), micro, totals)
         share.backward()  # type: ignore[no-untyped-call]
@@ -190,7 +193,8 @@ def test_losses_of_pairs_are_those_of_trl(
 
     batch = answer_rows(read(PreferenceDataConfig(**written(tmp_path / "p.jsonl", rows))))
     model = model_of(POLICY)
-    found, ref = answer_sums(model, batch), answer_sums(model_of(), batch)
+    found = answer_sums(model, batch)
+    ref = answer_sums(model_of(), batch)
     losses, slopes = pair_losses(found, ref, answer_tokens(batch), cfg)
     batch["pair_losses"] = torch.cat([losses, losses])
     batch["score_slopes"] = torch.cat([slopes[:, 0], slopes[:, 1]])
@@ -226,9 +230,11 @@ def test_kto_with_its_kl_is_that_of_trl(trl: ModuleType, tmp_path: Path) -> None
     batch["answers"] = before["answers"]
     both = answer_rows(batch)
     model = model_of(POLICY)
-    found, ref = answer_sums(model, both), answer_sums(model_of(), both)
+    found = answer_sums(model, both)
+    ref = answer_sums(model_of(), both)
     own = example_rows(batch)
-    own["desirable"], own["ref_answer_log_probs"] = batch["desirable"], ref
+    own["desirable"] = batch["desirable"]
+    own["ref_answer_log_probs"] = ref
     own["kl_log_ratios"] = found[:, 1] - ref[:, 1]
 
     compare("kto", their, ours(model, LabelLoss(loss), own, logits))
@@ -314,7 +320,8 @@ def test_policy_losses_are_those_of_trl(
     their = theirs(trainer, samples)
 
     mask = samples["completion_mask"].bool()
-    lengths, prompts = mask.sum(-1), samples["prompt_mask"].bool()
+    lengths = mask.sum(-1)
+    prompts = samples["prompt_mask"].bool()
     columns = {
         "prompts": ragged_from_padded(
             samples["prompt_ids"].masked_select(prompts).view(count, -1), prompts.sum(-1)
@@ -336,7 +343,8 @@ def test_group_advantages_differ_from_trl_by_the_floor_of_the_deviation(
     rewards = samples["rewards"].double()
     groups = np.arange(len(rewards)) // 4
     places, largest = places_in_groups(groups)
-    index, place = torch.from_numpy(groups), torch.from_numpy(places)
+    index = torch.from_numpy(groups)
+    place = torch.from_numpy(places)
     columns = {"token_level_rewards": rewards[:, None]}
     mask = torch.ones(len(rewards), 1, dtype=torch.bool)
     rows = RowGroups(index, 3, lambda x: x, place, largest)

@@ -28,7 +28,8 @@ def _methods() -> set[str]:
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_picture_is_on_a_page_and_names_what_exists(path: Path) -> None:
-    words, page = _words(path), (ROOT / "docs" / "CONCEPTS.md").read_text("utf-8")
+    words = _words(path)
+    page = (ROOT / "docs" / "CONCEPTS.md").read_text("utf-8")
     modules = re.findall(r"\w+/\w+\.py", words)
     methods = re.findall(r"\b(?:compute|update|generate)_[a-z_]+\b(?<!_)", words)
 

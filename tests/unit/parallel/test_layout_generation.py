@@ -90,13 +90,16 @@ def test_generation_replicas_are_listed_by_dp_then_micro_dp(size):
 def test_each_training_shard_lies_inside_its_own_ranks_generation_shard(size):
     for layout in layouts(size):
         for rank in layout.ranks:
-            train, generate = layout.coordinate(rank), layout.generation_coordinate(rank)
+            train = layout.coordinate(rank)
+            generate = layout.generation_coordinate(rank)
             for axis, train_size, generate_size in (
                 ("tp", layout.tp_size, layout.gen_tp_size),
                 ("pp", layout.pp_size, layout.gen_pp_size),
             ):
-                inner, outer = getattr(train, axis), getattr(generate, axis)
-                start, stop = Fraction(inner, train_size), Fraction(inner + 1, train_size)
+                inner = getattr(train, axis)
+                outer = getattr(generate, axis)
+                start = Fraction(inner, train_size)
+                stop = Fraction(inner + 1, train_size)
                 assert Fraction(outer, generate_size) <= start
                 assert stop <= Fraction(outer + 1, generate_size)
 

@@ -237,7 +237,8 @@ def test_record_with_other_fields_is_refused_with_both_numbers() -> None:
 def test_envelope_of_another_run_is_dropped_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = Envelopes(b"a" * 16), Envelopes(b"b" * 16)
+    ours = Envelopes(b"a" * 16)
+    theirs = Envelopes(b"b" * 16)
     monkeypatch.setattr(logging.getLogger("spmdflow"), "propagate", True)
 
     assert ours.open(ours.seal(Kind.REPLY, [1, {}]), 0) == (Kind.REPLY, [1, {}])

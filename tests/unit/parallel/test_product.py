@@ -23,9 +23,11 @@ def test_product_of_float32_is_that_of_float64_rounded(
     sizes: tuple[int, int, int], turned: bool
 ) -> None:
     rows, inner, columns = sizes
-    left, right = draw(rows, inner), draw(inner, columns)
+    left = draw(rows, inner)
+    right = draw(inner, columns)
     if turned:  # strides of the transposed
-        left, right = left.T.contiguous().T, right.T.contiguous().T
+        left = left.T.contiguous().T
+        right = right.T.contiguous().T
 
     assert_close(
         product(left, right).double(), left.double() @ right.double(), rtol=1e-5, atol=2e-4
@@ -35,7 +37,8 @@ def test_product_of_float32_is_that_of_float64_rounded(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions_are_left_to_pytorch_bit_by_bit(dtype: torch.dtype) -> None:
-    left, right = draw(9, 33, dtype=dtype), draw(33, 5, dtype=dtype)
+    left = draw(9, 33, dtype=dtype)
+    right = draw(33, 5, dtype=dtype)
 
     assert torch.equal(product(left, right), left @ right)
 
@@ -52,13 +55,15 @@ def test_onednn_is_what_multiplies_float32(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
     monkeypatch.setattr(products, "_has_onednn", lambda: False)
-    left, right = draw(128, 16), draw(16, 4)
+    left = draw(128, 16)
+    right = draw(16, 4)
     assert torch.equal(product(left, right), left @ right)
 
 
 @pytest.mark.parametrize("rows", [0, 5, 256, 1300, 2700])
 def test_products_over_rows_are_those_of_float64_rounded(rows: int) -> None:
-    left, right = draw(rows, 7), draw(rows, 30)
+    left = draw(rows, 7)
+    right = draw(rows, 30)
 
     expected = left.double().T @ right.double()
     assert_close(product_over(left, right).double(), expected, rtol=1e-5, atol=2e-4)
@@ -67,14 +72,16 @@ def test_products_over_rows_are_those_of_float64_rounded(rows: int) -> None:
 def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shapes, stock = set(), products._by_onednn
+    shapes = set()
+    stock = products._by_onednn
 
     def counted(left: Tensor, right: Tensor) -> Tensor:
         shapes.add((left.shape, left.stride(), right.shape, right.stride()))
         return stock(left, right)
 
     monkeypatch.setattr(products, "_by_onednn", counted)
-    narrow, wide = draw(16, 8), draw(8, 16)
+    narrow = draw(16, 8)
+    wide = draw(8, 16)
     for rows in range(1, 8192, 97):
         product(draw(rows, 16), narrow)
         product_over(draw(rows, 8), draw(rows, 16))
@@ -86,7 +93,8 @@ def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
 
 @pytest.mark.parametrize("columns", [40, 200])
 def test_a_row_has_the_same_bits_among_any_others(columns: int) -> None:
-    left, right = draw(2600, 96), draw(96, columns)
+    left = draw(2600, 96)
+    right = draw(96, columns)
     whole = product(left, right)
 
     for rows in (1, 31, 32, 100, 129, 1299, 2599):
@@ -102,7 +110,8 @@ def test_linear_layers_have_pytorchs_values_and_gradients(
     theirs = nn.Sequential(nn.Linear(*sizes, bias=bias), nn.Tanh(), nn.Linear(sizes[1], 3))
     ours = copy.deepcopy(theirs)
     use_products(ours)
-    x, weights = draw(2, 650, sizes[0]), draw(2, 650, 3)
+    x = draw(2, 650, sizes[0])
+    weights = draw(2, 650, 3)
     found = []
     for model in (theirs, ours):
         given = x.clone().requires_grad_()

@@ -171,7 +171,8 @@ def test_models_that_need_host_memory_are_placed_and_their_plan_takes_as_long(
 
     loaded, auto = found("ppo", 8, *words)
 
-    hardware, best = load_hardware("h100"), auto.mapping.best[0]
+    hardware = load_hardware("h100")
+    best = auto.mapping.best[0]
     choose_by_plan(loaded.script, auto.cfg, 8, hardware)
     report = plan(loaded.script, auto.cfg, settings_of(8, node_size=8, backend="nccl"), hardware)
     assert report.problems == [] and any(pool.moved for pool in best.pools)
@@ -248,7 +249,8 @@ def test_resumed_run_keeps_its_placement_and_another_world_is_placed_afresh(tmp_
     words = ["placement=auto", *SMALL, *MEGATRON, "run.hardware=h100", f"run.dir={tmp_path}"]
     first, _ = prepare(load(ALGORITHMS / "ppo.py", None, words), 4)
     pools = {"all": {"roles": list(roles_of(first.cfg)), "ranks": [0, 1, 2, 3]}}
-    first.cfg.placement, first.cfg.actor.engine.layout = pools, "t4"
+    first.cfg.placement = pools
+    first.cfg.actor.engine.layout = "t4"
     seal_settings(tmp_path, to_yaml(first.cfg), num_ranks=4)
 
     resumed, said = prepare(load(ALGORITHMS / "ppo.py", None, words), 4)

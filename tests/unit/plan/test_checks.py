@@ -63,7 +63,8 @@ def receive_of(commands: Commands, edge: TracedEdge) -> list[Any]:
 
 
 def drop(commands: Commands, edge: TracedEdge) -> None:
-    send, receive = send_of(commands, edge), receive_of(commands, edge)
+    send = send_of(commands, edge)
+    receive = receive_of(commands, edge)
     commands[edge.source]["sends"].remove(send)
     commands[edge.destination]["receives"] = [
         other for other in commands[edge.destination]["receives"] if other is not receive
@@ -142,7 +143,8 @@ def test_two_edges_with_swapped_rows_are_both_found(right: Trace) -> None:
     one, other = [edge for edge in edges_of(right) if edge.release == release.place][:2]
 
     def swap(commands: Commands) -> None:
-        sends, receives = [], []
+        sends = []
+        receives = []
         for edge in (one, other):
             sends.append(send_of(commands, edge))
             receives.append(receive_of(commands, edge))

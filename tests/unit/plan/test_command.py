@@ -187,7 +187,8 @@ def test_calls_of_disjoint_pools_overlap_in_the_schedule() -> None:
     report = planned([*SMALL, "placement=split"], 4)
 
     times = {call.order.label: call for call in report.prediction.calls}
-    critic, actor = times["critic.update_critic"], times["actor.update_actor"]
+    critic = times["critic.update_critic"]
+    actor = times["actor.update_actor"]
     assert critic.start < actor.end and actor.start < critic.end
     assert times["critic.compute_values"].start >= times["actor.generate_sequences"].end
 
@@ -261,7 +262,8 @@ def test_examples_of_the_configuration_win_over_the_script_and_lose_to_the_comma
 
 
 def test_run_takes_no_notice_of_examples(tmp_path: Path) -> None:
-    plain, assuming = tmp_path / "plain.yaml", tmp_path / "assuming.yaml"
+    plain = tmp_path / "plain.yaml"
+    assuming = tmp_path / "assuming.yaml"
     plain.write_text(located_settings())
     assuming.write_text(located_settings() + "assume: {scores: 0.2, actor: {kl: 1}}\n")
 

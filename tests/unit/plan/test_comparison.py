@@ -194,7 +194,8 @@ def test_edge_with_other_bytes_than_planned_is_shown(run: Loaded, tmp_path: Path
 def test_plan_command_replays_a_run_and_holds_its_bytes_against_the_plan(
     run: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, script = Path(run.cfg.run.dir), str(ALGORITHMS / "dapo.py")
+    run_dir = Path(run.cfg.run.dir)
+    script = str(ALGORITHMS / "dapo.py")
     content = decode((run_dir / TRANSCRIPT_FILE).read_bytes())
     content["steps"][2]["edges"] = [[0, 0, 40]]
     (tmp_path / TRANSCRIPT_FILE).write_bytes(encode(content))

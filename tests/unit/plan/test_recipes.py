@@ -60,7 +60,8 @@ RECIPES = {
 
 def words_of(name: str, folder: Path, hardware: str) -> list[str]:
     """The command line that plans a recipe; folder gets its models, as config.json alone."""
-    recipe, config = RECIPES[name], MODELS[RECIPES[name].model]
+    recipe = RECIPES[name]
+    config = MODELS[RECIPES[name].model]
     kinds = {"actor": config}
     if recipe.script == "ppo":
         kinds["reward"] = config | {"architectures": ["LlamaForSequenceClassification"]}

@@ -138,7 +138,8 @@ def test_doubled_weight_edge_is_found(way: str, data: st.DataObject) -> None:
 def test_weights_from_a_rank_that_lacks_them_or_to_one_that_has_them_are_found() -> None:
     plan = planned("shards")[0]
     move = plan.buckets[0].moves[0][1][0]
-    source, rank = move.source, move.destinations[0]
+    source = move.source
+    rank = move.destinations[0]
 
     lacking = with_move(plan, (0, 0, 0), lambda m: [replace(m, source=rank)])
     there = with_move(plan, (0, 0, 0), lambda m: [m, Move(rank, m.box, (source,))])

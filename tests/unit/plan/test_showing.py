@@ -43,7 +43,8 @@ def planned(run_dir: Path, is_shown: Callable[[], bool]) -> bool:
 
 
 def test_status_and_panel_tell_what_is_planned_and_nothing_is_left(tmp_path: Path) -> None:
-    run_dir, told = tmp_path / "run", dict[str, object]()
+    run_dir = tmp_path / "run"
+    told = dict[str, object]()
 
     def is_shown() -> bool:
         told.update(read_json(run_dir / STATUS_FILE))

@@ -104,7 +104,8 @@ def test_shared_cores_do_all_the_work_and_never_more_than_they_can(
 
 
 def test_ranks_beyond_those_of_the_measurement_share_the_processors() -> None:
-    cpu, device = hardware_of("cpu", 4), hardware_of("h100", 4)
+    cpu = hardware_of("cpu", 4)
+    device = hardware_of("h100", 4)
 
     assert (cpu.gpus_per_node, cpu.cores) == (4, 2)
     assert device.cores == math.inf

@@ -76,7 +76,8 @@ def test_row_that_no_epoch_uses_and_samples_of_a_prompt_apart_are_found(grouped:
         commands[0]["mini"][0][0] = commands[0]["mini"][0][0][1:]
 
     def exchange(commands: Commands) -> None:
-        one, other = commands[0]["mini"][0][0], commands[0]["mini"][1][0]
+        one = commands[0]["mini"][0][0]
+        other = commands[0]["mini"][1][0]
         commands[0]["mini"][0][0] = np.concatenate([other[:1], one[1:]])
         commands[0]["mini"][1][0] = np.concatenate([one[:1], other[1:]])
 

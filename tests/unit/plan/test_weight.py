@@ -50,7 +50,8 @@ GIANT = SIZES | {
     "num_attention_heads": 64,
     "head_dim": 128,
 }
-EMBEDDING, NORM = 256 * 64, 64
+EMBEDDING = 256 * 64
+NORM = 64
 LAYER = 4 * 64 * 64 + 3 * 64 * 96
 """Elements of a layer's matrices; two norms come on top."""
 TOTAL = 2 * EMBEDDING + 4 * (LAYER + 2 * NORM) + NORM
@@ -70,8 +71,11 @@ def planned(
     """The way of an actor's copies in bfloat16, on nodes of some ranks."""
     (folder / "config.json").write_text(json.dumps(sizes or SIZES))
     cfg = PPOConfig().actor
-    cfg.model.path, cfg.engine.kind = str(folder), kind
-    cfg.rollout.engine, cfg.rollout.dtype, cfg.rollout.weights = engine, "bfloat16", weights
+    cfg.model.path = str(folder)
+    cfg.engine.kind = kind
+    cfg.rollout.engine = engine
+    cfg.rollout.dtype = "bfloat16"
+    cfg.rollout.weights = weights
     cfg.model.dtype = "bfloat16"
     models = {"actor": TracedModel("actor", ActorWorker, cfg, layout, "pool")}
     if generator is not None:
@@ -207,7 +211,8 @@ def test_what_several_ranks_of_a_node_lack_enters_it_once(tmp_path: Path, gen_tp
 
 
 def test_a_giant_generator_apart_is_planned_in_seconds(tmp_path: Path) -> None:
-    policy, generator = grid(1, 1, 128, gen=(1, 1)), grid(8, 1, 16, gen=(8, 1), start=128)
+    policy = grid(1, 1, 128, gen=(1, 1))
+    generator = grid(8, 1, 16, gen=(8, 1), start=128)
     started = time.process_time()
 
     found = planned(tmp_path, policy, kind="fsdp", sizes=GIANT, generator=generator)
@@ -218,7 +223,8 @@ def test_a_giant_generator_apart_is_planned_in_seconds(tmp_path: Path) -> None:
 
 
 def test_generator_apart_receives_all_that_it_needs(tmp_path: Path) -> None:
-    policy, generator = grid(2, 1, 2), grid(2, 1, 2, gen=(2, 1), start=4)
+    policy = grid(2, 1, 2)
+    generator = grid(2, 1, 2, gen=(2, 1), start=4)
 
     exact = planned(tmp_path, policy, generator=generator)
 

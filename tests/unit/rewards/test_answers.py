@@ -175,7 +175,8 @@ def test_countdown_solutions_verify_themselves_and_others_do_not(file: str) -> N
     rows = data(f"countdown/{file}.jsonl")
 
     for row in rows:
-        solution, target = row["solution"], row["target"]
+        solution = row["solution"]
+        target = row["target"]
         for response in (f"<answer>{solution}</answer>", f"I try:\n{solution} = {target}"):
             assert countdown.score("", response, row)["score"] == 1
         for wrong in (f"{solution} + 0", f"{target}", f"({solution}", f"1 * {solution}"):

@@ -120,7 +120,8 @@ def test_reading_that_once_took_too_long_is_tried_again(monkeypatch: pytest.Monk
         while True:
             pass
 
-    row, response = {"answer": r"\frac{3}{97}"}, r"\boxed{\frac{6}{194}}"
+    row = {"answer": r"\frac{3}{97}"}
+    response = r"\boxed{\frac{6}{194}}"
     with monkeypatch.context() as patch:
         patch.setattr(math_verify, "parse", parse)
         slow = score("", response, row, seconds=1)

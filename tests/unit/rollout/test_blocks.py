@@ -167,7 +167,8 @@ def test_order_of_qkv_columns_takes_every_column_of_a_rank_once(kv_heads, tp_siz
 
 
 def test_one_shard_that_lies_as_vllm_wants_it_is_used_without_a_copy():
-    arch, replica = architecture(num_key_value_heads=1), _replica(1, 0)
+    arch = architecture(num_key_value_heads=1)
+    replica = _replica(1, 0)
     weight = torch.randn((arch.num_heads + 2) * arch.head_dim, 16)
     stock = vllm_shards(arch, tp_size=1, tp_rank=0, pp_size=1, pp_rank=0)[QKV]
 
@@ -202,7 +203,8 @@ def test_views_are_read_anew_so_that_shards_can_change_in_place():
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_hashes_of_what_blocks_read_are_those_of_whole_tensors(tp_size):
-    arch, replica = architecture("qwen3, tied"), Replica.alone()
+    arch = architecture("qwen3, tied")
+    replica = Replica.alone()
     values = values_of(arch)
     shards = _shards(arch, values, replica, tp_size)
 
@@ -222,7 +224,8 @@ def test_hashes_of_what_blocks_read_are_those_of_whole_tensors(tp_size):
 
 
 def test_shards_that_are_missing_misshapen_or_cut_otherwise_are_refused():
-    arch, replica = architecture(), Replica.alone()
+    arch = architecture()
+    replica = Replica.alone()
     shards = _shards(arch, values_of(arch), replica, 2)
     sizes = {"tp_size": 2, "vocab_multiple": MULTIPLE}
 

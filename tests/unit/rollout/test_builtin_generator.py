@@ -136,7 +136,8 @@ def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
 ) -> None:
     """Five rows of four prompts; after three tokens two of them go and a new one comes."""
     module = causal_lm(str(folder / name), dtype=torch.float32, device=CPU)
-    ours, size = LlamaForward(module, CPU), 100
+    ours = LlamaForward(module, CPU)
+    size = 100
     rows = [torch.randint(3, size, (length,)) for length in (7, 5, 5, 2, 1)]
     rows[2] = rows[1]
     late = torch.randint(3, size, (9,))
@@ -173,7 +174,8 @@ def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
 
 
 def test_bfloat16_stays_as_near_to_float32_as_transformers_bfloat16(folder: Path) -> None:
-    prompts, greedy = make_prompts(24), Sampling(1, greedy=True)
+    prompts = make_prompts(24)
+    greedy = Sampling(1, greedy=True)
     exact = _generator(folder / "grouped").generate(prompts, greedy, SEEDS[:24])
     ours = _generator(folder / "grouped", dtype="bfloat16")
     theirs = _generator(folder / "grouped", dtype="bfloat16")
@@ -197,7 +199,9 @@ def test_bfloat16_stays_as_near_to_float32_as_transformers_bfloat16(folder: Path
 
 @pytest.mark.parametrize("name", ["grouped", "stablelm"])
 def test_row_depends_on_its_prompt_and_seed_only(folder: Path, name: str) -> None:
-    prompts, seeds, order = make_prompts(20), SEEDS[:20], torch.randperm(20).tolist()
+    prompts = make_prompts(20)
+    seeds = SEEDS[:20]
+    order = torch.randperm(20).tolist()
     generator = _generator(folder / name, max_batch_size=128)
     whole = rows_of(generator.generate(prompts, SAMPLED, seeds)["responses"])
 
@@ -229,7 +233,8 @@ def test_samples_of_one_prompt_differ_by_their_seeds(folder: Path) -> None:
 
 
 def test_response_ends_with_its_first_end_token_and_the_others_go_on(folder: Path) -> None:
-    generator, prompts = _generator(folder / "grouped"), make_prompts(40)
+    generator = _generator(folder / "grouped")
+    prompts = make_prompts(40)
     generator._end_tokens = torch.tensor([END, 40, 41, 42, 43, 44, 45, 46, 47])
     long = Sampling(30, temperature=1.5)
 
@@ -305,7 +310,8 @@ def test_context_can_be_used_to_its_last_position(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["grouped", "qwen3", "stablelm"])
 def test_loaded_weights_are_the_ones_that_generate(folder: Path, tmp_path: Path, name: str) -> None:
-    generator, prompts = _generator(folder / name), make_prompts(12)
+    generator = _generator(folder / name)
+    prompts = make_prompts(12)
     before = generator.generate(prompts, SAMPLED, SEEDS[:12])
     model = load(folder / name)
     with torch.no_grad():
@@ -323,7 +329,8 @@ def test_loaded_weights_are_the_ones_that_generate(folder: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["grouped", "qwen3", "stablelm"])
 def test_hash_shows_a_flipped_bit_under_the_tensor_it_is_in(folder: Path, name: str) -> None:
-    generator, model = _generator(folder / name), load(folder / name)
+    generator = _generator(folder / name)
+    model = load(folder / name)
     before = generator.hashes()
     assert before == {n: positional_hash(p) for n, p in model.named_parameters()}
 
@@ -336,7 +343,8 @@ def test_hash_shows_a_flipped_bit_under_the_tensor_it_is_in(folder: Path, name: 
 
 
 def test_generator_that_slept_gives_the_same_responses(folder: Path) -> None:
-    generator, prompts = _generator(folder / "grouped"), make_prompts(8)
+    generator = _generator(folder / "grouped")
+    prompts = make_prompts(8)
     before = generator.generate(prompts, SAMPLED, SEEDS[:8])["responses"].values()
 
     generator.sleep()
@@ -366,7 +374,8 @@ def test_unknown_engine_is_refused_with_the_choices() -> None:
 @pytest.mark.skipif("SPMDFLOW_DATA" not in os.environ, reason="SPMDFLOW_DATA names no data folder")
 def test_real_model_equals_transformers_over_64_tokens() -> None:
     path = Path(os.environ["SPMDFLOW_DATA"]) / "models" / "stories260K-hd64"
-    prompts, sampling = make_prompts(4, vocab_size=512), Sampling(64)
+    prompts = make_prompts(4, vocab_size=512)
+    sampling = Sampling(64)
 
     found = _generator(path).generate(prompts, sampling, SEEDS[:4])
 

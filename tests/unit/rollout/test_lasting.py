@@ -16,7 +16,8 @@ from spmdflow.rollout.lasting import Lasted, LastingRequests
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import make_prompts, write_llama
 
-SAMPLING, SEEDS = Sampling(12, temperature=0.8), [2**62 + row for row in range(8)]
+SAMPLING = Sampling(12, temperature=0.8)
+SEEDS = [2**62 + row for row in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def test_requests_set_aside_go_on_to_the_tokens_that_they_would_have_had(
     folders: list[Path], pause: int
 ) -> None:
     whole = _generator(folders[0]).generate(make_prompts(8), SAMPLING, SEEDS)
-    requests, done = _begun(_generator(folders[0])), {}
+    requests = _begun(_generator(folders[0]))
+    done = {}
 
     for _ in range(100):
         for _ in range(pause):
@@ -115,7 +117,8 @@ def test_rows_under_way_go_on_with_new_weights_and_each_token_has_its_version(
 
 def test_greedy_requests_and_others_take_turns(folders: list[Path]) -> None:
     generator = _generator(folders[0])
-    requests, prompts = _begun(generator), rows_of(make_prompts(2))
+    requests = _begun(generator)
+    prompts = rows_of(make_prompts(2))
     requests.step()
     requests.set_aside()
     greedy = Sampling(6, temperature=0.8, greedy=True)

@@ -61,13 +61,15 @@ def _finish(generator: BuiltinGenerator, ids: list[int]) -> dict[int, list[int]]
 def test_requests_that_come_while_others_run_give_the_responses_of_a_batch(
     folder: Path, name: str
 ) -> None:
-    prompts, whole = make_prompts(20), _generator(folder / name)
+    prompts = make_prompts(20)
+    whole = _generator(folder / name)
     expected = [
         r.tolist() for r in rows_of(whole.generate(prompts, SAMPLED, SEEDS[:20])["responses"])
     ]
     generator = _generator(folder / name, max_batch_size=4)
 
-    ids, done = [], {}
+    ids = []
+    done = {}
     for number, (row, seed) in enumerate(zip(rows_of(prompts), SEEDS)):
         ids.append(generator.add(Request(row, seed, SAMPLED)))
         if number % 3 == 2:
@@ -79,7 +81,8 @@ def test_requests_that_come_while_others_run_give_the_responses_of_a_batch(
 
 def test_aborted_requests_are_never_given_and_the_others_are_as_before(folder: Path) -> None:
     prompts = make_prompts(9)
-    generator, sampling = _generator(folder / "grouped", max_batch_size=5), Sampling(12)
+    generator = _generator(folder / "grouped", max_batch_size=5)
+    sampling = Sampling(12)
     generator._end_tokens = torch.tensor([], dtype=torch.int64)
     whole = rows_of(generator.generate(prompts, sampling, SEEDS[:9])["responses"])
     ids = [
@@ -113,7 +116,8 @@ def test_requests_may_differ_in_their_longest_response_only(folder: Path) -> Non
 def test_samples_of_a_prompt_are_prefilled_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, passes = _generator(folder / "grouped"), []
+    generator = _generator(folder / "grouped")
+    passes = []
     prefill = generator._forward.prefill
 
     def count(prompts: list[Tensor], source: list[int]) -> Tensor:
@@ -139,12 +143,14 @@ def _talk(
         ready = [(n, t) for n, t in waiting if t == 0 or (n, t - 1) in said]
         for number, turn in ready[: 3 - len(under_way)]:
             waiting.remove((number, turn))
-            prompt, seed = torch.tensor(prompts[number]), SEEDS[3 * number + turn]
+            prompt = torch.tensor(prompts[number])
+            seed = SEEDS[3 * number + turn]
             request = Request(prompt, seed, SAMPLED, number if named else None)
             under_way[generator.add(request)] = (number, turn)
         for row in generator.step():
             number, turn = under_way.pop(row.id)
-            said[number, turn], log_probs[number, turn] = row.tokens.tolist(), row.log_probs
+            said[number, turn] = row.tokens.tolist()
+            log_probs[number, turn] = row.log_probs
             size = len(row.tokens) // (2 if number == 2 else 1)  # as an agent's stop string cuts
             prompts[number] += said[number, turn][:size] + [5 + number] * (1 + 4 * (number % 3))
     return said, log_probs
@@ -166,7 +172,8 @@ def test_turns_of_a_conversation_are_those_of_whole_prompts(
         return extend(rows, more, starts)
 
     monkeypatch.setattr(kept._forward, "extend", count)
-    expected, found = _talk(plain, named=False), _talk(kept, named=True)
+    expected = _talk(plain, named=False)
+    found = _talk(kept, named=True)
 
     assert found[0] == expected[0]
     for turn, log_probs in expected[1].items():
@@ -206,7 +213,9 @@ def test_stop_strings_end_a_response_at_the_token_that_completes_one(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_every: int
 ) -> None:
     monkeypatch.setattr("spmdflow.rollout.builtin._LOOK_EVERY", look_every)
-    generator, prompts, stop = _generator(folder / "grouped"), make_prompts(20), ["7>", "<1"]
+    generator = _generator(folder / "grouped")
+    prompts = make_prompts(20)
+    stop = ["7>", "<1"]
     tokenizer = write_numbers_tokenizer(tmp_path, 128)
     free = generator.generate(prompts, SAMPLED, SEEDS[:20])["responses"]
     expected = ended_at([row.tolist() for row in rows_of(free)], stop)

@@ -91,8 +91,10 @@ def test_prompt_and_response_join_to_the_text_at_every_cut(tokenizer: Any) -> No
 
 
 def test_special_tokens_have_no_text(tokenizer: Any) -> None:
-    prompt, response = ids_of(tokenizer, "There was"), ids_of(tokenizer, "There was a cat")[-3:]
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    prompt = ids_of(tokenizer, "There was")
+    response = ids_of(tokenizer, "There was a cat")[-3:]
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     plain = response_texts(tokenizer, [prompt], [response])
 
     marked = response_texts(tokenizer, [[bos, *prompt, bos]], [[*response, eos]])
@@ -125,7 +127,8 @@ def test_real_tokenizer_joins_texts_at_every_cut() -> None:
 
 def test_text_of_the_bundled_task_is_what_decoding_alone_gave() -> None:
     tokenizer = load_tokenizer(str(TASK / "model"))
-    prompt, response = tokenizer("12+34=").input_ids, [6, 8, 2]
+    prompt = tokenizer("12+34=").input_ids
+    response = [6, 8, 2]
 
     assert response_texts(tokenizer, [prompt], [response]) == [
         tokenizer.decode(response, skip_special_tokens=True)
@@ -150,9 +153,11 @@ STOPS = [["cat"], [" white"], ["\u20ac5"], ["caf\u00e9"], ["\U0001f63a"], ["zzz"
 def test_response_ends_with_the_token_that_completes_a_stop_string(
     tokenizer: Any, stop: list[str]
 ) -> None:
-    ids, strings = ids_of(tokenizer, TEXT), StopStrings(tokenizer, stop)
+    ids = ids_of(tokenizer, TEXT)
+    strings = StopStrings(tokenizer, stop)
     for cut in cuts_between_characters(tokenizer, ids)[:12]:
-        prompt, response = ids[:cut], ids[cut:]
+        prompt = ids[:cut]
+        response = ids[cut:]
 
         ends = [n for n in range(1, len(response) + 1) if strings.ends(prompt, response[:n])]
 
@@ -192,7 +197,8 @@ def test_every_token_is_given_the_characters_that_it_shows(kind: str, has_specia
     assert lengths[-1] == (len("<eos>") if has_specials else 0)
     at = 0
     for token, length in zip(ids, lengths, strict=True):
-        own, piece = tokenizer.decode([token]).strip(), text[at : at + length].strip()
+        own = tokenizer.decode([token]).strip()
+        piece = text[at : at + length].strip()
         if own and "\ufffd" not in own and (length or has_specials):
             assert piece.endswith(own), (token, own, piece)  # behind a character of several tokens
         at += length

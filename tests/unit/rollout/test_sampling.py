@@ -63,8 +63,10 @@ def test_draws_follow_the_truncated_softmax(sampling: Sampling, vary: str) -> No
 
 
 def test_draws_at_neighbouring_positions_and_seeds_are_independent() -> None:
-    logits, probs = LOGITS.expand(NUM_DRAWS, -1), LOGITS.double().softmax(0)
-    counter, zeros = torch.arange(NUM_DRAWS), _zeros(NUM_DRAWS)
+    logits = LOGITS.expand(NUM_DRAWS, -1)
+    probs = LOGITS.double().softmax(0)
+    counter = torch.arange(NUM_DRAWS)
+    zeros = _zeros(NUM_DRAWS)
     first = draw(logits, Sampling(1), counter, zeros)[0]
 
     for seeds, positions in ((counter, zeros + 1), (counter + 1, zeros), (counter, zeros + 2**20)):
@@ -84,7 +86,8 @@ def _merge_rare(values: Tensor, probs: Tensor) -> Tensor:
 def test_draw_is_the_inverse_of_the_plain_cumulative_sum(size: int) -> None:
     logits = 3 * torch.randn(4000, size, generator=torch.Generator().manual_seed(size))
     logits[:, size // 3 :: 5] = -math.inf
-    seeds, positions = _seeds(4000), torch.arange(4000) % 11
+    seeds = _seeds(4000)
+    positions = torch.arange(4000) % 11
 
     tokens, log_probs = draw(logits, Sampling(1), seeds, positions)
 
@@ -100,7 +103,9 @@ def test_draw_is_the_inverse_of_the_plain_cumulative_sum(size: int) -> None:
 
 def test_tokens_of_probability_zero_are_never_drawn_even_at_the_ends_of_the_range() -> None:
     probs = torch.zeros(4, 1000)
-    probs[0, 300], probs[1, 999], probs[2, 0] = 1.0, 1e-30, 1.0
+    probs[0, 300] = 1.0
+    probs[1, 999] = 1e-30
+    probs[2, 0] = 1.0
     probs[3, 511:513] = 0.5
     for u in (2.0**-49, 0.5, 1 - 2.0**-49):
         tokens, total = invert(probs, torch.full((4,), u, dtype=torch.float64))
@@ -126,7 +131,8 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -
 
 
 def test_number_of_a_draw_equals_splitmix64_in_plain_integers() -> None:
-    seeds, positions = [2**62 + 1, 0, 12345], [0, 5, 10**6]
+    seeds = [2**62 + 1, 0, 12345]
+    positions = [0, 5, 10**6]
 
     found = uniform(torch.tensor(seeds), torch.tensor(positions)).tolist()
 
@@ -147,7 +153,9 @@ def _splitmix_mix(bits: int) -> int:
 
 def test_row_draws_the_same_token_in_any_batch() -> None:
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
-    seeds, positions, order = _seeds(64), torch.arange(64) % 7, torch.randperm(64)
+    seeds = _seeds(64)
+    positions = torch.arange(64) % 7
+    order = torch.randperm(64)
     sampling = Sampling(1, temperature=0.9, top_k=20, top_p=0.95)
 
     tokens, log_probs = draw(logits, sampling, seeds, positions)
@@ -184,7 +192,8 @@ def test_truncation_keeps_what_a_naive_reference_keeps(
 
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
     weights = [math.exp(logits[token] / 50) for token in ranked]
-    mass, nucleus = 0.0, set()
+    mass = 0.0
+    nucleus = set()
     for token, weight in zip(ranked, weights, strict=True):
         if mass / sum(weights) >= top_p - 1e-6 and mass > 0:
             break

@@ -41,7 +41,9 @@ def test_builtin_generator_frees_its_weights_and_takes_new_ones(tmp_path: Path) 
     generator = generator_of(RolloutConfig(), path, CPU)
     tensors = {name: p.detach() for name, p in load(path).named_parameters()}
     put_weights(generator, tensors.items(), version=4)
-    prompts, sampling, seeds = make_prompts(4), Sampling(8), [1, 2, 3, 4]
+    prompts = make_prompts(4)
+    sampling = Sampling(8)
+    seeds = [1, 2, 3, 4]
     before = generator.generate(prompts, sampling, seeds)["responses"].values().tolist()
     hashes = generator.hashes()
 

@@ -27,7 +27,8 @@ class Session:
         self.shown: list[list[int]] = []
         self.start = self.now = float(int(time.monotonic()))  # whole: sums are exact
         own = Process.of(os.getpid())
-        self.peers, self.ledger = Peers({0: own, 1: own}, own_rank=0), Ledger()
+        self.peers = Peers({0: own, 1: own}, own_rank=0)
+        self.ledger = Ledger()
         for rank in (0, 1):
             self.peers.heard(rank, self.now)  # not by the clock, which has gone on
         self.stalls = Stalls(

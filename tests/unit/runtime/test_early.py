@@ -123,8 +123,10 @@ def run(
     made_by: the call of the rows; made_before: the others come when these calls have ended.
     """
     settings = RankSettings(0, torch.device("cpu"), 0, seconds, run_dir)
-    groups, transport = GroupTable(0, timeout_seconds=60), CountedTransport(None, seconds=60)
-    state, reporter = RankState(settings, groups, transport, arrival), Reporter()
+    groups = GroupTable(0, timeout_seconds=60)
+    transport = CountedTransport(None, seconds=60)
+    state = RankState(settings, groups, transport, arrival)
+    reporter = Reporter()
     reporter.lane.operations = state.operations()
     spawn = {"operation": "spawn", "name": "judging", "config": cfg, "total_steps": 1}
     spawn |= {"class": f"{__name__}:Judging", "nodes": [0]}

@@ -29,7 +29,8 @@ from spmdflow.transfer.register import find_map_function
 from spmdflow.transfer.worker import Sum, find_worker_class
 from tests.unit.runtime.noisy_record import CALLS, NoisyRecord
 
-KEY, NUMBER = b"of this run", 100_000
+KEY = b"of this run"
+NUMBER = 100_000
 DANGEROUS = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.", "ctypes.")
 watched: list[str] = []
 _watching = threading.local()
@@ -117,18 +118,21 @@ class Session:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_id = os.urandom(RUN_ID_BYTES)
-        self.envelopes, hub = Envelopes(self.run_id), Hub(self.run_id, key=KEY)
+        self.envelopes = Envelopes(self.run_id)
+        hub = Hub(self.run_id, key=KEY)
         me = Process.of(os.getpid())
         peers = Peers({0: me, 1: me}, own_rank=0)
         self.io = Io(hub, peers=peers, settings=SessionSettings(run_dir, (0, 1)))
-        self.handled, handle = 0, self.io._handle
+        self.handled = 0
+        handle = self.io._handle
 
         def count(rank: int, data: bytes) -> None:
             self.handled += 1
             handle(rank, data)
 
         self.io._handle = count  # type: ignore[method-assign]
-        self._hub, self.address = hub, hub.bind("127.0.0.1")
+        self._hub = hub
+        self.address = hub.bind("127.0.0.1")
         self.io.thread.start()
 
     def connect(self, rank: int) -> Endpoint:
@@ -187,7 +191,8 @@ class Session:
 
 def _storm(session: Session, stranger: Endpoint, number: int, draw: random.Random) -> float:
     """Send so many; MB by which this process grew after the first tenth."""
-    good, start = samples(session.envelopes, NAMES), session.handled
+    good = samples(session.envelopes, NAMES)
+    start = session.handled
     before = 0.0
     for sent in range(number):
         if sent == number // 10:
@@ -206,8 +211,11 @@ def _storm(session: Session, stranger: Endpoint, number: int, draw: random.Rando
 def test_messages_from_no_member_or_before_a_member_joined_change_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw, session = random.Random(NUMBER), Session(tmp_path)
-    early, unknown = session.connect(1), session.connect(7)  # with the key: the worst case
+    draw = random.Random(NUMBER)
+    session = Session(tmp_path)
+    # with the key: the worst case
+    early = session.connect(1)
+    unknown = session.connect(7)
     grown = _storm(session, early, NUMBER // 2, draw)
     early.close()
     session.wait_until_gone(1)
@@ -226,7 +234,8 @@ def test_messages_from_no_member_or_before_a_member_joined_change_nothing(
 
 
 def test_decoding_random_and_mutated_messages_runs_and_opens_nothing() -> None:
-    draw, envelopes = random.Random(NUMBER), Envelopes(b"r" * RUN_ID_BYTES)
+    draw = random.Random(NUMBER)
+    envelopes = Envelopes(b"r" * RUN_ID_BYTES)
     good = [data[RUN_ID_BYTES + 1 :] for data in samples(envelopes, NAMES)]
     decoded = refused = 0
     with audit() as done:

@@ -44,7 +44,8 @@ from tests.unit.interleaving import (
 )
 
 NUM_ROWS = 3
-MAKER, JUDGE = 0, 1
+MAKER = 0
+JUDGE = 1
 
 
 class Maker(Worker):
@@ -112,7 +113,8 @@ class Ranks:
 
     def spawn(self, caller: Caller, worker_class: type[Worker], rank: int) -> WorkerGroup:
         """A worker on one rank."""
-        name, layout = worker_class.__name__.lower(), Layout.data_parallel((rank,))
+        name = worker_class.__name__.lower()
+        layout = Layout.data_parallel((rank,))
         command = {"operation": "spawn", "name": name, "config": None, "total_steps": 1}
         command |= {"class": f"{__name__}:{worker_class.__name__}", "nodes": [0, 0]}
         command |= {"layout": asdict(layout)}
@@ -219,7 +221,8 @@ def play(scheduler: Scheduler, run_dir: Path, patch: pytest.MonkeyPatch) -> None
         inside.setattr(early.threading, "Thread", thread_class(scheduler))
         ranks = Ranks(scheduler, network, run_dir)
         caller = Caller(ranks, RunConfig(), (MAKER, JUDGE))
-        maker, judge = ranks.spawn(caller, Maker, MAKER), ranks.spawn(caller, Judge, JUDGE)
+        maker = ranks.spawn(caller, Maker, MAKER)
+        judge = ranks.spawn(caller, Judge, JUDGE)
         ranks.states[JUDGE]._workers["judge"].pause = scheduler.pause
         made: list[Batch] = []
 

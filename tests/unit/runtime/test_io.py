@@ -26,8 +26,10 @@ class Controller:
     """Turns of an io thread, one by one, and the socket of its only rank."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        run_id, me = os.urandom(RUN_ID_BYTES), Process.of(os.getpid())
-        self.hub, self._stopped = Hub(run_id), 0.0
+        run_id = os.urandom(RUN_ID_BYTES)
+        me = Process.of(os.getpid())
+        self.hub = Hub(run_id)
+        self._stopped = 0.0
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._stopped)
         monkeypatch.setattr(io_module, "time", clock)
         monkeypatch.setattr(Io, "_end_failed_run", lambda io, now: None)  # else this process ends

@@ -25,7 +25,8 @@ from spmdflow.runtime.place import (
     place_of,
 )
 
-LOOP, SUM = Place(CODE, "own.py:3 in loop: pass"), Place(PEERS, "own.py:9 in step: all_reduce(x)")
+LOOP = Place(CODE, "own.py:3 in loop: pass")
+SUM = Place(PEERS, "own.py:9 in step: all_reduce(x)")
 
 
 def test_stopped_and_silent_ranks_explain_everything() -> None:

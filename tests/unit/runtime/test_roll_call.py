@@ -40,7 +40,8 @@ def of_one_node(origin: str, num_ranks: int = 3) -> list[StartingRank]:
 def test_ranks_of_a_start_share_keys_and_those_of_the_next_start_do_not_see_them() -> None:
     store = dist.HashStore()
 
-    first, second = start(store, of_one_node("a")), start(store, of_one_node("a"))
+    first = start(store, of_one_node("a"))
+    second = start(store, of_one_node("a"))
     first[0].set("key", "of the first")
     second[2].set("key", "of the second")
 
@@ -132,7 +133,8 @@ def test_ranks_that_cannot_read_the_key_are_refused_by_rank_node_and_path(tmp_pa
     def info(node: str, *, has_key: bool) -> RankInfo:
         return RankInfo(Process(1, 1, f"boot/pids/{node}"), None, node, has_key=has_key)
 
-    own, blind = info("a", has_key=True), info("b", has_key=False)
+    own = info("a", has_key=True)
+    blind = info("b", has_key=False)
     settings = SessionSettings(tmp_path, (0, 1, 2, 3))
 
     with pytest.raises(ConfigError) as caught:

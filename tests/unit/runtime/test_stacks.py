@@ -36,7 +36,8 @@ def test_line_of_the_script_is_told_where_the_lane_has_nothing_to_do(tmp_path: P
 
 
 def test_signal_and_call_append_stacks_and_an_unused_file_is_removed(tmp_path: Path) -> None:
-    path, unused = tmp_path / "stacks", tmp_path / "unused"
+    path = tmp_path / "stacks"
+    unused = tmp_path / "unused"
     with stacks_on_signal(unused):
         assert unused.exists()
     with stacks_on_signal(path):

@@ -60,7 +60,8 @@ def test_sigterm_is_a_request_only_where_no_failure_becomes_known_soon(
 
 
 def test_ctrl_c_again_ends_the_run(controller: Controller) -> None:
-    watch, now = controller.io._watch, time.monotonic()
+    watch = controller.io._watch
+    now = time.monotonic()
 
     watch.signal_arrived(0, signal.SIGINT, now)
     watch.signal_arrived(0, signal.SIGINT, now + 5.0)
@@ -71,7 +72,8 @@ def test_ctrl_c_again_ends_the_run(controller: Controller) -> None:
 def test_ctrl_c_again_ends_the_run_where_torchrun_makes_sigterm_of_it(
     controller: Controller,
 ) -> None:
-    watch, now = controller.io._watch, time.monotonic()
+    watch = controller.io._watch
+    now = time.monotonic()
 
     watch.signal_arrived(0, signal.SIGINT, now)
     watch.signal_arrived(0, signal.SIGTERM, now + 0.1)
@@ -82,7 +84,8 @@ def test_ctrl_c_again_ends_the_run_where_torchrun_makes_sigterm_of_it(
 def test_one_ctrl_c_that_every_rank_gets_and_one_of_them_twice_is_one_request(
     controller: Controller,
 ) -> None:
-    watch, now = controller.io._watch, time.monotonic()
+    watch = controller.io._watch
+    now = time.monotonic()
 
     watch.signal_arrived(0, signal.SIGINT, now)
     watch.signal_arrived(1, signal.SIGINT, now + 5.0)
@@ -94,7 +97,8 @@ def test_one_ctrl_c_that_every_rank_gets_and_one_of_them_twice_is_one_request(
 def test_signals_that_launchers_repeat_after_a_closed_terminal_or_sigterm_end_nothing_at_once(
     controller: Controller,
 ) -> None:
-    watch, now = controller.io._watch, time.monotonic()
+    watch = controller.io._watch
+    now = time.monotonic()
 
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
         watch.signal_arrived(0, number, now)
@@ -164,7 +168,8 @@ def test_sigterm_in_the_last_moment_of_a_start_stops_the_session() -> None:
 
 
 def test_in_one_process_the_first_ctrl_c_is_a_request_and_the_second_an_interrupt() -> None:
-    transport, before = InprocTransport({}), signal.getsignal(signal.SIGINT)
+    transport = InprocTransport({})
+    before = signal.getsignal(signal.SIGINT)
 
     with stop_on_signals(transport):
         signal.raise_signal(signal.SIGINT)

@@ -40,7 +40,8 @@ def wait_for_message(hub: Hub) -> tuple[int, bytes]:
 
 def test_nothing_is_sent_to_a_rank_before_it_has_shown_the_run_id() -> None:
     run_id = os.urandom(RUN_ID_BYTES)
-    hub, envelopes = Hub(run_id), Envelopes(run_id)
+    hub = Hub(run_id)
+    envelopes = Envelopes(run_id)
     endpoint = Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
     endpoint.send(envelopes.seal(Kind.HELLO))
     rank, hello = wait_for_message(hub)
@@ -75,15 +76,20 @@ def send_without_end(
 
 
 def test_message_without_end_is_cut_and_others_are_heard() -> None:
-    run_id, taken, looked = os.urandom(RUN_ID_BYTES), list[int](), threading.Semaphore(0)
-    hub, envelopes = Hub(run_id), Envelopes(run_id)
-    address, hello = hub.bind("127.0.0.1"), envelopes.seal(Kind.HELLO)
+    run_id = os.urandom(RUN_ID_BYTES)
+    taken = list[int]()
+    looked = threading.Semaphore(0)
+    hub = Hub(run_id)
+    envelopes = Envelopes(run_id)
+    address = hub.bind("127.0.0.1")
+    hello = envelopes.seal(Kind.HELLO)
     arguments = address, 1, hello, taken, looked
     attacker = threading.Thread(target=send_without_end, args=arguments, daemon=True)
     attacker.start()
     assert wait_for_message(hub) == (1, hello)
 
-    limit, parts = time.monotonic() + 60, 0
+    limit = time.monotonic() + 60
+    parts = 0
     while not (cut := hub.cut_endless()) and time.monotonic() < limit:
         hub.any_lost()
         assert hub.receive() is None
@@ -106,12 +112,15 @@ def test_message_without_end_is_cut_and_others_are_heard() -> None:
 
 def test_large_messages_that_end_are_not_cut() -> None:
     run_id = os.urandom(RUN_ID_BYTES)
-    hub, envelopes = Hub(run_id), Envelopes(run_id)
+    hub = Hub(run_id)
+    envelopes = Envelopes(run_id)
     endpoint = Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
     large = envelopes.seal(Kind.REPLY, bytes(MAX_MESSAGE_BYTES - 2**10))
     for _ in range(3):
         endpoint.send(large)
-    cut, sizes, limit = [], [], time.monotonic() + 60
+    cut = []
+    sizes = []
+    limit = time.monotonic() + 60
     while len(sizes) < 3 and time.monotonic() < limit:
         hub.any_lost()
         cut += hub.cut_endless()

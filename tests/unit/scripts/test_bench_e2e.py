@@ -132,7 +132,8 @@ def test_every_drawn_placement_is_one_that_the_settings_accept(configuration: Mo
 def test_runs_are_kept_and_those_of_another_workload_refused(
     e2e: ModuleType, tmp_path: Path
 ) -> None:
-    path, key = tmp_path / "folder" / "runs.jsonl", {"steps": 5}
+    path = tmp_path / "folder" / "runs.jsonl"
+    key = {"steps": 5}
     assert e2e.load_runs(path, key) == {}
 
     for title, repeat, seconds in (("a", 0, 1.5), ("b", 0, 2.5), ("a", 1, 1.25)):

@@ -58,7 +58,8 @@ def test_steps_of_a_program_are_timed_with_its_cpu_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", BURNING, str(tmp_path / "steps")]
-    module, looks = load("_steps"), count()
+    module = load("_steps")
+    looks = count()
     cpu_seconds = module.cpu_seconds
 
     def look(pid: int) -> float:

@@ -43,7 +43,8 @@ def test_mean_bytes_of_sharded_weights_are_the_papers_in_every_layout(system):
         if mode in ("flat", "blocks"):
             assert obstacle(case) is None
 
-        cost, formula = cost_of(name, case, mode=mode), paper(name, layout)
+        cost = cost_of(name, case, mode=mode)
+        formula = paper(name, layout)
 
         model = Fraction(_sharded_bytes(case.arch))
         assert cost.mean("received") == formula.received * model, layout
@@ -85,7 +86,8 @@ def test_one_copy_keeps_the_papers_bytes_with_fewer_kv_heads_than_ranks(mode, tp
         layout = Layout(tuple(range(tp_size)), tp_size=tp_size, gen_tp_size=gen_tp_size)
         case = Case(arch_for(tp_size, kv_heads=1), layout)
 
-        cost, formula = cost_of("hybridflow", case, mode=mode), paper("hybridflow", layout)
+        cost = cost_of("hybridflow", case, mode=mode)
+        formula = paper("hybridflow", layout)
 
         model = Fraction(_sharded_bytes(case.arch))
         assert cost.mean("received") == formula.received * model

@@ -40,7 +40,8 @@ def _alone() -> Placed:
 def test_a_pool_runs_one_call_at_a_time_and_updates_wait_for_all_scores(
     name: str, place: int, chunks: int
 ) -> None:
-    flow, placed = FLOWS[name], PLACED[name][place]
+    flow = FLOWS[name]
+    placed = PLACED[name][place]
 
     events = simulate_events(flow, placed, chunks=chunks)
 

@@ -57,7 +57,8 @@ def test_pass_at_k_grows_with_k_and_stays_a_probability(
 
 
 def test_pass_at_k_of_few_samples_is_unbiased_for_k_fresh_ones() -> None:
-    noise, right = random.Random(0), 0.3
+    noise = random.Random(0)
+    right = 0.3
 
     guesses = [pass_at_k(6, sum(noise.random() < right for _ in range(6)), 4) for _ in range(20000)]
 

@@ -18,7 +18,8 @@ CURVES = Path(__file__).parents[3] / "docs" / "learning"
 
 def tripped(texts: Iterable[str], series: Iterable[Mapping[str, float]]) -> list[tuple[int, Trip]]:
     """(place in the series, trip) of every guard that holds."""
-    guards, found = Guards(list(texts)), []
+    guards = Guards(list(texts))
+    found = []
     for place, metrics in enumerate(series):
         found += [(place, trip) for trip in guards.trips(metrics, skipping=False)]
         guards.learn(metrics)
@@ -131,7 +132,8 @@ def test_state_resumes_in_the_middle_of_a_series() -> None:
     texts = ["x < 0.5 * best: warn", "x > 2 * median: warn"]
     series = of("x", *(1 + math.sin(place) for place in range(2000)))
     whole = [(place, trip) for place, trip in tripped(texts, series)]
-    first, second = Guards(texts), Guards(texts)
+    first = Guards(texts)
+    second = Guards(texts)
     found = []
     for place, metrics in enumerate(series):
         if place == 1234:

@@ -123,7 +123,8 @@ def test_a_tracker_that_cannot_start_is_refused_with_what_to_do(tmp_path):
 
 
 def test_an_installed_package_brings_a_tracker_by_its_entry_point(tmp_path, monkeypatch):
-    site, run_dir = tmp_path / "site", tmp_path / "run"
+    site = tmp_path / "site"
+    run_dir = tmp_path / "run"
     facts = site / "board-1.0.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: board\nVersion: 1.0\n")

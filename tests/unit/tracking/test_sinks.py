@@ -79,7 +79,8 @@ def test_wandb_continues_one_run_offline(tmp_path, monkeypatch):
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert {path.stem for path in files} == {f"run-{run_id(tmp_path)}"}
     wait_until(lambda: all(any(r.HasField("exit") for r in wandb_records(p)) for p in files))
-    seen, config = {}, {}
+    seen = {}
+    config = {}
     for path in files:
         for record in wandb_records(path):
             row = {"/".join(item.nested_key) or item.key: item for item in record.history.item}
@@ -167,7 +168,8 @@ def test_swanlab_continues_one_run_offline(tmp_path, monkeypatch):
 
     files = sorted(tmp_path.glob("swanlab/run-*/run-*.swanlab"))
     assert {path.stem for path in files} == {f"run-{run_id(tmp_path)}"}
-    metrics, tables = {}, {}
+    metrics = {}
+    tables = {}
     for path in files:
         reader = DataStoreReader()
         reader.open(path)
@@ -262,7 +264,10 @@ def wandb_records(path):
     """The records of a W&B run's file: LevelDB's log format behind a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, place, parts, block = path.read_bytes(), 7, b"", 32768
+    data = path.read_bytes()
+    place = 7
+    parts = b""
+    block = 32768
     while place + 7 <= len(data):
         if (left := block - place % block) < 7:
             place += left

@@ -89,7 +89,8 @@ def test_wait_for_rows_ends_with_the_session() -> None:
 
 
 def test_wait_for_rows_ends_when_they_are_there_or_at_its_limit() -> None:
-    rows, arrived = RowCondition(), threading.Event()
+    rows = RowCondition()
+    arrived = threading.Event()
 
     def arrive() -> None:
         arrived.set()

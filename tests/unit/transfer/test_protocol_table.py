@@ -19,7 +19,8 @@ LAYOUT = Layout(tuple(range(10, 18)), pp_size=2, dp_size=2, tp_size=2, gen_tp_si
 """dp0: 10-13, dp1: 14-17; stages 10 11 | 12 13; d_g = 2 (micro_dp = tp)."""
 
 ROWS = list(range(9))
-FIRST, SECOND = ROWS[:5], ROWS[5:]
+FIRST = ROWS[:5]
+SECOND = ROWS[5:]
 
 
 @given(num_rows=st.integers(0, 200), parts=st.integers(1, 9))
@@ -154,7 +155,8 @@ def test_joined_answers_are_the_rows_in_order_each_once_in_every_layout(name, si
     for layout in layouts(size, first=1):
         num_rows = size if name == "ALL_TO_ALL" else 9
         rules = protocol(name)
-        answer, held = rules.collect(layout), rules.holds(layout, num_rows)
+        answer = rules.collect(layout)
+        held = rules.holds(layout, num_rows)
         assert set(answer.ranks) <= set(held)
         if answer.joined:
             assert list(chain(*(held[rank] for rank in answer.ranks))) == list(range(num_rows))
@@ -166,7 +168,8 @@ def test_shares_of_the_caller_replace_the_even_chunks(name):
     parts = rules.num_shares(LAYOUT)
     shares = [list(range(part, 20, parts)) for part in range(parts)]
 
-    given, even = rules.distribute(LAYOUT, 20, shares), rules.distribute(LAYOUT, 20)
+    given = rules.distribute(LAYOUT, 20, shares)
+    even = rules.distribute(LAYOUT, 20)
 
     for rank in LAYOUT.ranks:
         chunks = np.array_split(np.arange(20), parts)

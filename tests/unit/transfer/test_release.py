@@ -56,7 +56,8 @@ def dense(dtype: torch.dtype, width: int) -> Column:
 
 def sent(columns: dict[str, Column]) -> MemoryTransport:
     """What rank 0 sends as release 7."""
-    transport, store = MemoryTransport(), RowStore()
+    transport = MemoryTransport()
+    store = RowStore()
     store.put(1, IDS, columns)
     command = {"result": 1, "sends": [(1, list(columns), IDS)], "receives": []}
     run_release(7, command, store, transport)

@@ -39,7 +39,8 @@ def page_of(*run_dirs: Path, words: tuple[str, ...] = ()) -> Page:
 def run_dir(tmp_path: Path) -> Path:
     """A run of three steps, as it writes itself."""
     folder = tmp_path / "one"
-    tracker, trace = Tracker(folder), TraceWriter(folder / "trace.json")
+    tracker = Tracker(folder)
+    trace = TraceWriter(folder / "trace.json")
     for step in range(1, 4):
         tracker.write_metrics(step, {"reward/mean": step / 4, "x": float("nan")})
         facts = {"phase": "train", "group": 0, "advantage": 1.5}

@@ -55,7 +55,8 @@ def test_names_are_those_of_the_state_dict(is_wrapped: bool, saved: Path, tmp_pa
 @settings(deadline=None, max_examples=30)
 @given(st.tuples(st.integers(0, 12), st.integers(0, 12)), st.tuples(st.integers(0, 6), st.just(6)))
 def test_any_box_is_read(saved: Path, rows: tuple[int, int], columns: tuple[int, int]) -> None:
-    name, box = "model.embed_tokens.weight", Box(((min(rows), max(rows)), columns))
+    name = "model.embed_tokens.weight"
+    box = Box(((min(rows), max(rows)), columns))
 
     found = HuggingFaceFolder(saved, {name: (12, 6)}).read(name, box)
 
@@ -152,7 +153,8 @@ def test_item_with_a_pickle_of_its_own_choice_is_not_run(
     metadata = pickle.loads((saved / METADATA).read_bytes())
     torch.save(Hostile(os.system, "touch owned"), item)
     for place in metadata.storage_data.values():
-        place.offset, place.length = 0, item.stat().st_size
+        place.offset = 0
+        place.length = item.stat().st_size
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
     with pytest.raises(ConfigError, match=r"cannot be read \(UnpicklingError: Weights only load"):

@@ -50,7 +50,9 @@ def test_file_system_that_refuses_direct_writes_gets_usual_ones(
     refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "_BUFFER_BYTES", BUFFER_BYTES)
-    real_open, real_write, asked = os.open, os.pwrite, []
+    real_open = os.open
+    real_write = os.pwrite
+    asked = []
 
     def only_usual_open(path, flags, mode=0o777):
         asked.append(flags & os.O_DIRECT)

@@ -29,7 +29,8 @@ LAYOUTS = [(kv_heads, tp_size) for kv_heads in (1, 2, 4, 8) for tp_size in (1, 2
 
 
 def _filled(arch, shards, tp_size, **extra):
-    values, found = values_of(arch), []
+    values = values_of(arch)
+    found = []
     for tp_rank in range(tp_size):
         table = shards(arch, tp_size=tp_size, tp_rank=tp_rank, pp_size=1, pp_rank=0, **extra)
         found.append(empty_of(table))
@@ -80,7 +81,8 @@ def test_megatron_reads_each_ranks_query_and_kv_heads_from_its_qkv(kv_heads, tp_
         ):
             query, key, value = attention.SelfAttention.get_query_key_value_tensors(layer, x)
 
-        heads, first = 8 // tp_size, rank * kv_heads // tp_size
+        heads = 8 // tp_size
+        first = rank * kv_heads // tp_size
         groups = slice(first, first + max(1, kv_heads // tp_size))
         assert torch.equal(query, whole["q"][:, :, rank * heads : (rank + 1) * heads])
         assert torch.equal(key, whole["k"][:, :, groups])
@@ -116,7 +118,8 @@ def test_vllm_loads_the_same_shards_from_whole_tensors(kv_heads, tp_size):
 
 def _vllm_layers(arch, linear, vocab):
     """vLLM's layer by its name, with the (shard id, Hugging Face name) of what it loads."""
-    hidden, mlp = arch.hidden_size, "model.layers.0.mlp."
+    hidden = arch.hidden_size
+    mlp = "model.layers.0.mlp."
     width = arch.num_heads * arch.head_dim
     double = {"params_dtype": torch.float64}
     layers = {

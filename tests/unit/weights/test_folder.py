@@ -49,7 +49,8 @@ def _write(folder, variant="llama", max_file_bytes=1 << 30):
 def test_every_megatron_rank_reads_its_boxes_from_one_file_or_several(tmp_path, max_file_bytes):
     folder, values = _write(tmp_path, max_file_bytes=max_file_bytes)
     arch = Architecture.from_folder(folder)
-    reader, parts = HuggingFaceFolder(folder, arch), []
+    reader = HuggingFaceFolder(folder, arch)
+    parts = []
     for tp_rank in range(2):
         for pp_rank in range(2):
             table = megatron_shards(
@@ -90,7 +91,8 @@ def test_written_folder_loads_in_transformers_and_has_the_sources_other_files(tm
 
 def test_bundled_model_reads_as_its_file_says():
     arch = Architecture.from_folder(BUNDLED)
-    reader, whole = HuggingFaceFolder(BUNDLED, arch), load_file(BUNDLED / "model.safetensors")
+    reader = HuggingFaceFolder(BUNDLED, arch)
+    whole = load_file(BUNDLED / "model.safetensors")
 
     for part in parameters(arch):
         box = Box(tuple((size // 3, size) for size in part.shape))

@@ -70,7 +70,8 @@ def _whole(folder, head):
 def _assert_equal(model, expected):
     found = read_weights(model, CPU)
     for tensors in ("named_parameters", "named_buffers"):
-        mine, theirs = dict(getattr(found, tensors)()), dict(getattr(expected, tensors)())
+        mine = dict(getattr(found, tensors)())
+        theirs = dict(getattr(expected, tensors)())
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     return found

@@ -119,7 +119,8 @@ def test_hashes_of_owned_boxes_add_up_to_the_hash_of_the_whole_tensor(replica, d
 def test_hash_of_a_box_of_any_dimension_does_not_depend_on_how_it_is_cut(data):
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    values, box = torch.randn(shape), Box(tuple((low, high) for low, high in bounds))
+    values = torch.randn(shape)
+    box = Box(tuple((low, high) for low, high in bounds))
     total = 0
 
     for dim, (low, high) in enumerate(bounds):

@@ -71,7 +71,10 @@ def test_rows_behind_one_prompt_equal_rows_that_each_have_it(
     """Prompts first, then what follows them; expected: every row whole, as one after the other."""
     torch.manual_seed(len(groups))
     at = sum(length for length, _ in groups)
-    sizes, keys, whole, prompt = [(length, length) for length, _ in groups], [], [], 0
+    sizes = [(length, length) for length, _ in groups]
+    keys = []
+    whole = []
+    prompt = 0
     for length, _ in groups:
         keys.append(torch.arange(prompt, prompt + length))
         prompt += length
@@ -102,7 +105,8 @@ def test_rotation_equals_that_of_transformers(family: str) -> None:
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     torch.manual_seed(0)
     angles = torch.randn(1, 7, 4, dtype=torch.float64).repeat(1, 1, 2)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     ours, theirs = (
         [x.clone().requires_grad_() for x in torch.randn(2, 1, 3, 7, 8, dtype=torch.float64)]
         for _ in range(2)
@@ -111,7 +115,8 @@ def test_rotation_equals_that_of_transformers(family: str) -> None:
         b.data.copy_(a.data)
     signed = torch.cat([-sin[..., :4], sin[..., 4:]], -1)
 
-    found, expected = rotate(*ours, cos, signed), module.apply_rotary_pos_emb(*theirs, cos, sin)
+    found = rotate(*ours, cos, signed)
+    expected = module.apply_rotary_pos_emb(*theirs, cos, sin)
     for pair in (found, expected):
         sum((x * torch.arange(x.numel()).view_as(x).cos()).sum() for x in pair).backward()
 

@@ -77,7 +77,8 @@ def test_hashes_of_pieces_add_up_to_the_hash_of_the_whole(sizes: list[int], kind
     dtype = (torch.float32, torch.bfloat16, torch.float64, torch.int64)[kind]
     whole = torch.arange(sum(sizes)).to(dtype)
 
-    total, start = 0, 0
+    total = 0
+    start = 0
     for size in sizes:
         box = Box(((start, start + size),))
         total += box_hash(whole[box.slices()], box)
@@ -89,9 +90,12 @@ def test_hashes_of_pieces_add_up_to_the_hash_of_the_whole(sizes: list[int], kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_hash_sees_bits_swaps_shifts_repeats_signs_and_losses(dtype: torch.dtype) -> None:
     x = (torch.randn(60, 50) * 40 + 128).to(dtype)
-    x[7, 8], x[7, 9], x[8, 8] = 1, 2, 3
+    x[7, 8] = 1
+    x[7, 9] = 2
+    x[8, 8] = 3
     rows, columns, repeated, bit, two_bits = (x.clone() for _ in range(5))
-    rows[[7, 8]], columns[:, [8, 9]] = x[[8, 7]], x[:, [9, 8]]
+    rows[[7, 8]] = x[[8, 7]]
+    columns[:, [8, 9]] = x[:, [9, 8]]
     repeated[7, 8] = repeated[7, 9]
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     bit.view(bits)[3, 4] ^= 1

@@ -133,7 +133,9 @@ def test_shared_prompts_lie_once_and_every_row_can_be_read_from_what_it_sees(
         batch, num_micro_batches=1, by_tokens=True, device=CPU, packed=True, shares_prompts=True
     )
 
-    ids, positions, packed = micro.input_ids[0], micro.position_ids[0], micro.packed
+    ids = micro.input_ids[0]
+    positions = micro.position_ids[0]
+    packed = micro.packed
     assert packed is not None and packed.lengths == tuple(packed.offsets.diff().tolist())
     read = []  # tokens of what each packed row sees
     for own, number in enumerate(packed.lengths):

@@ -97,7 +97,9 @@ def test_private_method_of_torch_makes_the_state_of_a_first_step(name: str) -> N
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_of_shards_are_those_of_the_class_over_the_whole_tensor(name: str) -> None:
     torch.manual_seed(0)
-    cfg, start, gradients = settings_of(name), torch.randn(5, 3), torch.randn(STEPS, 5, 3)
+    cfg = settings_of(name)
+    start = torch.randn(5, 3)
+    gradients = torch.randn(STEPS, 5, 3)
     shards = cut(start)
     ours = ShardedOptimizer(shards, cfg, STEPS)
 
@@ -113,8 +115,11 @@ def test_steps_of_shards_are_those_of_the_class_over_the_whole_tensor(name: str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_that_goes_on_is_that_of_steps_without_a_break(name: str) -> None:
     torch.manual_seed(0)
-    cfg, start, gradients = settings_of(name), torch.randn(5, 3), torch.randn(STEPS, 5, 3)
-    whole, begun = cut(start), cut(start)
+    cfg = settings_of(name)
+    start = torch.randn(5, 3)
+    gradients = torch.randn(STEPS, 5, 3)
+    whole = cut(start)
+    begun = cut(start)
     ours, first = (ShardedOptimizer(shards, cfg, STEPS) for shards in (whole, begun))
     for gradient in gradients:
         ours.step(cut(gradient))

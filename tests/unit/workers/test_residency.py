@@ -12,7 +12,8 @@ from spmdflow.workers.micro_batch import lengthened, micro_batches
 
 def test_views_have_their_values_again_after_a_stay_on_the_host() -> None:
     whole = torch.arange(12.0)
-    rows, apart = whole.view(3, 4), torch.ones(5, dtype=torch.bfloat16)
+    rows = whole.view(3, 4)
+    apart = torch.ones(5, dtype=torch.bfloat16)
     storages = Storages([rows[1], whole[8:], apart])
 
     storages.to_host()
@@ -80,7 +81,8 @@ def test_lengthened_packed_rows_have_a_row_of_padding_at_their_end() -> None:
 
 
 def test_lengthened_rows_keep_their_tokens_and_what_predicts_them() -> None:
-    prompts, responses = torch.tensor([2, 1]), torch.tensor([3, 1])
+    prompts = torch.tensor([2, 1])
+    responses = torch.tensor([3, 1])
     columns = {
         "prompts": ragged(torch.arange(3), prompts),
         "responses": ragged(torch.arange(4) + 10, responses),
@@ -100,5 +102,6 @@ def test_lengthened_rows_keep_their_tokens_and_what_predicts_them() -> None:
     assert torch.equal(longer.position_ids[0], torch.arange(8))
     scores = torch.randn(2, 8)
     for places in ("predicting", "ends"):
-        after, before = getattr(longer, places), getattr(micro, places)
+        after = getattr(longer, places)
+        before = getattr(micro, places)
         assert torch.equal(scores.flatten()[after], scores[:, :5].flatten()[before])

@@ -27,7 +27,8 @@ class _AfterTorch:
         sys.meta_path.remove(self)
         spec = util.find_spec("torch")
         assert spec is not None and spec.loader is not None and spec.origin is not None
-        stock, library = spec.loader.exec_module, os.environ["SIMCUDA_LIBRARY"]
+        stock = spec.loader.exec_module
+        library = os.environ["SIMCUDA_LIBRARY"]
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             _load(library, Path(spec.origin).parent)

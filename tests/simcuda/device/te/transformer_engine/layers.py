@@ -25,7 +25,8 @@ class _Communicate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ahead: Any, back: Any, group: Group) -> Tensor:
-        ctx.back, ctx.group = back, group
+        ctx.back = back
+        ctx.group = group
         return ahead(x, group)
 
     @staticmethod
@@ -100,7 +101,8 @@ class RMSNorm(_Module):
         device: Any = "cuda",
     ) -> None:
         super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         first = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
         self._add("weight", (hidden_size,), first, device=device, dtype=params_dtype)
@@ -140,13 +142,17 @@ class Linear(_Module):
         super().__init__()
         assert not fuse_wgrad_accumulation, "no kernel for it"
         assert parallel_mode in ("column", "row", None), parallel_mode
-        self.tp_size, self.tp_group = tp_size, tp_group
-        self.parallel_mode, self.return_bias = parallel_mode, return_bias
-        self.use_bias, self.apply_bias = bias, bias and not return_bias
+        self.tp_size = tp_size
+        self.tp_group = tp_group
+        self.parallel_mode = parallel_mode
+        self.return_bias = return_bias
+        self.use_bias = bias
+        self.apply_bias = bias and not return_bias
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         rows = out_features // tp_size if parallel_mode == "column" else out_features
         columns = in_features // tp_size if parallel_mode == "row" else in_features
-        self.in_features, self.out_features = columns, rows
+        self.in_features = columns
+        self.out_features = rows
         self._fork = get_rng_state_tracker() if get_rng_state_tracker is not None else None
         where = {"device": device, "dtype": params_dtype}
         self._add_norm(in_features, **where)
@@ -208,7 +214,8 @@ class LayerNormLinear(Linear):
         **linear: Any,
     ) -> None:
         assert normalization == "RMSNorm" and not return_layernorm_output
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
         super().__init__(in_features, out_features, **linear)
 
     def _add_norm(self, size: int, **where: Any) -> None:
@@ -250,9 +257,11 @@ class DotProductAttention(nn.Module):
         assert attention_type == "self" and attention_dropout == 0
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         assert num_attention_heads % groups == 0
-        self.heads, self.groups = num_attention_heads // tp_size, groups // tp_size
+        self.heads = num_attention_heads // tp_size
+        self.groups = groups // tp_size
         self.scale = 1 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
-        self.window, self.attn_mask_type = window_size, attn_mask_type
+        self.window = window_size
+        self.attn_mask_type = attn_mask_type
 
     def forward(
         self,
