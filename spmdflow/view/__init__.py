@@ -1,7 +1,8 @@
-"""A run to look at: metrics, samples, timeline, prediction, failures and settings in one HTML file.
+"""HTML report of runs: metrics, samples, timeline, prediction, failures and settings in one file.
 
-`python -m spmdflow.view RUN_DIR [RUN_DIR ...]` writes it; a browser opens it from the disk: no
-server, no network. `content` chooses and shapes what the files of a run hold (`tracking.reading`),
-`html` puts that and page/ (our own scripts and styles) into one file, with plotly's script from the
-installed package. Knows no model and no device; docs/VIEW.md says what the page shows.
+`python -m spmdflow.view RUN_DIR [RUN_DIR ...]` writes the file. A browser opens it from the disk,
+without a server or a network. `content` selects and shapes the data of a run's files
+(`tracking.reading`). `html` embeds that data, our scripts and styles in page/, and plotly's script
+from the installed package in one file. The package knows no model and no device. docs/VIEW.md
+describes the page.
 """

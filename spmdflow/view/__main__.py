@@ -1,9 +1,10 @@
-"""`python -m spmdflow.view RUN_DIR [RUN_DIR ...]`: a page to look at runs, for a browser.
+"""`python -m spmdflow.view RUN_DIR [RUN_DIR ...]`: write an HTML report of one or more runs.
 
-One HTML file, RUN_DIR/view.html (of the first run) unless --out names another: curves of all runs
-over each other, samples with their tokens, timeline, predicted and measured seconds, failures,
-settings. It needs no server and no network, and can be sent to others. Files that a run lacks are
-named on the page. With --follow the page is written again until no run is live.
+The report is one file, RUN_DIR/view.html of the first run unless --out gives another path. It shows
+the curves of all runs in the same plots, samples with their tokens, the timeline, predicted and
+measured seconds, failures and settings. It needs no server and no network, and can be sent to
+others. The page lists the files that a run lacks. With --follow the report is written again and
+again until no run is live.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ REFUSED = 2
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page; exit code 2 if there is nothing to show."""
+    """Write the page and return the exit code, which is 2 if there is nothing to show."""
     options = _parser().parse_args(words)
     path: Path = options.out or options.run_dirs[0] / PAGE_FILE
     try:
         for run_dir in options.run_dirs:
-            _check(run_dir)
+            _check_run_dir(run_dir)
         _write(options.run_dirs, path, every=options.every if options.follow else 0.0)
     except (SpmdflowError, OSError) as err:
         sys.stderr.write(f"{err}\n")
@@ -37,15 +38,25 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The command line's options."""
     parser = argparse.ArgumentParser(prog="python -m spmdflow.view", description=__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page")
-    parser.add_argument("--follow", action="store_true", help="write it again while a run is live")
-    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="(10)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the page")
+    parser.add_argument(
+        "--follow", action="store_true", help="rewrite the page while a run is live"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="with --follow: seconds between two rewrites (10)",
+    )
     return parser
 
 
-def _check(run_dir: Path) -> None:
+def _check_run_dir(run_dir: Path) -> None:
+    """Raise ConfigError if the folder has none of the files that the page can show."""
     files = RunFiles(run_dir)
     if len(files.missing) == len(FILES) and not files.failures:
         if not run_dir.is_dir():
@@ -57,7 +68,7 @@ def _check(run_dir: Path) -> None:
 
 
 def _write(run_dirs: Sequence[Path], path: Path, *, every: float) -> None:
-    """Every so many seconds while a run is live (0: not at all), and once more at the end."""
+    """Write the page every `every` seconds while a run is live (0: never), then once more."""
     while every > 0 and any(RunFiles(run_dir).is_live for run_dir in run_dirs):
         _write_once(run_dirs, path, every)
         time.sleep(every)
@@ -65,6 +76,7 @@ def _write(run_dirs: Sequence[Path], path: Path, *, every: float) -> None:
 
 
 def _write_once(run_dirs: Sequence[Path], path: Path, refresh_seconds: float) -> None:
+    """Write the page, and print its path and size."""
     size = write_page(run_dirs, path, refresh_seconds=refresh_seconds)
     sys.stdout.write(f"view: {path} ({size / 1e6:.1f} MB)\n")
     sys.stdout.flush()

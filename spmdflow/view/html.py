@@ -1,7 +1,7 @@
-"""The page: one HTML file from the files in page/, the content of runs and plotly's script.
+"""Writes the page: one HTML file from the files in page/, the content of runs and plotly's script.
 
-Content is data, never markup: JSON with "<" as an escape, and parts as compressed bytes in base64;
-the page's scripts set it as text. A content security policy forbids every request.
+Content is embedded as data, never as markup: JSON in which "<" is escaped, and parts as gzip in
+base64. The page's scripts insert it as text. A content security policy forbids every request.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 PAGE_FILE = "view.html"
 SCRIPTS = ("base", "metrics", "samples", "timeline", "comparison", "failures", "settings", "start")
-"""Files of page/, in the order in which they are read."""
+"""Scripts of page/, in the order in which the browser runs them."""
 
 
 def write_page(run_dirs: Sequence[Path], path: Path, *, refresh_seconds: float = 0.0) -> int:
-    """Write the page of some runs, atomically; returns its bytes.
+    """Write the page of some runs atomically; returns its size in bytes.
 
-    refresh_seconds: the page loads itself again so often; 0: never. ConfigError without plotly.
+    refresh_seconds: interval at which the page reloads itself; 0: never. ConfigError if plotly
+    is not installed.
     """
     data = page_text([RunFiles(each) for each in run_dirs], refresh_seconds=refresh_seconds)
     write_atomically(path, data.encode())
@@ -40,20 +41,20 @@ def write_page(run_dirs: Sequence[Path], path: Path, *, refresh_seconds: float =
 
 
 def view_run(cfg: Any) -> None:
-    """Write the page of a run that has just ended, and log where it is. Any: the settings.
+    """Write the page of a run that has just ended, and log its path. cfg: the run's settings.
 
-    It never changes how a run ends: its own errors are logged.
+    An error here is only logged, so it never changes how the run ends.
     """
     path = path_of(cfg.run) / PAGE_FILE
     try:
         write_page([path.parent], path)
-        logger.info("a page to look at: %s", path)
-    except Exception as err:  # the run is over: what happened to it is told by others
-        logger.warning("no page is written: %s: %s", type(err).__name__, err)
+        logger.info("Report: %s", path)
+    except Exception as err:  # the run has ended and reported its outcome already
+        logger.warning("warning: no report written: %s: %s", type(err).__name__, err)
 
 
 def page_text(runs: Sequence[RunFiles], *, refresh_seconds: float = 0.0) -> str:
-    """The HTML of the page."""
+    """The HTML of the page: page.html with its {{sections}} replaced."""
     contents = []
     for number, run in enumerate(runs):
         contents.append(content_of(run, number))
@@ -69,44 +70,44 @@ def page_text(runs: Sequence[RunFiles], *, refresh_seconds: float = 0.0) -> str:
     }
     pieces = {
         "title": ", ".join(run.name for run in runs),
-        "style": _own("view.css"),
-        "summary": as_data(summary),
-        "parts": "\n".join(map(_element, parts)),
-        "script": "\n".join(_own(f"{name}.js") for name in SCRIPTS),
+        "style": _read_page_file("view.css"),
+        "summary": script_json(summary),
+        "parts": "\n".join(map(_script_element, parts)),
+        "script": "\n".join(_read_page_file(f"{name}.js") for name in SCRIPTS),
     }
-    text = _own("page.html")
+    text = _read_page_file("page.html")
     pieces["title"] = pieces["title"].replace("&", "&amp;").replace("<", "&lt;")
-    before, *places = text.split("{{")
+    before, *sections = text.split("{{")
     filled = [before]
-    for place in places:
-        name, _, after = place.partition("}}")
+    for section in sections:
+        name, _, after = section.partition("}}")
         filled += [pieces[name], after]
     return "".join(filled)
 
 
-def as_data(value: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element."""
+def script_json(value: Any) -> str:
+    """JSON for a script element, escaped so that no value can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
 
 def plotly_script() -> str:
-    """plotly.js, as its Python package carries it; ConfigError if that is not installed."""
+    """The plotly.js of the installed Python package plotly; ConfigError without that package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as err:
         got = f"no plotly ({err})"
-        expected = "the package that carries plotly.js"
+        expected = "the Python package that contains plotly.js"
         raise ConfigError.of("view", got, expected, "pip install 'spmdflow[view]'") from err
     script: str = get_plotlyjs()
     return script
 
 
-def _element(part: Part) -> str:
+def _script_element(part: Part) -> str:
     plain = json.dumps(part.content, separators=(",", ":"), allow_nan=False).encode()
     coded = base64.b64encode(gzip.compress(plain, 6, mtime=0)).decode()
     return f'<script type="application/gzip" id="{part.name}">{coded}</script>'
 
 
-def _own(name: str) -> str:
+def _read_page_file(name: str) -> str:
     return (files("spmdflow.view") / "page" / name).read_text(encoding="utf-8")
