@@ -27,18 +27,18 @@ CANNOT_RUN = 1
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Look at everything and report it; returns 0 if a run on the CPU can work, else 1."""
+    """Run all checks and print their report; returns 0 if a run on the CPU can work, else 1."""
     parser = argparse.ArgumentParser(
         prog="spmdflow doctor", description="What works here, and what is missing for what."
     )
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs"), help="where runs are written (default: runs)"
     )
-    parser.add_argument("--json", action="store_true", help="everything as data")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(words)
     checks = find_checks(options.run_dir)
     if options.json:
-        plain = {"can_run": can_run(checks), "checks": [asdict(check) for check in checks]}
+        plain = {"can_run": can_run(checks), "checks": [check_to_plain(check) for check in checks]}
         sys.stdout.write(json.dumps(plain) + "\n")
     else:
         sys.stdout.write(checks_text(checks))
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def find_checks(run_dir: Path) -> list[Check]:
-    """Everything that is looked at, in the order in which it is shown."""
+    """Runs all checks; their results in the order in which they are shown."""
     return [
         check_system(),
         *check_packages(),
@@ -60,18 +60,25 @@ def find_checks(run_dir: Path) -> list[Check]:
     ]
 
 
+def check_to_plain(check: Check) -> dict[str, str]:
+    """The line as data for JSON."""
+    plain = asdict(check)
+    plain["found"] = plain.pop("result")
+    return plain
+
+
 def can_run(checks: Sequence[Check]) -> bool:
-    """Whether nothing was found that keeps a run from working."""
+    """Whether no check found a reason why a run cannot work."""
     return all(check.state != BAD for check in checks)
 
 
 def checks_text(checks: Sequence[Check]) -> str:
-    """The report as lines: state, name, what was found; below it what to do."""
+    """The report: a line of state, name and result for each check, its advice, and a verdict."""
     lines = []
     for topic, members in groupby(checks, lambda check: check.topic):
         lines.append(topic)
         for check in members:
-            lines.append(f"  {check.state:<6} {check.name:<20} {check.found}")
+            lines.append(f"  {check.state:<6} {check.name:<20} {check.result}")
             lines += [f"  {'':<27} {check.advice}"] if check.advice else []
     bad = []
     for check in checks:

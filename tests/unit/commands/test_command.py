@@ -127,7 +127,7 @@ def test_doctor_names_a_package_that_does_not_fit_torch(
     (found,) = [check for check in check_packages() if check.name == "torchcodec"]
 
     assert found.state == BAD
-    assert found.found == "0.9 cannot be imported: no operator nms"
+    assert found.result == "0.9 cannot be imported: no operator nms"
     assert found.advice.endswith("pip uninstall torchcodec")
 
 
@@ -156,10 +156,10 @@ def test_folder_on_a_shared_file_system_is_told_from_a_local_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mounts = "1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {} rw,x shared:1 - nfs4 host:/x rw\n"
-    monkeypatch.setattr(node, "_text", lambda path: mounts.format(tmp_path))
+    monkeypatch.setattr(node, "_read_or_empty", lambda path: mounts.format(tmp_path))
 
     shared = node.check_run_dir(tmp_path)[-1]
     local = node.check_run_dir(tmp_path.parent)[-1]
 
-    assert shared.found == "nfs4, which nodes can share"
-    assert local.found == "ext4, which looks node-local"
+    assert shared.result == "nfs4, which nodes can share"
+    assert local.result == "ext4, which looks node-local"
