@@ -1,14 +1,19 @@
-"""Which train engines and generators there are, and the facts of each. Imports no torch.
+"""The registered train engines and generators, and the facts of each. Imports no torch.
 
-Settings, checks, placement, plan, hybrid engine and roles read these facts and name no kind. A new
-one, of the package or of a script, is registered with a decorator:
+Settings, checks, placement, plan, hybrid engine and roles read these facts and never test for one
+kind by name. A decorator registers a new kind, in the package or in a script:
 
     @register_engine(EngineKind("ddp", "plain PyTorch", Sharding(optimizer=False, reductions=2)))
     class DDPEngine: ...
 
-Files: `registry` names and what they stand for; `engine`, `generator` what each states, and their
-registries; `table` the kinds of the package, which name their class as "module:Class": it is
-imported when a rank builds it; and the optimizers. Page: docs/OWN_ENGINE.md.
+| file | what |
+|---|---|
+| `registry` | names and the entries that they refer to |
+| `engine`, `generator` | the facts of a train engine and of a generator, and their registries |
+| `table` | the kinds of the package, and the optimizers |
+
+`table` refers to a class as "module:Class", so that only a rank that builds it imports the module.
+docs/OWN_ENGINE.md shows how to write a kind.
 """
 
 from spmdflow.kind import table

@@ -1,4 +1,4 @@
-"""`EngineKind`: what a train engine states about itself, and the table of all engines."""
+"""`EngineKind`: the facts of a train engine, and the registry of all engines."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Kind = TypeVar("Kind", bound="Backend")
 
 @dataclass(frozen=True)
 class Backend:
-    """Facts that engines and generators both state."""
+    """Facts that both train engines and generators have."""
 
     name: str
-    """As the setting names it: engine.kind, rollout.engine."""
+    """Value of the setting engine.kind or rollout.engine."""
     doc: str
     _: KW_ONLY
     axes: tuple[str, ...] = ()
-    """Axes besides dp over which it cuts a model: tp, pp; a generator over a replica's ranks."""
+    """Axes besides dp over which it divides a model: tp, pp. For a generator, within a replica."""
     weight_table: Reference = "spmdflow.weights.ranks:whole_tables"
-    """(architecture, layout) -> the boxes that each rank has, or reads (weights.ranks)."""
+    """(architecture, layout) -> the boxes that each rank holds or reads (weights.ranks)."""
     shares_storage: bool = False
-    """A generator can read the weights where the engine trains them; the engine then takes `adopt`
-    when it is built."""
+    """A generator can read the weights in the engine's storage. The engine's constructor then takes
+    `adopt`."""
     files: tuple[str, ...] = ()
-    """Files of the package that may name it, besides those of its class and weight table."""
+    """Files of the package that may mention it, besides those of its class and weight table."""
     implementation: Reference = None
-    """Its class; the decorator fills it in."""
+    """Its class, set by the decorator."""
 
     @property
     def cuts_model(self) -> bool:
@@ -40,7 +40,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What data-parallel ranks shard, and what they send in an optimizer step.
+    """What data-parallel ranks shard, and how often they communicate in an optimizer step.
 
     A gather sends all weights, a reduction all gradients; an all-reduce counts as two reductions.
     """
@@ -48,11 +48,11 @@ class Sharding:
     parameters: bool = False
     """Each rank has 1/n of the weights, and of the gradients after their reduction."""
     optimizer: bool = True
-    """Each rank has 1/n of the moments."""
+    """Each rank has 1/n of the optimizer's moments."""
     gathers: int = 0
     reductions: int = 0
     micro_batch_gathers: int = 0
-    """Besides, for each micro-batch: what is gathered is freed after the pass."""
+    """In addition, for each micro-batch: gathered weights are freed after the pass."""
     micro_batch_reductions: int = 0
 
     @property
@@ -63,7 +63,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class EngineOption:
-    """What engine.options may ask of an engine."""
+    """An option of an engine that engine.options can set."""
 
     doc: str
     needs: str = ""
@@ -71,11 +71,11 @@ class EngineOption:
     excludes: str = ""
     """Option that cannot be set together with it."""
     sharding: Sharding | None = None
-    """In place of the kind's own."""
+    """Replaces the kind's sharding."""
     chosen: str = ""
-    """When it is on by default. memory: if the plan finds room; device: on all but CPUs."""
+    """When it is on by default. memory: if the plan has memory left; device: on all but CPUs."""
     unless: str = ""
-    """Option that turns this default off."""
+    """Option that turns the default off."""
 
 
 @dataclass(frozen=True)
@@ -86,38 +86,42 @@ class EngineKind(Backend):
     _: KW_ONLY
     options: Mapping[str, EngineOption] = field(default_factory=dict)
     float32_weights: bool = True
-    """Trained weights are stored in float32 and rounded when they are gathered. Else they are
-    stored in compute precision, and the optimizer has float32 copies."""
+    """Trained weights are stored in float32 and rounded when they are gathered. Otherwise
+    they are stored in compute precision, and the optimizer has float32 copies."""
     keeps_gradients: bool = False
-    """Its gradient buffer stays between steps."""
+    """Its gradient buffer stays allocated between steps."""
     attention_copies: int = 2
-    """Copies of queries, keys and values of a token that a layer keeps for its backward."""
+    """Copies of a token's queries, keys and values that a layer keeps for its backward pass."""
     ffn_copies: int = 4
-    """The same of the feed-forward network's width, with a gate."""
+    """Copies of a token's activations as wide as the gated feed-forward network, likewise."""
     ffn_forward_copies: int = 3
-    """Those that are there at once in a forward pass without a backward."""
+    """Those that exist at the same time in a forward pass without a backward pass."""
     packs: bool = False
-    """It takes micro-batches whose rows lie end to end, without padding, of the families that have
-    such an attention (`Architecture.packs`)."""
+    """It takes micro-batches of concatenated rows without padding, for the model families whose
+    attention supports that (`Architecture.packs`)."""
     reads_folder: bool = False
-    """It is built from a `ModelSource`, which it reads box by box; else from a `LoadedModel`."""
+    """Built from a `ModelSource`, which it reads box by box; otherwise from a `LoadedModel`."""
     adapters: bool = False
-    """It can train adapters in place of the weights (actor.model.lora)."""
+    """It can train adapters instead of the weights (actor.model.lora)."""
     worker_class: str = ""
-    """Base class of roles that are bound to engines of this family."""
+    """Base class of the roles that require an engine of this family."""
 
     def packs_with(self, options: Iterable[str]) -> bool:
         """Whether it packs rows under these options."""
         return self.packs and "padded" not in options
 
     def is_plain(self, num_ranks: int, dtype: str) -> bool:
-        """Whether a pool's weights are those of a plain module: there is nothing to gather, cast or
-        reduce. dtype: of the computation, such as float32."""
+        """Whether a pool's weights are those of a plain module: nothing to gather, cast or reduce.
+
+        dtype: of the computation, such as float32.
+        """
         return self.float32_weights and num_ranks == 1 and dtype == "float32"
 
     def chosen_options(self, why: str, options: Collection[str]) -> tuple[str, ...]:
-        """Options that are on by default for this reason (`EngineOption.chosen`), besides those of
-        the settings."""
+        """Options that are on by default for this reason (`EngineOption.chosen`).
+
+        options: those of the settings, which are omitted and may turn a default off.
+        """
         return tuple(
             name
             for name, option in self.options.items()
@@ -126,12 +130,12 @@ class EngineKind(Backend):
 
     def sharding_with(self, options: Iterable[str]) -> Sharding:
         """What data-parallel ranks shard and send under these options."""
-        found = (self.options[name].sharding for name in options if name in self.options)
-        return next((sharding for sharding in found if sharding is not None), self.sharding)
+        shardings = (self.options[name].sharding for name in options if name in self.options)
+        return next((sharding for sharding in shardings if sharding is not None), self.sharding)
 
 
 class Kinds(Registry[Kind]):
-    """Kinds by name, the built-in ones first; the first one is the default."""
+    """Kinds by name, the built-in ones first. The first one is the default."""
 
     def register_kind(self, kind: Kind) -> Callable[[Class], Class]:
         """Decorator of a kind's class, or of its "module:Class".
@@ -147,11 +151,11 @@ class Kinds(Registry[Kind]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """Every name."""
+        """All names, in the order of registration."""
         return tuple(self)
 
     def that_cut(self) -> tuple[str, ...]:
-        """Names of the kinds that cut one model over several ranks."""
+        """Names of the kinds that divide one model over several ranks."""
         return tuple(name for name, kind in self.items() if kind.cuts_model)
 
 
@@ -177,21 +181,21 @@ def engines_with_adapters() -> tuple[str, ...]:
 
 
 def engines_of(worker_class: str) -> tuple[str, ...]:
-    """Names of one family's engines; its default, the one registered last, comes first."""
-    found = []
+    """Names of the engines of one family, the one registered last (the default) first."""
+    names = []
     for name, kind in _ENGINES.items():
         if kind.worker_class == worker_class:
-            found.append(name)
-    return tuple(reversed(found))
+            names.append(name)
+    return tuple(reversed(names))
 
 
 def option_names() -> tuple[str, ...]:
-    """Every option that some engine knows."""
+    """All options of all engines, without duplicates."""
     return tuple(dict.fromkeys(name for kind in _ENGINES.values() for name in kind.options))
 
 
 def options_doc() -> str:
-    """Every option in words, with the built-in engines that have it, unless all do."""
+    """Help text: every option, followed by the engines that have it unless all have it."""
     texts = []
     for name in option_names():
         having = []

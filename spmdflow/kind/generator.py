@@ -1,4 +1,4 @@
-"""`GeneratorKind`: what a generator states about itself, and the table of all generators."""
+"""`GeneratorKind`: the facts of a generator, and the registry of all generators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from spmdflow.kind.engine import Backend, Kinds
 
 PREFILL_TOKENS = 8192
-"""Tokens that one pass takes at most: what vLLM is told on a device, and what a plan counts."""
+"""Most tokens of one prefill pass: vLLM's limit on a device, and the value that plans assume."""
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,16 @@ class GeneratorKind(Backend):
 
     _: KW_ONLY
     fixed_cache: bool = False
-    """Its KV cache has rollout.kv_cache from the start; else it is as large as the rows
-    that it decodes together, rollout.max_batch_size at most."""
+    """Its KV cache has the size rollout.kv_cache from the start. Otherwise it grows with the rows
+    that are decoded together, at most rollout.max_batch_size."""
     adapters: bool = False
-    """It computes with adapters beside its weights (rollout.weights=adapter)."""
+    """It can compute with unmerged adapters (rollout.weights=adapter)."""
     least_head_dim: int = 1
-    """Smallest head for which it has kernels."""
+    """Smallest head dimension for which it has kernels."""
     package: str = ""
     """Python package that must be installed."""
     extra: str = ""
-    """Extra of spmdflow that installs it; of several, with commas, one does."""
+    """Extra of spmdflow that installs the package. Of several (with commas), one is enough."""
 
 
 _GENERATORS: Kinds[GeneratorKind] = Kinds(
@@ -34,8 +34,8 @@ _GENERATORS: Kinds[GeneratorKind] = Kinds(
 register_generator = _GENERATORS.register_kind
 """`@register_generator(GeneratorKind("name", ...))` on a `Generator`; then `rollout.engine=name`.
 
-The class is called with (rollout settings, model path, device), and with the `Replica` of the
-rank too if it has axes.
+The class is called with (rollout settings, model path, device). A kind with axes gets the rank's
+`Replica` as a fourth argument.
 """
 generator_names = _GENERATORS.names
 generators_that_cut = _GENERATORS.that_cut
@@ -49,5 +49,5 @@ def generators_with_adapters() -> tuple[str, ...]:
 
 
 def generators_doc() -> str:
-    """Every generator in words."""
+    """Help text: every generator and its description."""
     return "; ".join(f"{name}: {kind.doc}" for name, kind in _GENERATORS.items())

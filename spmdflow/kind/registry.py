@@ -1,5 +1,7 @@
-"""What a setting chooses by name, to which a script may add its own with a decorator, and an
-installed package with an entry point."""
+"""`Registry`: objects that a setting selects by name.
+
+A script adds an object with a decorator, an installed package with an entry point.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,18 @@ from spmdflow.errors import ConfigError
 
 T = TypeVar("T")
 Reference = Any
-"""An object, or "module:name" of one that is imported when it is needed."""
+"""An object, or the "module:name" of an object whose module is imported on first use."""
 
 
 class Registry(dict[str, T]):
-    """Name -> entry, in the order of registration; `find` and `add` say what is wrong."""
+    """Name -> entry, in the order of registration. `find` and `add` explain their errors."""
 
     def __init__(self, noun: str, key: str, *, decorator: str = "", group: str = "") -> None:
-        """For errors. noun: what an entry is; key: the setting; decorator: how to add one, with
-        {name!r} in it. group: of entry points, which are read if a name is not known without."""
+        """noun, key and decorator appear in error messages.
+
+        noun: what an entry is. key: the setting. decorator: how to register an entry, with {name!r}
+        in it. group: of entry points, which are searched for names that are not registered.
+        """
         super().__init__()
         self._noun = noun
         self._key = key
@@ -28,13 +33,14 @@ class Registry(dict[str, T]):
         self._modules: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that makes a function known under a name; see `add`."""
+        """Decorator that registers a function or class under a name; see `add`."""
         return lambda function: self.add(name, function, function)
 
     def add(self, name: str, entry: T, implementation: Reference) -> T:
-        """Make an entry known that this object implements; a module may add its own again.
+        """Register and return an entry. A module may register its own name again.
 
-        ConfigError if the name belongs to another module.
+        implementation: the object behind the entry. ConfigError if the name belongs to another
+        module than the implementation's.
         """
         module = home_of(implementation)
         owner = self._modules.setdefault(name, module)
@@ -47,7 +53,7 @@ class Registry(dict[str, T]):
         return entry
 
     def find(self, name: str, *, key: str = "") -> T:
-        """The entry of that name; ConfigError naming the choices. key: of another setting."""
+        """The entry of that name; ConfigError with the choices. key: setting to report instead."""
         if self._group and name not in self:
             installed = _entry_points(self._group)
         else:
@@ -69,14 +75,13 @@ TRACKERS: Registry[Reference] = Registry(
     decorator="register_tracker({name!r})",
     group="spmdflow.trackers",
 )
-"""Subclasses of `tracking.tracker.Sink`; built-in ones have the name of the extra that they
-need."""
+"""Subclasses of `tracking.tracker.Sink`. A built-in one is named after the extra that it needs."""
 register_tracker = TRACKERS.register
-"""Decorator of a subclass of `Sink`, which run.trackers may then name."""
+"""Decorator that registers a subclass of `Sink` for run.trackers."""
 
 
 def resolve(reference: Reference) -> Any:
-    """The object; its module is imported if it was named."""
+    """The object itself; imports the module of a "module:name"."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")
@@ -84,8 +89,8 @@ def resolve(reference: Reference) -> Any:
 
 
 def _entry_points(group: str) -> Any:
-    """Of the installed packages: objects with name and value."""
-    metadata = import_module("importlib.metadata")  # 22 ms, for the few who ask
+    """Entry points of this group in all installed packages: objects with name and value."""
+    metadata = import_module("importlib.metadata")  # imported late: it takes 22 ms
     return metadata.entry_points(group=group)
 
 

@@ -1,8 +1,10 @@
-"""The engines, generators and trackers of the package, each registered with its facts; the
-optimizers, which are classes of torch.optim that step each element by its own gradients.
+"""Registers the engines, generators and trackers of the package, each with its facts.
 
-FSDP and the stages of ZeRO give every rank rows of its own (Rajbhandari et al. 2020). Megatron-Core
-is the paper's 3D parallel engine.
+Also the table of optimizers: classes of torch.optim that update each element from its own
+gradients.
+
+Under FSDP and the stages of ZeRO each rank has its own rows (Rajbhandari et al. 2020).
+Megatron-Core is the paper's 3D parallel engine.
 """
 
 from dataclasses import dataclass, replace
@@ -90,7 +92,7 @@ register_engine(
                 "compute attention's core again in backward", excludes="recompute"
             ),
             "overlap": EngineOption(
-                "reduce gradients and gather weights beside the passes; chosen on CUDA",
+                "reduce gradients and gather weights during the passes; chosen on CUDA",
                 chosen="device",
                 unless="no_overlap",
             ),
@@ -104,7 +106,7 @@ register_engine(
         },
         float32_weights=False,
         keeps_gradients=True,
-        attention_copies=3,  # fused, rotated, and as attention's kernel takes and gives them
+        attention_copies=3,  # fused, rotated, and as the attention kernel's inputs and outputs
         ffn_copies=5,  # the gate's product with up + 0 (Megatron's offset)
         ffn_forward_copies=5,
         packs=True,
@@ -150,22 +152,22 @@ register_tracker("swanlab")("spmdflow.tracking.sink:SwanLabSink")
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What is known of an optimizer without loading torch."""
+    """Facts of an optimizer that are needed before torch is loaded."""
 
     moments: int = 2
-    """Float32 values that it keeps of each weight."""
+    """Float32 values that it keeps for each weight."""
     first: str = ""
-    """Its argument for betas[0], a momentum, which is one value more of each weight unless it is 0;
-    a class of two betas takes them as they are."""
+    """Its argument for betas[0]; a momentum other than 0 is one more value for each weight. Empty
+    for a class that takes both betas as they are."""
     second: str = ""
-    """Its argument for betas[1]."""
+    """Its argument for betas[1]; empty like `first`."""
     fused: bool = False
-    """Torch has one kernel for its whole step, on CPU and on CUDA."""
+    """Torch has a fused kernel for its step, on CPU and on CUDA."""
     decays: bool = True
     """It has a weight decay."""
 
     def moments_with(self, betas: list[float]) -> int:
-        """Float32 values of each weight under these settings."""
+        """Float32 values that it keeps for each weight under these betas."""
         return self.moments + (self.first == "momentum" and betas[0] > 0)
 
 
@@ -182,7 +184,7 @@ OPTIMIZERS = {
     "ASGD": OptimizerKind(1),
     "Rprop": OptimizerKind(decays=False),
 }
-"""Every class that can be chosen; the default first."""
+"""All classes that can be chosen, the default first."""
 _NOT_ELEMENTWISE = {
     "LBFGS": "which evaluates the loss several times a step",
     "SparseAdam": "which takes sparse gradients",
@@ -192,7 +194,7 @@ _NOT_ELEMENTWISE = {
 
 
 def optimizers_doc() -> str:
-    """The choices in words."""
+    """Help text of the setting."""
     return (
         f"Class of torch.optim: {', '.join(OPTIMIZERS)}. betas are also the momentum of SGD and "
         f"RMSprop, RMSprop's alpha and Adadelta's rho; only AdamW's weight decay is decoupled."
@@ -200,7 +202,7 @@ def optimizers_doc() -> str:
 
 
 def optimizer_kind(name: str, *, key: str = "optimizer.name") -> OptimizerKind:
-    """Facts of a class; ConfigError naming the setting and the choices."""
+    """The facts of an optimizer; ConfigError with the setting and the choices."""
     if name not in OPTIMIZERS:
         got = ", ".join(filter(None, (name, _NOT_ELEMENTWISE.get(name))))
         expected = "a class of torch.optim that steps each element by its own gradients: "
