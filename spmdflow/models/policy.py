@@ -27,7 +27,7 @@ from spmdflow.models.rows import example_rows, text_rows, with_text_rows
 from spmdflow.objectives.kl import compute_rollout_weights
 from spmdflow.objectives.log_prob import CausalOutput
 from spmdflow.objectives.loss import Loss
-from spmdflow.objectives.policy import Before, PolicyLoss
+from spmdflow.objectives.policy import PolicyLoss, PreUpdateMetrics
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss, row_losses
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of
@@ -201,10 +201,10 @@ class PolicyWorker(EngineWorker):
             do = "batch |= batch.map(compute_rollout_weights, cfg=cfg.actor.update.correction)"
             raise ColumnError.of("update_actor", got, "that of compute_log_prob", do)
         batch = without_failed(batch)
-        before: Before | None = None
+        before: PreUpdateMetrics | None = None
         loss: Loss = self.loss
         if "rollout_log_probs" in batch.keys() or "old_log_probs" not in batch.keys():
-            before = Before(with_reference=not self.loss.truncates)
+            before = PreUpdateMetrics(with_reference=not self.loss.truncates)
         if "pretrain_ids" in batch.keys():
             batch, self.call = with_text_rows(batch, self.call)
             loss = PretrainedPolicyLoss(self.loss, self.cfg.loss.pretrain_coef)

@@ -2,12 +2,13 @@
 
 Shapes: B rows, T positions of prompt + response, R response tokens, V vocabulary size.
 Response-shaped tensors are (B, R) with a bool mask that is True where the policy chose the token;
-places outside the mask (padding, observations, tool output) never reach a result, whatever they
-hold. Log-probabilities are float32, of logits / temperature. Means are taken over *global*
-denominators, so a result does not depend on how rows are spread over ranks and micro-batches.
+values outside the mask (padding, observations, tool output) never affect a result. Log-probabilities
+are float32 and belong to logits / temperature. Means have *global* denominators, so a result does
+not depend on how rows are spread over ranks and micro-batches.
 
-Settings choose by name: advantages (`@advantage`), losses (`@policy_loss`, `@preference_loss`), to
-which a script may add its own, and `KL_ESTIMATORS`, `AGGREGATIONS`, `CORRECTIONS`.
+Settings select these functions by name: advantages (`@advantage`) and losses (`@policy_loss`,
+`@preference_loss`), to which a script may add its own, and the entries of `KL_ESTIMATORS`,
+`AGGREGATIONS` and `CORRECTIONS`.
 
 | advantage | baseline | source |
 |---|---|---|
@@ -30,6 +31,6 @@ which a script may add its own, and `KL_ESTIMATORS`, `AGGREGATIONS`, `CORRECTION
 | sapo | a sigmoid of the ratio | Gao et al. 2025 |
 | dppo_tv, dppo_kl | log-probability weighted by the ratio, where the probability has not moved far | Qi et al. 2026 |
 | dro | log-probability and its squared distance | Richemond et al. 2024 |
-| kl_cov, clip_cov | ratio; tokens of large covariance are held or left out | Cui et al. 2025 |
+| kl_cov, clip_cov | ratio; tokens of large covariance get a KL penalty or no gradient | Cui et al. 2025 |
 | plain | log-probability | Williams 1992 |
 """  # noqa: E501 a table row is one line

@@ -1,10 +1,11 @@
-"""Map functions of scored rows before the update: advantages, returns, reward penalties.
+"""Map functions over scored rows, before the update: advantages, returns, reward penalties.
 
-The functions run where the rows live (`batch.map(compute_advantages, ...)`); only whitening and
-sums over a prompt's samples cross ranks. Estimators by name are in `estimator`.
+The functions run on the ranks that hold the rows (`batch.map(compute_advantages, ...)`). Only
+whitening and sums over a prompt's samples communicate between ranks. The estimators are in
+`estimator`.
 
-`compute_safe_advantages` and `LagrangeMultiplier` are PPO-Lagrangian, reward under a limit on the
-expected cost (Dai et al. 2024, section 3.3):
+`compute_safe_advantages` and `LagrangeMultiplier` implement PPO-Lagrangian, which maximises the
+reward under a limit on the expected cost (Dai et al. 2024, section 3.3):
 
 min_pi max_{lambda >= 0}  -J_R(pi) + lambda * J_C(pi),   J_C = E[cost] - limit
 
@@ -36,21 +37,24 @@ from spmdflow.data.ragged import (
 from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, gae
-from spmdflow.objectives.kl import KeptNumber, kl_estimate
+from spmdflow.objectives.kl import ResumableNumber, kl_estimate
 from spmdflow.objectives.loss import (
     Reduce,
     Report,
     check_returned,
-    inside,
     masked_sum,
     whiten,
+    zero_outside,
 )
 from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean, Metric
 
 
 def _not_weighted(cfg: AdvantageConfig) -> tuple[str, ...]:
-    """Columns that only metrics need (kl_coef 0); without them the update reports these metrics."""
+    """Columns that only metrics read because kl_coef is 0.
+
+    If they are missing, the update reports these metrics instead.
+    """
     if cfg.kl_coef == 0:
         return ("old_log_probs",)
     return ()
@@ -73,14 +77,16 @@ def compute_advantages(
     reduce: Reduce,
     report: Report,
 ) -> TensorDict:
-    """Ragged float32 advantages and returns of each row; 0 where the policy chose nothing.
+    """Columns advantages and returns: ragged float32, 0 at tokens that the policy did not choose.
 
-    r_t = token_level_reward_t - kl_coef * KL_t, then the estimator, then whitening over the
-    global batch if cfg.whiten. Rows that failed (valid is False) get 0 and are in no baseline,
-    whitening or metric. A row also gets 0 if its baseline is missing because other rows failed.
+    The estimator gets the rewards r_t = token_level_reward_t - kl_coef * KL_t. Its advantages are
+    whitened over the global batch if cfg.whiten. Rows that failed (valid is False) get 0 and are in
+    no baseline, whitening or metric. A row also gets 0 if its baseline is missing because other
+    rows failed.
+
     Reports reward/penalised_mean and, if the columns are there, the KL to the reference (k1):
-    actor/reference_kl in nats per token, ..._per_response in nats per response. ConfigError for an
-    unknown estimator, ColumnError if kl_coef is not 0 and a column of the KL is missing.
+    actor/reference_kl in nats per token, ..._per_response in nats per response. Raises ConfigError
+    for an unknown estimator, and ColumnError if kl_coef is not 0 and a column of the KL is missing.
     """
     lengths = lengths_of(batch["response_mask"])
     # (B, R), (B,)
@@ -97,36 +103,36 @@ def compute_advantages(
         mask = mask & valid[:, None]
         groups = groups.only(valid)
         columns = _zero_failed_rows(columns, valid)
-    made = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
+    estimates = chosen.estimate(Samples(columns, mask, groups, reduce), cfg)
     where = f"@advantage({estimator!r})"
     names = ("advantages", "returns")
-    advantages, returns = check_returned(where, made, names, mask.shape)
+    advantages, returns = check_returned(where, estimates, names, mask.shape)
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
     return _make_ragged({"advantages": advantages, "returns": returns}, lengths)
 
 
 def _make_ragged(columns: Mapping[str, Tensor], lengths: Tensor) -> TensorDict:
-    """Columns (B, R) as ragged float32 ones."""
-    made = {}
+    """Convert columns (B, R) to ragged float32 columns with these row lengths."""
+    ragged_columns = {}
     for name, x in columns.items():
-        made[name] = ragged_from_padded(x.float(), lengths)
-    return TensorDict(made, batch_size=[len(lengths)])
+        ragged_columns[name] = ragged_from_padded(x.float(), lengths)
+    return TensorDict(ragged_columns, batch_size=[len(lengths)])
 
 
 def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tensor]:
-    """Columns padded to (B, R), or dense (B, ...); in float64 unless they hold integers.
+    """Dense tensors by column name: ragged columns padded to (B, R), floats converted to float64.
 
-    Zeros in the rows that are not valid (B,).
+    Rows that are not valid (B,) hold zeros.
     """
-    found = {}
+    numbers = {}
     for name, column in batch.items():
         if isinstance(column, Tensor):
             values = pad(column) if is_ragged(column) else column
-            found[str(name)] = values.double() if values.is_floating_point() else values
+            numbers[str(name)] = values.double() if values.is_floating_point() else values
     if valid is None:
-        return found
-    return _zero_failed_rows(found, valid)
+        return numbers
+    return _zero_failed_rows(numbers, valid)
 
 
 def _zero_failed_rows(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
@@ -167,13 +173,16 @@ def weighted_kl(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfi
             f"advantage.kl_coef is {cfg.kl_coef}; compute them first or set it to 0"
         )
     kl = kl_estimate(cfg.kl_estimator, columns["old_log_probs"], columns["ref_log_probs"])
-    return cfg.kl_coef * inside(kl, mask)
+    return cfg.kl_coef * zero_outside(kl, mask)
 
 
 def advantage_metrics(
     columns: Mapping[str, Tensor], mask: Tensor, valid: Tensor | None = None
 ) -> dict[str, Metric]:
-    """Mean reward after the KL, and the KL itself if its columns are there; of valid rows (B,)."""
+    """Mean reward after the KL penalty, and the KL itself if its columns are there.
+
+    Both are means over the valid rows (B,).
+    """
     rows = float(len(mask) if valid is None else valid.sum())
     metrics: dict[str, Metric] = {
         "reward/penalised_mean": Mean(float(columns["token_level_rewards"].sum()), rows)
@@ -195,11 +204,11 @@ def advantage_metrics(
 def compute_safe_advantages(
     batch: TensorDict, *, multiplier: float, cfg: AdvantageConfig, reduce: Reduce, report: Report
 ) -> TensorDict:
-    """Ragged float32 advantages of reward and cost together, and the returns of each.
+    """Columns advantages (reward and cost combined), returns and cost_returns, ragged float32.
 
     The KL to the reference is split between both signals, r_t - kl/2 and c_t + kl/2 with
-    kl = kl_coef * KL_t (ibid., appendix B); each has its own GAE, and the mixture is whitened over
-    the global batch if cfg.whiten.
+    kl = kl_coef * KL_t (ibid., appendix B). Each signal has its own GAE. The combined advantage is
+    whitened over the global batch if cfg.whiten. Reports the same metrics as `compute_advantages`.
     """
     lengths = lengths_of(batch["response_mask"])
     # (B, R), (B,)
@@ -216,8 +225,8 @@ def compute_safe_advantages(
     report(advantage_metrics(columns, mask, valid))
     if cfg.whiten:
         advantages = whiten(advantages, mask, reduce)
-    made = {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
-    return _make_ragged(made, lengths)
+    results = {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
+    return _make_ragged(results, lengths)
 
 
 def lagrangian(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
@@ -225,8 +234,8 @@ def lagrangian(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -
     return (advantages - multiplier * cost_advantages) / (1 + multiplier)
 
 
-class LagrangeMultiplier(KeptNumber):
-    """lambda, which resumes with the run: `flow.keep(multiplier=LagrangeMultiplier(cfg))`.
+class LagrangeMultiplier(ResumableNumber):
+    """lambda, saved and restored with the run: `flow.keep(multiplier=LagrangeMultiplier(cfg))`.
 
     ln lambda' = ln lambda + lr * lambda * (mean_cost - limit), lambda' at most cfg.largest:
     gradient ascent on lambda J_C in ln lambda, so lambda stays positive (ibid., eq. 30). The
@@ -249,11 +258,12 @@ class LagrangeMultiplier(KeptNumber):
     instead=lambda arguments: {"old_log_probs": "rollout_log_probs"},
 )
 def compute_teacher_rewards(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
-    """token_level_rewards r_t = log pi_teacher(y_t) - log pi(y_t); 0 where others chose the token.
+    """Column token_level_rewards: r_t = log pi_teacher(y_t) - log pi(y_t), ragged.
 
-    On samples of the policy -r_t estimates KL(pi || pi_teacher) (k1), so that a policy gradient
-    with these rewards descends it: on-policy distillation (Agarwal et al. 2024, arXiv 2306.13649;
-    Lu and Thinking Machines 2025, "On-policy distillation"). ref_log_probs are the teacher's.
+    It is 0 at tokens that the policy did not choose. On samples of the policy, -r_t estimates
+    KL(pi || pi_teacher) (k1), so a policy gradient with these rewards reduces this KL: on-policy
+    distillation (Agarwal et al. 2024, arXiv 2306.13649; Lu and Thinking Machines 2025, "On-policy
+    distillation"). ref_log_probs are the teacher's.
     """
     mask = pad(batch["response_mask"])
     policy, teacher = (pad(batch[name]) for name in ("old_log_probs", "ref_log_probs"))
@@ -266,7 +276,7 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int)
     """R(y) of DAPO (Yu et al. 2025, eq. 13), for responses of |y| = num_tokens tokens, in [-1, 0].
 
     With L = max_tokens and C = buffer_tokens: 0 up to |y| = L - C, (L - C - |y|) / C up to L, -1
-    beyond. C = 0 punishes nothing but |y| > L.
+    beyond. With C = 0 only |y| > L is penalised.
     """
     beyond = num_tokens - (max_tokens - buffer_tokens)
     return -(beyond.double() / max(buffer_tokens, 1)).clamp(0, 1)
@@ -276,9 +286,9 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int)
 def add_overlong_penalty(
     batch: TensorDict, *, cfg: OverlongConfig, max_tokens: int, reduce: Reduce, report: Report
 ) -> TensorDict:
-    """token_level_rewards with weight * R(y) added at the last token.
+    """Column token_level_rewards with weight * R(y) added at each row's last token.
 
-    Reports reward/overlong, the mean of what was added to rows that did not fail.
+    Reports reward/overlong, the mean penalty over the rows that did not fail.
     """
     rewards = batch["token_level_rewards"]
     lengths = lengths_of(rewards)

@@ -1,12 +1,13 @@
-"""Which tokens take the most entropy away: those with a large covariance (Cui et al. 2025).
+"""Marks the tokens that reduce the entropy most: those of large covariance (Cui et al. 2025).
 
 "The entropy mechanism of reinforcement learning for reasoning language models", arXiv 2505.22617:
 the entropy falls with the covariance of log-probability and advantage, which a few tokens dominate.
-`mark_covariant_tokens` marks them for the losses `kl_cov` and `clip_cov`.
+`mark_covariant_tokens` marks these tokens for the losses `kl_cov` and `clip_cov`.
 
-Departures from the paper, so that every layout marks the same tokens: once for the whole batch,
-from old_log_probs, before the update cuts it into mini-batches (the authors: in each micro-batch,
-from the policy's log-probabilities there, which are the same at the first optimizer step).
+Departure from the paper, so that every layout marks the same tokens: tokens are marked once for the
+whole batch, from old_log_probs, before the update cuts it into mini-batches. The authors mark them
+in each micro-batch, from the policy's log-probabilities there, which are the same at the first
+optimizer step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from spmdflow.config.objective import PolicyLossConfig
 from spmdflow.data.ragged import VALID, chosen_mask, lengths_of, pad, ragged_from_padded
 from spmdflow.data.row_id import RowGroups
-from spmdflow.objectives.loss import Reduce, Report, inside
+from spmdflow.objectives.loss import Reduce, Report, zero_outside
 from spmdflow.transfer.register import map_function
 
 
@@ -37,22 +38,23 @@ def mark_covariant_tokens(
     reduce: Reduce,
     report: Report,
 ) -> TensorDict:
-    """covariant, ragged bool: k = max(1, covariance_share * N) of the batch's N policy tokens.
+    """Column covariant, ragged bool: marks k of the batch's N policy tokens.
 
-    C_t = (log pi(y_t) - mean log pi) (A_t - mean A), means over these tokens. For surrogate
-    clip_cov: k random ones of those with C_t between covariance_bounds (all, if there are fewer),
-    drawn from seed, such as step.number. Else the k with the largest C_t; tokens equal to the last
-    of them are marked too. Reports actor/covariant_share and actor/covariance, the mean of C_t.
+    k = max(1, covariance_share * N). C_t = (log pi(y_t) - mean log pi) (A_t - mean A), with means
+    over these N tokens. For surrogate clip_cov, k random tokens among those with C_t between
+    covariance_bounds are marked (all of them, if there are fewer than k). They are drawn from seed,
+    such as step.number. Otherwise the k tokens with the largest C_t are marked, and tokens that tie
+    with the last of them too. Reports actor/covariant_share and actor/covariance, the mean of C_t.
     """
     mask = chosen_mask(batch)
     log_probs, advantages = (pad(batch[name]).double() for name in ("old_log_probs", "advantages"))
     sums = []
-    for masked in (mask.double(), inside(log_probs, mask)):
+    for masked in (mask.double(), zero_outside(log_probs, mask)):
         sums.append(masked.sum())
-    tokens, log_prob, advantage = reduce(torch.stack([*sums, inside(advantages, mask).sum()]))
+    tokens, log_prob, advantage = reduce(torch.stack([*sums, zero_outside(advantages, mask).sum()]))
     tokens = tokens.clamp(min=1)
     covariance = (log_probs - log_prob / tokens) * (advantages - advantage / tokens)
-    covariance = inside(covariance, mask)
+    covariance = zero_outside(covariance, mask)
     count = max(1, int(cfg.covariance_share * float(tokens)))
     if cfg.surrogate == "clip_cov":
         low, high = cfg.covariance_bounds
@@ -73,10 +75,10 @@ def mark_covariant_tokens(
 
 
 def _mark_largest(x: Tensor, mask: Tensor, count: int, reduce: Reduce) -> Tensor:
-    """(B, R) bool: the `count` largest x inside the mask, over all ranks, ties with the last too.
+    """(B, R) bool: the `count` largest x inside the mask over all ranks, and ties with the last.
 
-    Compares as float32. The bits of the count-th largest are found byte by byte from histograms,
-    as the numbers are in the order of their bits once the sign is turned.
+    Compares as float32. The bits of the count-th largest number are found byte by byte from
+    histograms summed over the ranks: with the sign bit flipped, numbers sort like their bits.
     """
     bits = x.float().view(torch.int32).long() & 0xFFFFFFFF
     keys = torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
@@ -94,8 +96,11 @@ def _mark_largest(x: Tensor, mask: Tensor, count: int, reduce: Reduce) -> Tensor
 
 
 def _draw(groups: RowGroups, width: int, seed: int) -> Tensor:
-    """(B, width) float32 in [0, 1): by group, row of the group, place and seed, on every layout."""
-    assert groups.place is not None, "made without places"
+    """(B, width) float32 in [0, 1), a hash of seed, group, row in the group and token position.
+
+    The numbers are the same on every layout.
+    """
+    assert groups.place is not None, "these groups do not know the rows' positions in them"
     x = torch.full((len(groups.index), width), seed, dtype=torch.int64)
     columns = (groups.index[:, None], groups.place[:, None], torch.arange(width)[None])
     for column in columns:  # splitmix64 (Steele et al. 2014), whose products wrap around

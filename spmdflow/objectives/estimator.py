@@ -1,14 +1,14 @@
-"""Advantage estimators by name: `@advantage("name")` makes one known to a run.
+"""Advantage estimators by name: `@advantage("name")` registers one.
 
 An estimator is a function `(samples, cfg) -> (advantages, returns)`, both (B, R), in float64. A
 script adds its own with the decorator at module level; every rank imports the script, so the name
 is known everywhere.
 
-`gae` uses a critic's values; the others have a baseline from other samples, or none. s_i is
+`gae` uses a critic's values. The others have a baseline from other samples, or none. s_i is
 the sum of row i's token-level rewards, G the rows that are samples of the same prompt (n of them).
 Every token of a row gets the same advantage unless the formula has a t. A prompt with one sample
-has no group to compare with: estimators with a baseline of the group give it A = s. Rows that
-failed are in no baseline (`Samples.groups` leaves them out). If all other rows of a group failed,
+has no group to compare with, so estimators with a group baseline give it A = s. Rows that failed
+are in no baseline (`Samples.groups` excludes them). If all other rows of a group failed,
 `compute_advantages` gives the remaining row an advantage of 0.
 """
 
@@ -29,22 +29,22 @@ from spmdflow.objectives.loss import Reduce
 
 @dataclass(frozen=True)
 class Samples:
-    """What an estimator is given: the rows of one rank."""
+    """Input of an estimator: the rows of one rank."""
 
     columns: Mapping[str, Tensor]
-    """By name: response-shaped (B, R), padded with 0, or dense (B, ...); numbers are float64. A
-    row that failed has zeros."""
+    """Columns by name: response-shaped (B, R), padded with 0, or dense (B, ...). Floats are
+    float64. A row that failed has zeros."""
     mask: Tensor
     """(B, R) bool: True where the policy chose the token; all False for a row that failed."""
     groups: RowGroups
-    """Which rows are samples of one prompt; sums over them cross ranks and leave out rows that
-    failed."""
+    """Which rows are samples of one prompt. Sums over them include other ranks' rows and exclude
+    rows that failed."""
     reduce: Reduce
     """Sums over the ranks."""
 
     @property
     def rewards(self) -> Tensor:
-        """(B, R) token-level rewards, less the KL to the reference if it has a weight."""
+        """(B, R) token-level rewards, minus kl_coef times the KL to the reference."""
         return self.columns["token_level_rewards"]
 
     @property
@@ -53,7 +53,7 @@ class Samples:
         return self.rewards.sum(-1)
 
     def spread(self, x: Tensor) -> Tensor:
-        """(B,) -> (B, R): each row's number at every token that the policy chose, else 0."""
+        """(B,) -> (B, R): each row's number at every token that the policy chose, 0 elsewhere."""
         return x[:, None] * self.mask
 
 
@@ -64,7 +64,7 @@ EstimatorFunction = Callable[[Samples, AdvantageConfig], Estimates]
 
 @dataclass(frozen=True)
 class Estimator:
-    """One entry of the registry."""
+    """A registered advantage estimator."""
 
     estimate: EstimatorFunction
     reads: tuple[str, ...]
@@ -81,11 +81,11 @@ ESTIMATORS: Registry[Estimator] = Registry(
 def advantage(
     name: str, *, reads: Iterable[str] = (), groups: bool = False
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Register an estimator by name; the same module may register it again.
+    """Decorator that registers an estimator by name. The same module may register it again.
 
-    reads: columns it needs besides token_level_rewards and response_mask. groups: it compares a row
-    with the other samples of its prompt; if all of these failed, the row's advantage is 0.
-    ConfigError if a function of another module has the name.
+    reads: columns that it needs in addition to token_level_rewards and response_mask. groups: the
+    estimator compares a row with the other samples of its prompt; if all of these failed, the row's
+    advantage is 0. Raises ConfigError if a function of another module already has the name.
     """
 
     def add(estimate: EstimatorFunction) -> EstimatorFunction:
@@ -101,9 +101,10 @@ def gae(
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages, returns.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t,
-    with V = A = 0 after the last token. Places outside the mask (observations between the
-    policy's tokens) take no time: the next value and advantage pass over them undiscounted, and
-    a reward there belongs to the policy's token before. All (B, R); results 0 outside the mask.
+    with V = A = 0 after the last token. Positions outside the mask (observations between the
+    policy's tokens) are no time steps: the next value and advantage skip them undiscounted, and
+    a reward there counts for the policy's previous token. All tensors are (B, R), and the results
+    are 0 outside the mask.
     """
     advantages = torch.zeros_like(values)
     next_value = next_advantage = pending = values.new_zeros(len(values))
@@ -193,10 +194,10 @@ def pass_at_k_std(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     With k = n only the best row has one: (max - second) / (std + 1e-6) (Tang et al. 2025, arXiv
     2503.19595, in the form of the public implementation).
     """
-    found = _gain_over_best(samples, cfg)
+    gains = _gain_over_best(samples, cfg)
     several = samples.groups.sizes() > 1
-    divided = found / (_group_deviation(samples) + 1e-6)
-    return _repeat_per_token(samples, torch.where(several, divided, found))
+    divided = gains / (_group_deviation(samples) + 1e-6)
+    return _repeat_per_token(samples, torch.where(several, divided, gains))
 
 
 @advantage("gpg", groups=True)
@@ -219,13 +220,13 @@ def gpg(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
 @advantage("optimal_token_baseline", reads=("old_log_probs", "squared_probs"), groups=True)
 def optimal_token_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
-    """A_t = G_t - sum_G W_t G_t / sum_G W_t: a baseline of its own for each of the policy's tokens.
+    """A_t = G_t - sum_G W_t G_t / sum_G W_t: a separate baseline for each of the policy's tokens.
 
     G_t = sum_{u >= t} r_u; W_t = sum_{u <= t} w_u, w = 1 - 2 pi(y) + sum_v pi(v)^2, the squared
     norm of the gradient of log pi(y) by the logits (squared_probs is sum_v pi(v)^2, by
     `compute_squared_probs`). With rollout_weights w is multiplied by their square. t counts the
-    policy's tokens. Where no other row of the group has a token t, A_t = G_t: a row's own return as
-    its baseline would leave nothing (Li et al. 2026, arXiv 2602.07078).
+    policy's tokens. Where no other row of the group has a token t, A_t = G_t, because with the
+    row's own return as its baseline the advantage would be 0 (Li et al. 2026, arXiv 2602.07078).
     """
     mask = samples.mask
     columns = samples.columns
@@ -245,7 +246,7 @@ def optimal_token_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
 
 def _common_width(mask: Tensor, reduce: Reduce) -> int:
-    """A power of 2, the same on every rank: at least the policy's tokens of any row."""
+    """A power of 2, the same on every rank, not below any row's number of policy tokens."""
     most = int(mask.sum(-1).max()) if len(mask) else 0
     needed = torch.zeros(32, dtype=torch.float64, device=mask.device)
     needed[most.bit_length()] = 1.0
@@ -277,27 +278,28 @@ def reinforce_pp(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """R_t = r_t + gamma R_{t+1} over the policy's tokens, (B, R); 0 outside the mask.
 
-    Tokens of others take no time step: a reward at one belongs to the policy's token before.
+    Tokens that the policy did not choose are no time steps: a reward at one counts for the policy's
+    previous token.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 def _gain_over_best(samples: Samples, cfg: AdvantageConfig) -> Tensor:
-    """(B,) the A_i of `pass_at_k`; s_i alone where a prompt has one sample."""
+    """(B,) the A_i of `pass_at_k`; s_i where a prompt has only one sample."""
     scores = samples.scores
     groups = samples.groups
     sizes = groups.sizes()
     ordered = groups.members(scores).sort(-1).values  # nan comes last
     weights = torch.zeros_like(ordered)
     for n in set(sizes.int().tolist()):
-        weights[sizes == n] = _weigh_places(n, ordered.shape[1], cfg.best_of).to(weights)
+        weights[sizes == n] = _weigh_ranks(n, ordered.shape[1], cfg.best_of).to(weights)
     beaten = (scores[:, None] - ordered.nan_to_num(torch.inf)).clamp(min=0)
-    found = (beaten * weights).sum(-1)
-    return torch.where(sizes > 1, found, scores)
+    gains = (beaten * weights).sum(-1)
+    return torch.where(sizes > 1, gains, scores)
 
 
-def _weigh_places(n: int, width: int, best_of: int) -> Tensor:
-    """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) at place j of n scores in ascending order."""
+def _weigh_ranks(n: int, width: int, best_of: int) -> Tensor:
+    """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) for rank j of n scores in ascending order."""
     k = max(2, min(best_of or n, n))
     table = []
     for j in range(width):
@@ -314,13 +316,13 @@ def _group_deviation(samples: Samples) -> Tensor:
 
 
 def _subtract_group_mean(samples: Samples) -> Tensor:
-    """(B,) s_i - mean_G s; s_i alone where a prompt has one sample."""
+    """(B,) s_i - mean_G s; s_i where a prompt has only one sample."""
     scores = samples.scores
     groups = samples.groups
     return torch.where(groups.sizes() > 1, scores - groups.means(scores), scores)
 
 
 def _repeat_per_token(samples: Samples, advantages: Tensor) -> Estimates:
-    """(advantages, returns), the same without values: a row's number at each of its tokens."""
+    """(advantages, returns), which are equal without a critic: each row's number at its tokens."""
     spread = samples.spread(advantages)
     return spread, spread

@@ -46,7 +46,7 @@ from spmdflow.data.ragged import (
 )
 from spmdflow.errors import ConfigError
 from spmdflow.kind.registry import Registry
-from spmdflow.objectives.loss import Reduce, Report, inside
+from spmdflow.objectives.loss import Reduce, Report, zero_outside
 from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Max, Mean, Metric, Min
 
@@ -54,19 +54,19 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, so that every ratio (at most 4.8e8) is finite."""
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
-    """log_ratio clamped to +-MAX_LOG_RATIO; no gradient flows beyond."""
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """log_ratio clamped to +-MAX_LOG_RATIO. Clamped entries pass no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Per-token estimate, same shape as log_probs; ConfigError if there is no such estimator."""
+    """Per-token KL estimate, same shape as log_probs. ConfigError if the estimator is unknown."""
     return KL_ESTIMATORS.find(name)(log_probs - ref_log_probs)
 
 
 def _k3(difference: Tensor) -> Tensor:
     # expm1, as e^-d - 1 loses all its digits when d is tiny, as in the first steps
-    return torch.expm1(-bounded(difference)) + bounded(difference)
+    return torch.expm1(-clamp_log_ratio(difference)) + clamp_log_ratio(difference)
 
 
 def _k2(difference: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _k2(difference: Tensor) -> Tensor:
 
 
 def _straight_through(value: Tensor, difference: Tensor) -> Tensor:
-    slope = _k2(bounded(difference))
+    slope = _k2(clamp_log_ratio(difference))
     return slope - slope.detach() + value.detach()
 
 
@@ -100,47 +100,48 @@ A = TypeVar("A", bound=AdvantageConfig)
     writes=("reference_kl",),
 )
 def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
-    """reference_kl (B,) float32: each response's KL to the reference in nats, k1 over its tokens.
+    """Column reference_kl, (B,) float32: each response's KL to the reference in nats.
 
-    Reports its mean as advantage/measured_kl. A row that failed has 0 and is not in the mean.
+    It is the sum of k1 over the response's tokens. Reports its mean as advantage/measured_kl. A row
+    that failed has 0 and is not in the mean.
     """
     mask = chosen_mask(batch)
     valid = valid_rows(batch)
     old, ref = (pad(batch[name]).double() for name in ("old_log_probs", "ref_log_probs"))
-    kl = inside(kl_estimate("k1", old, ref), mask).sum(-1)
+    kl = zero_outside(kl_estimate("k1", old, ref), mask).sum(-1)
     rows = float(len(kl) if valid is None else valid.sum())
     report({"advantage/measured_kl": Mean(float(kl.sum()), rows)})
     return TensorDict({"reference_kl": kl.to(torch.float32)}, batch_size=batch.batch_size)
 
 
-class KeptNumber:
-    """A number that resumes with the run: see `flow.keep`."""
+class ResumableNumber:
+    """A number that is saved and restored with the run: see `flow.keep`."""
 
     value: float
 
     def state_dict(self) -> dict[str, float]:
-        """Its value."""
+        """The value, for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with the value of `state_dict`."""
+        """Restore the value from `state_dict`."""
         self.value = state["value"]
 
 
-class AdaptiveKL(KeptNumber):
-    """kl_coef, which grows while the KL is above its target and shrinks while it is below.
+class AdaptiveKL(ResumableNumber):
+    """A kl_coef that grows while the KL is above its target and shrinks while it is below.
 
     e = clip(KL / target - 1, -0.2, 0.2),  kl_coef <- kl_coef (1 + gain e)
 
-    Ziegler et al. 2019, section 2.2, eq. 4, whose gain of 0.1 is for one update per step. Where a
-    controller has a horizon (in samples), the gain is the samples of a step by the horizon.
+    Ziegler et al. 2019, section 2.2, eq. 4, whose gain of 0.1 is for one update per step. For a
+    controller that has a horizon in samples, set gain = samples per step / horizon.
     """
 
     def __init__(self, cfg: AdvantageConfig, *, target: float, gain: float = 0.1) -> None:
-        """cfg.kl_coef: the weight to begin with. target: KL of a response in nats.
+        """cfg.kl_coef: the initial weight. target: KL of a response in nats.
 
-        ConfigError unless these and gain are above 0, and gain is below 5 (the weight stays above
-        0).
+        Raises ConfigError unless kl_coef, target and gain are above 0 and gain is below 5, which
+        keeps the weight above 0.
         """
         if not (cfg.kl_coef > 0 and target > 0 and 0 < gain < 1 / LARGEST_ERROR):
             got = f"advantage.kl_coef {cfg.kl_coef:g}, target {target:g} and gain {gain:g}"
@@ -151,17 +152,20 @@ class AdaptiveKL(KeptNumber):
         self._gain = gain
 
     def update(self, mean_kl: float) -> None:
-        """One step towards the target, by the mean KL of a batch's responses in nats."""
+        """Adapt the weight to the mean KL of a batch's responses in nats."""
         error = min(max(mean_kl / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.value *= 1 + self._gain * error
 
     def applied_to(self, cfg: A) -> A:
-        """The same settings with the weight as it is now."""
+        """A copy of the settings with the current weight."""
         return replace(cfg, kl_coef=self.value)
 
 
-def _serving(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """rollout_log_probs may serve for weights of tokens, near 1; not for a response's product."""
+def _choose_substitutes(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Columns that may replace others: rollout_log_probs for old_log_probs, with weights per token.
+
+    Such weights are near 1. The product over a response needs recomputed log-probabilities.
+    """
     by_token = getattr(arguments.get("cfg"), "kind", "sequence") != "sequence"
     if by_token:
         return {"old_log_probs": "rollout_log_probs"}
@@ -172,25 +176,25 @@ def _serving(arguments: Mapping[str, Any]) -> dict[str, str]:
     reads=("response_mask", "old_log_probs", "rollout_log_probs"),
     optional=VALID,
     writes=("rollout_weights",),
-    instead=_serving,
+    instead=_choose_substitutes,
 )
 def compute_rollout_weights(
     batch: TensorDict, *, cfg: CorrectionConfig, reduce: Reduce, report: Report
 ) -> TensorDict:
-    """Ragged float32 weight of each token; 0 where the policy chose nothing.
+    """Column rollout_weights: ragged float32, 0 at tokens that the policy did not choose.
 
     With cfg.normalise the weights are divided by their mean over the tokens of all rows (over the
-    rows, for weights of sequences), so that the loss keeps its scale. Reports, of the weights
-    before that, over the policy's tokens of all rows: rollout/weight_mean, weight_std, weight_max,
-    weight_clipped (share that the cap changes), weight_ess (effective share of the samples, (sum
-    w)^2 / (n sum w^2)); and `mismatch_metrics`.
+    rows, for weights of sequences), so that the loss keeps its scale. Reports `mismatch_metrics`
+    and, for the weights before this division, over the policy's tokens of all rows:
+    rollout/weight_mean, weight_std, weight_max, weight_clipped (share of weights that the cap
+    changes) and weight_ess (effective share of the samples, (sum w)^2 / (n sum w^2)).
     """
     mask = chosen_mask(batch)
     old, rollout = (pad(batch[name]).double() for name in ("old_log_probs", "rollout_log_probs"))
-    log_ratio = inside(old - rollout, mask)
+    log_ratio = zero_outside(old - rollout, mask)
     weights, changed = CORRECTIONS.find(cfg.kind)(log_ratio, mask, cfg.cap)
     metrics = _weight_metrics(weights, changed & mask, mask, reduce)
-    report(metrics | mismatch_metrics(inside(old, mask), inside(rollout, mask), mask))
+    report(metrics | mismatch_metrics(zero_outside(old, mask), zero_outside(rollout, mask), mask))
     if cfg.normalise:
         counted = mask.double()
         if cfg.kind == "sequence":
@@ -206,24 +210,24 @@ Weights = tuple[Tensor, Tensor]
 
 
 def by_token(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
-    """w_t = min(rho_t, C): the cap adds a bias where it acts and bounds the variance."""
-    ratio = inside(torch.exp(bounded(log_ratio)), mask)
+    """w_t = min(rho_t, C): the cap bounds the variance and biases the tokens that it changes."""
+    ratio = zero_outside(torch.exp(clamp_log_ratio(log_ratio)), mask)
     return ratio.clamp(max=cap), ratio > cap
 
 
 def by_sequence(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
     """w = min(prod_t rho_t, C), the same at every token: the weight of the whole response."""
-    total = torch.exp(bounded(inside(log_ratio, mask).sum(-1, keepdim=True)))
+    total = torch.exp(clamp_log_ratio(zero_outside(log_ratio, mask).sum(-1, keepdim=True)))
     ratio = total * mask
     return ratio.clamp(max=cap), ratio > cap
 
 
 def by_mask(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
-    """w_t = rho_t if 1/C <= rho_t <= C, else 0: a token that differs too much does not count.
+    """w_t = rho_t if 1/C <= rho_t <= C, otherwise 0: a token that differs too much does not count.
 
     Double-sided masking (IcePop, Ling Team 2025).
     """
-    ratio = inside(torch.exp(bounded(log_ratio)), mask)
+    ratio = zero_outside(torch.exp(clamp_log_ratio(log_ratio)), mask)
     far = (ratio > cap) | (ratio < 1 / cap)
     return ratio.masked_fill(far, 0.0), far
 
@@ -237,6 +241,10 @@ CORRECTIONS |= {"token": by_token, "sequence": by_sequence, "mask": by_mask}
 def _weight_metrics(
     weights: Tensor, changed: Tensor, mask: Tensor, reduce: Reduce
 ) -> dict[str, Metric]:
+    """Mean, deviation, maximum, changed share and effective sample share of the weights.
+
+    All but the maximum are over the masked tokens of all ranks.
+    """
     parts = [mask, weights, weights.square(), changed]
     sums = reduce(torch.stack([part.double().sum() for part in parts]))
     tokens, weight, square, num_changed = sums.tolist()
@@ -252,18 +260,20 @@ def _weight_metrics(
 
 
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """How far the trainer's pi_old is from the generator's mu: float64 log-probs (B, R), 0 outside.
+    """Metrics of the mismatch between the trainer's pi_old and the generator's mu.
 
-    rho_t = pi_old(y_t) / mu(y_t); l = mean_t -log of a response's tokens, its log-perplexity:
+    old and rollout: float64 log-probabilities (B, R), 0 outside the mask. With rho_t = pi_old(y_t)
+    / mu(y_t) and l = mean_t -log of a response's token probabilities, its log-perplexity:
 
-    kl: mean of -log rho (k1 of KL(mu || pi_old)); trainer_kl: k3 of it; chi2_token: mean of rho^2 -
-    1, chi2_seq: mean over responses of (prod_t rho_t)^2 - 1 (the chi-square divergence of pi_old
-    from mu); ppl, log_ppl, trainer_ppl, trainer_log_ppl: means over responses of e^l and l;
-    log_ppl_diff, log_ppl_diff_max, log_ppl_diff_min: mean, largest and smallest l_pi - l_mu;
-    log_ppl_abs_diff, log_ppl_abs_diff_max: of its absolute value; ppl_ratio: mean of e to its power
-    ("When speed kills stability", Liu and Li 2025).
+    - kl: mean of -log rho (k1 of KL(mu || pi_old)); trainer_kl: its k3 estimate
+    - chi2_token: mean of rho^2 - 1; chi2_seq: mean over responses of (prod_t rho_t)^2 - 1 (the
+      chi-square divergence of pi_old from mu)
+    - ppl, log_ppl, trainer_ppl, trainer_log_ppl: means over responses of e^l and l
+    - log_ppl_diff, log_ppl_diff_max, log_ppl_diff_min: mean, largest and smallest l_pi - l_mu
+    - log_ppl_abs_diff, log_ppl_abs_diff_max: mean and largest |l_pi - l_mu|
+    - ppl_ratio: mean of e^(l_pi - l_mu) ("When speed kills stability", Liu and Li 2025)
     """
-    log_ratio = bounded(old - rollout)
+    log_ratio = clamp_log_ratio(old - rollout)
     tokens = float(mask.sum())
     lengths = mask.sum(-1)
     some = lengths > 0
@@ -273,23 +283,25 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Me
     gap = other - mine
     by_token = {
         "rollout/kl": rollout - old,
-        "rollout/trainer_kl": inside(kl_estimate("k3", rollout, old), mask),
-        "rollout/chi2_token": inside(torch.exp(2 * log_ratio) - 1, mask),
+        "rollout/trainer_kl": zero_outside(kl_estimate("k3", rollout, old), mask),
+        "rollout/chi2_token": zero_outside(torch.exp(2 * log_ratio) - 1, mask),
     }
     by_row = {
-        "rollout/chi2_seq": torch.exp(2 * bounded((old - rollout)[some].sum(-1))) - 1,
-        "rollout/ppl": bounded(mine).exp(),
+        "rollout/chi2_seq": torch.exp(2 * clamp_log_ratio((old - rollout)[some].sum(-1))) - 1,
+        "rollout/ppl": clamp_log_ratio(mine).exp(),
         "rollout/log_ppl": mine,
-        "rollout/trainer_ppl": bounded(other).exp(),
+        "rollout/trainer_ppl": clamp_log_ratio(other).exp(),
         "rollout/trainer_log_ppl": other,
         "rollout/log_ppl_diff": gap,
         "rollout/log_ppl_abs_diff": gap.abs(),
-        "rollout/ppl_ratio": bounded(gap).exp(),
+        "rollout/ppl_ratio": clamp_log_ratio(gap).exp(),
     }
-    found: dict[str, Metric] = {name: Mean(float(x.sum()), tokens) for name, x in by_token.items()}
-    found |= {name: Mean(float(x.sum()), rows) for name, x in by_row.items()}
-    found["rollout/log_ppl_abs_diff_max"] = Max(float(gap.abs().max()) if rows else 0.0)
+    metrics: dict[str, Metric] = {
+        name: Mean(float(x.sum()), tokens) for name, x in by_token.items()
+    }
+    metrics |= {name: Mean(float(x.sum()), rows) for name, x in by_row.items()}
+    metrics["rollout/log_ppl_abs_diff_max"] = Max(float(gap.abs().max()) if rows else 0.0)
     if rows:
-        found["rollout/log_ppl_diff_max"] = Max(float(gap.max()))
-        found["rollout/log_ppl_diff_min"] = Min(float(gap.min()))
-    return found
+        metrics["rollout/log_ppl_diff_max"] = Max(float(gap.max()))
+        metrics["rollout/log_ppl_diff_min"] = Min(float(gap.min()))
+    return metrics

@@ -1,18 +1,18 @@
 """Log-probabilities, entropies and scalars from a model's head, without a (tokens, V) tensor.
 
 `CausalOutput` is what losses and the functions of `engine.forward` get from a causal LM: hidden
-states where a response token is predicted, and the head's weight. Log-probabilities log p(y) =
-z_y / tau - logsumexp(z / tau), with z = W h, and the entropy are computed in blocks of columns of
-the vocabulary, in float32 whatever the weights' dtype (bfloat16 log-probs would bias the ratio).
-Backward recomputes the logits of each block, except of the last (`_Task.kept`), and computes that
-block's part of the weight's gradient.
+states at the positions that predict a response token, and the head's weight. Log-probabilities
+log p(y) = z_y / tau - logsumexp(z / tau), with z = W h, and the entropy are computed in blocks of
+columns of the vocabulary. They are float32 whatever the weights' dtype is, because bfloat16
+log-probs would bias the ratio. Backward recomputes the logits of each block except the last ones
+(`_Task.num_saved_blocks`), and computes that block's part of the weight's gradient.
 
 Under tensor parallelism each rank has a range of the columns (`first`, `group`). Forward
-all-reduces a few numbers per token, backward the gradient of the hidden states, which are
-replicated over these ranks.
+all-reduces a few numbers per token. Backward all-reduces the gradient of the hidden states, which
+are replicated over these ranks.
 
-liger-kernel's fused heads do not fit: they compute gradients in the forward of a loss of their own,
-and give neither per-token log-probabilities for other losses nor the entropy.
+liger-kernel's fused heads do not fit: they compute the gradients of a fixed loss in its forward,
+and return neither per-token log-probabilities for other losses nor the entropy.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from spmdflow.parallel.derivative import differentiable_once
 from spmdflow.parallel.product import product, product_over
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits of one block, of all tokens together: 64 MB of float32."""
+"""Logits of one block, over all tokens: 64 MB of float32."""
 HOST_PARTS = 8
-"""On a CPU blocks are smaller by this factor, to fit the caches, and so many are kept."""
+"""On a CPU blocks are smaller by this factor, to fit the caches, and this many are saved."""
 
 _LEAST = -1e4
-"""Log-probabilities are clamped here: e^-1e4 is 0, and times 0 it is not nan, as -inf would be."""
+"""Lower bound of log-probabilities: e^-1e4 is 0, and -1e4 * 0 is not nan, unlike -inf * 0."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class CausalOutput:
     hidden: Tensor
     """(n, H): last hidden states; logits (n, V) if there is no weight."""
     weight: Tensor | None
-    """(V/t, H): rows first, first + 1, ... of the head; None: `hidden` holds logits."""
+    """(V/t, H): rows first, first + 1, ... of the head. None: `hidden` holds logits."""
     targets: Tensor
     """(n,) int64: the response tokens at these positions."""
     first: int = 0
     vocab_size: int | None = None
-    """Ids from here on are padding and not in the softmax. None: there is no padding."""
+    """Ids from this one on are padding and not in the softmax. None: there is no padding."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the other rows of the head; None: there are no others."""
 
@@ -59,10 +59,11 @@ class CausalOutput:
         return self._terms(temperature, entropy=False)[0]
 
     def log_probs_and_entropy(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The same, and H = -sum_v p_v log p_v of softmax(z / temperature): (n,), (n,) float32."""
+        """`log_probs` and the entropy -sum_v p_v log p_v of softmax(z / temperature), each (n,)."""
         return self._terms(temperature, entropy=True)
 
     def _terms(self, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies), each (n,); the entropies are 0 unless asked for."""
         assert temperature > 0, temperature
         rows = self.hidden.shape[-1] if self.weight is None else len(self.weight)
         words = rows if self.vocab_size is None else self.vocab_size - self.first
@@ -81,44 +82,44 @@ class CausalOutput:
             parts if torch.is_grad_enabled() else 1,
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            found: tuple[Tensor, Tensor] = _Head.apply(hidden, self.weight, self.targets, task)  # type: ignore[no-untyped-call]
-        return found
+            terms: tuple[Tensor, Tensor] = _Head.apply(hidden, self.weight, self.targets, task)  # type: ignore[no-untyped-call]
+        return terms
 
 
 @dataclass(frozen=True)
 class ScalarOutput:
-    """A model with a scalar head (critic, reward), which is applied to chosen positions only."""
+    """Output of a model with a scalar head (critic, reward); the head runs at chosen positions."""
 
     hidden: Tensor
     """(positions of all rows, H): last hidden states."""
     head: Callable[[Tensor], Tensor]
     """(m, H) float32 -> (m, 1)."""
 
-    def at(self, places: Tensor) -> Tensor:
+    def at(self, positions: Tensor) -> Tensor:
         """(m,) float32: values at `MicroBatch.predicting`, scores at `MicroBatch.ends`."""
-        hidden = self.hidden.index_select(0, places)
-        return self.head(_widened(hidden)).squeeze(-1)
+        hidden = self.hidden.index_select(0, positions)
+        return self.head(_promote_dtype(hidden)).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What `_Head` needs to know besides tensors."""
+    """Arguments of `_Head` that are not tensors."""
 
     temperature: float
     first: int
     width: int
-    """Columns held here that are not padding."""
+    """Number of this rank's columns that are not padding."""
     group: dist.ProcessGroup | None
     entropy: bool
     elements: int
-    """Logits of a block."""
-    kept: int
-    """How many last blocks are kept from forward, so that backward need not recompute them."""
+    """Number of logits in a block."""
+    num_saved_blocks: int
+    """How many of the last blocks forward saves, so that backward need not recompute them."""
 
     def blocks(self, hidden: Tensor) -> list[slice]:
-        """Columns of each block."""
+        """The range of columns of each block, in order."""
         size = max(1, self.elements // max(1, len(hidden)))
-        if hidden.is_cpu:  # few different ones: see `product`
+        if hidden.is_cpu:  # a power of 2, so that few shapes occur: see `product`
             size = 1 << (size.bit_length() - 1)
         starts = range(0, self.width, size)
         result = []
@@ -126,17 +127,17 @@ class _Task:
             result.append(slice(start, min(start + size, self.width)))
         return result
 
-    def scaled(self, hidden: Tensor, weight: Tensor | None, columns: slice) -> Tensor:
-        """(n, c): logits / temperature of a block, float32 at least; float64 stays float64."""
+    def scale_logits(self, hidden: Tensor, weight: Tensor | None, columns: slice) -> Tensor:
+        """(n, c): logits / temperature of a block, in float32 (float64 stays float64)."""
         if weight is None:
-            return _widened(hidden[:, columns]) / self.temperature
-        return _widened(product(hidden, weight[columns].T)).div_(self.temperature)
+            return _promote_dtype(hidden[:, columns]) / self.temperature
+        return _promote_dtype(product(hidden, weight[columns].T)).div_(self.temperature)
 
-    def column(self, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """(n, 1): the target's place in a block, and whether it is there; 0 where it is not."""
-        place = targets[:, None] - (self.first + columns.start)
-        here = (place >= 0) & (place < columns.stop - columns.start)
-        return torch.where(here, place, 0), here
+    def locate_targets(self, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        """Index of each target in a block (0 if it is not there), and whether it is; (n, 1)."""
+        index = targets[:, None] - (self.first + columns.start)
+        here = (index >= 0) & (index < columns.stop - columns.start)
+        return torch.where(here, index, 0), here
 
 
 class _Head(torch.autograd.Function):
@@ -146,21 +147,22 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, targets: Tensor, task: _Task
     ) -> tuple[Tensor, Tensor]:
-        """(n,) log-probabilities of the targets, and entropies (zeros if the task wants none).
+        """(n,) log-probabilities of the targets, and entropies (zeros unless task.entropy).
 
-        Sums over the blocks are kept relative to the largest logit m so far: s = sum e^(z - m) and
-        d = sum e^(z - m) (z - m), so that log sum e^z = m + log s and H = log s - d / s.
+        Sums over the blocks are relative to the largest logit m so far: s = sum e^(z - m) and
+        d = sum e^(z - m) (z - m), so that log sum e^z = m + log s and H = log s - d / s. Saves the
+        logits of the last blocks for backward.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         sums = hidden.new_zeros(3, len(hidden), dtype=wide)  # s, d and the target's logit
         most = hidden.new_full((len(hidden),), torch.finfo(wide).min / 2, dtype=wide)
-        kept: deque[Tensor] = deque(maxlen=task.kept)
+        saved: deque[Tensor] = deque(maxlen=task.num_saved_blocks)
         for columns in task.blocks(hidden):
-            if len(kept) == kept.maxlen:
-                kept.popleft()  # freed before the next is allocated
-            kept.append(scaled := task.scaled(hidden, weight, columns))
-            place, here = task.column(targets, columns)
-            sums[2] += torch.where(here, scaled.gather(1, place), 0.0)[:, 0]
+            if len(saved) == saved.maxlen:
+                saved.popleft()  # freed before the next is allocated
+            saved.append(scaled := task.scale_logits(hidden, weight, columns))
+            index, here = task.locate_targets(targets, columns)
+            sums[2] += torch.where(here, scaled.gather(1, index), 0.0)[:, 0]
             most = _rebase(sums, most, torch.maximum(most, scaled.amax(-1)))
             gaps = (scaled - most[:, None]).clamp_(min=_LEAST)
             powers = gaps.exp()
@@ -176,7 +178,7 @@ class _Head(torch.autograd.Function):
             dist.all_reduce(sums, group=task.group)
         log_sum = sums[0].log()
         entropy = log_sum - sums[1] / sums[0] if task.entropy else sums[1]
-        ctx.save_for_backward(hidden, weight, targets, most + log_sum, entropy, *kept)
+        ctx.save_for_backward(hidden, weight, targets, most + log_sum, entropy, *saved)
         ctx.set_materialize_grads(False)
         if not task.entropy:
             ctx.mark_non_differentiable(entropy)
@@ -186,8 +188,8 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
-        """Gradients of the hidden states and of the weight; targets and task have none."""
-        hidden, weight, targets, normaliser, entropy, *kept = ctx.saved_tensors
+        """Gradients of the hidden states and of the weight. Targets and task have none."""
+        hidden, weight, targets, normaliser, entropy, *saved = ctx.saved_tensors
         task: _Task = ctx.task
         of_log_prob, of_entropy = (x if x is None else x / task.temperature for x in grads)
         if of_log_prob is None:
@@ -198,7 +200,7 @@ class _Head(torch.autograd.Function):
             to_weight = torch.empty_like(weight)
             to_weight[task.width :] = 0
         for columns in reversed(task.blocks(hidden)):
-            scaled = kept.pop() if kept else task.scaled(hidden, weight, columns)
+            scaled = saved.pop() if saved else task.scale_logits(hidden, weight, columns)
             log_probs = scaled - normaliser[:, None]
             del scaled
             if of_entropy is None:
@@ -209,8 +211,8 @@ class _Head(torch.autograd.Function):
                 log_probs.add_(entropy[:, None]).mul_(of_entropy[:, None])
                 slope.mul_(log_probs.add_(of_log_prob[:, None]))
             del log_probs
-            place, here = task.column(targets, columns)
-            slope.scatter_add_(1, place, of_log_prob[:, None] * here)
+            index, here = task.locate_targets(targets, columns)
+            slope.scatter_add_(1, index, of_log_prob[:, None] * here)
             if weight is None:
                 to_hidden[:, columns] = slope
                 continue
@@ -223,13 +225,16 @@ class _Head(torch.autograd.Function):
         return to_hidden.to(hidden.dtype), to_weight, None, None
 
 
-def _widened(x: Tensor) -> Tensor:
-    """float32 at least; float64 stays float64."""
+def _promote_dtype(x: Tensor) -> Tensor:
+    """Convert to float32. float64 stays float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _rebase(sums: Tensor, most: Tensor, larger: Tensor) -> Tensor:
-    """Make s and d of sums (3, n), in place, relative to larger instead of most; gives larger."""
+    """Make s and d of sums (3, n) relative to `larger` instead of `most`, in place.
+
+    Returns `larger`.
+    """
     gap = most - larger
     sums[1] += gap * sums[0]
     sums[:2] *= gap.exp()

@@ -2,7 +2,7 @@
 
 A train step sums `loss(output, micro, totals)` over the micro-batches of all ranks. Every term is
 divided by a *global* denominator, so the sum is the mean over the whole mini-batch, however the
-rows were spread. Knows no ranks: sums over them go through `reduce`.
+rows are spread. This module does not know ranks: sums over them go through `reduce`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Loss(Protocol):
     """A loss for `train_step`. By default it counts tokens and leaves metrics as they are."""
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
-        """Sums over this rank's rows of the mini-batch; the engine adds up those of all ranks.
+        """Denominators over this rank's rows of the mini-batch; the engine sums them over ranks.
 
-        "tokens" and "sequences" of response_mask, unless a loss has its own. If all are 0 on all
-        ranks, nothing is learnt from: the loss is not asked and no optimizer step taken.
+        By default "tokens" and "sequences" of response_mask. If all denominators are 0 on all
+        ranks, there is nothing to learn: the loss is not called and no optimizer step is taken.
         """
         return mask_totals(pad(batch["response_mask"]).sum(-1))
 
@@ -68,12 +68,13 @@ class Loss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(scalar to differentiate, metrics): sums over the rows divided by global totals.
 
-        output: a `CausalOutput`, or a `ScalarOutput` (objectives.log_prob), by the model's head.
-        The scalar must depend on output even if every mask is False (padding runs backward too).
+        output: a `CausalOutput` or a `ScalarOutput` (objectives.log_prob), depending on the model's
+        head. The scalar must depend on output even if every mask is False, because backward also
+        runs for micro-batches of padding.
         """
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics to report from the globally summed ones, such as a variance from moments."""
+        """Turn globally summed metrics into those to report, such as moments into a variance."""
         return metrics
 
 
@@ -85,9 +86,9 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def check_returned(where: str, returned: Any, names: Sequence[str], shape: torch.Size) -> Any:
-    """What a function of the user's returned: a tensor of this shape for each name.
+    """Check that a user's function returned one tensor of this shape for each name; return them.
 
-    ProtocolError if it is anything else. where: the function, as the user marks it.
+    Raises ProtocolError otherwise. where: the function's decorator, for the error.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
     shapes = []
@@ -100,14 +101,14 @@ def check_returned(where: str, returned: Any, names: Sequence[str], shape: torch
     return returned
 
 
-def inside(x: Tensor, mask: Tensor) -> Tensor:
-    """x with zeros outside mask: what lies there, even nan, reaches no result or gradient."""
+def zero_outside(x: Tensor, mask: Tensor) -> Tensor:
+    """x with zeros outside mask. Values there, even nan, affect no result or gradient."""
     return torch.where(mask, x, torch.zeros_like(x))
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x over mask -> scalar; what lies outside may even be nan or inf."""
-    return inside(x, mask).sum()
+    """Sum of x over mask -> scalar. Values outside may even be nan or inf."""
+    return zero_outside(x, mask).sum()
 
 
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
@@ -116,22 +117,22 @@ def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
     mean = sum x / n and the unbiased var = sum (x - mean)^2 / (n - 1) are taken in float64 over
     every rank (two passes). A single masked entry whitens to 0.
     """
-    kept = inside(x, mask).double()
-    count, total = reduce(torch.stack([mask.sum().double(), kept.sum()]))
-    centred = inside(kept - total / count.clamp(min=1), mask)
+    values = zero_outside(x, mask).double()
+    count, total = reduce(torch.stack([mask.sum().double(), values.sum()]))
+    centred = zero_outside(values - total / count.clamp(min=1), mask)
     variance = reduce(centred.square().sum()) / (count - 1).clamp(min=1)
     return (centred * torch.rsqrt(variance + 1e-8)).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How per-token losses become one number: sum(loss * weights(mask)) / totals[total]."""
+    """A way to reduce per-token losses to one number: sum(loss * weights(mask)) / totals[total]."""
 
     weights: Callable[[Tensor], Tensor]
     """(B, R) mask -> (B, R) weights, 0 outside the mask."""
     total: str | None
     """The global denominator: "tokens", "sequences" with at least one token in the mask, or
-    "budget", which is sequences times the longest response allowed; None: 1."""
+    "budget", which is sequences times the longest response allowed. None: 1."""
 
 
 def _each_token(mask: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ def aggregate(x: Tensor, mask: Tensor, totals: Mapping[str, float], mode: str) -
     """
     chosen = AGGREGATIONS.find(mode)
     total = 1.0 if chosen.total is None else max(totals[chosen.total], 1.0)
-    return (inside(x, mask) * chosen.weights(mask)).sum() / total
+    return (zero_outside(x, mask) * chosen.weights(mask)).sum() / total
 
 
 def mask_totals(row_sums: Tensor) -> dict[str, float]:

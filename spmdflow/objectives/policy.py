@@ -1,4 +1,4 @@
-"""Losses of PPO: the actor's, a policy loss by name with entropy and KL, and the critic's."""
+"""Losses of PPO: the actor's (a policy loss by name, with entropy and KL) and the critic's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from spmdflow.objectives.loss import (
     Micro,
     aggregate,
     check_returned,
-    inside,
     masked_sum,
+    zero_outside,
 )
 from spmdflow.objectives.surrogate import MARKED, POLICY_LOSSES, Surrogate
 from spmdflow.transfer.worker import Max, Mean, Metric
 
 
-class Before:
+class PreUpdateMetrics:
     """Metrics of the policy before an update, from the forwards of the update's first step.
 
-    The same as `compute_log_prob` would report: actor/entropy; rollout/drift and drift_max if there
-    are rollout_log_probs; actor/reference_kl (k1) per token and per response if with_reference and
-    there are ref_log_probs. Sums over a rank's rows; only `metrics` synchronises with the device.
+    They are the ones that `compute_log_prob` would report: actor/entropy; rollout/drift and
+    drift_max if there are rollout_log_probs; actor/reference_kl (k1) per token and per response if
+    with_reference and there are ref_log_probs. Sums are over a rank's rows. Only `metrics`
+    synchronises with the device.
     """
 
     def __init__(self, *, with_reference: bool) -> None:
@@ -39,33 +40,33 @@ class Before:
         self._largest: list[Tensor] = []
 
     def add(self, log_probs: Tensor, entropy: Tensor, micro: Micro) -> None:
-        """Add a micro-batch; log_probs and entropy: (b, R), of the trainer, without gradient."""
+        """Add a micro-batch to the sums. log_probs and entropy: the trainer's, (b, R), detached."""
         mask = micro.response_mask
         columns = micro.columns
-        found = {"tokens": mask.sum(), "rows": mask.any(-1).sum()}
-        found["actor/entropy"] = masked_sum(entropy, mask)
+        sums = {"tokens": mask.sum(), "rows": mask.any(-1).sum()}
+        sums["actor/entropy"] = masked_sum(entropy, mask)
         if "rollout_log_probs" in columns:
-            gap = inside((columns["rollout_log_probs"] - log_probs).abs(), mask)
-            found["rollout/drift"] = gap.sum()
+            gap = zero_outside((columns["rollout_log_probs"] - log_probs).abs(), mask)
+            sums["rollout/drift"] = gap.sum()
             self._largest.append(gap.max())
         if self._with_reference and "ref_log_probs" in columns:
             kl = kl_estimate("k1", log_probs.double(), columns["ref_log_probs"].double())
-            found["actor/reference_kl"] = masked_sum(kl, mask)
-        for name, total in found.items():
+            sums["actor/reference_kl"] = masked_sum(kl, mask)
+        for name, total in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total.double()
 
     def metrics(self) -> dict[str, Metric]:
-        """What the rank reports; empty before the last pipeline stage."""
+        """The rank's metrics; empty except on the last pipeline stage."""
         sums = {name: float(total) for name, total in self._sums.items()}
         tokens = sums.pop("tokens", 0.0)
         rows = sums.pop("rows", 0.0)
-        found: dict[str, Metric] = {name: Mean(total, tokens) for name, total in sums.items()}
+        metrics: dict[str, Metric] = {name: Mean(total, tokens) for name, total in sums.items()}
         if "actor/reference_kl" in sums:
             total = sums["actor/reference_kl"]
-            found["actor/reference_kl_per_response"] = Mean(total, rows)
+            metrics["actor/reference_kl_per_response"] = Mean(total, rows)
         if self._largest:
-            found["rollout/drift_max"] = Max(float(torch.stack(self._largest).max()))
-        return found
+            metrics["rollout/drift_max"] = Max(float(torch.stack(self._largest).max()))
+        return metrics
 
 
 LARGEST_RATIO = 2.0
@@ -76,12 +77,12 @@ class PolicyLoss(Loss):
     """Policy loss - entropy_coef * H + kl_coef * KL(pi || ref), all aggregated in the same way.
 
     Reads old_log_probs and advantages, ref_log_probs if kl_coef is not 0, and covariant if the loss
-    is one of `surrogate.MARKED`. If there are
-    rollout_weights, each token's policy loss is multiplied by its weight. Without old_log_probs the
-    detached log-probs take their place, which is exact if a batch is a single optimizer step.
+    is one of `surrogate.MARKED`. If there are rollout_weights, each token's policy loss is
+    multiplied by its weight. Without old_log_probs the detached log-probs replace them, which is
+    exact if a batch is a single optimizer step.
 
-    `truncates`: old_log_probs are the generator's, so that the ratio is an importance weight, which
-    is capped at LARGEST_RATIO (truncated importance sampling, Espeholt et al. 2018);
+    `truncates`: old_log_probs are the generator's, so the ratio is an importance weight. It is
+    capped at LARGEST_RATIO (truncated importance sampling, Espeholt et al. 2018), and
     rollout/weight_clipped is the share of capped tokens.
 
     budget: L of aggregation by budget, the longest response that may be generated. Metrics:
@@ -91,6 +92,7 @@ class PolicyLoss(Loss):
     """
 
     def __init__(self, cfg: PolicyLossConfig, temperature: float, *, budget: int = 1) -> None:
+        """Raises ConfigError for an unknown name in cfg or a temperature that is not above 0."""
         AGGREGATIONS.find(cfg.chosen_aggregation)
         self._terms = POLICY_LOSSES.find(cfg.surrogate)
         KL_ESTIMATORS.find(cfg.kl_estimator, key="loss.kl_estimator")
@@ -104,8 +106,8 @@ class PolicyLoss(Loss):
         self._budget = budget
         self.truncates = False
         """Whether old_log_probs are always the generator's (update.old_log_probs=rollout)."""
-        self.before: Before | None = None
-        """Collects metrics of the policy until its weights change; None: after that, or never."""
+        self.before: PreUpdateMetrics | None = None
+        """Collects metrics of the policy until its weights change; None after that or if unused."""
 
     def __call__(
         self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
@@ -117,8 +119,8 @@ class PolicyLoss(Loss):
         log_probs, entropies = self._read(output, micro)
         if self.before is not None and entropies is not None:
             self.before.add(log_probs.detach(), entropies.detach(), micro)
-        old_log_probs = inside(columns.get("old_log_probs", log_probs.detach()), mask)
-        advantages = inside(columns["advantages"], mask)
+        old_log_probs = zero_outside(columns.get("old_log_probs", log_probs.detach()), mask)
+        advantages = zero_outside(columns["advantages"], mask)
         means = {}
         least = log_probs.detach() - math.log(LARGEST_RATIO)
         if self.truncates:
@@ -127,7 +129,9 @@ class PolicyLoss(Loss):
         terms = self.terms(log_probs, counted, advantages, mask, columns.get("covariant"))
         token_losses = terms.loss
         if "rollout_weights" in columns:
-            token_losses = inside(token_losses, mask) * inside(columns["rollout_weights"], mask)
+            token_losses = zero_outside(token_losses, mask) * zero_outside(
+                columns["rollout_weights"], mask
+            )
         ratio = terms.ratio.detach().double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
         loss = aggregate(token_losses, mask, totals, self.cfg.chosen_aggregation)
         metrics = {"actor/pg_loss": loss.detach()}
@@ -151,18 +155,22 @@ class PolicyLoss(Loss):
         mask: Tensor,
         covariant: Tensor | None = None,
     ) -> Surrogate:
-        """The policy loss of each token, all (B, R); covariant: the tokens that `MARKED` need."""
-        given = (log_probs, old_log_probs, advantages, mask, self.cfg)
+        """The policy loss of each token; all tensors (B, R).
+
+        covariant: the marked tokens, which only the losses in `MARKED` read. Raises ColumnError if
+        such a loss has none, and ProtocolError if a custom loss returns something else.
+        """
+        arguments = (log_probs, old_log_probs, advantages, mask, self.cfg)
         if self.cfg.surrogate not in MARKED:
-            made = self._terms(*given)
+            returned = self._terms(*arguments)
             where = f"@policy_loss({self.cfg.surrogate!r})"
-            return Surrogate(*check_returned(where, made, Surrogate._fields, mask.shape))
+            return Surrogate(*check_returned(where, returned, Surrogate._fields, mask.shape))
         if covariant is None:
             got = "no column covariant"
             expected = f"it for loss.surrogate={self.cfg.surrogate}"
             do = "batch |= batch.map(mark_covariant_tokens, cfg=cfg.actor.loss, seed=step.number)"
             raise ColumnError.of("policy loss", got, expected, do)
-        return Surrogate(*self._terms(*given, covariant.bool() & mask))
+        return Surrogate(*self._terms(*arguments, covariant.bool() & mask))
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Turn the ratio's second moment into its standard deviation."""
@@ -171,7 +179,11 @@ class PolicyLoss(Loss):
         return metrics
 
     def _read(self, output: CausalOutput, micro: Micro) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and, if it is asked for, entropy of each response token, (b, R)."""
+        """Log-probabilities and entropy of each response token, (b, R).
+
+        The entropy is None if neither the loss nor `before` needs it, and detached if only `before`
+        does.
+        """
         in_loss = self.cfg.entropy_coef != 0
         if not in_loss and self.before is None:
             return micro.spread(output.log_probs(self.temperature)), None
@@ -209,7 +221,7 @@ class PolicyLoss(Loss):
                 f"policy loss: got columns {sorted(columns)}; expected ref_log_probs because "
                 f"loss.kl_coef is {self.cfg.kl_coef}; call compute_ref_log_prob or set it to 0"
             )
-        ref_log_probs = inside(columns["ref_log_probs"], mask)
+        ref_log_probs = zero_outside(columns["ref_log_probs"], mask)
         kl = kl_estimate(self.cfg.kl_estimator, log_probs, ref_log_probs)
         kl_loss = aggregate(kl, mask, totals, self.cfg.chosen_aggregation)
         metrics["actor/kl_loss"] = kl_loss.detach()
@@ -221,15 +233,15 @@ def clipped_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, clipped), each (B, R): 1/2 max((V - R)^2, (V_clip - R)^2).
 
-    V_clip = V_old + clip(V - V_old, -range, range): one update may not move a value far (the
-    value clipping of PPO's reference code; Huang et al. 2022, detail 9). None: plain error.
+    V_clip = V_old + clip(V - V_old, -range, range) limits how far one update moves a value (the
+    value clipping of PPO's reference code; Huang et al. 2022, detail 9). clip_range None: no clip.
     """
-    free = (values - returns).square()
+    error = (values - returns).square()
     if clip_range is None:
-        return free / 2, torch.zeros_like(free, dtype=torch.bool)
+        return error / 2, torch.zeros_like(error, dtype=torch.bool)
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
-    held = (near - returns).square()
-    return torch.maximum(free, held) / 2, held > free
+    clipped_error = (near - returns).square()
+    return torch.maximum(error, clipped_error) / 2, clipped_error > error
 
 
 class ValueLoss(Loss):
@@ -248,7 +260,7 @@ class ValueLoss(Loss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of one micro-batch."""
         old_values, returns = (
-            inside(micro.columns[name], micro.response_mask) for name in ("values", "returns")
+            zero_outside(micro.columns[name], micro.response_mask) for name in ("values", "returns")
         )
         values = micro.spread(output.at(micro.predicting))
         losses, clipped = clipped_value_loss(values, old_values, returns, self.cfg.clip_range)

@@ -7,8 +7,8 @@ the term of the prompt, which cancels between two answers), h_c and h_r are thos
 the rejected answer. A reward model compares its scores instead (`bradley_terry`). Losses use
 logsigmoid and sigmoid, never exp, so they are finite for any log-ratio.
 
-`PairLoss` and `LabelLoss` are what an engine trains with: pairs whose two sequences may lie in
-different micro-batches, and rows that stand alone.
+An engine trains with `PairLoss`, for pairs whose two sequences may be in different micro-batches,
+or with `LabelLoss`, for independent rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spmdflow.objectives.supervised import row_losses
 
 
 class AnswerPair(NamedTuple):
-    """Log-probabilities of n pairs, each (n,), in nats; sums over tokens, or means (per_token)."""
+    """Log-probabilities of n pairs, each (n,), in nats: sums over tokens, or means if per_token."""
 
     chosen: Tensor
     rejected: Tensor
@@ -38,14 +38,14 @@ class AnswerPair(NamedTuple):
 
     @property
     def log_ratio(self) -> Tensor:
-        """(n,): log pi / pi_ref of the chosen answer, less that of the rejected one."""
+        """(n,): log pi / pi_ref of the chosen answer minus that of the rejected one."""
         return (self.chosen - self.ref_chosen) - (self.rejected - self.ref_rejected)
 
 
 PREFERENCE_LOSSES: Registry[Callable[..., Tensor]] = Registry(
     "preference loss", "loss.name", decorator="preference_loss({name!r})"
 )
-"""Losses of pairs; and kto, which has other arguments and is called by `LabelLoss`."""
+"""Losses of pairs, and kto, which has other arguments and is called by `LabelLoss`."""
 
 preference_loss = PREFERENCE_LOSSES.register
 """`@preference_loss("name")` on `fn(pair, cfg) -> (n,)`, pair an `AnswerPair`; then
@@ -128,7 +128,7 @@ def answer_log_probs(output: CausalOutput, micro: Micro) -> Tensor:
 
 
 def last_score(output: ScalarOutput, micro: Micro) -> Tensor:
-    """(b,): a reward model's score of a sequence, the one of its last token."""
+    """(b,): a reward model's score of each sequence, at its last token."""
     return output.at(micro.ends)
 
 
@@ -144,13 +144,14 @@ SequenceScore = Callable[[Any, Micro], Tensor]
 class PairLoss(Loss):
     """The mean loss of pairs whose two sequences may lie in different micro-batches.
 
-    A forward without gradient at the same weights has given each pair's loss and its derivatives
-    by both scores (`score_slopes`). Then loss / 2 + slope_i * (s_i - stop(s_i)) of both sequences
-    add up to the pair's loss and its exact gradient. Reads pair_losses and score_slopes, each (B,).
+    A previous forward at the same weights, without gradient, computed each pair's loss and its
+    derivatives with respect to both scores (`score_slopes`). The terms
+    loss / 2 + slope_i * (s_i - stop(s_i)) of both sequences add up to the pair's loss and its exact
+    gradient. Reads pair_losses and score_slopes, each (B,).
     """
 
     def __init__(self, score: SequenceScore = last_score) -> None:
-        """score: what is compared; the columns must have been made with the same one."""
+        """score: the function whose results are compared. The columns must come from the same."""
         self._score = score
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
@@ -160,7 +161,7 @@ class PairLoss(Loss):
     def __call__(
         self, output: Any, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch and no metric besides; output: what `score` reads."""
+        """The loss of one micro-batch, and no metrics. output: the model's output, for `score`."""
         score = self._score(output, micro)
         slope = micro.columns["score_slopes"]
         shares = micro.columns["pair_losses"] / 2 + slope * (score - score.detach())
@@ -170,9 +171,10 @@ class PairLoss(Loss):
 def score_slopes(
     chosen: Tensor, rejected: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = bradley_terry
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of pairs, and their derivatives (2n,) by the scores: chosen, then rejected.
+    """Losses (n,) of pairs and their derivatives (2n,) with respect to the scores.
 
-    loss: (n,), (n,) -> (n,), each pair by itself. The results are detached.
+    Derivatives are in the order chosen, then rejected. loss: (n,), (n,) -> (n,), each pair
+    independently. The results are detached.
     """
     scores = torch.cat([chosen, rejected]).detach().requires_grad_()
     with torch.enable_grad():
@@ -184,9 +186,10 @@ def score_slopes(
 def pair_losses(
     log_probs: Tensor, ref_log_probs: Tensor, tokens: Tensor, cfg: PreferenceLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of pairs and their derivatives (n, 2) by log_probs; all arguments (n, 2).
+    """Losses (n,) of pairs and their derivatives (n, 2) with respect to log_probs.
 
-    Columns: chosen, rejected. tokens: learnt tokens of each answer, by which per_token divides.
+    All arguments are (n, 2) with columns chosen, rejected. tokens: the number of learnt tokens of
+    each answer, by which per_token divides.
     """
     if not len(log_probs):
         return log_probs.sum(-1), log_probs
@@ -203,7 +206,7 @@ def pair_losses(
 
 
 class LabelLoss(Loss):
-    """KTO over a mini-batch: each answer is good or bad by itself (Ethayarajh et al. 2024, 4.1).
+    """KTO over a mini-batch: each answer is labelled good or bad (Ethayarajh et al. 2024, 4.1).
 
     L = 1/n sum_i w_i (1 - sigmoid(+-(h_i - beta z))),  z = max(0, 1/n sum_i kl_i)
 

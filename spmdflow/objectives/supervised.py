@@ -9,8 +9,8 @@ Ouyang et al. 2022, section 3.5).
 PPO-ptx:  L = L_policy + coef * L_text,  L_text = - sum log pi(x_{t+1} | x_1..t) / number of such t
 
 (Ouyang et al. 2022, eq. 2; Dai et al. 2024, appendix B). A text is a row with a prompt of one
-token, no token that the policy chose, and `is_text` True. Both losses have global denominators of
-their own, so a mini-batch may have any number of samples and texts.
+token, no token that the policy chose, and `is_text` True. Each loss has its own global denominator,
+so a mini-batch may have any number of samples and texts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from spmdflow.data.ragged import lengths_of
 from spmdflow.objectives.log_prob import CausalOutput
-from spmdflow.objectives.loss import Loss, Micro, aggregate, inside, masked_sum
+from spmdflow.objectives.loss import Loss, Micro, aggregate, masked_sum, zero_outside
 from spmdflow.objectives.policy import PolicyLoss
 
 
 def row_losses(output: CausalOutput, micro: Micro) -> Tensor:
     """(b,): cross-entropy of each row in nats, summed over its learnt tokens."""
-    return -inside(micro.spread(output.log_probs()), micro.response_mask).sum(-1)
+    return -zero_outside(micro.spread(output.log_probs()), micro.response_mask).sum(-1)
 
 
 class SupervisedLoss(Loss):
@@ -37,7 +37,7 @@ class SupervisedLoss(Loss):
     def __call__(
         self, output: CausalOutput, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch and no metric besides."""
+        """The loss of one micro-batch, and no metrics."""
         log_probs = micro.spread(output.log_probs())
         loss = aggregate(-log_probs, micro.response_mask, totals, "token-mean")
         return loss, {}
@@ -46,8 +46,8 @@ class SupervisedLoss(Loss):
 class PretrainedPolicyLoss(Loss):
     """A policy loss of the samples plus coef times the cross-entropy of the texts.
 
-    Reads is_text (B,) bool besides the policy loss's columns. Metrics: those of the policy loss,
-    and actor/pretrain_loss in nats per token (0 without a text).
+    Reads is_text (B,) bool and the policy loss's columns. Metrics: those of the policy loss, and
+    actor/pretrain_loss in nats per token (0 without a text).
     """
 
     def __init__(self, policy: PolicyLoss, coef: float) -> None:
@@ -55,7 +55,7 @@ class PretrainedPolicyLoss(Loss):
         self._coef = coef
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
-        """Those of the policy loss, and "text_tokens"."""
+        """The denominators of the policy loss, and "text_tokens"."""
         predicted = lengths_of(batch["responses"]) * batch["is_text"]
         return self._policy.denominators(batch) | {"text_tokens": float(predicted.sum())}
 
@@ -70,5 +70,5 @@ class PretrainedPolicyLoss(Loss):
         return loss + self._coef * text, metrics | {"actor/pretrain_loss": text.detach()}
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Finalizes the metrics of the policy loss."""
+        """Finalize the metrics of the policy loss."""
         return self._policy.finalize(metrics)

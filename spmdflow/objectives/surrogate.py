@@ -1,4 +1,4 @@
-"""Policy losses by name: `@policy_loss("name")` makes one known to a run.
+"""Policy losses by name: `@policy_loss("name")` registers one.
 
 A policy loss is a function `(log_probs, old_log_probs, advantages, mask, cfg) -> (loss, ratio,
 clipped)`, all tensors (B, R). r_t = pi(y_t) / pi_old(y_t) is the probability ratio, its logarithm
@@ -18,8 +18,8 @@ from torch import Tensor
 from spmdflow.config.objective import PolicyLossConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.registry import Registry
-from spmdflow.objectives.kl import bounded
-from spmdflow.objectives.loss import inside
+from spmdflow.objectives.kl import clamp_log_ratio
+from spmdflow.objectives.loss import zero_outside
 
 
 class Surrogate(NamedTuple):
@@ -28,7 +28,7 @@ class Surrogate(NamedTuple):
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
-    """bool: clipped, so the token passes no gradient (CISPO: its weight is clipped)."""
+    """bool: the token is clipped and passes no gradient (CISPO: only its weight is clipped)."""
 
 
 PolicyTerms = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -57,8 +57,8 @@ def ppo(
     (clip-higher; DAPO, Yu et al. 2025, eq. 10). With dual_clip c the loss of a negative advantage
     is at most -c A, however large r is (Ye et al. 2020, eq. 5).
     """
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
-    return _clipped(ratio, advantages, cfg)
+    ratio = torch.exp(clamp_log_ratio(log_probs - old_log_probs))
+    return _clip_ratio(ratio, advantages, cfg)
 
 
 @policy_loss("gspo")
@@ -72,14 +72,14 @@ def gspo(
     """PPO's loss with the sequence ratio s = exp(mean_t log r_t) at every token of a row.
 
     GSPO-token (Zheng et al. 2025, eq. 13-14): s_t = sg[s] pi(y_t) / sg[pi(y_t)] has the value s,
-    and its gradient goes to token t alone, so that advantages may differ between tokens. With
+    and its gradient goes only to token t, so that advantages may differ between tokens. With
     equal advantages it is GSPO (eq. 5), whose loss is the mean over sequences: loss.aggregation is
     sequence-mean-token-mean unless it is set. Its clip ratios are small, about 3e-4.
     """
-    log_ratio = inside(log_probs - old_log_probs, mask)
+    log_ratio = zero_outside(log_probs - old_log_probs, mask)
     mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = torch.exp(bounded(mean.detach()) + (log_probs - log_probs.detach()))
-    return _clipped(ratio, advantages, cfg)
+    ratio = torch.exp(clamp_log_ratio(mean.detach()) + (log_probs - log_probs.detach()))
+    return _clip_ratio(ratio, advantages, cfg)
 
 
 @policy_loss("cispo")
@@ -90,12 +90,12 @@ def cispo(
     mask: Tensor,
     cfg: PolicyLossConfig,
 ) -> Surrogate:
-    """-sg[clip(r)] A log pi: the weight is clipped and every token keeps its gradient.
+    """-sg[clip(r)] A log pi: the weight is clipped, but every token passes a gradient.
 
     CISPO (MiniMax-M1 2025, eq. 4-5).
     """
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
-    weight = ratio.clamp(*_range(cfg)).detach()
+    ratio = torch.exp(clamp_log_ratio(log_probs - old_log_probs))
+    weight = ratio.clamp(*_clip_range(cfg)).detach()
     return Surrogate(-weight * advantages * log_probs, ratio, weight != ratio)
 
 
@@ -108,7 +108,7 @@ def plain(
     cfg: PolicyLossConfig,
 ) -> Surrogate:
     """-A log pi (REINFORCE, Williams 1992): for a single optimizer step on on-policy samples."""
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
+    ratio = torch.exp(clamp_log_ratio(log_probs - old_log_probs))
     return Surrogate(-advantages * log_probs, ratio, torch.zeros_like(mask))
 
 
@@ -123,11 +123,11 @@ def sapo(
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate on the ratio instead of a clip.
 
     SAPO (Gao et al. 2025, arXiv 2511.20347): tau is the first of loss.sapo_temperatures where A >
-    0, else the second, larger one, so that tokens that lose probability fade sooner. As in the
-    paper, token losses are averaged over each sequence, then over sequences: loss.aggregation is
-    sequence-mean-token-mean unless it is set.
+    0, and the second, larger one elsewhere, so that tokens that lose probability fade sooner. As in
+    the paper, token losses are averaged over each sequence, then over sequences: loss.aggregation
+    is sequence-mean-token-mean unless it is set.
     """
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
+    ratio = torch.exp(clamp_log_ratio(log_probs - old_log_probs))
     gains, losses = ratio.new_tensor(cfg.sapo_temperatures)
     tau = torch.where(advantages > 0, gains, losses)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -144,20 +144,20 @@ def gmpo(
 ) -> Surrogate:
     """-A exp(mean_t g_t): the geometric mean of a row's clipped ratios, at each of its tokens.
 
-    g_t = min(log r_t, clip) where A > 0, else max(log r_t, clip), clip = log r_t kept in
+    g_t = min(log r_t, clip) where A > 0, otherwise max(log r_t, clip), clip = log r_t clamped to
     [-clip_ratio, clip_ratio_high]: GMPO (Zhao et al. 2025, arXiv 2507.20673), whose ratios lie in
     (e^-0.4, e^0.4). A is the mean of the row's advantages. As in the paper, the loss is the mean
     over sequences: loss.aggregation is sequence-mean-token-mean unless it is set. The paper has no
     rollout weights; here a row counts with the arithmetic mean of its tokens' weights.
     """
-    gap = bounded(inside(log_probs - old_log_probs, mask))
-    low, high = _range(cfg)
+    gap = clamp_log_ratio(zero_outside(log_probs - old_log_probs, mask))
+    low, high = _clip_range(cfg)
     near = gap.clamp(low - 1, high - 1)
     count = mask.sum(-1, keepdim=True).clamp(min=1)
-    advantage = inside(advantages, mask).sum(-1, keepdim=True) / count
-    held = torch.where(advantage > 0, torch.minimum(gap, near), torch.maximum(gap, near))
-    ratio = torch.exp(held.sum(-1, keepdim=True) / count).expand_as(gap)
-    return Surrogate(-advantage * ratio, ratio, (held != gap) & mask)
+    advantage = zero_outside(advantages, mask).sum(-1, keepdim=True) / count
+    clipped_gap = torch.where(advantage > 0, torch.minimum(gap, near), torch.maximum(gap, near))
+    ratio = torch.exp(clipped_gap.sum(-1, keepdim=True) / count).expand_as(gap)
+    return Surrogate(-advantage * ratio, ratio, (clipped_gap != gap) & mask)
 
 
 @policy_loss("dppo_tv")
@@ -170,14 +170,14 @@ def dppo_tv(
 ) -> Surrogate:
     """-sg[min(r, c)] A log pi at tokens whose probability may still move, 0 at the others.
 
-    DPPO with binary total variation (Qi et al. 2026, arXiv 2602.04879): a token is left out where
+    DPPO with binary total variation (Qi et al. 2026, arXiv 2602.04879): a token is dropped where
     pi - pi_old > clip_ratio_high and A > 0, or pi - pi_old < -clip_ratio and A <= 0. The bounds are
     of a probability, not of a ratio. c is dual_clip, or 20.
     """
     moved = torch.exp(log_probs) - torch.exp(old_log_probs)
-    low, high = _range(cfg)
+    low, high = _clip_range(cfg)
     far = torch.where(advantages > 0, moved > high - 1, moved < low - 1)
-    return _masked_out(log_probs, old_log_probs, advantages, far, cfg)
+    return _mask_far_tokens(log_probs, old_log_probs, advantages, far, cfg)
 
 
 @policy_loss("dppo_kl")
@@ -188,26 +188,27 @@ def dppo_kl(
     mask: Tensor,
     cfg: PolicyLossConfig,
 ) -> Surrogate:
-    """The same with the KL of "this token or another one" (ibid.): D = KL(pi_old || pi), binary.
+    """`dppo_tv` with the KL of the binary distribution "this token or another one" (ibid.).
 
-    D = p log(p / q) + (1 - p) log((1 - p + e) / (1 - q + e)), p = pi_old, q = pi, e = 1e-8. A token
-    is left out where D > clip_ratio_high, q > p and A > 0, or D > clip_ratio, q < p and A <= 0.
+    D = KL(pi_old || pi) = p log(p / q) + (1 - p) log((1 - p + e) / (1 - q + e)), p = pi_old,
+    q = pi, e = 1e-8. A token is dropped where D > clip_ratio_high, q > p and A > 0, or
+    D > clip_ratio, q < p and A <= 0.
     """
     q = torch.exp(log_probs)
     p = torch.exp(old_log_probs)
     others = torch.log((1 - p + 1e-8) / (1 - q + 1e-8))
     divergence = p * (old_log_probs - log_probs) + (1 - p) * others
-    low, high = _range(cfg)
+    low, high = _clip_range(cfg)
     up = (divergence > high - 1) & (q > p)
     down = (divergence > 1 - low) & (q < p)
     far = torch.where(advantages > 0, up, down)
-    return _masked_out(log_probs, old_log_probs, advantages, far, cfg)
+    return _mask_far_tokens(log_probs, old_log_probs, advantages, far, cfg)
 
 
-def _masked_out(
+def _mask_far_tokens(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, far: Tensor, cfg: PolicyLossConfig
 ) -> Surrogate:
-    ratio = torch.exp(bounded(log_probs - old_log_probs))
+    ratio = torch.exp(clamp_log_ratio(log_probs - old_log_probs))
     weight = ratio.detach().clamp(max=cfg.dual_clip or 20.0).masked_fill(far, 0.0)
     return Surrogate(-weight * advantages * log_probs, ratio, far)
 
@@ -229,13 +230,13 @@ def dro(
         got = "none with loss.surrogate=dro"
         expected = "a number above 0"
         raise ConfigError.of("loss.dro_beta", got, expected, "set it, such as 0.1")
-    gap = bounded(log_probs - old_log_probs)
+    gap = clamp_log_ratio(log_probs - old_log_probs)
     loss = cfg.dro_beta / 2 * gap.square() - advantages * log_probs
     return Surrogate(loss, torch.exp(gap), torch.zeros_like(mask))
 
 
 MARKED = ("kl_cov", "clip_cov")
-"""Losses with a sixth argument, marked (B, R) bool: the tokens of `mark_covariant_tokens`."""
+"""Losses with a sixth argument: marked, (B, R) bool, from `mark_covariant_tokens`."""
 
 
 @policy_loss("kl_cov")
@@ -249,10 +250,10 @@ def kl_cov(
 ) -> Surrogate:
     """-r A, at marked tokens + covariance_kl_coef |log r| (KL-Cov, Cui et al. 2025, section 4).
 
-    Marked are the tokens with the largest covariance of log-probability and advantage, which take
-    the most entropy away: "The entropy mechanism of RL for reasoning LMs", arXiv 2505.22617.
+    Marked tokens have the largest covariance of log-probability and advantage, so they reduce the
+    entropy most: "The entropy mechanism of RL for reasoning LMs", arXiv 2505.22617.
     """
-    gap = bounded(log_probs - old_log_probs)
+    gap = clamp_log_ratio(log_probs - old_log_probs)
     ratio = torch.exp(gap)
     loss = -advantages * ratio + cfg.covariance_kl_coef * gap.abs() * marked
     return Surrogate(loss, ratio, torch.zeros_like(mask))
@@ -267,19 +268,20 @@ def clip_cov(
     cfg: PolicyLossConfig,
     marked: Tensor,
 ) -> Surrogate:
-    """PPO's loss, 0 at marked tokens (Clip-Cov, ibid.): they pass no gradient.
+    """PPO's loss, with 0 and no gradient at marked tokens (Clip-Cov, ibid.).
 
-    Marked are some tokens, drawn at random, whose covariance lies in loss.covariance_bounds.
+    Marked tokens are drawn at random among those whose covariance lies in loss.covariance_bounds.
     """
     loss, ratio, clipped = ppo(log_probs, old_log_probs, advantages, mask, cfg)
     return Surrogate(loss * ~marked, ratio, clipped | marked)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) -> Surrogate:
+def _clip_ratio(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) -> Surrogate:
+    """PPO's clipped loss of each token for these ratios, with the dual clip if it is set."""
     free = -advantages * ratio
-    held = -advantages * ratio.clamp(*_range(cfg))
-    loss = torch.maximum(free, held)
-    clipped = held > free
+    clipped_loss = -advantages * ratio.clamp(*_clip_range(cfg))
+    loss = torch.maximum(free, clipped_loss)
+    clipped = clipped_loss > free
     if cfg.dual_clip is not None:
         most = -advantages * cfg.dual_clip
         beyond = (advantages < 0) & (loss > most)
@@ -288,6 +290,6 @@ def _clipped(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) -> Surrog
     return Surrogate(loss, ratio, clipped)
 
 
-def _range(cfg: PolicyLossConfig) -> tuple[float, float]:
+def _clip_range(cfg: PolicyLossConfig) -> tuple[float, float]:
     high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
     return 1 - cfg.clip_ratio, 1 + high

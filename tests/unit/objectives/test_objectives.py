@@ -19,7 +19,7 @@ from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.kl import KL_ESTIMATORS, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, aggregate, mask_totals, masked_sum
-from spmdflow.objectives.policy import Before, PolicyLoss, ValueLoss, clipped_value_loss
+from spmdflow.objectives.policy import PolicyLoss, PreUpdateMetrics, ValueLoss, clipped_value_loss
 from spmdflow.transfer.worker import Mean
 from tests.outputs import entropy_of, log_probs_of, of_logits, scalar_output
 
@@ -234,7 +234,7 @@ def test_policy_metrics_at_the_old_policy_are_those_of_ratio_one() -> None:
     micro, logits = _policy_rows()
     micro.columns["old_log_probs"] = log_probs_of(logits, micro.targets, 0.8).detach()
     loss = PolicyLoss(PolicyLossConfig(), 0.8)
-    loss.before = Before(with_reference=False)
+    loss.before = PreUpdateMetrics(with_reference=False)
 
     _, sums = loss(micro.read(logits), micro, _totals(micro))
     metrics = loss.finalize({name: float(x) for name, x in sums.items()})
