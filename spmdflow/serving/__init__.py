@@ -1,18 +1,18 @@
-"""Serving: sends the trainer's weights to a vLLM server that is another program.
+"""Sends the trainer's weights to a vLLM server that runs as another program.
 
     connect     the trainer's first rank asks the server; every rank connects to every vLLM worker
     publish     the server pauses; each rank sends its boxes; the workers load them as a checkpoint
-    compare     hashes of what the workers' forward reads, against those of the trainer's shards
+    compare     hashes of the weights that the workers' forward reads with the trainer's hashes
     resume      only if they are equal
 
-`models.policy` uses the small interface of `publisher`; nothing inside a job needs this package.
+`models.policy` uses the small interface of `publisher`. Nothing inside a job needs this package.
 
 | file | what |
 |---|---|
-| `publisher` | the interface: a trainer's end, by the name of the server's backend |
-| `connection` | what both programs agree on, and the sockets between them |
-| `sender` | the trainer's end |
-| `receiver`, `backend` | the end in a vLLM worker, in vLLM's weight-transfer interface |
+| `publisher` | the interface of the trainer's side, and the table of the server's backends |
+| `connection` | the facts that both programs share, and the sockets between them |
+| `sender` | the trainer's side |
+| `receiver`, `backend` | the side of a vLLM worker, for vLLM's weight-transfer interface |
 | `server` | the HTTP routes of a vLLM server |
 | `nccl` | to a server that has vLLM's own NCCL backend instead (never run) |
 """

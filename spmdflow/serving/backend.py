@@ -1,14 +1,14 @@
 """Backends for vLLM's weight-transfer interface, which wrap our receivers.
 
 vLLM builds a backend by name (`weight_transfer_config`) in each of its workers, and calls it with
-init_weight_transfer_engine, then start, update and finish for each update. Here such a backend
-wraps a `Receiver`, which the caller passes in and which gets the weights. `ServedModel` is the
-worker's model: it loads whole tensors, as from a checkpoint, and hashes what its forward reads.
+init_weight_transfer_engine, then start, update and finish for each update. Our backend passes
+these calls to a `Receiver`, which receives the weights. `ServedModel` is the worker's model: it
+loads whole tensors, as from a checkpoint, and hashes what its forward reads.
 
-Loading uses vLLM's layer-wise reload, so packed and converted layers work. On CPU two things are
-left to us: a tied output layer keeps a packed copy of the embedding, which is packed again; and
-packed weights can be read only by computing with them, which `ServedModel.hashes` does: applying a
-layer to the identity matrix gives its weight, bit for bit.
+Loading uses vLLM's layer-wise reload, so packed and converted layers work. On CPU we do two things
+ourselves. A tied output layer keeps a packed copy of the embedding, which we pack again. Packed
+weights can be read only by computing with them: applying a layer to the identity matrix gives its
+weight bit for bit, and `ServedModel.hashes` reads it so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAMES = {
     ),
     "vllm.distributed.parallel_state": ("get_world_group", "get_tensor_model_parallel_rank"),
 }
-"""vLLM's names that a backend uses."""
+"""Names of vLLM that a backend uses."""
 _METHODS = frozenset(
     {
         "init_transfer_engine",
@@ -53,27 +53,27 @@ _METHODS = frozenset(
         "shutdown",
     }
 )
-"""The abstract methods of WeightTransferEngine that our backend has; vLLM 0.27 has more."""
+"""Abstract methods of WeightTransferEngine that our backend implements; vLLM 0.27 has more."""
 
 
 class Receiver(Protocol):
     """How one worker receives weights."""
 
     def start(self) -> None:
-        """An update begins."""
+        """Prepare for an update."""
 
     def receive(self, facts: Mapping[str, Any]) -> None:
-        """One round of the update; facts: what the trainer says about it, plain data."""
+        """Receive one round of the update. facts: plain data that the trainer sent with it."""
 
     def finish(self) -> None:
-        """All weights have arrived; use them."""
+        """Put the weights into use; all of them have arrived."""
 
     def close(self) -> None:
         """Close the connection to the trainer."""
 
 
 class ServedModel:
-    """A worker's model, and its place among the workers."""
+    """A worker's model, and its index among the workers."""
 
     def __init__(self, engine: Any) -> None:
         """engine: vLLM's WeightTransferEngine around the model."""
@@ -83,35 +83,37 @@ class ServedModel:
         self.model_config = config.model_config
         self.dtype: torch.dtype = config.model_config.dtype
         self.device: torch.device = engine.device
-        self.place = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        """Index among all workers, replicas of the server included."""
+        self.worker_index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        """Index among the workers of all replicas of the server."""
         self.tp_size = parallel.tensor_parallel_size
         self.pp_size = parallel.pipeline_parallel_size
 
     def architecture(self) -> Architecture:
-        """Of the model; ConfigError if its family has no table."""
+        """Architecture of the model; ConfigError if there is no weight table for its family."""
         return Architecture.from_config(self.model_config.hf_config.to_dict())
 
     def start_reload(self) -> None:
         """Prepare the model for loading whole tensors."""
-        _reload().initialize_layerwise_reload(self._engine.model)
+        _reload_module().initialize_layerwise_reload(self._engine.model)
 
     def load_chunk(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take this worker's part of each tensor, by Hugging Face name."""
+        """Load this worker's part of each tensor. tensors: (Hugging Face name, whole tensor)."""
         self._engine.model.load_weights(tensors)
 
     def finish_reload(self) -> None:
-        """After the last chunk: let the forward use the new weights."""
-        _reload().finalize_layerwise_reload(self._engine.model, self.model_config)
+        """After the last chunk: convert the loaded weights for the forward."""
+        _reload_module().finalize_layerwise_reload(self._engine.model, self.model_config)
         for _, layer in self._packed_layers():
-            if layer.weight.numel():  # kept beside its packed copy: shared with the embedding
+            if (
+                layer.weight.numel()
+            ):  # still there next to its packed copy: shared with the embedding
                 layer.quant_method.process_weights_after_loading(layer)
 
     def hashes(self, arch: Architecture) -> dict[str, int]:
-        """Hash of every whole tensor that the workers of this replica read; collective over them.
+        """Hash of every whole tensor as the workers of this replica read it; collective over them.
 
-        WeightSyncError if two readers of one tensor differ; ConfigError if the weights are held
-        in another form than the tables know (quantized, pipeline stages).
+        WeightSyncError if two readers of one tensor differ. ConfigError if the weights have a form
+        that the tables do not cover (quantized, pipeline stages).
         """
         if self.pp_size > 1:
             got = f"a vLLM of {self.pp_size} pipeline stages"
@@ -127,21 +129,22 @@ class ServedModel:
         tp_rank = import_module("vllm.distributed.parallel_state").get_tensor_model_parallel_rank()
 
         def gather(values: Tensor) -> list[Tensor]:
-            found = [torch.empty_like(values) for _ in tables]
-            torch.distributed.all_gather(found, values, group=group.cpu_group)
-            return found
+            gathered = [torch.empty_like(values) for _ in tables]
+            torch.distributed.all_gather(gathered, values, group=group.cpu_group)
+            return gathered
 
         return joined_hashes(
-            self._own_hashes(tables[tp_rank]),
+            self._piece_hashes(tables[tp_rank]),
             whole_shapes(arch),
             [slots_of(table.values()) for table in tables],
             ranks=range(self.tp_size),
             gather=gather,
         )
 
-    def _own_hashes(self, table: ShardTable) -> dict[Slot, int]:
+    def _piece_hashes(self, table: ShardTable) -> dict[Slot, int]:
+        """Hash of each piece of this worker; WeightSyncError if a tied head differs."""
         own = dict[Slot, int]()
-        for name, tensor in self._read(table):
+        for name, tensor in self._read_weights(table):
             for piece in table[name].pieces:
                 values = tensor[piece.local.slices()]
                 slot = (piece.name, piece.box)
@@ -154,40 +157,47 @@ class ServedModel:
                     )
         return own
 
-    def _read(self, table: ShardTable) -> Iterator[tuple[str, Tensor]]:
-        """(name, what the forward reads) of every parameter of the table; a tied head too."""
+    def _read_weights(self, table: ShardTable) -> Iterator[tuple[str, Tensor]]:
+        """(name, values that the forward reads) of each parameter of the table and of a tied head.
+
+        ConfigError if a parameter has another shape, or no floating-point values.
+        """
         packed = dict(self._packed_layers())
         parameters = dict(self._engine.model.named_parameters())
-        for name, described in table.items():
+        for name, expected_weight in table.items():
             path, _, kind = name.rpartition(".")
-            held = parameters.get(name)
+            values = parameters.get(name)
             if kind == "weight" and path in packed:
-                held = _unpacked(packed[path], described.shape, self.dtype)
-            if held is None or tuple(held.shape) != described.shape or not held.is_floating_point():
-                found = None if held is None else (tuple(held.shape), held.dtype)
-                got = f"{name} as {found} in vLLM's model"
-                expected = f"{described.shape} in a floating-point type to hash it"
+                values = _unpack_weight(packed[path], expected_weight.shape, self.dtype)
+            if (
+                values is None
+                or tuple(values.shape) != expected_weight.shape
+                or not values.is_floating_point()
+            ):
+                actual = None if values is None else (tuple(values.shape), values.dtype)
+                got = f"{name} as {actual} in vLLM's model"
+                expected = f"{expected_weight.shape} in a floating-point type to hash it"
                 do = "serve without quantization, or set actor.rollout.verify_every=0"
                 raise ConfigError.of("weight transfer", got, expected, do)
-            yield name, held.detach().to(self.dtype)
+            yield name, values.detach().to(self.dtype)
         if EMBEDDING in table and f"{_HEAD}.weight" not in table and _HEAD in packed:
             shape = table[EMBEDDING].shape
-            yield EMBEDDING, _unpacked(packed[_HEAD], shape, self.dtype)
+            yield EMBEDDING, _unpack_weight(packed[_HEAD], shape, self.dtype)
 
     def _packed_layers(self) -> Iterator[tuple[str, Any]]:
-        """Layers that compute with a copy of their weight, made while it was loaded (CPU)."""
+        """Layers that compute with a packed copy of their weight (CPU only)."""
         for name, layer in self._engine.model.named_modules():
             if hasattr(layer, "cpu_linear"):
                 yield name, layer
 
 
 OpenReceiver = Callable[[Mapping[str, Any], ServedModel], Receiver]
-"""(what init_weight_transfer_engine was told, the worker's model) -> its receiver."""
+"""(facts passed to init_weight_transfer_engine, the worker's model) -> its receiver."""
 
 
 @dataclass
 class Facts:
-    """Plain data for a receiver, as vLLM passes it on: {"facts": {...}}."""
+    """Plain data for a receiver, in the form in which vLLM passes it: {"facts": {...}}."""
 
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -197,19 +207,19 @@ def register_backend(name: str, open_receiver: OpenReceiver) -> None:
 
     ConfigError if the installed vLLM lacks the interface.
     """
-    missing = missing_names(_NAMES) or _unknown_methods()
+    missing = missing_names(_NAMES) or _unknown_abstract_methods()
     if missing:
         got = f"a vLLM that lacks {', '.join(missing)}"
         expected = "the interface of 0.30 to 0.33 (tested: 0.32)"
         raise ConfigError.of("weight transfer", got, expected, "install one of them")
     transfer = import_module("vllm.distributed.weight_transfer")
     if name not in transfer.WeightTransferEngineFactory._registry:
-        made = _engine_class(transfer.WeightTransferEngine, open_receiver)
-        transfer.WeightTransferEngineFactory.register_engine(name, made)
+        engine_class = _engine_class(transfer.WeightTransferEngine, open_receiver)
+        transfer.WeightTransferEngineFactory.register_engine(name, engine_class)
 
 
 def check_reload() -> None:
-    """ConfigError if this vLLM cannot load whole tensors again after it has started."""
+    """ConfigError if this vLLM cannot reload whole tensors after its start."""
     missing = missing_names({_RELOAD: ("initialize_layerwise_reload", "finalize_layerwise_reload")})
     if missing:
         got = f"a vLLM that lacks {', '.join(missing)}"
@@ -217,8 +227,8 @@ def check_reload() -> None:
         raise ConfigError.of("weight transfer", got, expected, "serve with one of them")
 
 
-def _unknown_methods() -> list[str]:
-    """Abstract methods of this version that our backend does not have, in words for the error."""
+def _unknown_abstract_methods() -> list[str]:
+    """Error texts for abstract methods of this vLLM that our backend does not implement."""
     engine = import_module("vllm.distributed.weight_transfer").WeightTransferEngine
     unknown = sorted(getattr(engine, "__abstractmethods__", set()) - _METHODS)
     result = []
@@ -228,8 +238,10 @@ def _unknown_methods() -> list[str]:
 
 
 def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
+    """A subclass of vLLM's WeightTransferEngine (base) that forwards its calls to a receiver."""
+
     class ReceiverEngine(base):  # type: ignore[misc]
-        """vLLM's side of a receiver."""
+        """Adapter from vLLM's interface to a `Receiver`."""
 
         init_info_cls = update_info_cls = Facts
         _receiver: Receiver | None = None
@@ -239,7 +251,7 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
             self._receiver = open_receiver(init_info.facts, ServedModel(self))
 
         def start_weight_update(self) -> None:
-            self._opened().start()
+            self._open_receiver().start()
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
             self.receive_weights(self.parse_update_info(update_info))
@@ -247,17 +259,17 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
                 torch.accelerator.synchronize()
 
         def receive_weights(self, update_info: Facts) -> None:
-            self._opened().receive(update_info.facts)
+            self._open_receiver().receive(update_info.facts)
 
         def finish_weight_update(self) -> None:
-            self._opened().finish()
+            self._open_receiver().finish()
 
         def shutdown(self) -> None:
             if self._receiver is not None:
                 self._receiver.close()
             self._receiver = None
 
-        def _opened(self) -> Receiver:
+        def _open_receiver(self) -> Receiver:
             if self._receiver is None:
                 raise WeightSyncError(
                     "weight transfer: got an update for a worker without a trainer, expected "
@@ -268,11 +280,11 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
     return ReceiverEngine
 
 
-def _unpacked(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _unpack_weight(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The weight (outputs, inputs) of a packed layer, by applying it to the identity matrix."""
     rows = torch.eye(shape[1], dtype=dtype)
     return layer.cpu_linear(rows, layer.weight, None).t()
 
 
-def _reload() -> Any:
+def _reload_module() -> Any:
     return import_module(_RELOAD)

@@ -1,8 +1,9 @@
-"""`Connection`: what a trainer and the workers of another program's vLLM agree on.
+"""`Connection`: the facts that a trainer shares with the workers of another program's vLLM.
 
-The trainer says it once, as plain data, through vLLM's own interface (vllm_server); from it each
-side derives the same plan. Both sides share one numbering: the trainer's ranks keep theirs, the
-workers follow. The data goes over sockets between them, not over the job's process groups.
+The trainer sends them once, as plain data, through vLLM's own interface (`server`). Each side then
+derives the same plan from them. Both sides use one numbering: the trainer's ranks keep their
+numbers, and the workers' numbers follow. The data goes over sockets between the two programs, not
+over the job's process groups.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from spmdflow.weights.architecture import Architecture, RopeScaling
 from spmdflow.weights.table import parameters
 
 BACKEND = "spmdflow"
-"""Name under which vLLM knows the receiving side (`--weight-transfer-config`)."""
+"""Name of our backend in vLLM (`--weight-transfer-config`)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What weights may travel as: the precision in which vLLM holds them."""
+"""Precisions in which weights can be sent: the one in which vLLM holds them."""
 _HOST = torch.device("cpu")
 _ADDRESS_BYTES = 64
 _PAUSE_SECONDS = 0.01
-"""Between two checks whether the workers have come."""
+"""Between two checks whether all workers have connected."""
 _WAIT_SECONDS = 1e-3
-"""Between two checks of a transfer that `meanwhile` may end."""
+"""Between two checks whether a transfer has ended, and two calls of `meanwhile`."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Facts of one trainer and one server; both build the rest from them."""
+    """Facts of one trainer and one server, from which both derive everything else."""
 
     host: str
-    """Where the trainer's first rank listens, as the workers reach it."""
+    """Address of the trainer's first rank, as the workers reach it."""
     port: int
     num_workers: int
     kind: str
     """engine.kind of the trainer."""
     layout: Mapping[str, Any]
-    """Of the trainer, as a dict."""
+    """The trainer's layout as a dict."""
     architecture: Mapping[str, Any]
-    """Of the model, as a dict."""
+    """The model's architecture as a dict."""
     seconds: float
     """Limit of every wait."""
 
@@ -70,13 +71,13 @@ class Connection:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Numbers of the workers, after the trainer's."""
+        """Numbers of the workers, which follow the trainer's ranks."""
         first = max(self.training.ranks) + 1
         return tuple(range(first, first + self.num_workers))
 
     @property
     def names(self) -> list[str]:
-        """Every tensor, in the order of a header's hashes."""
+        """Names of all tensors, in the order of a header's hashes."""
         result = []
         for parameter in parameters(self.model):
             result.append(parameter.name)
@@ -89,9 +90,10 @@ class Connection:
         *,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> SocketWire:
-        """Connect to the other ranks. store: the one that the trainer's first rank listens with.
+        """Connect to all other ranks and workers; returns the open connection.
 
-        meanwhile: called repeatedly until the workers have come; what it raises ends the wait.
+        store: the server store of the trainer's first rank; None on all others. meanwhile: called
+        repeatedly until the workers have connected; an exception of it ends the wait.
         WeightSyncError if a rank does not connect in time.
         """
         limit = timedelta(seconds=self.seconds)
@@ -104,7 +106,7 @@ class Connection:
         return SocketWire(store, everyone, rank=rank, address=address, seconds=self.seconds)
 
     def _await_workers(self, store: dist.Store, meanwhile: Callable[[], None]) -> None:
-        """Wait for the workers. One that failed never comes: only `meanwhile` can raise why."""
+        """Wait for all workers. A worker that failed never connects; only `meanwhile` knows why."""
         end = time.monotonic() + self.seconds
         while missing := [each for each in self.workers if not store.check([f"here/{each}"])]:
             meanwhile()
@@ -116,7 +118,7 @@ class Connection:
             time.sleep(_PAUSE_SECONDS)
 
     def tensors(self, rank: int, wire: SocketWire, dtype: torch.dtype) -> WholeTensors:
-        """This rank's part in bringing every whole tensor to every worker."""
+        """This rank's part in sending every whole tensor to every worker."""
         have = boxes_of(training_tables(self.model, self.training, kind=self.kind))
         return WholeTensors(
             have,
@@ -129,12 +131,12 @@ class Connection:
         )
 
     def to_facts(self) -> dict[str, Any]:
-        """Plain data; `Connection(**facts)` is the same connection."""
+        """The facts as plain data; `Connection(**facts)` gives the same connection."""
         return asdict(self)
 
 
 def check_model(connection: Connection, served: Architecture) -> None:
-    """ConfigError that names what differs between the trainer's model and the server's."""
+    """ConfigError with the first difference between the trainer's model and the server's."""
     mine = dict(connection.architecture)
     theirs = asdict(served)
     wrong = [name for name in theirs if theirs[name] != mine.get(name)]
@@ -147,36 +149,38 @@ def check_model(connection: Connection, served: Architecture) -> None:
         )
 
 
-def header_of(connection: Connection) -> Tensor:
-    """(2 + tensors,) int64 zeros, for: the weights' version, whether hashes follow, every hash."""
+def empty_header(connection: Connection) -> Tensor:
+    """(2 + tensors,) int64 zeros, for the weights' version, whether hashes follow, and each
+    hash."""
     return torch.zeros(2 + len(connection.names), dtype=torch.int64)
 
 
-def verdict_of(connection: Connection) -> Tensor:
-    """(1 + tensors,) int64 zeros, for: whether the weights were loaded, every tensor's hash."""
+def empty_verdict(connection: Connection) -> Tensor:
+    """(1 + tensors,) int64 zeros, for whether the weights were loaded, and each tensor's hash."""
     return torch.zeros(1 + len(connection.names), dtype=torch.int64)
 
 
-def packed_hashes(connection: Connection, hashes: Mapping[str, int]) -> Tensor:
-    """Hashes as int64, in the order of names."""
+def pack_hashes(connection: Connection, hashes: Mapping[str, int]) -> Tensor:
+    """The hashes as int64, in the order of `Connection.names`."""
     return torch.tensor([to_signed(hashes[name]) for name in connection.names], dtype=torch.int64)
 
 
-def unpacked_hashes(connection: Connection, values: Tensor) -> dict[str, int]:
-    """Hashes by name: the inverse of `packed_hashes`."""
-    found = [value % MODULUS for value in values.tolist()]
-    return dict(zip(connection.names, found, strict=True))
+def unpack_hashes(connection: Connection, values: Tensor) -> dict[str, int]:
+    """The hashes by name: the inverse of `pack_hashes`."""
+    hashes = [value % MODULUS for value in values.tolist()]
+    return dict(zip(connection.names, hashes, strict=True))
 
 
 class SocketWire:
-    """A gloo group over ranks of two programs; tensors are in host memory."""
+    """A gloo group over the ranks of two programs, for tensors in host memory."""
 
     def __init__(
         self, store: dist.Store, ranks: Sequence[int], *, rank: int, address: str, seconds: float
     ) -> None:
-        """Connect to the others, who pass the same ranks; address: this host's, as they reach it.
+        """Connect to the other ranks, which pass the same list of ranks.
 
-        seconds: limit of every wait. WeightSyncError if they have not come by then.
+        address: this host's, as the others reach it. seconds: limit of every wait. WeightSyncError
+        if a rank has not connected by then.
         """
         self._ranks = list(ranks)
         self._rank = rank
@@ -187,26 +191,30 @@ class SocketWire:
         try:
             self._group = gloo(store, self._ranks.index(rank), len(self._ranks), options)
         except RuntimeError as err:
-            raise self._apart(f"no connection within {seconds:g} s at {address}") from err
+            raise self._connection_error(
+                f"no connection within {seconds:g} s at {address}"
+            ) from err
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
-        """See stream.Wire: point to point."""
-        place = self._ranks.index
+        """Start the transfers of this rank as point-to-point messages (see stream.Wire)."""
+        group_rank_of = self._ranks.index
         works = []
         for message, values in transfers:
             if message.source != self._rank:
-                works.append(self._group.recv([values], place(message.source), 0))
+                works.append(self._group.recv([values], group_rank_of(message.source), 0))
                 continue
-            works += [self._group.send([values], place(to), 0) for to in message.destinations]
+            works += [
+                self._group.send([values], group_rank_of(to), 0) for to in message.destinations
+            ]
         return works
 
     def share(
         self, values: Tensor, source: int, *, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """The source's values on every rank, in place; collective.
+        """Broadcast the source's values to every rank, in place; collective.
 
-        meanwhile: called repeatedly until it is done; what it raises ends the wait.
-        WeightSyncError if the other side is gone.
+        meanwhile: called repeatedly until the broadcast ends; an exception of it ends the wait.
+        WeightSyncError if the connection is lost.
         """
         options = dist.BroadcastOptions()
         options.rootRank = self._ranks.index(source)
@@ -217,9 +225,10 @@ class SocketWire:
         try:
             work.wait()
         except RuntimeError as err:
-            raise self._apart(f"nothing from rank {source}") from err
+            raise self._connection_error(f"nothing from rank {source}") from err
 
-    def _apart(self, what: str) -> WeightSyncError:
+    def _connection_error(self, what: str) -> WeightSyncError:
+        """The error for a connection that is missing or lost. what: its description."""
         got = f"{what} on rank {self._rank} of {self._ranks}"
         expected = "all of them"
         do = "look at the log of the other program, restart it and this run"
@@ -227,18 +236,18 @@ class SocketWire:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This host's address on its route to another; nothing is sent. OSError if there is none."""
+    """This host's address on its route to another host; OSError without a route. Sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
-def agreed_address(
-    found: tuple[str, int, int], group: dist.ProcessGroup, source: int, device: torch.device
+def share_address(
+    address: tuple[str, int, int], group: dist.ProcessGroup, source: int, device: torch.device
 ) -> tuple[str, int, int]:
-    """(host, port, number of workers) of the source on every rank; collective."""
-    host, *numbers = found
+    """Broadcast (host, port, number of workers) from the source; returns it. Collective."""
+    host, *numbers = address
     assert len(host) <= _ADDRESS_BYTES, host
     facts = [*numbers, *host.encode().ljust(_ADDRESS_BYTES, b"\0")]
     values = torch.tensor(facts, dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""`NcclPublisher`: weights to a vLLM that has vLLM's own NCCL backend and no spmdflow beside it.
+"""`NcclPublisher`: sends weights to a server with vLLM's own NCCL backend, without spmdflow in it.
 
-Whole tensors are gathered on the trainer's first rank, chunk by chunk; vLLM's trainer engine
-broadcasts them to the workers. There are no checksums: none of our code runs in the server.
-Written against vLLM 0.32 and never run, as it needs a GPU on both sides.
+The trainer's first rank gathers whole tensors, chunk by chunk. vLLM's trainer engine broadcasts
+them to the workers. There are no checksums, because none of our code runs in the server. Written
+against vLLM 0.32 and never run, because it needs a GPU on both sides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.reshard import boxes_of, training_tables
 from spmdflow.hybrid_engine.stream import GroupWire, WholeTensors
 from spmdflow.rollout.vllm_contract import missing_names
-from spmdflow.serving.connection import address_towards, agreed_address
+from spmdflow.serving.connection import address_towards, share_address
 from spmdflow.serving.server import VllmServer
 from spmdflow.transfer.worker import Max, Metric, WorkerContext
 from spmdflow.weights.architecture import Architecture
@@ -39,15 +39,16 @@ _NAMES = {
         "NCCLTrainerWeightTransferEngine.send_weights",
     ),
 }
-"""vLLM's names on the trainer's side."""
+"""Names of vLLM that the trainer's side uses."""
 
 
 class NcclPublisher:
-    """One rank's end of the connection to a server with the backend nccl."""
+    """One rank's side of the connection to a server with the backend nccl."""
 
     def __init__(self, engine: TrainEngine, context: WorkerContext, cfg: Any, url: str) -> None:
-        """cfg: the actor's settings, whose rollout.dtype travels; url: the server's.
+        """Connect to the server; all ranks of the trainer together.
 
+        cfg: the actor's settings; weights are sent in its rollout.dtype. url: the server's.
         ConfigError without CUDA.
         """
         if context.device.type != "cuda":
@@ -66,19 +67,19 @@ class NcclPublisher:
             host = address_towards(self._server.host, self._server.port)
             port = _free_port()
             workers = self._server.num_workers()
-        host, port, workers = agreed_address(
+        host, port, workers = share_address(
             (host, port, workers), context.groups.get(layout.ranks), layout.ranks[0], context.device
         )
-        end = NcclEnd(host, port, workers, self._is_first)
+        rendezvous = NcclRendezvous(host, port, workers, self._is_first)
         shapes = {}
         for each in parameters(self._source.arch):
             shapes[each.name] = torch.Size(each.shape)
-        self._sender = nccl_sender(
-            end, self._server, shapes, self._source.tensors, dtype=self._source.dtype
+        self._sender = build_nccl_sender(
+            rendezvous, self._server, shapes, self._source.tensors, dtype=self._source.dtype
         )
 
     def publish(self) -> dict[str, Metric]:
-        """Bring the trainer's weights to the server; all ranks of the trainer together."""
+        """Send the trainer's weights to the server; all ranks of the trainer together."""
         version = self._engine.weights_version
         self._server.version = str(version)
         if self._is_first:
@@ -93,24 +94,26 @@ class NcclPublisher:
 
 
 class TrainerSource:
-    """Whole tensors of a train engine on its first rank, as vLLM's trainer engines iterate them."""
+    """Iterates whole tensors of a train engine on its first rank, for vLLM's trainer engines."""
 
-    def __init__(self, engine: TrainEngine, way: WholeTensors, arch: Architecture) -> None:
+    def __init__(self, engine: TrainEngine, gather: WholeTensors, arch: Architecture) -> None:
+        """gather: brings every whole tensor to the first rank."""
         self._engine = engine
-        self._way = way
+        self._gather = gather
         self.arch = arch
-        self.dtype = way.dtype
+        self.dtype = gather.dtype
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor); none elsewhere than on the first rank."""
-        return self._way.run(self._engine.blocks())
+        """(Hugging Face name, whole tensor) on the first rank, nothing on the others;
+        collective."""
+        return self._gather.run(self._engine.blocks())
 
 
 def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerSource:
-    """The source of a trainer, in rollout.dtype, on its device."""
+    """The tensors of a trainer in rollout.dtype, on its device."""
     arch = Architecture.from_folder(cfg.model.path)
     layout = context.layout
-    way = WholeTensors(
+    gather = WholeTensors(
         boxes_of(training_tables(arch, layout, kind=cfg.engine.kind)),
         {layout.ranks[0]: parameters(arch)},
         lambda plan: GroupWire(context.groups, plan, rank=context.rank),
@@ -119,30 +122,36 @@ def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerS
         device=context.device,
         seconds=context.call_seconds,
     )
-    return TrainerSource(engine, way, arch)
+    return TrainerSource(engine, gather, arch)
 
 
 @dataclass(frozen=True)
-class NcclEnd:
-    """Where vLLM's own NCCL engines meet: the trainer's first rank and every worker."""
+class NcclRendezvous:
+    """Where the NCCL engines of the trainer's first rank and of all workers connect."""
 
     host: str
     port: int
     num_workers: int
     is_sender: bool
-    """The trainer's first rank; the others only take part in `Tensors`."""
+    """Whether this is the trainer's first rank; the others only take part in `Tensors`."""
 
 
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
-"""A fresh pass of (Hugging Face name, whole tensor); collective over the trainer."""
+"""Starts a new pass over (Hugging Face name, whole tensor); collective over the trainer."""
 
 
-def nccl_sender(
-    end: NcclEnd, client: Any, shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any
+def build_nccl_sender(
+    rendezvous: NcclRendezvous,
+    client: Any,
+    shapes: Mapping[str, torch.Size],
+    tensors: Tensors,
+    *,
+    dtype: Any,
 ) -> Any:
-    """vLLM's NCCL trainer engine over our tensors; its `send_weights()` is one update.
+    """vLLM's NCCL trainer engine for our tensors; each call of its `send_weights()` is one update.
 
-    client: the server's four methods (VLLMWeightSyncClient). shapes: of tensors, in their order.
+    client: an object with the four methods of VLLMWeightSyncClient. shapes: name -> shape, in the
+    order of the tensors.
     ConfigError if the installed vLLM lacks the interface. Needs a CUDA device on every rank.
     """
     missing = missing_names(_NAMES)
@@ -154,22 +163,23 @@ def nccl_sender(
     nccl = import_module("vllm.distributed.weight_transfer.nccl_engine")
     transfer = import_module("vllm.distributed.weight_transfer")
     facts = nccl.NCCLTrainerInitInfo(
-        master_address=end.host,
-        master_port=end.port,
-        world_size=1 + end.num_workers,
-        rank=0 if end.is_sender else 1,
+        master_address=rendezvous.host,
+        master_port=rendezvous.port,
+        world_size=1 + rendezvous.num_workers,
+        rank=0 if rendezvous.is_sender else 1,
         packed=False,  # packing reads our tensors on streams that do not wait for the trainer's
     )
     return transfer.WeightTransferTrainerFactory.trainer_init(
-        facts, client=client, source=weight_source(shapes, tensors, dtype=dtype)
+        facts, client=client, source=build_weight_source(shapes, tensors, dtype=dtype)
     )
 
 
-def weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any) -> Any:
-    """Our tensors as a vLLM WeightSource, which all of its trainer engines take."""
+def build_weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any) -> Any:
+    """Our tensors as a vLLM WeightSource, the input of all of its trainer engines."""
     transfer = import_module("vllm.distributed.weight_transfer")
 
     def describe(_: Any) -> list[Any]:
+        """Name, dtype and shape of each tensor."""
         result = []
         for name, shape in shapes.items():
             result.append(transfer.ParamMeta(name, dtype, tuple(shape)))
@@ -178,7 +188,7 @@ def weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: 
     is_property = isinstance(transfer.WeightSource.metadata, property)  # since 0.33
 
     class Source(transfer.WeightSource):  # type: ignore[misc, name-defined]
-        """Whole tensors, gathered while they are iterated."""
+        """Gathers whole tensors while it is iterated."""
 
         metadata = functools.cached_property(describe) if is_property else describe
 

@@ -1,4 +1,4 @@
-"""`Publisher`: the trainer's end of a connection to a server, by the name of its backend."""
+"""`Publisher`: the trainer's side of a connection to a server, one class for each backend."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spmdflow.workers.engine import TrainEngine
 
 
 class Publisher(Protocol):
-    """One rank's end of the connection to a server."""
+    """One rank's side of the connection to a server."""
 
     def publish(self) -> dict[str, Metric]:
-        """Bring the trainer's weights to the server; all ranks of the trainer together."""
+        """Send the trainer's weights to the server; all ranks of the trainer together."""
 
 
 _BACKENDS: dict[str, type[WeightPublisher] | type[NcclPublisher]] = {
@@ -27,9 +27,9 @@ _BACKENDS: dict[str, type[WeightPublisher] | type[NcclPublisher]] = {
 def publisher_of(
     engine: TrainEngine, context: WorkerContext, cfg: Any, *, url: str, backend: str
 ) -> Publisher:
-    """Connects to the server; all ranks of the trainer together.
+    """Connect to the server; all ranks of the trainer together.
 
-    cfg: the actor's settings. ConfigError for a backend that is not known.
+    cfg: the actor's settings. ConfigError for an unknown backend, or for unmerged adapters.
     """
     if backend not in _BACKENDS:
         expected = f"one of {', '.join(_BACKENDS)}"

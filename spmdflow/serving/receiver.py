@@ -1,8 +1,9 @@
-"""The receiving end in a worker of another program's vLLM, and its registration with vLLM.
+"""The receiving side in a worker of another program's vLLM, and its registration with vLLM.
 
-`register` is an entry point of the package (vllm.general_plugins): a vLLM with spmdflow installed
-beside it takes `--weight-transfer-config '{"backend": "spmdflow"}'`. It loads whole tensors as a
-checkpoint is loaded, then hashes what its forward reads, and tells both sides.
+`register` is an entry point of the package (vllm.general_plugins): a vLLM in whose environment
+spmdflow is installed takes `--weight-transfer-config '{"backend": "spmdflow"}'`. A worker loads
+whole tensors as from a checkpoint, hashes what its forward reads, and sends the hashes to the
+trainer.
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ from spmdflow.serving.connection import (
     DTYPES,
     Connection,
     check_model,
-    header_of,
-    packed_hashes,
-    unpacked_hashes,
-    verdict_of,
+    empty_header,
+    empty_verdict,
+    pack_hashes,
+    unpack_hashes,
 )
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process.
+    """Register the backend with vLLM in this process.
 
-    A vLLM without the interface is warned about and otherwise left alone: it may serve something
-    that never updates.
+    A vLLM without the interface gets only a warning, because it may serve a model that is never
+    updated.
     """
     try:
-        register_backend(BACKEND, OutsideReceiver)
+        register_backend(BACKEND, ConnectionReceiver)
     except ConfigError as err:
-        logger.warning("no weight-transfer backend %s: %s", BACKEND, err)
+        logger.warning("warning: no weight-transfer backend %s: %s", BACKEND, err)
 
 
-class OutsideReceiver:
-    """One worker's end; see serving.backend.Receiver."""
+class ConnectionReceiver:
+    """A worker's side of a `Connection`; see serving.backend.Receiver."""
 
     def __init__(self, facts: Mapping[str, Any], target: ServedModel) -> None:
-        """facts: a Connection's. Waits for the trainer; ConfigError if the models differ."""
+        """Connect to the trainer. facts: those of a `Connection`.
+
+        ConfigError if the two models differ, or if vLLM's dtype cannot be sent.
+        """
         check_reload()
         self._target = target
         self._connection = Connection(**facts)
@@ -55,19 +59,19 @@ class OutsideReceiver:
             got = f"a vLLM model in {target.dtype}"
             do = "serve it with --dtype bfloat16"
             raise ConfigError.of("weight transfer", got, f"one of {DTYPES}", do)
-        self._rank = self._connection.workers[target.place]
+        self._rank = self._connection.workers[target.worker_index]
         self._wire = self._connection.join(self._rank)
         precision = torch.tensor([DTYPES.index(target.dtype)])
         self._wire.share(precision, self._connection.workers[0])
         self._tensors = self._connection.tensors(self._rank, self._wire, target.dtype)
-        self._header = header_of(self._connection)
+        self._header = empty_header(self._connection)
 
     def start(self) -> None:
-        """An update begins."""
+        """Prepare the model for an update."""
         self._target.start_reload()
 
     def receive(self, facts: Mapping[str, Any]) -> None:
-        """Load what the trainer sends; receives all of it even if loading fails."""
+        """Load the tensors that the trainer sends. Receives all of them even if loading fails."""
         self._wire.share(self._header, self._connection.training.ranks[0])
         tensors = self._tensors.run(())
         try:
@@ -77,21 +81,24 @@ class OutsideReceiver:
                 pass
 
     def finish(self) -> None:
-        """Use the weights. WeightSyncError names the first tensor that is not the trainer's."""
+        """Put the weights into use, and send the verdict and the hashes to the trainer.
+
+        WeightSyncError with the first tensor whose hash differs from the trainer's.
+        """
         connection = self._connection
-        verdict = verdict_of(self._connection)
+        verdict = empty_verdict(self._connection)
         version, verify = self._header[:2].tolist()
-        found: dict[str, int] = {}
+        hashes: dict[str, int] = {}
         try:
             self._target.finish_reload()
             if verify:
-                found = self._target.hashes(connection.model)
-                verdict[1:] = packed_hashes(connection, found)
+                hashes = self._target.hashes(connection.model)
+                verdict[1:] = pack_hashes(connection, hashes)
             verdict[0] = 1
-        finally:  # the trainer waits for it
+        finally:  # the trainer waits for the verdict
             self._wire.share(verdict.clone(), connection.workers[0])
         if verify:
-            compare_hashes(unpacked_hashes(connection, self._header[2:]), found, version)
+            compare_hashes(unpack_hashes(connection, self._header[2:]), hashes, version)
 
     def close(self) -> None:
         """Close the connection to the trainer."""

@@ -1,8 +1,8 @@
 """`VllmServer`: the weight-update routes of a vLLM server, over HTTP. Knows no weights.
 
 The routes are vLLM's (`VLLM_SERVER_DEV_MODE=1 vllm serve ... --weight-transfer-config ...`); a
-program with an `LLM` object of its own can offer the same ones. The methods are those of vLLM's
-`VLLMWeightSyncClient`, so an object of vLLM's or of the user's can stand in.
+program that uses vLLM's `LLM` class can offer the same routes. The methods are those of vLLM's
+`VLLMWeightSyncClient`, so an object of vLLM or of the user can replace this class.
 """
 
 from __future__ import annotations
@@ -21,52 +21,55 @@ _DETAIL = 400
 
 
 class VllmServer:
-    """One server."""
+    """HTTP client of one server."""
 
     def __init__(self, url: str, *, seconds: float) -> None:
-        """url: http://host:port. seconds: limit of one request. ConfigError for another form."""
+        """url: http://host:port, ConfigError otherwise. seconds: limit of one request."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             where = "weight server"
             expected = "http://host:port of a vLLM server"
-            raise ConfigError.of(where, repr(url), expected, "correct the address")
+            raise ConfigError.of(
+                where, repr(url), expected, "check the address in the call of connect_server"
+            )
         self.url = url.rstrip("/")
         self._seconds = seconds
         self.version: str | None = None
-        """Name of the next weights, where finish_weight_update is not told one."""
+        """Version of the next weights, for a finish_weight_update without an argument."""
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
 
     def num_workers(self) -> int:
-        """Workers that hold weights, replicas included."""
+        """Number of workers that hold weights, in all replicas."""
         return int(self._request("GET", "get_world_size")["world_size"])
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Have every worker meet the trainer; returns when they have."""
+        """Make every worker connect to the trainer; returns when all have connected."""
         self._request("POST", "init_weight_transfer_engine", {"init_info": dict(init_info)})
 
     def pause(self) -> None:
-        """Let running requests end, start no others, and forget cached prefixes."""
+        """Stop starting requests, wait for the running ones, and clear the prefix cache."""
         self._request("POST", "pause?mode=wait&clear_cache=true")
 
     def resume(self) -> None:
-        """Go on serving."""
+        """Start serving requests again."""
         self._request("POST", "resume")
 
     def start_weight_update(self) -> None:
-        """An update begins."""
+        """Prepare every worker for an update."""
         self._request("POST", "start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Have every worker receive; returns when they have."""
+        """Make every worker receive the weights; returns when all have received them."""
         self._request("POST", "update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Use the new weights, under that name."""
+        """Put the new weights into use, under this version (by default `version`)."""
         version = self.version if weight_version is None else weight_version
         self._request("POST", "finish_weight_update", {"weight_version": version})
 
     def _request(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The decoded JSON reply; WeightSyncError if the request fails."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.url}/{route}",
@@ -78,11 +81,12 @@ class VllmServer:
             with urllib.request.urlopen(request, timeout=self._seconds) as answer:
                 return json.loads(answer.read() or b"{}")
         except urllib.error.HTTPError as err:
-            raise self._refused(route, f"status {err.code}: {_text(err)}") from err
+            raise self._request_error(route, f"status {err.code}: {_read_body(err)}") from err
         except (OSError, ValueError) as err:
-            raise self._refused(route, str(err)) from err
+            raise self._request_error(route, str(err)) from err
 
-    def _refused(self, route: str, problem: str) -> WeightSyncError:
+    def _request_error(self, route: str, problem: str) -> WeightSyncError:
+        """The error for a request that failed."""
         return WeightSyncError(
             f"weight server {self.url}: got {problem} from /{route}, expected a vLLM server that "
             f"takes weight updates; start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-"
@@ -91,5 +95,5 @@ class VllmServer:
         )
 
 
-def _text(err: urllib.error.HTTPError) -> str:
+def _read_body(err: urllib.error.HTTPError) -> str:
     return err.read().decode(errors="replace")[:_DETAIL]

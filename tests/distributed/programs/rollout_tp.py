@@ -48,7 +48,7 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.vllm_contract import check_contract
 from spmdflow.serving.backend import register_backend
-from spmdflow.serving.receiver import OutsideReceiver
+from spmdflow.serving.receiver import ConnectionReceiver
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Storages
@@ -272,7 +272,7 @@ def check_transfer_contract_moves() -> dict[str, Any]:
     ):
         kept = getattr(transfer, name)
         setattr(transfer, name, changed)
-        found[case] = message(lambda: register_backend("for this test", OutsideReceiver))
+        found[case] = message(lambda: register_backend("for this test", ConnectionReceiver))
         found[f"{case}, unused"] = message(check_contract)
         setattr(transfer, name, kept)
     return found

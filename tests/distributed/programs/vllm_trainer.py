@@ -23,7 +23,7 @@ from spmdflow.config.schema import ActorConfig
 from spmdflow.errors import SpmdflowError
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
-from spmdflow.serving.nccl import source_of, weight_source
+from spmdflow.serving.nccl import build_weight_source, source_of
 from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.table import parameters
 from tests.rollout_reference import MARGIN, load
@@ -109,7 +109,7 @@ def check_source(path: str, kind: str, layout: str) -> dict[str, Any]:
     worker.cfg.rollout.dtype = "bfloat16"
     ours = source_of(worker.engine, worker.context, worker.cfg)
     shapes = {each.name: torch.Size(each.shape) for each in parameters(ours.arch)}
-    source = weight_source(shapes, ours.tensors, dtype=ours.dtype)
+    source = build_weight_source(shapes, ours.tensors, dtype=ours.dtype)
     whole = {n: tensor.to(torch.bfloat16) for n, tensor in full_tensors(worker.engine)}
     passes = []
     for _ in range(2):

@@ -24,8 +24,8 @@ from spmdflow.serving.connection import (
     Connection,
     address_towards,
     check_model,
-    packed_hashes,
-    unpacked_hashes,
+    pack_hashes,
+    unpack_hashes,
 )
 from spmdflow.weights.architecture import Architecture, RopeScaling
 from spmdflow.weights.move import Block, blocks, fill
@@ -184,7 +184,7 @@ def test_meeting_survives_json_with_scaled_positions_and_hashes_survive_int64() 
     assert Connection(**facts).model == scaled
     assert Connection(**facts).training == LAYOUTS["megatron t2"][1]
     assert connection.workers == (2, 3, 4)
-    assert unpacked_hashes(connection, packed_hashes(connection, hashes)) == hashes
+    assert unpack_hashes(connection, pack_hashes(connection, hashes)) == hashes
 
 
 def test_program_that_does_not_come_is_an_error_within_the_limit() -> None:
