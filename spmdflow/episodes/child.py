@@ -22,14 +22,14 @@ from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import (
-    BadAnswer,
+    InvalidScore,
     decode,
     describe,
     encode,
     find_function,
-    load_or_tell,
+    load_or_report,
+    locate_definition,
     open_channel,
-    place_of,
     scores_of,
 )
 
@@ -100,11 +100,11 @@ async def _serve(channel: Any, forks: _Forks) -> None:
         writer.write(encode(message).encode() + b"\n")
 
     ((name, arguments),) = decode((await reader.readline()).decode())["functions"]
-    function = load_or_tell(load_environment, name, arguments, tell)
+    function = load_or_report(load_environment, name, arguments, tell)
     if function is None:
         await writer.drain()
         return
-    tell({"ready": [place_of(function)]})
+    tell({"ready": [locate_definition(function)]})
     running: dict[int, asyncio.Task[None]] = {}
     while line := await reader.readline():
         call = decode(line.decode())
@@ -133,7 +133,7 @@ async def _run(
         async with limit:
             value = await function(row, **call)
         answer: dict[str, Any] = {} if value is None else {"scores": scores_of(value)}
-    except BadAnswer as err:
+    except InvalidScore as err:
         answer = {"failed": str(err)}
     except BaseException as err:  # SystemExit and a cancelled task too
         late = limit.expired() and isinstance(err, TimeoutError)

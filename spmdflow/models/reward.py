@@ -24,7 +24,7 @@ from spmdflow.models.base import EngineWorker, axis_groups
 from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
-from spmdflow.rewards.pool import Judgement, Result, RewardPool, weighted
+from spmdflow.rewards.pool import Judgement, Result, RewardPool, combine_terms
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.weights.architecture import Architecture
@@ -172,7 +172,7 @@ class RewardWorker(Worker):
             by_model = pad(by_model).double().sum(-1)
         result = []
         for score in by_model.tolist():
-            result.append(weighted(self._model_terms, [{"score": score}]))
+            result.append(combine_terms(self._model_terms, [{"score": score}]))
         return result
 
     def _token_rewards(self, scores: Tensor, by_model: Tensor | None, batch: TensorDict) -> Tensor:

@@ -10,18 +10,18 @@ from typing import Any
 
 
 def exact_match(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
-    """score = (exact + share of right digits) / 2, so 1 is exact; accuracy is exact as 0 or 1.
+    """score = (accuracy + share of right digits) / 2; accuracy = 1 for the exact answer.
 
-    Digits are compared from the left; a digit too many or too few counts as a wrong one.
+    Digits are compared from the left. A missing or surplus digit counts as a wrong one.
     """
     answer = str(row["answer"])
-    given = response.strip()
-    exact = float(given == answer)
-    return {"score": (exact + _right_digits(given, answer)) / 2, "accuracy": exact}
+    prediction = response.strip()
+    exact = float(prediction == answer)
+    return {"score": (exact + _share_of_right_digits(prediction, answer)) / 2, "accuracy": exact}
 
 
 def unwanted_digit(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The cost of the safe RLHF demonstration: 1 if the response holds a 7, else 0.
+    """The cost of the safe RLHF demonstration: 1 if the response contains a 7, 0 otherwise.
 
     About one right answer in five has a 7, so a limit below that costs accuracy: reward and cost
     conflict, as helpfulness and harmlessness do.
@@ -30,17 +30,17 @@ def unwanted_digit(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 def shuffled(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
-    """The control: a score that is independent of whether the response is right.
+    """The control: a score that does not depend on whether the response is right.
 
-    The score is a pseudo-random number in [0, 1) fixed by prompt and response, so that the
-    expected score is the same for every response. accuracy is the true one. Comparing with another
-    problem's answer is no control: the policy would learn the more frequent digits.
+    The score is a pseudo-random number in [0, 1), a hash of prompt and response, so that the
+    expected score is the same for every response. accuracy is the true one. A comparison with
+    another problem's answer is no control: the policy would learn the more frequent digits.
     """
     key = f"{prompt}\n{response.strip()}".encode(errors="surrogatepass")
     draw = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
     return {"score": draw, "accuracy": exact_match(prompt, response, row)["accuracy"]}
 
 
-def _right_digits(given: str, answer: str) -> float:
-    right = sum(a == b for a, b in zip(given, answer))
-    return right / max(len(given), len(answer), 1)
+def _share_of_right_digits(prediction: str, answer: str) -> float:
+    right = sum(a == b for a, b in zip(prediction, answer))
+    return right / max(len(prediction), len(answer), 1)

@@ -1,13 +1,13 @@
-"""The worker process: reads chunks of samples, calls the functions, answers each call.
+"""The worker process: reads chunks of samples, calls the functions and sends each result.
 
 Messages are lines of JSON. In: {"functions": [[name, arguments], ...]}, then chunks
 [[[function numbers], prompt, response, row], ...]. Out: {"ready": [file:line, ...]},
 {"refused": text} or {"broken": [name, text]}; then for each function of each sample
 {"scores": {...}} or {"failed": text}, and {"forked": number} from a child that the function forked
-and that returned from it. Imports the user's modules and little else: no torch.
+and that returned from it. It imports the user's modules and little else, in particular no torch.
 
-`load_function` finds a function by "path/file.py:name" or "module:name", which runs its module;
-`scores_of` reads its result as numbers.
+`load_function` finds a function by "path/file.py:name" or "module:name" and imports its module.
+`scores_of` converts its result to numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from spmdflow.errors import ConfigError
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 _FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
-_MEMORY_SHARE = 0.5  # of the node's memory: beyond it a function gets a MemoryError
+_MEMORY_SHARE = 0.5  # of the node's memory: a function that needs more gets a MemoryError
 _OUR_MODULES = (__name__, "importlib", "spmdflow.episodes.child")
 # bound before the user's code is imported, which may replace json.dumps and json.loads
 encode = json.JSONEncoder().encode
@@ -49,14 +49,14 @@ def main(socket_fd: int, stack_fd: int) -> None:
     """Serve until the pool's end of the socket is closed."""
     channel = open_channel(socket_fd, stack_fd)
     lines = channel.makefile("rb")
-    functions = _load(decode(lines.readline().decode())["functions"], channel)
+    functions = _load_functions(decode(lines.readline().decode())["functions"], channel)
     if functions is None:
         return
     own_pid = os.getpid()
     for line in lines:
         for numbers, *sample in decode(line.decode()):
             for number in numbers:
-                answer = _answer(functions[number], sample)
+                answer = _score_sample(functions[number], sample)
                 if os.getpid() != own_pid:  # a child that the function forked, and that returned
                     _send(channel, {"forked": number})
                     os._exit(1)
@@ -64,14 +64,14 @@ def main(socket_fd: int, stack_fd: int) -> None:
 
 
 def open_channel(socket_fd: int, stack_fd: int) -> socket.socket:
-    """The socket to the pool, once this process has its limits; the pool is told its id.
+    """Set this process's signals and limits, send its pid to the pool, and return the socket.
 
-    It ends with the pool, by its keeper.
+    The keeper ends this process when the pool's process ends.
     """
     _set_up_signals()
     _show_stacks(stack_fd)
     _limit_memory()
-    # whole lines, at once; with PYTHONUNBUFFERED each piece of a line would be written by itself
+    # write whole lines; with PYTHONUNBUFFERED each piece of a line would be a separate write
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.set_inheritable(socket_fd, False)
     channel = socket.socket(fileno=socket_fd)
@@ -88,13 +88,13 @@ def _set_up_signals() -> None:
     """
     own_pid = os.getpid()
 
-    def go_on(number: int, frame: FrameType | None) -> None:
+    def ignore_in_worker(number: int, frame: FrameType | None) -> None:
         if os.getpid() != own_pid:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, go_on)
-    signal.signal(signal.SIGINT, go_on)
+    signal.signal(signal.SIGTERM, ignore_in_worker)
+    signal.signal(signal.SIGINT, ignore_in_worker)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
@@ -109,7 +109,7 @@ def _show_stacks(stack_fd: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit memory (then MemoryError), and let the OOM killer end this process before the rank."""
+    """Limit memory (MemoryError beyond it); make the OOM killer prefer this process to ranks."""
     limit = int(_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = []
@@ -121,50 +121,59 @@ def _limit_memory() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _load(
+def _load_functions(
     wanted: list[tuple[str, dict[str, Any]]], channel: socket.socket
 ) -> list[RewardFunction] | None:
+    """Load the functions and report their definitions to the pool; None if one cannot be loaded."""
     functions = []
     for name, arguments in wanted:
-        function = load_or_tell(load_function, name, arguments, partial(_send, channel))
+        function = load_or_report(load_function, name, arguments, partial(_send, channel))
         if function is None:
             return None
         functions.append(function)
-    _send(channel, {"ready": [place_of(function) for function in functions]})
+    _send(channel, {"ready": [locate_definition(function) for function in functions]})
     return functions
 
 
-def load_or_tell(
+def load_or_report(
     load: Callable[..., Callable[..., Any]],
     name: str,
     arguments: Mapping[str, Any],
-    tell: Callable[[dict[str, Any]], None],
+    send: Callable[[dict[str, Any]], None],
 ) -> Callable[..., Any] | None:
-    """load(name, arguments); None, after the pool was told why, if that fails."""
+    """load(name, arguments); if that fails, report the cause to the pool and return None.
+
+    Adds the folder of a file to sys.path.
+    """
     source = name.rpartition(":")[0]
     if source.endswith(".py"):
         sys.path.insert(0, str(Path(source).resolve().parent))  # as if it were a script
-    function, error = _try(load, name, arguments)
+    function, error = _call_catching_errors(load, name, arguments)
     if error is not None:
         refused = isinstance(error, ConfigError)
-        tell({"refused": str(error)} if refused else {"broken": [name, describe(error)]})
-    found: Callable[..., Any] | None = function
-    return found
+        send({"refused": str(error)} if refused else {"broken": [name, describe(error)]})
+    loaded: Callable[..., Any] | None = function
+    return loaded
 
 
-def _answer(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
+def _score_sample(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
+    """Call the function on a copy of the sample's row; return the message with its result."""
     prompt, response, row = sample
-    value, error = _try(function, prompt, response, copy.deepcopy(row))  # the next sees it whole
+    value, error = _call_catching_errors(
+        function, prompt, response, copy.deepcopy(row)
+    )  # for the next function
     if error is not None:
         return {"failed": "raised " + describe(error)}
     try:
         return {"scores": scores_of(value)}
-    except BadAnswer as err:
+    except InvalidScore as err:
         return {"failed": str(err)}
 
 
-def _try(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
-    """(result, None), or (None, what the user's code raised), SystemExit included."""
+def _call_catching_errors(
+    call: Callable[..., Any], *arguments: Any
+) -> tuple[Any, BaseException | None]:
+    """(result, None), or (None, the exception that the user's code raised, even SystemExit)."""
     try:
         return call(*arguments), None
     except BaseException as err:
@@ -172,12 +181,12 @@ def _try(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException 
 
 
 def describe(err: BaseException) -> str:
-    """The error in one line, then its traceback from the user's first frame on.
+    """The error in one line, followed by its traceback, starting at the user's first frame.
 
-    Of a long error this is the beginning of its first line, and the end of the traceback.
+    A long error is cut to the start of its first line, and a long traceback to its end.
     """
     frame = err.__traceback__
-    while frame is not None and _is_ours(frame):
+    while frame is not None and _is_own_frame(frame):
         frame = frame.tb_next
     text = "".join(traceback.format_exception(type(err), err, frame))
     first, *_ = str(err).splitlines() or [""]
@@ -186,7 +195,7 @@ def describe(err: BaseException) -> str:
     return f"{line}\n{text[-_TRACEBACK_LETTERS:]}"
 
 
-def _is_ours(frame: TracebackType) -> bool:
+def _is_own_frame(frame: TracebackType) -> bool:
     module = frame.tb_frame.f_globals.get("__name__", "")
     return module in _OUR_MODULES or module.startswith("importlib.")
 
@@ -198,8 +207,8 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
     """The function of that name, with its keyword arguments bound.
 
-    ConfigError if it is missing or cannot be called with (prompt, response, row) and these. What
-    the user's module raises while it is imported is not caught.
+    Raises ConfigError if it is missing or cannot be called with (prompt, response, row) and these
+    arguments. Exceptions of the user's module during its import are not caught.
     """
     function = find_function(name)
     _check_call(name, function, arguments or {})
@@ -209,21 +218,21 @@ def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> Rewa
 
 
 def find_function(name: str, key: str = "reward.function") -> Callable[..., Any]:
-    """What "path/file.py:name" or "module:name" names; ConfigError if it is nothing callable."""
+    """Import "path/file.py:name" or "module:name"; ConfigError if there is no such callable."""
     source, colon, attribute = name.rpartition(":")
     if not (source and colon and attribute):
         do = "name the file or module and, after a colon, the function"
         raise ConfigError.of(key, repr(name), _FORM, do)
     is_file = source.endswith(".py")
     if is_file:
-        module = _from_file(name, Path(source), key)
+        module = _import_file(name, Path(source), key)
     else:
-        module = _module(name, source, key)
-    return _attribute(name, module, attribute, key)
+        module = _import_module(name, source, key)
+    return _look_up_function(name, module, attribute, key)
 
 
-def place_of(function: RewardFunction) -> str:
-    """file:line where a function is defined; "" if it is not Python code, such as a builtin."""
+def locate_definition(function: RewardFunction) -> str:
+    """file:line where a function is defined; "" for a builtin or other code that is not Python."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -232,7 +241,8 @@ def place_of(function: RewardFunction) -> str:
     return ""
 
 
-def _from_file(name: str, path: Path, key: str) -> ModuleType:
+def _import_file(name: str, path: Path, key: str) -> ModuleType:
+    """Import a file once, as the module spmdflow_reward_<name>; ConfigError if it is missing."""
     if not path.is_file():
         got = f"{name!r}, but there is no file {path} in {Path.cwd()}"
         raise ConfigError.of(key, got, _FORM, "correct the path")
@@ -248,25 +258,27 @@ def _from_file(name: str, path: Path, key: str) -> ModuleType:
     return module
 
 
-def _module(name: str, source: str, key: str) -> ModuleType:
+def _import_module(name: str, source: str, key: str) -> ModuleType:
+    """Import a module by name; ConfigError if it is missing."""
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as err:
         if err.name is None or not (source + ".").startswith(err.name + "."):
-            raise  # the module is there, but lacks something of its own
+            raise  # the module exists, but a module that it imports is missing
         got = f"{name!r}, but there is no module {err.name!r}"
         do = "correct the name"
         do += ", or name the file instead"
         raise ConfigError.of(key, got, _FORM, do) from err
 
 
-def _attribute(name: str, module: ModuleType, attribute: str, key: str) -> Any:
+def _look_up_function(name: str, module: ModuleType, attribute: str, key: str) -> Any:
+    """The module's function of that dotted name; ConfigError with the choices if there is none."""
     function: Any = module
     for part in attribute.split("."):
         function = getattr(function, part, None)
     if callable(function):
         return function
-    found = sorted(
+    names = sorted(
         member
         for member, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
@@ -274,19 +286,20 @@ def _attribute(name: str, module: ModuleType, attribute: str, key: str) -> Any:
     kind = "nothing of that name" if function is None else type(function).__name__
     got = f"{name!r}, but {attribute!r} is {kind}"
     do = "choose one of the module's: "
-    do += ", ".join(found) or "it has none"
+    do += ", ".join(names) or "it has none"
     raise ConfigError.of(key, got, "a function", do)
 
 
 def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the function can be called with (prompt, response, row)."""
     form = "fn(prompt, response, row) -> float | dict"
     if inspect.iscoroutinefunction(function):
         got = f"{name!r}, an async function"
-        do = "make it an ordinary one (asyncio.run inside it)"
+        do = "make it an ordinary function (call asyncio.run inside it)"
         raise ConfigError.of("reward.function", got, form, do)
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without a signature: its first call will tell
+    except ValueError:  # a builtin without a signature: its first call shows whether it fits
         return
     try:
         signature.bind("", "", {}, **arguments)
@@ -296,44 +309,46 @@ def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str,
         raise ConfigError.of("reward.function", got, form, do) from err
 
 
-class BadAnswer(ValueError):
-    """A result that is no score; the message is the rest of "the function ..."."""
+class InvalidScore(ValueError):
+    """The function's result is no score. The message completes "the function ..."."""
 
 
 def scores_of(value: object) -> dict[str, Any]:
-    """{"score": float, ...} of a float or a dict; BadAnswer if there is no finite score.
+    """Convert a function's result to {"score": float, ...}; InvalidScore without a finite score.
 
-    Further entries of a dict are kept if they are numbers, which must be finite. "answer" is kept
-    as text (None: there is none): the final answer, normalised so that equal answers are equal
-    texts, for majority voting in evaluations.
+    Further numbers in a dict must be finite. "answer" becomes text (None: no answer): the final
+    answer, normalised so that equal answers are equal texts, for majority voting in evaluations.
+    Other entries are dropped.
     """
     if not isinstance(value, dict):
-        return {"score": _number("", value)}
+        return {"score": _read_number("", value)}
     if "score" not in value:
         keys = ", ".join(map(repr, value)) or "no keys"
-        raise BadAnswer(f'returned a dict without "score" (it has {keys})')
-    numbers: dict[str, Any] = {"score": _number("score=", value["score"])}
+        raise InvalidScore(f'returned a dict without "score" (it has {keys})')
+    numbers: dict[str, Any] = {"score": _read_number("score=", value["score"])}
     for key, entry in value.items():
         if key == "answer":
             numbers[key] = None if entry is None else str(entry)
         elif key != "score" and isinstance(key, str) and isinstance(entry, Real):
-            numbers[key] = _number(f"{key}=", entry)
+            numbers[key] = _read_number(f"{key}=", entry)
     return numbers
 
 
-def _number(label: str, value: object) -> float:
+def _read_number(label: str, value: object) -> float:
+    """The value as a finite float; InvalidScore otherwise."""
     if not isinstance(value, Real):
-        raise BadAnswer(f"returned {label}{_shorten(repr(value))} ({type(value).__name__})")
+        raise InvalidScore(f"returned {label}{_shorten(repr(value))} ({type(value).__name__})")
     try:
         number = float(value)
     except OverflowError as err:
-        raise BadAnswer(f"returned {label}a number beyond float") from err
+        raise InvalidScore(f"returned {label}a number beyond float") from err
     if not math.isfinite(number):
-        raise BadAnswer(f"returned {label}{number}")
+        raise InvalidScore(f"returned {label}{number}")
     return number
 
 
 def _shorten(text: str) -> str:
+    """The text on one line, cut to 60 characters."""
     text = " ".join(text.split())
     if len(text) <= 60:
         return text

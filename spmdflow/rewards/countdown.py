@@ -1,8 +1,8 @@
-"""Countdown: make a number from some others with + - * / and brackets, each used once at most.
+"""Countdown: reach a target from given numbers with + - * / and brackets, each used at most once.
 
 Score range: 0 to 1. `row["numbers"]` and `row["target"]` are the problem. Python's parser reads an
-expression, which is then computed in exact fractions; only numbers and + - * / are accepted, and no
-part of a response is ever executed.
+expression, which is then evaluated in exact fractions. Only numbers and + - * / are accepted, and
+no part of a response is ever executed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def score(
 ) -> dict[str, Any]:
     """1 if the answer's expression gives the target from the numbers, each used exactly once.
 
-    attempt (0 to 1): the score of an expression with the right numbers and another value; 0 for
-    anything else. use_all=False: numbers may be left over. accuracy is 1 or 0.
+    attempt (0 to 1): the score of an expression with the right numbers but another value. Anything
+    else scores 0. use_all=False: numbers may remain unused. accuracy is 1 or 0.
     """
-    found = expression_of(response)
-    if found is None:
+    expression = expression_of(response)
+    if expression is None:
         return grade(None, False)
-    value, used = found
+    value, used = expression
     allowed = Counter(map(int, row["numbers"]))
     fits = Counter(used) == allowed if use_all else Counter(used) <= allowed
     is_right = fits and value == Fraction(row["target"])
@@ -58,8 +58,8 @@ def score(
 def expression_of(response: str) -> tuple[Fraction | None, list[int]] | None:
     """(value, numbers used) of the answer's expression; None without one, value None for x / 0.
 
-    It stands in the last box, else between <answer> tags, else on the last line that holds nothing
-    but an expression; what follows an = is ignored.
+    The expression is in the last box, otherwise between <answer> tags, otherwise on the last line
+    that consists of an expression only. Text after an = is ignored.
     """
     part = answer_part(response)
     text = last_box(part)
@@ -76,7 +76,7 @@ def expression_of(response: str) -> tuple[Fraction | None, list[int]] | None:
 def evaluate(text: str) -> tuple[Fraction | None, list[int]]:
     """(value, numbers in order) of "(5 * 22) - 27".
 
-    ValueError or SyntaxError if it is no such expression.
+    Raises ValueError or SyntaxError if the text is not such an expression.
     """
     for name, sign in _LATEX.items():
         text = text.replace(name, sign)
@@ -95,6 +95,7 @@ def evaluate(text: str) -> tuple[Fraction | None, list[int]]:
 
 
 def _evaluate(node: ast.expr) -> Fraction:
+    """The exact value of a parsed expression; ZeroDivisionError for x / 0."""
     if isinstance(node, ast.UnaryOp):
         return -_evaluate(node.operand)
     if isinstance(node, ast.BinOp):
@@ -104,6 +105,6 @@ def _evaluate(node: ast.expr) -> Fraction:
 
 
 def _last_line(text: str) -> str | None:
-    """The last line that holds an expression and nothing else."""
+    """The last line that consists of an expression only; None without one."""
     lines = (line.translate(_SIGNS) for line in reversed(text[-20_000:].splitlines()))
     return next((line for line in lines if _LINE.fullmatch(line)), None)

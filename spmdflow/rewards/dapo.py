@@ -1,9 +1,9 @@
 r"""DAPO's own scorer of mathematical answers (Yu et al. 2025): 1 or -1, equal as normalised texts.
 
-The answer stands behind the last "Answer:" of the response's last 300 letters; without one, in the
-last complete \boxed{...} of the last 100, which must equal the reference letter by letter. Texts
-are normalised as Minerva's are (Lewkowycz et al. 2022, appendix D.1). Answers that are equal in
-meaning only, such as 1/2 and 0.5, are not equal here: `math` compares these.
+The answer follows the last "Answer:" in the response's last 300 characters. Without one it is in
+the last complete \boxed{...} of the last 100, which must equal the reference character by
+character. Texts are normalised like Minerva's (Lewkowycz et al. 2022, appendix D.1). Answers that
+are only equal in meaning, such as 1/2 and 0.5, are not equal here; `math` compares these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMOVED += ["^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"]
 _PATTERNS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r".*?\$(.*?)\$.*", r"$\1$"),  # what stands in dollars
+        (r".*?\$(.*?)\$.*", r"$\1$"),  # the text between dollar signs
         (r"\\text\{(.*?)\}", r"\1"),
         (r"\\textbf\{(.*?)\}", r"\1"),
         (r"\\overline\{(.*?)\}", r"\1"),
@@ -44,12 +44,15 @@ _PATTERNS = [
 def score(
     prompt: str, response: str, row: dict[str, Any], *, column: str = "answer"
 ) -> dict[str, Any]:
-    """score = 1 if the answer equals the row's, else -1; accuracy 1 or 0; answered: it has one."""
+    """score = 1 if the answer equals the row's, otherwise -1; accuracy = 1 or 0.
+
+    answered = 1 if the response has an answer.
+    """
     reference = str(row[column])
     end = response[-_LETTERS:]
-    found = _ANSWER.findall(end)
-    if found:
-        answer: str | None = normalise(found[-1])
+    answers = _ANSWER.findall(end)
+    if answers:
+        answer: str | None = normalise(answers[-1])
         right = normalise(reference)
     else:
         box = end[-_BOX_LETTERS:]
@@ -60,7 +63,7 @@ def score(
 
 
 def normalise(answer: str) -> str:
-    """What stands behind the last =, without units, articles, spaces and LaTeX for looks."""
+    """The text after the last =, without units, articles, spaces and purely visual LaTeX."""
     answer = answer.rpartition("=")[2]
     for before, after in [*_REPLACED, *((word, "") for word in _REMOVED)]:
         answer = answer.replace(before, after)

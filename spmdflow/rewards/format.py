@@ -1,7 +1,7 @@
-"""The format of a response: whether it is as the prompt asked, and where its answer is.
+"""Rewards for the format of a response, and functions that find its answer.
 
-The rewards score 0 or 1 and read no column of the row. An answer stands after ####, in a box or
-between tags; finding it takes time linear in the response's length and never raises.
+The rewards score 0 or 1 and read no column of the row. An answer follows ####, or is in a box or
+between tags. Finding it takes time linear in the response's length and never raises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def think_answer(prompt: str, response: str, row: dict[str, Any], *, opened: bool = False) -> float:
-    """1 for "<think>...</think> <answer>...</answer>", each tag once, nothing around it but spaces.
+    """1 for "<think>...</think> <answer>...</answer>", each tag once, with only spaces around it.
 
     The format of DeepSeek-R1-Zero (2025, table 1). opened: the prompt ends with <think>, so the
     response starts inside it.
@@ -37,9 +37,10 @@ def matches(prompt: str, response: str, row: dict[str, Any], *, pattern: str) ->
 
 
 def grade(answer: str | None, is_right: bool, *, score: float | None = None) -> dict[str, Any]:
-    """The result of a reward function for an answer (None: there is none).
+    """The result dict of a reward function for an answer (None: there is none).
 
-    score: by default 1 if it is right, else 0, as accuracy. Equal answers must be equal texts.
+    score: equal to accuracy by default, 1 if the answer is right and 0 otherwise. Equal answers
+    must be equal texts.
     """
     right = float(is_right)
     answered = float(answer is not None)
@@ -51,9 +52,10 @@ _BOX_PARTS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def answer_part(text: str) -> str:
-    """The part with the answer: the last <answer>...</answer>, else all after the last </think>.
+    """The part of the text that contains the answer.
 
-    The whole text if it has neither.
+    It is the contents of the last <answer>...</answer>, otherwise everything after the last
+    </think>, otherwise the complete text.
     """
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
@@ -62,8 +64,8 @@ def answer_part(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
-def behind_mark(text: str) -> str | None:
-    """The remainder of the line after the last ####; None without one."""
+def text_after_mark(text: str) -> str | None:
+    """The rest of the line after the last ####; None without one."""
     before, mark, behind = text.rpartition("####")
     if mark:
         return behind.strip().partition("\n")[0].strip()
@@ -71,17 +73,17 @@ def behind_mark(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The contents of the last complete \boxed{...}, braces inside balanced; None without one."""
-    opened: list[int | None] = []  # where each brace's contents start; None: no box
-    found = None
+    r"""The contents of the last complete \boxed{...} with balanced braces; None without one."""
+    open_braces: list[int | None] = []  # start of each box's contents; None for other braces
+    span = None
     for part in _BOX_PARTS.finditer(text):
         if part[0].startswith("\\boxed"):
-            opened.append(part.end())
+            open_braces.append(part.end())
         elif part[0] == "{":
-            opened.append(None)
-        elif part[0] == "}" and opened:
-            start = opened.pop()
-            found = found if start is None else (start, part.start())
-    if found is None:
+            open_braces.append(None)
+        elif part[0] == "}" and open_braces:
+            start = open_braces.pop()
+            span = span if start is None else (start, part.start())
+    if span is None:
         return None
-    return text[slice(*found)].strip()
+    return text[slice(*span)].strip()

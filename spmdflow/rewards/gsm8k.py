@@ -1,7 +1,7 @@
 """Answers of grade-school problems (GSM8K, Cobbe et al. 2021): the final number, compared exactly.
 
-Score range: 0 or 1. `row["answer"]` is the data set's own solution, which ends in "#### 72", or
-the bare number.
+Score range: 0 or 1. `row["answer"]` is the data set's solution, which ends in "#### 72", or only
+the number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from spmdflow.rewards.format import answer_part, behind_mark, grade, last_box
+from spmdflow.rewards.format import answer_part, grade, last_box, text_after_mark
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _MIXED = rf"{_DIGITS}[ \t]+{_DIGITS}/{_DIGITS}"  # 3 1/2
@@ -36,16 +36,17 @@ def score(
     column: str = "answer",
     strict: bool = False,
 ) -> dict[str, Any]:
-    """score = accuracy = 1 if the final number equals the row's, else 0; answered: it has one.
+    """score = accuracy = 1 if the final number equals the row's, otherwise 0.
 
-    The final number stands after the last ####, else in the last box, else it is the last one of
-    the answer; strict: only the first two count. ValueError if the row has no number.
+    answered = 1 if the response has a final number. It follows the last ####, otherwise it is in
+    the last box, otherwise it is the last number of the answer. strict: only the first two count.
+    Raises ValueError if the row has no number.
     """
     right = final_number(str(row[column]))
     if right is None:
         raise ValueError(f"got {row[column]!r} as the row's {column!r}, expected a number in it")
-    given = final_number(response, strict=strict)
-    return grade(None if given is None else str(given), given == right)
+    number = final_number(response, strict=strict)
+    return grade(None if number is None else str(number), number == right)
 
 
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:
@@ -54,17 +55,17 @@ def final_number(text: str, *, strict: bool = False) -> Fraction | None:
     An answer that names several different numbers, such as "42 or 43", has none.
     """
     part = answer_part(text)
-    said = behind_mark(part)
-    if said is None:
-        said = last_box(part)
-    if said is not None:
-        return _marked_number(_without_ornaments(said[-1000:].rpartition("=")[2]))
+    marked = text_after_mark(part)
+    if marked is None:
+        marked = last_box(part)
+    if marked is not None:
+        return _marked_number(_strip_ornaments(marked[-1000:].rpartition("=")[2]))
     if strict:
         return None
-    return _last_number(_without_ornaments(part))
+    return _last_number(_strip_ornaments(part))
 
 
-def _without_ornaments(text: str) -> str:
+def _strip_ornaments(text: str) -> str:
     plain = _ORNAMENTS.sub("", text.replace(_MINUS_SIGN, "-"))
     return _FRACTION.sub(r" \1/\2 ", plain)
 
@@ -98,20 +99,22 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _read_number(number: str) -> Fraction | None:
+    """The exact value of a number such as 1,000, 3/4 or 3 1/2; None if it is too long or x / 0."""
     if len(number) > _MAX_LETTERS:
         return None
-    whole, *fraction = number.replace(",", "").split()
+    integer, *fraction = number.replace(",", "").split()
     if not fraction:
-        return _read_fraction(whole)
+        return _read_fraction(integer)
     part = _read_fraction(fraction[0])
     if part is None:
         return None
-    if whole.startswith("-"):
-        return Fraction(whole) - part
-    return Fraction(whole) + part
+    if integer.startswith("-"):
+        return Fraction(integer) - part
+    return Fraction(integer) + part
 
 
 def _read_fraction(number: str) -> Fraction | None:
+    """The exact value of "3/4" or "0.75"; None for x / 0."""
     above, _, below = number.partition("/")
     divisor = Fraction(below or 1)
     if divisor:

@@ -1,11 +1,11 @@
-"""The parent of a worker process: ends everything that one started, however it ended.
+"""The parent of a worker process: kills everything that the worker started, however it ended.
 
-    process with the pool -> keeper -> worker process -> whatever the user's code starts
+    process with the pool -> keeper -> worker process -> processes of the user's code
 
-The keeper is a subreaper: a process below it whose parent ends becomes its child, also one with a
-session of its own (`setsid`, `start_new_session=True`). When the worker process ends, or the
-process with the pool (which closes a pipe), the keeper kills its children until there are none.
-It runs no code of users, and it ends as the worker process did. Imports next to nothing.
+The keeper is a subreaper: a descendant whose parent ends becomes its child, even in another session
+(`setsid`, `start_new_session=True`). When the worker process ends, or the process with the pool
+(which closes a pipe), the keeper kills its children until there are none. It runs no code of users,
+exits with the worker's status, and imports next to nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_MILLISECONDS = 1000
-"""Between two looks for adopted processes that have ended."""
+"""Interval of checks for adopted processes that have ended."""
 _LOOK_MILLISECONDS = 20
-"""Between two looks for the worker's end, where nothing tells it."""
+"""Interval of checks for the worker's end where pidfds are not available."""
 _KILL_SECONDS = 4.0
-"""Until processes that cannot be killed (another user's, stuck in the kernel) are given up."""
+"""Time limit for processes that cannot be killed (another user's, or stuck in the kernel)."""
 
 
 def main(child: str, socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
-    """Start the worker process, whose module is `child`, and keep it."""
+    """Start the worker process, whose module is `child`, and clean up after it. Never returns."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # A batch system may signal every process of a job; the worker process unblocks what it needs.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -40,7 +40,7 @@ def main(child: str, socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
     if worker_pid > 0:
         os.close(socket_fd)
         os.close(stack_fd)
-        _keep(worker_pid, lifeline_fd)
+        _wait_and_kill(worker_pid, lifeline_fd)
     os.close(lifeline_fd)
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -49,10 +49,12 @@ def main(child: str, socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
     importlib.import_module(child).main(socket_fd, stack_fd)
 
 
-def _keep(worker_pid: int, lifeline_fd: int) -> None:
-    """Wait for the end of the worker process or of the pool's; then end everything."""
+def _wait_and_kill(worker_pid: int, lifeline_fd: int) -> None:
+    """Wait until the worker process or the pool's process ends, kill all children, and exit."""
     poll = select.poll()
-    poll.register(lifeline_fd, select.POLLIN)  # nothing is ever written: it ends
+    poll.register(
+        lifeline_fd, select.POLLIN
+    )  # nothing is ever written; it becomes ready at its end
     milliseconds = _REAP_MILLISECONDS
     try:
         poll.register(os.pidfd_open(worker_pid), select.POLLIN)
@@ -65,26 +67,26 @@ def _keep(worker_pid: int, lifeline_fd: int) -> None:
         status = _reap().get(worker_pid)
         is_wanted = all(descriptor != lifeline_fd for descriptor, _ in ready)
     _kill_children()
-    _end_as(0 if status is None else status)
+    _exit_with_status(0 if status is None else status)
 
 
 def _reap() -> dict[int, int]:
-    """Wait statuses of the children that have ended, by pid."""
-    found: dict[int, int] = {}
+    """Reap the children that have ended; return their wait statuses by pid."""
+    statuses: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            found[pid] = status
-    return found
+            statuses[pid] = status
+    return statuses
 
 
 def _kill_children() -> None:
-    """Kill all children, and those that become children thereby, until there are none."""
+    """Kill all children, including descendants that become children by it, until there are none."""
     limit = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < limit:
-        children = _children()
+        children = _child_pids()
         if not children:
             return
         for pid in children:
@@ -94,28 +96,28 @@ def _kill_children() -> None:
         _reap()
 
 
-def _children() -> list[int]:
-    """Pids of this process's children, also of those that have ended."""
+def _child_pids() -> list[int]:
+    """Pids of this process's children, including those that have ended but were not reaped."""
     own = str(os.getpid())
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
                 parent = text.rpartition(")")[2].split()[1]
                 if parent == own:
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
-def _end_as(status: int) -> None:
-    """End this process with a wait status."""
+def _exit_with_status(status: int) -> None:
+    """End this process as the wait status says: with this exit code or by this signal."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
             signal.signal(number, signal.SIG_DFL)
-        # no other one: what a batch system has sent to this process may be pending
+        # unblock no other signal: a batch system's may be pending
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
         os._exit(128 + number)
@@ -130,17 +132,17 @@ def _prctl(option: int, value: int) -> None:
 def kill_marked(mark: str) -> None:
     """Kill the processes of this user that have `mark` in their environment.
 
-    For what a keeper left that was itself killed.
+    It cleans up after a keeper that was itself killed.
     """
     limit = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < limit:
-        found = []
+        pids = []
         for pid in _other_pids():
             if mark.encode() in _environment_of(pid):
-                found.append(pid)
-        if not found:
+                pids.append(pid)
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
@@ -160,7 +162,7 @@ def _other_pids() -> list[int]:
 
 
 def _environment_of(pid: int) -> bytes:
-    """What a process was started with; empty if it has ended, or belongs to another user."""
+    """The environment that a process started with; empty if it has ended or is another user's."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

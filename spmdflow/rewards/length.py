@@ -1,7 +1,7 @@
-"""Penalties for long responses. Score range of all: -1 to 0, so weights are positive.
+"""Penalties for long responses. All scores are in -1 to 0, so use positive weights.
 
-`row["response_tokens"]` is the number of tokens, end of sequence included; the reward worker adds
-it to every row. DAPO's penalty, on token rewards, is `objectives.advantage.add_overlong_penalty`.
+`row["response_tokens"]` is the number of tokens, including the end of sequence. The reward worker
+adds it to every row. `objectives.advantage.add_overlong_penalty` is DAPO's, on token rewards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 def linear(
     prompt: str, response: str, row: dict[str, Any], *, max_tokens: int, free_tokens: int = 0
 ) -> float:
-    """-x, where x goes from 0 at free_tokens to 1 at max_tokens and stays there."""
+    """-x, where x grows linearly from 0 at free_tokens to 1 at max_tokens and stays there."""
     return -_share(row["response_tokens"], free_tokens, max_tokens)
 
 

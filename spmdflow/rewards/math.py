@@ -1,9 +1,9 @@
-r"""Answers of mathematical problems (MATH, Hendrycks et al. 2021): LaTeX, equal by its meaning.
+r"""Answers of mathematical problems (MATH, Hendrycks et al. 2021): LaTeX, compared by its meaning.
 
 Score range: 0 or 1. `row["answer"]` is the reference, as LaTeX or as a solution with \boxed{...}.
-Needs the extra "math": the library math-verify, which only this file imports, reads both answers
-and compares them. The limit uses SIGPROF, which works as worker processes run functions in their
-main thread.
+Needs the extra "math": the library math-verify, which only this file imports, parses and compares
+both answers. The time limit uses SIGPROF, which works because worker processes run functions in
+their main thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import product
 from types import FrameType
 from typing import Any
 
-from spmdflow.rewards.format import answer_part, behind_mark, grade, last_box
+from spmdflow.rewards.format import answer_part, grade, last_box, text_after_mark
 
 _MAX_LETTERS = 1000  # of an answer
 _FRAME = re.compile(r"\\fbox\s*(?=\{)")
@@ -34,62 +34,66 @@ def score(
     strict: bool = False,
     seconds: int = 3,
 ) -> dict[str, Any]:
-    r"""score = accuracy = 1 if the final answer equals the row's, else 0; answered: it has one.
+    r"""score = accuracy = 1 if the final answer equals the row's, otherwise 0.
 
-    The final answer is in the last box (\boxed{5}, \boxed 5 or \fbox{5}), else after the last ####,
-    else (unless strict) the library searches the end of the text. seconds: approximate limit for
-    reading and comparing, of a processor's time; answers that take longer count as not equal.
+    answered = 1 if the response has a final answer. It is in the last box (\boxed{5}, \boxed 5 or
+    \fbox{5}), otherwise after the last ####, otherwise (unless strict) the library searches the end
+    of the text. seconds: approximate limit of CPU time for parsing and comparing; answers that take
+    longer count as not equal.
     """
-    given = answer_of(response)
-    if given is None and not strict:
-        given = answer_part(response).strip()[-_MAX_LETTERS:] or None
-    if given is None:
+    answer = answer_of(response)
+    if answer is None and not strict:
+        answer = answer_part(response).strip()[-_MAX_LETTERS:] or None
+    if answer is None:
         return grade(None, False)
     text = str(row[column])
     reference = answer_of(text) or _put_into_box(text)
-    plain = _plain(given)
-    return grade(plain, plain == _plain(reference) or _equal(reference, given, seconds))
+    plain = _strip_ornaments(answer)
+    return grade(
+        plain, plain == _strip_ornaments(reference) or _is_equal(reference, answer, seconds)
+    )
 
 
 def answer_of(text: str) -> str | None:
-    """The final answer as $\\boxed{answer}$; None unless there is one of 1 to 1000 characters."""
+    """The final answer as $\\boxed{answer}$; None if it is missing or above 1000 characters."""
     part = _OPEN_BOX.sub(r"\\boxed{\1}", _FRAME.sub(r"\\boxed", answer_part(text)))
-    said = last_box(part)
-    if said is None:
-        said = behind_mark(part)
-    if said and len(said) <= _MAX_LETTERS:
-        return _put_into_box(said)
+    marked = last_box(part)
+    if marked is None:
+        marked = text_after_mark(part)
+    if marked and len(marked) <= _MAX_LETTERS:
+        return _put_into_box(marked)
     return None
 
 
 def _put_into_box(answer: str) -> str:
-    """An answer in the form that the library is sure to read."""
+    """The answer in a form that the library always parses: $\\boxed{answer}$."""
     scientific = _SCIENTIFIC.fullmatch(answer)
     if scientific:
         answer = rf"{scientific[1]} \cdot 10^{{{scientific[2]}}}"
     return rf"$\boxed{{{answer}}}$"
 
 
-def _plain(answer: str) -> str:
-    """The answer without LaTeX that does not change its meaning, to compare texts first."""
+def _strip_ornaments(answer: str) -> str:
+    """The answer without LaTeX that does not change its meaning, to compare texts directly."""
     return _ORNAMENTS.sub("", answer).replace("dfrac", "frac").replace("tfrac", "frac")
 
 
-def _equal(reference: str, given: str, seconds: int) -> bool:
+def _is_equal(reference: str, answer: str, seconds: int) -> bool:
+    """Whether the library finds both answers equal within this CPU time."""
     from math_verify import grader, parser, verify
 
     grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # the limit is ours
 
     def compare() -> bool:
-        pairs = product(_read(reference), _read(given))
+        pairs = product(_read(reference), _read(answer))
         return any(verify(one, other, timeout_seconds=None) for one, other in pairs)
 
-    return _within(seconds, compare)
+    return _run_with_limit(seconds, compare)
 
 
 @lru_cache(maxsize=4096)
 def _read(answer: str) -> tuple[Any, ...]:
-    """What the library makes of an answer: sympy objects or text; empty if nothing."""
+    """The library's parse of an answer: sympy objects or text; empty if it cannot parse it."""
     from math_verify import parse
 
     return tuple(parse(answer, parsing_timeout=None))
@@ -98,14 +102,14 @@ def _read(answer: str) -> tuple[Any, ...]:
 _AGAIN_SECONDS = 0.1
 
 
-class _TooLong(BaseException):
-    """Not an Exception, so that no `except Exception` on the way keeps it."""
+class _TimeLimitReached(BaseException):
+    """Not an Exception, so that no `except Exception` of the library swallows it."""
 
 
-def _within(seconds: float, work: Callable[[], bool]) -> bool:
-    """work(); False if it takes more of a processor's time: a busy machine changes no answer.
+def _run_with_limit(seconds: float, work: Callable[[], bool]) -> bool:
+    """work(); False if it takes longer than this CPU time, so a busy machine changes no result.
 
-    The signal comes again and again: Python drops what is raised inside of a destructor or of a
+    The signal is repeated, because Python drops exceptions that are raised inside a destructor or a
     callback of the garbage collector.
     """
 
@@ -113,16 +117,17 @@ def _within(seconds: float, work: Callable[[], bool]) -> bool:
         return work()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        """Raise _TimeLimitReached if `run` is still on the stack."""
         while frame is not None and frame.f_code is not run.__code__:
             frame = frame.f_back
-        if frame is not None:  # else the work is over
-            raise _TooLong
+        if frame is not None:  # otherwise the work is over
+            raise _TimeLimitReached
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
     try:
         return run()
-    except _TooLong:
+    except _TimeLimitReached:
         return False
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)

@@ -1,8 +1,8 @@
 """A pool of worker processes that run one reward function, or several, on many samples.
 
-The order of samples is kept; each process has all functions. If a function raises, returns no
-score, takes too long or ends its process, the error names the sample, the cause and the place in
-the function; a lost process is replaced and the other samples go on.
+Results are in the order of the samples. Each process has all functions. If a function raises,
+returns no score, takes too long or ends its process, the error reports the sample, the cause and
+the location in the function. A lost process is replaced, and the other samples continue.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one call of `RewardPool.score` found out."""
+    """Result of one call of `RewardPool.score`."""
 
     results: list[Result]
-    """Of each sample, in order."""
+    """One per sample, in order."""
     first_failure: str = ""
-    """Why the first sample that failed did so; empty if none failed."""
+    """Why the first failed sample failed; empty if none did."""
 
 
 class RewardPool:
-    """Worker processes of one rank; started at construction, gone at `close` or with the rank.
+    """Worker processes of one rank. They start at construction and end at `close` or with the rank.
 
-    function: as the setting reward.function; a term `model` is ignored, the caller adds it.
-    ConfigError if a function cannot be found; RewardError if its module cannot be imported
-    within start_seconds. Thread-safe: calls of `score` take turns, `close` ends them.
+    function: like the setting reward.function; a term `model` is ignored, because the caller adds
+    it. Raises ConfigError if a function cannot be found, and RewardError if its module cannot be
+    imported within start_seconds. Thread-safe: calls of `score` take turns, `close` aborts them.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class RewardPool:
         on_error: str = "raise",
         start_seconds: float = 120.0,
     ) -> None:
-        """on_error: raise, zero or drop; the last two record a failure and go on."""
+        """on_error: raise, zero or drop; the last two record a failure and continue."""
         assert on_error in ("raise", "zero", "drop"), on_error
         terms = reward_terms("reward.function", function)
         self._terms: list[RewardTerm] = [term for term in terms if not term.is_model]
         assert self._terms, function
-        self._places = [""] * len(self._terms)
+        self._definitions = [""] * len(self._terms)
         self._num_processes = num_processes
         self._sample_seconds = sample_seconds
         self._start_seconds = start_seconds
@@ -81,12 +81,12 @@ class RewardPool:
             on_failure.callback(self.close)
             self._start_missing()
             while not all(process.ready for process in self._processes):
-                self._advance(Work(0, 1, strict=False))
+                self._advance(CallQueue(0, 1, strict=False))
             on_failure.pop_all()
 
     @classmethod
     def from_config(cls, cfg: RewardConfig) -> RewardPool:
-        """A pool with the settings of the reward section, which has a function."""
+        """A pool with the settings of the reward section, which must have a function."""
         return cls(
             cfg.function,
             cfg.num_processes,
@@ -102,12 +102,13 @@ class RewardPool:
         *,
         row_ids: Sequence[int] | None = None,
     ) -> Judgement:
-        """For each sample {"score": float, ...}, in order. Lengths must agree; may be 0.
+        """Score samples: {"score": float, ...} for each, in order. Lengths must agree and may be 0.
 
-        Of several functions the score is the weighted sum; each function's own score is there under
-        the name of its term. on_error=raise: RewardError for the first failed sample. zero, drop:
-        a function that failed counts as score 0, and every sample has "errors", the number of
-        functions that failed. row_ids name samples in messages.
+        With several functions the score is the weighted sum, and each function's score is reported
+        under the name of its term. on_error=raise: RewardError for the first failed sample. zero,
+        drop: a function that failed scores 0, and every sample has "errors", the number of
+        functions that failed. row_ids identify samples in messages. Starts new processes for those
+        that have ended.
         """
         assert len(prompts) == len(responses) == len(rows), (len(prompts), len(responses))
         if row_ids is None:
@@ -116,7 +117,7 @@ class RewardPool:
             ids = [f" {number}" for number in row_ids]
         samples = list(zip(prompts, responses, rows, ids, strict=True))
         num_calls = len(samples) * len(self._terms)
-        work = Work(num_calls, self._num_processes, strict=self._strict)
+        work = CallQueue(num_calls, self._num_processes, strict=self._strict)
         with self._using:
             self._replace_ended()
             try:
@@ -129,7 +130,7 @@ class RewardPool:
             return self._collect(work, samples)
 
     def close(self) -> None:
-        """Kill all worker processes; harmless when repeated."""
+        """Kill all worker processes. Repeated calls do nothing."""
         self._closed = True
         with self._using:
             self._kill(list(self._processes))
@@ -151,7 +152,7 @@ class RewardPool:
             )
 
     def _replace_ended(self) -> None:
-        """Replace processes that ended between two calls; no sample counts as failed."""
+        """Replace processes that ended between two calls. No sample counts as failed."""
         self._refuse_after_close()
         ended = []
         for process in self._processes:
@@ -163,6 +164,7 @@ class RewardPool:
         self._start_missing()
 
     def _refuse_after_close(self) -> None:
+        """Raise RewardError if the pool was closed."""
         if self._closed:
             got = "the end of its run while it scored"
             do = "see why the run ended"
@@ -173,7 +175,8 @@ class RewardPool:
             process.kill()
             self._processes.remove(process)
 
-    def _hand_out(self, work: Work, samples: Sequence[Any]) -> None:
+    def _hand_out(self, work: CallQueue, samples: Sequence[Any]) -> None:
+        """Send a chunk of waiting calls to each idle process."""
         for process in self._processes:
             if process.idle and (numbers := work.next_chunk()):
                 calls: dict[int, list[int]] = {}  # sample -> functions: its texts are sent once
@@ -182,8 +185,8 @@ class RewardPool:
                     calls.setdefault(sample, []).append(function)
                 process.give(numbers, [(calls[sample], *samples[sample][:3]) for sample in calls])
 
-    def _advance(self, work: Work) -> None:
-        """Wait until a process answers, ends or runs out of time, and record it."""
+    def _advance(self, work: CallQueue) -> None:
+        """Wait until processes answer, end or run out of time; record it and replace lost ones."""
         self._wait()
         for process in list(self._processes):
             messages, end = process.advance()
@@ -201,14 +204,18 @@ class RewardPool:
                 self._replace(process, f"did not end within {self._start_seconds:g} s", work)
 
     def _wait(self) -> None:
-        """Wait until a process may have answered, or its time is over."""
+        """Wait until a process may have answered or run out of time."""
         poll = select.poll()
         for process in self._processes:
             poll.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
         seconds = min([_LOOK_SECONDS, *(process.seconds_left() for process in self._processes)])
         poll.poll(max(0.0, seconds * 1000))
 
-    def _record(self, process: RewardProcess, message: dict[str, Any], work: Work) -> None:
+    def _record(self, process: RewardProcess, message: dict[str, Any], work: CallQueue) -> None:
+        """Apply a process's message: a result, a failure, or the end of its start.
+
+        Raises ConfigError or RewardError if the function cannot be used at all.
+        """
         if "scores" in message:
             work.scores[process.pending.popleft()] = message["scores"]
         elif "failed" in message:
@@ -218,7 +225,7 @@ class RewardPool:
             raise RewardError(
                 f"reward.function {self._terms[number].function!r} forked, and its child returned "
                 f"as well; expected one return for each sample; end the child with os._exit(0), or "
-                f"start it with subprocess\nfunction: {self._places[number]}"
+                f"start it with subprocess\nfunction: {self._definitions[number]}"
             )
         elif "refused" in message:
             raise ConfigError(message["refused"])
@@ -230,9 +237,9 @@ class RewardPool:
             )
         else:
             process.ready = True
-            self._places = message["ready"]
+            self._definitions = message["ready"]
 
-    def _replace(self, process: RewardProcess, what: str, work: Work) -> None:
+    def _replace(self, process: RewardProcess, what: str, work: CallQueue) -> None:
         """Record the running sample as failed, requeue the others, start a new process."""
         stack = process.stack()
         where = stack and f"\nIt was there (innermost call first):\n{stack}"
@@ -241,14 +248,15 @@ class RewardPool:
             names = ", ".join(repr(term.function) for term in self._terms)
             raise RewardError(
                 f"reward.function {names}: importing its module {what}; expected a module that can "
-                f"be imported by itself; run `python -c` on it to see why{where}"
+                f"be imported on its own; run `python -c` on it to see why{where}"
             )
         if process.pending:
             work.fail(process.pending.popleft(), what + where)
-            work.give_back(list(process.pending))
+            work.requeue(list(process.pending))
         self._start_missing()
 
-    def _collect(self, work: Work, samples: Sequence[Any]) -> Judgement:
+    def _collect(self, work: CallQueue, samples: Sequence[Any]) -> Judgement:
+        """Combine the results of all calls, by sample, and report the failures."""
         first_failure = ""
         for number in sorted(work.failures):
             text = self._report(number, work.failures[number], samples)
@@ -260,13 +268,15 @@ class RewardPool:
         width = len(self._terms)
         results = []
         for first in range(0, len(samples) * width, width):
-            results.append(weighted(self._terms, [work.scores[first + n] for n in range(width)]))
+            results.append(
+                combine_terms(self._terms, [work.scores[first + n] for n in range(width)])
+            )
         return Judgement(results=results, first_failure=first_failure)
 
     def _report(self, number: int, cause: str, samples: Sequence[Any]) -> str:
-        """Raise a failure, or return its text, logged if it is the first of its kind.
+        """Raise a failure if on_error is raise; otherwise return its text.
 
-        Of the others, one in a hundred is logged.
+        The first failure of each kind is logged, and one in a hundred of the others.
         """
         sample, function = divmod(number, len(self._terms))
         text = self._describe(cause, samples[sample], function)
@@ -281,18 +291,18 @@ class RewardPool:
         return text
 
     def _describe(self, cause: str, sample: Sequence[Any], function: int) -> str:
-        """The same text whichever rank and process the sample was on."""
+        """Error text of a failed sample. It does not depend on the sample's rank or process."""
         what, _, trace = cause.partition("\n")
         prompt, response, row, row_id = sample
         if self._strict:
-            instead = ", or set reward.on_error=drop to leave such samples out"
+            instead = ", or set reward.on_error=drop to omit such samples"
         else:
             instead = ""
         text = (
             f"reward.function {self._terms[function].function!r} {what}; expected a finite number "
             f'or a dict with "score" within {self._sample_seconds:g} s; fix the function{instead}\n'
             f"prompt: {_shorten(prompt)!r}\nresponse: {_shorten(response)!r}\n"
-            f"row{row_id}: {_shorten(json.dumps(row))}\nfunction: {self._places[function]}"
+            f"row{row_id}: {_shorten(json.dumps(row))}\nfunction: {self._definitions[function]}"
         )
         if trace:
             return f"{text}\n{trace.rstrip()}"
@@ -300,6 +310,7 @@ class RewardPool:
 
 
 def _shorten(text: str) -> str:
+    """Start and end of a text that is longer than 200 characters."""
     half = _EXCERPT_LETTERS // 2
     if len(text) <= _EXCERPT_LETTERS:
         return text
@@ -309,13 +320,14 @@ def _shorten(text: str) -> str:
 _MAX_CHUNK = 64
 
 
-class Work:
-    """Bookkeeping: which calls (function x sample) wait, are answered or have failed."""
+class CallQueue:
+    """Tracks which calls (function x sample) are waiting, answered or failed."""
 
     def __init__(self, num_samples: int, num_workers: int, *, strict: bool) -> None:
+        """strict: after a failed call, later calls need not run."""
         self.scores: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, str] = {}
-        """Call number -> what went wrong, with the traceback if there is one."""
+        """Call number -> cause of the failure, with the traceback if there is one."""
         self._waiting = deque(range(num_samples))
         self._num_samples = num_samples
         self._num_workers = num_workers
@@ -323,37 +335,37 @@ class Work:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing that matters is left to run."""
+        """Whether all calls whose result matters have ended."""
         if self._strict and self.failures:
             return all(number in self.scores for number in range(min(self.failures)))
         return len(self.scores) + len(self.failures) == self._num_samples
 
     def next_chunk(self) -> list[int]:
-        """Call numbers for an idle worker; empty if none is waiting."""
+        """Take call numbers for an idle worker from the queue; empty if none is waiting."""
         size = min(_MAX_CHUNK, -(-len(self._waiting) // (2 * self._num_workers)))
         return [self._waiting.popleft() for _ in range(size)]
 
     def fail(self, number: int, cause: str) -> None:
-        """Record a failed call; in strict mode later ones need not run any more."""
+        """Record a failed call. In strict mode, later calls are dropped from the queue."""
         self.failures[number] = cause
-        self._forget_pointless()
+        self._drop_unneeded()
 
-    def give_back(self, numbers: Sequence[int]) -> None:
-        """Put calls of a lost worker back, before all that wait."""
+    def requeue(self, numbers: Sequence[int]) -> None:
+        """Put the calls of a lost worker back at the front of the queue."""
         self._waiting.extendleft(reversed(numbers))
-        self._forget_pointless()
+        self._drop_unneeded()
 
-    def _forget_pointless(self) -> None:
+    def _drop_unneeded(self) -> None:
         if self._strict and self.failures:
             first = min(self.failures)
             self._waiting = deque(number for number in self._waiting if number < first)
 
 
-def weighted(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Result:
+def combine_terms(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Result:
     """One sample's {"score": sum of weight * score, name: score of each named term, ...}.
 
-    Further numbers of the first term keep their names unless a term has that name; those of
-    the others get their term's name in front (format_length). "errors" add up, and the first
+    Further numbers of the first term keep their names unless a term has that name. Those of the
+    other terms are prefixed with their term's name (format_length). "errors" add up, and the first
     "answer" counts.
     """
     assert len(terms) == len(results), (len(terms), len(results))

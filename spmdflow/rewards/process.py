@@ -1,7 +1,7 @@
-"""One worker process as the pool sees it: start, send, read, kill. Knows no other process.
+"""The pool's side of one worker process: start, send, read, kill. It knows no other process.
 
-Its parent is a keeper (rewards.keeper), which ends everything below it; the pool ends the keeper by
-closing a pipe. Nothing here blocks but `stack` (0.5 s at most) and `kill`, which waits for the
+Its parent is a keeper (rewards.keeper), which ends all its descendants. The pool ends the keeper by
+closing a pipe. Only two functions block: `stack` (0.5 s at most) and `kill`, which waits for the
 process to end.
 """
 
@@ -32,46 +32,49 @@ _BOOT = (
 )
 _READ_BYTES = 1 << 16
 _MOST_READ_BYTES = 1 << 26
-"""Of one look, so that who writes without an end does not hold the rank."""
+"""Limit of one `read`, so that a process that writes endlessly does not block the rank."""
 _MOST_LINE_BYTES = 1 << 28
 _SHOWN_BYTES = 40
 _SECRET = "SPMDFLOW_SECRET"
 _MARK = "SPMDFLOW_WORKER"
-"""Environment variable that tells what a worker process started, if its keeper is killed."""
+"""Environment variable that marks a worker's descendants, in case its keeper is killed."""
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 0.5
 
 
 class WorkerProcess:
-    """A running process that speaks lines of JSON with the pool that started it."""
+    """A running process that exchanges lines of JSON with the pool that started it."""
 
     child = ""
     """Module whose `main` it runs."""
 
     def __init__(self) -> None:
+        """Start the keeper, which starts the worker process; OSError if that fails."""
         self.ready = False
         self._unread = b""
         self._unsent = memoryview(b"")
         self._mark = f"{_MARK}={secrets.token_hex(16)}"
         self._worker_pid: int | None = None
-        """None: it has not said so yet."""
-        self._popen, self._channel, self._lifeline, self._stack = _start(self.child, self._mark)
+        """None until the process has sent it."""
+        self._popen, self._channel, self._lifeline, self._stack = _start_keeper(
+            self.child, self._mark
+        )
         self._ours = f"/{self.child.replace('.', '/')}.py"
-        """First frame of a stack that is not the user's; then the stack is complete."""
+        """File of a stack's first frame that is not the user's. It completes the stack."""
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes wait for room in the socket."""
+        """Whether bytes wait for space in the socket's buffer."""
         return len(self._unsent) > 0
 
     @property
     def ended(self) -> bool:
-        """Whether it is gone, by itself or killed from outside."""
+        """Whether it has exited or was killed."""
         return self._popen.poll() is not None
 
     @property
     def pid(self) -> int:
-        """Its process id, once it has begun; until then, its keeper's."""
+        """The worker's process id, once it is known; until then, the keeper's."""
         if self._worker_pid is None:
             return self._popen.pid
         return self._worker_pid
@@ -81,9 +84,10 @@ class WorkerProcess:
         return self._channel.fileno()
 
     def read(self) -> tuple[list[dict[str, Any]], str | None]:
-        """Messages that have come, and why it is of no more use if it is not (after the last one).
+        """(messages received, why the process is unusable after them or None).
 
-        That is what it did, in words, such as "ended its worker process (exit status 1)".
+        The cause is a phrase such as "ended its worker process (exit status 1)". Also sends bytes
+        that were waiting.
         """
         status = self._popen.poll()  # before reading: what a dead process sent is all there
         self._flush()
@@ -99,18 +103,18 @@ class WorkerProcess:
         return messages, f"ended its worker process ({how})"
 
     def accepts(self, message: dict[str, Any]) -> bool:
-        """Whether it may send this message now; the user's code can write to its channel, too."""
+        """Whether it may send this message now. The user's code can write to its socket, too."""
         raise NotImplementedError
 
     def send(self, message: object) -> None:
-        """Send a line of JSON, at once or as its socket has room."""
+        """Send a line of JSON now, or later if the socket's buffer is full."""
         self._unsent = memoryview(bytes(self._unsent) + json.dumps(message).encode() + b"\n")
         self._flush()
 
     def stack(self) -> str:
         """The stack of the running function, or of a crash: lines "  File ..., line ... in ...".
 
-        Innermost call first; "" if none comes in time.
+        Innermost call first; "" if none arrives within 0.5 s.
         """
         if self._worker_pid is not None and not self.ended:
             self._drop_stacks()
@@ -129,7 +133,7 @@ class WorkerProcess:
         return "\n".join(line for line in frames if line.startswith('  File "/'))
 
     def kill(self) -> None:
-        """End it and everything that it started; harmless when repeated."""
+        """End it and all processes that it started. Repeated calls do nothing."""
         if self._channel.fileno() < 0:
             return
         os.close(self._lifeline)  # the keeper ends them
@@ -144,21 +148,22 @@ class WorkerProcess:
         os.close(self._stack)
 
     def _drop_stacks(self) -> None:
-        """Read away stacks that others asked for, such as a batch system's SIGUSR1 to a job."""
+        """Discard stacks that others triggered, such as a batch system's SIGUSR1 to a job."""
         while select.select([self._stack], [], [], 0)[0] and os.read(self._stack, _READ_BYTES):
             pass
 
     def _flush(self) -> None:
+        """Send waiting bytes without blocking; drop them if the process is gone."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._channel.send(self._unsent) :]
         except BlockingIOError:
             return
-        except OSError:  # it is gone: advance() says so
+        except OSError:  # it is gone: advance() reports it
             self._unsent = memoryview(b"")
 
     def _read(self) -> tuple[list[dict[str, Any]], bytes | None]:
-        """(messages that have come, the first line that is none)."""
+        """(messages received, the first line that is no message or None)."""
         parts = [self._unread]
         try:
             for _ in range(_MOST_READ_BYTES // _READ_BYTES):
@@ -174,7 +179,7 @@ class WorkerProcess:
             message = _message_or_none(line)
             if message is None:
                 return messages, line
-            is_first = self._worker_pid is None  # which it sends before it runs code of users
+            is_first = self._worker_pid is None  # it is sent before any code of users runs
             if is_first and message.keys() == {"worker"} and type(message["worker"]) is int:
                 self._worker_pid = message["worker"]
             else:
@@ -183,7 +188,7 @@ class WorkerProcess:
 
 
 class RewardProcess(WorkerProcess):
-    """A worker process with the calls it has been given: functions of samples."""
+    """A worker process and the calls (function x sample) that were sent to it."""
 
     child = "spmdflow.rewards.child"
 
@@ -197,7 +202,7 @@ class RewardProcess(WorkerProcess):
         """functions: name and keyword arguments of each."""
         super().__init__()
         self.pending: deque[int] = deque()
-        """Numbers of the calls it has not answered; it is running the first of them."""
+        """Numbers of the calls that it has not answered. It is running the first of them."""
         self._num_functions = len(functions)
         self._sample_seconds = sample_seconds
         self._deadline = time.monotonic() + start_seconds
@@ -205,7 +210,7 @@ class RewardProcess(WorkerProcess):
 
     @property
     def idle(self) -> bool:
-        """Whether it can be given samples."""
+        """Whether it can take samples."""
         return self.ready and not self.pending
 
     def give(self, numbers: Sequence[int], calls: Sequence[Any]) -> None:
@@ -232,21 +237,21 @@ class RewardProcess(WorkerProcess):
         return False
 
     def advance(self) -> tuple[list[dict[str, Any]], str | None]:
-        """As `read`; a message gives the next call its full time."""
+        """Like `read`; a message also restarts the time limit, for the next call."""
         messages, end = self.read()
         if messages:
             self._deadline = time.monotonic() + self._sample_seconds
         return messages, end
 
     def seconds_left(self) -> float:
-        """Until its running call, or its start, takes too long; infinite when idle."""
+        """Seconds until its running call or its start exceeds the limit; infinite when idle."""
         if self.idle:
             return float("inf")
         return self._deadline - time.monotonic()
 
 
 def wrote_to_channel(what: object) -> str:
-    """What a process did that sent what it may not send, in words."""
+    """Phrase for a process that sent something that it may not send."""
     data = what if isinstance(what, bytes) else json.dumps(what).encode()
     shown = data[:_SHOWN_BYTES].decode(errors="replace")
     return (
@@ -256,7 +261,7 @@ def wrote_to_channel(what: object) -> str:
 
 
 def are_scores(value: object) -> bool:
-    """Whether this is what `rewards.child.scores_of` makes."""
+    """Whether the value has the form of a result of `rewards.child.scores_of`."""
     if not isinstance(value, dict) or "score" not in value:
         return False
     for name, entry in value.items():
@@ -268,7 +273,7 @@ def are_scores(value: object) -> bool:
 
 
 def _signal_name(number: int) -> str:
-    """SIGKILL, ...; of real-time signals Python names the first and the last alone."""
+    """SIGKILL, ...; the number for most real-time signals, which Python does not name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -276,7 +281,7 @@ def _signal_name(number: int) -> str:
 
 
 def are_texts(value: object, count: int) -> bool:
-    """Whether this is a list of so many texts."""
+    """Whether the value is a list of `count` texts."""
     return (
         isinstance(value, list)
         and len(value) == count
@@ -295,9 +300,12 @@ def _message_or_none(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _start(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
-    """(keeper, socket to its worker process, pipe end whose closing kills both, pipe end to read
-    the worker's stack)."""
+def _start_keeper(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
+    """Start a keeper and its worker process, with `mark` in their environment.
+
+    Returns (keeper, socket to the worker, pipe end whose closing kills both, pipe end to read the
+    worker's stack).
+    """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     watched, lifeline = os.pipe()
@@ -309,12 +317,12 @@ def _start(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socke
             environment[key] = text
     environment[name] = value
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    given = (theirs.fileno(), watched, shown)
+    descriptors = (theirs.fileno(), watched, shown)
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, path, child, *map(str, given)],
+            [sys.executable, "-c", _BOOT, path, child, *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
-            pass_fds=given,
+            pass_fds=descriptors,
             env=environment,
             start_new_session=True,  # torchrun signals the rank's whole group
         )

@@ -1,7 +1,7 @@
-"""How cheerful a text is, from a lexicon of word valences (after Hutto and Gilbert 2014, VADER).
+"""Sentiment of a text from a lexicon of word valences (after Hutto and Gilbert 2014, VADER).
 
 Score range: -1 to 1. No column of the row is read. Simpler than the published rules: no capitals,
-idioms, emoticons or "but"; docs/REWARDS.md says how well it agrees with them.
+idioms, emoticons or "but". docs/REWARDS.md reports how well it agrees with them.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def load_lexicon(path: Path) -> dict[str, float]:
 def lexicon_score(text: str, lexicon: Mapping[str, float]) -> float:
     """sum / sqrt(sum^2 + 15) over the valences of the words, in [-1, 1]; 0 if none is known."""
     words = _WORD.findall(text.lower())
-    total = sum(_valence(words, place, lexicon) for place in range(len(words)))
+    total = sum(_valence(words, index, lexicon) for index in range(len(words)))
     if total:
         total += (1 if total > 0 else -1) * _EXCLAMATION * min(text.count("!"), 4)
     return total / sqrt(total * total + _HALFWAY)
 
 
-def _valence(words: list[str], place: int, lexicon: Mapping[str, float]) -> float:
-    """Valence of a word, scaled by an intensifier before it, negated by a word up to 3 before."""
-    valence = lexicon.get(words[place], 0.0)
+def _valence(words: list[str], index: int, lexicon: Mapping[str, float]) -> float:
+    """Valence of a word, adjusted for an intensifier before it and a negation up to 3 before."""
+    valence = lexicon.get(words[index], 0.0)
     if not valence:
         return 0.0
     sign = 1 if valence > 0 else -1
-    before = words[max(0, place - 3) : place]
+    before = words[max(0, index - 3) : index]
     if before and before[-1] in _STRONGER:
         valence += sign * _BOOST
     if before and before[-1] in _WEAKER:

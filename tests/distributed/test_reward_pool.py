@@ -407,7 +407,7 @@ def test_module_that_hangs_or_vanishes_is_refused(tmp_path, text, seconds, cause
     assert stack in ("", f'  File "{path}", line {line} in <module>')  # "": not yet that far
     assert message == (
         f"reward.function '{path}:score': importing its module {cause}; expected a module that "
-        f"can be imported by itself; run `python -c` on it to see why"
+        f"can be imported on its own; run `python -c` on it to see why"
     )
 
 

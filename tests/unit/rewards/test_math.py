@@ -103,7 +103,7 @@ def test_limit_that_passes_inside_of_a_callback_of_the_collector_still_ends_the_
 
     gc.callbacks.append(collecting)
     try:
-        assert not math._within(0.2, work)
+        assert not math._run_with_limit(0.2, work)
     finally:
         gc.callbacks.remove(collecting)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmdflow.config.reward import RewardTerm, reward_terms, with_located_files
 from spmdflow.errors import ConfigError
-from spmdflow.rewards.pool import weighted
+from spmdflow.rewards.pool import combine_terms
 from tests.unit.config_folder import accept, write_config_folder
 
 
@@ -145,7 +145,7 @@ def test_score_is_the_sum_in_order_and_terms_keep_their_own() -> None:
         {"score": 9.0},
     ]
 
-    assert weighted(terms, results) == {
+    assert combine_terms(terms, results) == {
         "score": 0.25 - 1.5,
         "a": 0.25,
         "accuracy": 1.0,  # of the first term
@@ -159,8 +159,8 @@ def test_score_is_the_sum_in_order_and_terms_keep_their_own() -> None:
 
 @given(st.floats(-1e6, 1e6), st.floats(-10, 10))
 def test_one_function_alone_keeps_its_numbers(score: float, weight: float) -> None:
-    alone = weighted([RewardTerm("", "m:f")], [{"score": score, "accuracy": 1.0}])
-    scaled = weighted([RewardTerm("", "m:f", weight)], [{"score": score}])
+    alone = combine_terms([RewardTerm("", "m:f")], [{"score": score, "accuracy": 1.0}])
+    scaled = combine_terms([RewardTerm("", "m:f", weight)], [{"score": score}])
 
     assert alone == {"score": score, "accuracy": 1.0}
     assert scaled == {"score": weight * score}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.arithmetic import exact_match, shuffled
-from spmdflow.rewards.child import BadAnswer, load_function, scores_of
-from spmdflow.rewards.pool import Work
+from spmdflow.rewards.child import InvalidScore, load_function, scores_of
+from spmdflow.rewards.pool import CallQueue
 from spmdflow.rewards.sentiment import lexicon_score, load_lexicon
 
 FORM = '"path/file.py:name" or "module:name"'
@@ -57,7 +57,7 @@ def test_numbers_and_dicts_with_a_score_are_kept(value, scores):
     ],
 )
 def test_answers_without_a_finite_score_are_refused(value, message):
-    with pytest.raises(BadAnswer) as caught:
+    with pytest.raises(InvalidScore) as caught:
         scores_of(value)
 
     assert str(caught.value) == message
@@ -109,7 +109,7 @@ def test_function_is_found_in_a_file_and_in_a_module(tmp_path):
             "mine.py:later",
             "reward.function: got 'mine.py:later', an async function, "
             "expected fn(prompt, response, row) -> float | dict; "
-            "make it an ordinary one (asyncio.run inside it)",
+            "make it an ordinary function (call asyncio.run inside it)",
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_lexicon_score_is_signed_bounded_and_turned_by_negations(tmp_path):
 
 @given(st.integers(0, 300), st.integers(1, 8))
 def test_chunks_cover_every_sample_once_in_order_and_end_small(num_samples, num_workers):
-    work = Work(num_samples, num_workers, strict=False)
+    work = CallQueue(num_samples, num_workers, strict=False)
 
     chunks = []
     while chunk := work.next_chunk():
@@ -214,12 +214,12 @@ def test_chunks_cover_every_sample_once_in_order_and_end_small(num_samples, num_
 
 
 def test_failed_sample_in_strict_mode_waits_for_earlier_samples_only():
-    work = Work(10, 1, strict=True)
+    work = CallQueue(10, 1, strict=True)
     assert work.next_chunk() == [0, 1, 2, 3, 4]
     work.scores[0] = {"score": 1.0}
 
     work.fail(2, "raised")
-    work.give_back([1, 3, 4])
+    work.requeue([1, 3, 4])
 
     assert not work.finished
     assert work.next_chunk() == [1]
@@ -229,10 +229,10 @@ def test_failed_sample_in_strict_mode_waits_for_earlier_samples_only():
 
 
 def test_failed_sample_otherwise_lets_all_others_run():
-    work = Work(4, 1, strict=False)
+    work = CallQueue(4, 1, strict=False)
     assert work.next_chunk() == [0, 1]
 
     work.fail(0, "raised")
-    work.give_back([1])
+    work.requeue([1])
 
     assert [work.next_chunk() for _ in range(3)] == [[1, 2], [3], []]
