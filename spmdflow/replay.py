@@ -35,7 +35,7 @@ from spmdflow.controller.flow import Flow
 from spmdflow.data.column import Column
 from spmdflow.errors import ConfigError
 from spmdflow.run import FAILED, FINISHED, Arguments, Place, prepare_rank, run_rank
-from spmdflow.tracking.progress import shortened
+from spmdflow.tracking.progress import shorten_text
 
 TOLERANCE = 1e-3
 """On another layout: largest difference, as a share of the largest number of the tensor."""
@@ -243,7 +243,7 @@ def _shown(column: Column, row: int) -> str:
     """A row as short text."""
     value = column.take(torch.tensor([row])).to_value()
     rows = list(value.unbind()) if isinstance(value, Tensor) else value
-    return shortened(str(rows[0].tolist() if isinstance(rows[0], Tensor) else rows[0]), 80)
+    return shorten_text(str(rows[0].tolist() if isinstance(rows[0], Tensor) else rows[0]), 80)
 
 
 if __name__ == "__main__":

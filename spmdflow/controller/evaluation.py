@@ -23,10 +23,10 @@ from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError, RewardError
 from spmdflow.log import print_text
 from spmdflow.tracking.estimate import (
-    as_metrics,
+    estimate_metrics,
     estimates,
     evaluation_table,
-    per_prompt,
+    prompt_accuracies,
 )
 
 Generate = Callable[..., Batch]
@@ -116,7 +116,7 @@ class Evaluation:
         sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
         rows = judged(sampled)
         shares = _shares([rows[place] for place in _places_whole([rows])])
-        return as_metrics(estimates(shares, seed=self._seed), "eval")
+        return estimate_metrics(estimates(shares, seed=self._seed), "eval")
 
     def _play(self, stream: PromptStream, model: WorkerGroup) -> dict[str, float]:
         """Run an episode of greedy replies for each held-out row; the call reports its metrics."""
@@ -157,7 +157,9 @@ class Evaluation:
                 err,
                 run_dir / EVALUATION_FILE,
             )
-        return as_metrics(found, "eval") | {"eval/response_length": facts["mean tokens, greedy"]}
+        return estimate_metrics(found, "eval") | {
+            "eval/response_length": facts["mean tokens, greedy"]
+        }
 
 
 def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, greedy: bool) -> Batch:
@@ -192,7 +194,7 @@ def _places_whole(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
 
 def _shares(samples: Sequence[Sequence[Judged]]) -> dict[str, list[float]]:
     """pass@k and maj@n of each prompt."""
-    return per_prompt(
+    return prompt_accuracies(
         [[sample.answer for sample in row] for row in samples],
         [[sample.right for sample in row] for row in samples],
     )

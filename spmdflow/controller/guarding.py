@@ -103,7 +103,7 @@ class Guarding:
         """Say what holds the first, second, fourth, eighth, ... time, and keep the batch then."""
         told = []
         for trip in trips:
-            if trip.is_told:
+            if trip.is_reported:
                 told.append(trip)
         kept = self._keep(step, told, batch) if told else ""
         for trip in told:

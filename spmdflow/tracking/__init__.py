@@ -1,18 +1,26 @@
-"""What a run writes about itself, and what it shows while it runs.
+"""Records of a run: metrics, samples, traces and what the terminal shows.
 
-Files in RUN_DIR, each readable at any moment, also after a kill:
+Files in RUN_DIR. Each can be read at any moment, even after the run was killed:
 
     metrics.jsonl   one object per step: `step` first, then names in order; null: not finite
-    samples.jsonl   one object per sample: step, texts, score, perhaps terms; group, advantage and
+    samples.jsonl   one object per sample: step, texts, score, terms if any; group, advantage and
                     tokens (controller/sample.py)
     trace.json      Chrome trace format (open in ui.perfetto.dev): process = rank, thread = lane
     profile/        torch.profiler's traces, one for each step and rank of run.profile_steps
-    evaluation.jsonl   of algos/evaluate.py: one object per held-out prompt and its judged responses
+    evaluation.jsonl   by algos/evaluate.py: one object per held-out prompt, with scored responses
 
 Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)
-controller/ (bytes); all metrics are in docs/METRICS.md. `merge` turns the Mean, Sum, Max and Min of
-many ranks and calls into numbers.
-`reading` reads RUN_DIR for people: spmdflow.view, report and status.
-`guard` says which conditions of run.guards hold for a step's metrics.
-`estimate` turns judged samples of held-out prompts into pass@k and majority@k with intervals.
+controller/ (bytes). docs/METRICS.md lists all metrics.
+
+| file | what |
+|---|---|
+| `tracker` | `Tracker`: writes metrics.jsonl and samples.jsonl; `Sink`: a further destination |
+| `sink` | sinks: TensorBoard, W&B, MLflow, Trackio, SwanLab |
+| `metric` | `merge`: Mean, Sum, Max and Min of many ranks and calls become numbers |
+| `trace` | writes trace.json and profile/ |
+| `progress` | the line of a step, a table of samples, a curve, as text |
+| `reading` | reads a RUN_DIR for spmdflow.view, report and status |
+| `guard` | which conditions of run.guards hold for a step's metrics |
+| `estimate` | pass@k and majority@k with intervals, from scored samples of held-out prompts |
+| `origin` | versions of packages and the script's git commit |
 """

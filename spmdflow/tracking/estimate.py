@@ -1,7 +1,7 @@
-"""What several samples of each prompt say about a policy: pass@k, majority@k, with intervals.
+"""Estimates from several samples per prompt: pass@k and majority@k, with intervals.
 
-Pure functions of plain numbers. A prompt has n samples; each is right or wrong (1 or 0) and has
-an answer. Estimates are means over prompts; their intervals are a bootstrap over prompts.
+Pure functions of plain numbers. A prompt has n samples. Each is right or wrong (1 or 0) and has an
+answer. Estimates are means over prompts, with intervals by bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def ks_of(num_samples: int) -> list[int]:
-    """The k that are reported for n samples: powers of two up to n, and n itself."""
+def reported_ks(num_samples: int) -> list[int]:
+    """The values of k reported for n samples: powers of two up to n, and n itself."""
     powers = []
-    for place in range(num_samples.bit_length()):
-        powers.append(1 << place)
+    for exponent in range(num_samples.bit_length()):
+        powers.append(1 << exponent)
     return sorted({k for k in powers if k <= num_samples} | {num_samples})
 
 
 def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
-    """Accuracy of the answer that most samples of one prompt give (Wang et al. 2023).
+    """Accuracy of the most frequent answer among the samples of one prompt (Wang et al. 2023).
 
-    answers (n,): None gives no vote. right (n,): 1 or 0. On a tie the result is the mean over the
-    tied answers, as if one were drawn at random. Without any vote: 0.
+    answers (n,): None is no vote. right (n,): 1 or 0. On a tie the result is the mean over the
+    tied answers, the expectation of a random choice. Without any vote it is 0.
     """
     votes: dict[str, list[float]] = {}
     for answer, value in zip(answers, right, strict=True):
@@ -62,10 +62,10 @@ def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
     return 0.0
 
 
-def per_prompt(
+def prompt_accuracies(
     answers: Sequence[Sequence[str | None]], right: Sequence[Sequence[float]]
 ) -> dict[str, list[float]]:
-    """pass@k for each k of `ks_of` and maj@n, one number for each of P prompts.
+    """pass@k for each k of `reported_ks`, and maj@n: name -> a number for each of P prompts.
 
     answers, right: P lists of n samples each, n the same for all and at least 1.
     """
@@ -73,21 +73,21 @@ def per_prompt(
     counts = []
     for row in right:
         counts.append(sum(value >= 0.5 for value in row))
-    found = {}
-    for k in ks_of(num_samples):
-        found[f"pass@{k}"] = [pass_at_k(num_samples, count, k) for count in counts]
+    accuracies = {}
+    for k in reported_ks(num_samples):
+        accuracies[f"pass@{k}"] = [pass_at_k(num_samples, count, k) for count in counts]
     votes = []
     for names, row in zip(answers, right, strict=True):
         votes.append(majority(names, row))
-    return found | {f"maj@{num_samples}": votes}
+    return accuracies | {f"maj@{num_samples}": votes}
 
 
 def estimates(numbers: Mapping[str, Sequence[float]], *, seed: int) -> dict[str, Estimate]:
-    """Mean and percentile bootstrap interval of each name's numbers, one for each prompt.
+    """Mean and percentile bootstrap interval over prompts, for each name in `numbers`.
 
     Interval: from the 2.5th to the 97.5th percentile of the means of `NUM_RESAMPLES` resamples of
-    the P prompts (Efron 1979). All names share the resamples; the same seed gives the same ones.
-    Every name has the same number P >= 1 of values.
+    the P prompts (Efron 1979). All names share the resamples, which depend only on the seed and P.
+    numbers: name -> one value for each of the P >= 1 prompts.
     """
     table = np.array([numbers[name] for name in numbers], dtype=np.float64)  # (names, P)
     num_prompts = table.shape[1]
@@ -103,21 +103,23 @@ def estimates(numbers: Mapping[str, Sequence[float]], *, seed: int) -> dict[str,
     return result
 
 
-def as_metrics(found: Mapping[str, Estimate], prefix: str) -> dict[str, float]:
+def estimate_metrics(estimates: Mapping[str, Estimate], prefix: str) -> dict[str, float]:
     """prefix/name, prefix/name_low and prefix/name_high of each estimate."""
     metrics: dict[str, float] = {}
-    for name, estimate in found.items():
+    for name, estimate in estimates.items():
         metrics[f"{prefix}/{name}"] = estimate.value
         metrics[f"{prefix}/{name}_low"] = estimate.low
         metrics[f"{prefix}/{name}_high"] = estimate.high
     return metrics
 
 
-def evaluation_table(title: str, found: Mapping[str, Estimate], facts: Mapping[str, float]) -> str:
-    """Text of a title, a row for each estimate with its interval, and a row for each fact."""
-    width = max(map(len, [*found, *facts]))
+def evaluation_table(
+    title: str, estimates: Mapping[str, Estimate], facts: Mapping[str, float]
+) -> str:
+    """Text table: a title, a row for each estimate with its interval, and a row for each fact."""
+    width = max(map(len, [*estimates, *facts]))
     lines = [title, f"{'':{width}}   value   {COVERAGE:.0%} interval"]
-    for name, (value, low, high) in found.items():
+    for name, (value, low, high) in estimates.items():
         lines.append(f"{name:{width}} {value:7.4f}   {low:.4f} to {high:.4f}")
     lines += [f"{name:{width}} {value:7.4g}" for name, value in facts.items()]
     return "\n".join(lines) + "\n"

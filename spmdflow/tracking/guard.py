@@ -1,6 +1,6 @@
-"""`Guards`: which conditions of run.guards hold for a step's metrics, and what to look at then.
+"""`Guards`: which conditions of run.guards hold for a step's metrics, and what to check then.
 
-Pure. Knows numbers by name; what is done about them is the controller's (controller/guarding.py).
+Pure: knows only numbers by name. controller/guarding.py acts on the result.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from spmdflow.config.guard import SKIP, Guard, guard_of
 
 FEWEST = 5
-"""Values that a median needs."""
+"""Earlier values that a median needs."""
 _MOST_VALUES = 512
-"""Kept of a metric; then every second one is dropped, and every second new one is left out."""
+"""Most stored values of a metric. At this number every second one is dropped, then and later."""
 _ADVICE = {
-    "eval/": "read samples.jsonl and the rewards of the steps before; lower actor.optimizer.lr",
+    "eval/": "read samples.jsonl and the rewards of the previous steps; lower actor.optimizer.lr",
     "reward/": "read samples.jsonl; lower actor.optimizer.lr, or correct the reward function",
     "actor/entropy": "read samples.jsonl: are the responses all alike? lower actor.optimizer.lr",
     "actor/": "read samples.jsonl; lower actor.optimizer.lr or actor.update.num_epochs, or raise "
@@ -28,7 +28,7 @@ _ADVICE = {
     "perf/host": "the rank is perf/host_rank; look for lists that grow in the script, its worker "
     "classes or the reward function",
 }
-"""What to look at, by how the metric begins."""
+"""What to check, by prefix of the metric's name."""
 
 
 class Trip(NamedTuple):
@@ -38,13 +38,13 @@ class Trip(NamedTuple):
     value: float
     limit: float
     base: float | None
-    """The best or median value that the limit comes from."""
+    """The best or median earlier value from which the limit is computed."""
     times: int = 1
-    """How often it has held in this run, this time included."""
+    """How often the condition has held in this run, including this time."""
 
     @property
     def got(self) -> str:
-        """The number, and what it is held against."""
+        """The metric's value, and the base of the limit if there is one."""
         if self.base is None:
             base = ""
         else:
@@ -53,70 +53,73 @@ class Trip(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """The other side of the limit."""
+        """The allowed range, and the guard that sets it."""
         side = "at most" if self.guard.is_above else "at least"
         return f"{side} {self.limit:.4g}, by '{self.guard.text}'"
 
     @property
     def advice(self) -> str:
-        """What to look at."""
+        """What to check and which setting to change."""
         fitting = []
         for start in _ADVICE:
             if self.guard.name.startswith(start):
                 fitting.append(start)
         if fitting:
             return _ADVICE[max(fitting, key=len)]
-        return "look at metrics.jsonl before it"
+        return "check the previous steps in metrics.jsonl"
 
     @property
-    def is_told(self) -> bool:
-        """Whether to say so: the first, second, fourth, eighth, ... time."""
+    def is_reported(self) -> bool:
+        """Whether to log it, which happens the first, second, fourth, eighth, ... time."""
         return self.times & (self.times - 1) == 0
 
 
 class Guards:
-    """The conditions, and of each of their metrics the best and the median value so far."""
+    """The conditions of run.guards, and the earlier values of each of their metrics."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.guards = [guard_of(text) for text in texts]
-        self._seen = {each.name: _Seen() for each in self.guards}
+        self._histories = {each.name: _MetricHistory() for each in self.guards}
         self._times: dict[str, int] = {}
 
     def trips(self, metrics: Mapping[str, float], *, skipping: bool) -> list[Trip]:
-        """The guards that hold now: those with the action skip, or the others."""
-        found = []
+        """The guards that hold for these metrics; counts each.
+
+        skipping: check only guards with the action skip; otherwise only the others.
+        """
+        trips = []
         for each in self.guards:
             trip = None
             if each.name in metrics and (each.action == SKIP) == skipping:
-                trip = self._seen[each.name].trip(each, metrics[each.name])
+                trip = self._histories[each.name].trip(each, metrics[each.name])
             if trip is not None:
                 times = self._times[each.text] = self._times.get(each.text, 0) + 1
-                found.append(trip._replace(times=times))
-        return found
+                trips.append(trip._replace(times=times))
+        return trips
 
     def learn(self, metrics: Mapping[str, float]) -> None:
-        """A step is over: its values become earlier ones."""
-        for name, seen in self._seen.items():
+        """Add the metrics of a step that has ended to the earlier values."""
+        for name, seen in self._histories.items():
             if isfinite(metrics.get(name, inf)):
                 seen.add(metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues with."""
+        """State from which a resumed run continues."""
         seen = {}
-        for name, each in self._seen.items():
+        for name, each in self._histories.items():
             if each.count:
                 seen[name] = each.to_plain()
         return {"seen": seen, "times": dict(self._times)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; metrics that no guard names any more are dropped."""
+        """Restore the state of `state_dict`; skips metrics that no guard uses any more."""
         self._times = dict(state["times"])
-        for name in self._seen.keys() & state["seen"].keys():
-            self._seen[name] = _Seen(*state["seen"][name])
+        for name in self._histories.keys() & state["seen"].keys():
+            self._histories[name] = _MetricHistory(*state["seen"][name])
 
 
-class _Seen:
-    """Earlier values of one metric."""
+class _MetricHistory:
+    """Earlier values of one metric: count, extremes, and a subsample for the median."""
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class _Seen:
         values: Sequence[float] = (),
         every: int = 1,
     ) -> None:
+        """values: every `every`-th value so far."""
         self.count = count
         self._lowest = lowest
         self._highest = highest
@@ -133,11 +137,11 @@ class _Seen:
         self._every = every
 
     def to_plain(self) -> list[Any]:
-        """The arguments of the constructor."""
+        """The arguments of the constructor, as data for JSON."""
         return [self.count, self._lowest, self._highest, list(self._values), self._every]
 
     def add(self, value: float) -> None:
-        """A value of a step that is over."""
+        """Add the value of a step that has ended."""
         self._lowest = min(self._lowest, value)
         self._highest = max(self._highest, value)
         if self.count % self._every == 0:
@@ -148,8 +152,11 @@ class _Seen:
             self._every = 2 * self._every
 
     def trip(self, guard: Guard, value: float) -> Trip | None:
-        """A limit that its own best or median value exceeds (0.5 * best of a negative one) says
-        nothing, nor does one without earlier values."""
+        """The violation of a guard by this value; None if the guard does not hold.
+
+        A limit is ignored if there are no earlier values, or if its own base exceeds it (0.5 *
+        best of a negative best). A value that is not finite violates it all the same.
+        """
         base = None
         if guard.base == "median" and self.count >= FEWEST:
             base = float(median(self._values))

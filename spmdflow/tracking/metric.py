@@ -1,4 +1,4 @@
-"""`merge`: metrics of many ranks and calls become one number for each name. Pure."""
+"""`merge`: combines the metrics of many ranks and calls into one number for each name. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spmdflow.transfer.worker import Max, Mean, Metric, Min, Sum
 def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     """One float for each name, names in the order in which they first occur.
 
-    Mean: sum of totals / sum of weights (left out where the weights sum to 0: nothing was
-    measured). Sum: added. Max and Min: the largest and the smallest, nan if one is nan. Plain
-    numbers: their mean, exact if all are equal. The order of the mappings changes no value.
+    Mean: sum of totals / sum of weights (omitted if the weights sum to 0, as nothing was measured).
+    Sum: added. Max and Min: the largest and the smallest, nan if one is nan. Plain numbers: their
+    mean, exact if all are equal. The order of the mappings does not change a value.
     ProtocolError if a name is reported as two of these kinds.
     """
     gathered: dict[str, list[Metric]] = {}
@@ -24,14 +24,17 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
             gathered.setdefault(name, []).append(value)
     result = {}
     for name, values in gathered.items():
-        merged = _merged(name, values)
-        if merged is not None:
-            result[name] = merged
+        number = _merge_values(name, values)
+        if number is not None:
+            result[name] = number
     return result
 
 
-def _merged(name: str, values: list[Any]) -> float | None:
-    """One number from all values of one metric; None if the weights of a Mean sum to 0."""
+def _merge_values(name: str, values: list[Any]) -> float | None:
+    """One number from all values of one metric; None if the weights of a Mean sum to 0.
+
+    ProtocolError if the values are of several kinds.
+    """
     kinds = set()
     for v in values:
         kinds.add(type(v) if isinstance(v, Mean | Sum | Max | Min) else float)
@@ -61,7 +64,7 @@ def _merged(name: str, values: list[Any]) -> float | None:
 
 
 def _sum_of(numbers: list[float]) -> float:
-    """Exactly rounded, so independent of order; inf and nan as in ordinary addition."""
+    """The sum, rounded once and so independent of order; inf and nan as in ordinary addition."""
     try:
         return fsum(numbers)
     except (OverflowError, ValueError):  # a sum beyond float, or inf - inf

@@ -1,4 +1,4 @@
-"""Where the numbers of a run come from: versions of packages and the state of the script's git."""
+"""What produced the numbers of a run: versions of packages, and the git state of the script."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from pathlib import Path
 _PACKAGES = ("spmdflow", "torch", "numpy", "tensordict", "transformers", "safetensors")
 _GIT = ("git", "--no-optional-locks", "status", "--porcelain=v2", "--branch")
 _SECONDS = 10.0
-"""Limit for git, whose files may be on a slow disk."""
+"""Time limit for git, because its files may be on a slow disk."""
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of the packages that make a run's numbers, as far as they are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the installed packages that affect a run's numbers."""
+    result = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def git_state(folder: Path) -> dict[str, str | bool]:
-    """commit, and dirty: whether a tracked file differs from it; {} outside of a repository,
-    without git or if git takes too long."""
+    """`commit`, and `dirty`: whether a tracked file differs from the commit.
+
+    {} outside of a repository, without git, or if git takes too long.
+    """
     command = [*_GIT, "--untracked-files=no"]
     try:
-        told = subprocess.run(
+        status = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return {}
-    lines = told.stdout.splitlines()
+    lines = status.stdout.splitlines()
     commits = []
     for line in lines:
         if line.startswith("# branch.oid "):

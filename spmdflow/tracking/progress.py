@@ -1,7 +1,7 @@
-"""What a run shows as text: a line for each step, a table of samples, a curve.
+"""Text output of a run: a line for each step, a table of samples, a curve.
 
-Texts come from a model, so nothing in them may reach the terminal as a command: control,
-format and unassigned characters are shown as escapes, and markup is not interpreted.
+Texts come from a model, so they must not reach the terminal as commands. Control, format and
+unassigned characters are shown as escapes, and markup is not interpreted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN_SHARE = 0.05
-"""Stages shorter than this share of a step are left out of the line (metrics.jsonl has all)."""
+"""The line omits stages shorter than this share of a step; metrics.jsonl has all of them."""
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Step, the metrics of FIELDS that are there, seconds of the step and of its stages.
+    """One line: the step, its metrics out of FIELDS, and seconds of the step and of its stages.
 
     "step  12/100  reward 1.234  approx_kl 0.0012  ...  3.4s: generate 1.2, actor 0.91".
     """
@@ -37,12 +37,16 @@ def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
         rate = metrics["perf/tokens_per_second"]
         parts.append(f"{rate:.0f} tok/s" if rate < 10_000 else f"{rate / 1000:.1f}k tok/s")
     if _STEP in metrics:
-        whole = metrics[_STEP]
+        step_seconds = metrics[_STEP]
         stages = []
         for name, seconds in stage_seconds(metrics).items():
-            if seconds >= SHOWN_SHARE * whole:
+            if seconds >= SHOWN_SHARE * step_seconds:
                 stages.append(f"{name} {_small(seconds)}")
-        parts.append(f"{_small(whole)}s: {', '.join(stages)}" if stages else f"{_small(whole)}s")
+        parts.append(
+            f"{_small(step_seconds)}s: {', '.join(stages)}"
+            if stages
+            else f"{_small(step_seconds)}s"
+        )
     return "  ".join(parts)
 
 
@@ -79,30 +83,30 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("critic/explained_variance", "ev", ".3f"),
     ("rollout/drift", "drift", ""),
 )
-"""Metric, label in the line, format (none: two significant digits); see docs/METRICS.md."""
+"""Metric, label in the line, format (empty: two significant digits); see docs/METRICS.md."""
 
 
 class Sample(NamedTuple):
-    """One row of the table and of samples.jsonl, where it also has, as far as the batch has them:
+    """One row of the table and of samples.jsonl. The facts, as far as the batch has them, are:
 
     - phase: train or eval (held-out prompts); group: number of the prompt in its batch;
-    - advantage: mean over the tokens that are learnt; cost, of a cost model; turns of an episode,
-      and calls of tools in each: [[[name, arguments as JSON], ...], ...];
-    - lengths: characters of the response that each token shows; log_probs of the generator, nats;
-      gap: the trainer's less the generator's (absent: the trainer computed none); mask: a digit for
-      each token, 0 where it is not the policy's choice (absent: it chose all).
+    - advantage: mean over the trained tokens; cost, of a cost model; turns of an episode, and the
+      tool calls of each turn: [[[name, arguments as JSON], ...], ...];
+    - lengths: number of characters of the response per token; log_probs of the generator, in nats;
+      gap: the trainer's log_probs minus the generator's (absent: not computed by the trainer);
+      mask: a digit per token, 0 if the policy did not choose it (absent: it chose all tokens).
     """
 
     prompt: str
     response: str
     score: float
     terms: Mapping[str, float | str | None] = MappingProxyType({})
-    """What the score is made of, and what else the functions returned."""
+    """Components of the score, and other values that the reward functions returned."""
     facts: Mapping[str, object] = MappingProxyType({})
     """Group, advantage and tokens, as data for JSON."""
 
     def to_plain(self) -> dict[str, object]:
-        """As data for JSON; a score that is not finite is null."""
+        """The sample as data for JSON; a score that is not finite becomes null."""
         score = float(self.score) if isfinite(self.score) else None
         record = {"prompt": self.prompt, "response": self.response, "score": score}
         return record | ({"terms": dict(self.terms)} if self.terms else {}) | dict(self.facts)
@@ -116,9 +120,9 @@ def print_samples(
     file: TextIO | None = None,
     width: int | None = None,
 ) -> None:
-    """Print samples as a table on file, by default stderr.
+    """Print samples as a table to a file, by default stderr.
 
-    max_characters: of each text. width: by default the terminal's, else COLUMNS or 80.
+    max_characters: limit of each text. width: by default the terminal's, otherwise COLUMNS or 80.
     """
     title = f"samples of step {step}"
     table = Table(title=title, title_justify="left", box=box.ASCII2, show_lines=True, expand=True)
@@ -126,20 +130,20 @@ def print_samples(
     table.add_column("response", ratio=3, overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
     for sample in samples:
-        texts = (shortened(printable(text), max_characters) for text in sample[:2])
+        texts = (shorten_text(printable(text), max_characters) for text in sample[:2])
         table.add_row(*map(Text, texts), f"{sample.score:.3g}")
     Console(file=file, stderr=file is None, width=width).print(table)
 
 
 def printable(text: str) -> str:
-    """text on one line, with an escape in place of every invisible or control character."""
+    """The text on one line, with an escape for every invisible or control character."""
     return "".join(
         repr(character)[1:-1] if _is_hidden(character) else character for character in text
     )
 
 
-def shortened(text: str, max_characters: int) -> str:
-    """text, or its beginning and end with " ... " between, at most max_characters long."""
+def shorten_text(text: str, max_characters: int) -> str:
+    """The text, or its start and end with " ... " between them, of at most max_characters."""
     gap = " ... "
     if len(text) <= max_characters or max_characters <= len(gap):
         return text[:max_characters]
@@ -148,7 +152,8 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def _is_hidden(character: str) -> bool:
-    """Whether it is control, format, surrogate, private, unassigned, or a separator but " "."""
+    """Whether a character is control, format, surrogate, private, unassigned, or a space but "
+    "."""
     kind = unicodedata.category(character)
     return kind.startswith("C") or kind in ("Zl", "Zp") or (kind == "Zs" and character != " ")
 
@@ -159,10 +164,10 @@ Point = tuple[float, float]
 def text_curve(
     title: str, points: Sequence[Point], *, width: int = 60, height: int = 12
 ) -> list[str]:
-    """Lines of a plot of (x, y) points with ascending x; points that are not finite are left out.
+    """Lines of a plot of (x, y) points with ascending x; points that are not finite are omitted.
 
-    The curve is drawn by linear interpolation, `o` at measured points, `.` between them (only
-    `*`, the mean of a column, where there are more points than columns).
+    The curve is interpolated linearly: `o` at measured points, `.` between them. If there are more
+    points than columns, `*` is the mean of a column.
     """
     points = [(float(x), float(y)) for x, y in points if isfinite(x) and isfinite(y)]
     if not points:
@@ -171,7 +176,7 @@ def text_curve(
     last = points[-1][0]
     low = min(y for _, y in points)
     high = max(y for _, y in points)
-    if low == high:  # a flat curve gets room above and below
+    if low == high:  # a flat curve gets a margin above and below
         room = abs(low) * 0.1 or 1.0
         low = low - room
         high = high + room

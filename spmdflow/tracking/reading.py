@@ -1,7 +1,7 @@
-"""`RunFiles`: what a RUN_DIR holds, read for people: `spmdflow.view`, `report` and `status`.
+"""`RunFiles`: reads the files of a RUN_DIR for `spmdflow.view`, `report` and `status`.
 
-No file is needed: a run may be live, killed, or of an earlier version. What is not there, or cannot
-be read, is named in `missing`. Each file is read when it is first asked for.
+Every file is optional, because a run may be live, killed, or of an earlier version. `missing` lists
+files that do not exist or cannot be read. Each file is read on first access.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FILES = {
     "trace.json": "spans",
     "prediction.json": "prediction",
 }
-"""File -> the property that it gives; a failed run has no prediction."""
+"""File -> the property that reads it; a failed run has no prediction."""
 FINISHED_FILE = "finished"
-"""In RUN_DIR once the last step is done (`checkpoint.run_dir` writes it)."""
+"""In RUN_DIR after the last step (`checkpoint.run_dir` writes it)."""
 _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
 class RunState(Enum):
-    """What became of the last run in a RUN_DIR; the value is a sentence."""
+    """State of the last run in a RUN_DIR; the value describes it."""
 
     LIVE = "it runs"
     FAILED = "the last one failed (above)"
@@ -55,22 +55,23 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """Name of the folder."""
         return self.path.absolute().name
 
     @property
     def is_live(self) -> bool:
-        """Whether a run holds the lock of this folder (`checkpoint.lock` tells of other nodes)."""
+        """Whether a run holds the lock of this folder, also on another node (see
+        `checkpoint.lock`)."""
         return is_run_live(self.path)
 
     @property
     def run_state(self) -> RunState:
-        """Live, or how the last run here ended."""
+        """Whether a run is live here, or how the last run ended."""
         if self.is_live:
             return RunState.LIVE
         if self.failures:
             return RunState.FAILED
-        if read_record(self.path) is not None:  # who ends by itself removes it
+        if read_record(self.path) is not None:  # a run that ends normally removes it
             return RunState.KILLED
         if (self.path / FINISHED_FILE).exists():
             return RunState.FINISHED
@@ -80,7 +81,7 @@ class RunFiles:
 
     @property
     def missing(self) -> list[str]:
-        """Files that are not there or of which nothing can be read."""
+        """Files that do not exist or have no readable content."""
         result = []
         for file, part in FILES.items():
             if not getattr(self, part):
@@ -94,53 +95,53 @@ class RunFiles:
 
     @cached_property
     def samples(self) -> Sequence[Record]:
-        """Shown responses; earlier versions wrote prompt, response, score and terms alone."""
+        """Logged samples; earlier versions wrote only prompt, response, score and terms."""
         return read_lines(self.path / "samples.jsonl")
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting by its dotted key."""
-        return _settings(self.path / "config.yaml")
+        """All settings by dotted key."""
+        return _read_settings(self.path / "config.yaml")
 
     @cached_property
     def earlier_settings(self) -> Mapping[str, Mapping[str, Any]]:
-        """File -> the settings until a step, of a run that was continued with others."""
-        found = {}
-        for path in self._named("config.until-step-*.yaml"):
-            found[path.name] = _settings(path)
+        """File -> settings up to a step, of a run that was continued with changed settings."""
+        settings_by_file = {}
+        for path in self._matching_files("config.until-step-*.yaml"):
+            settings_by_file[path.name] = _read_settings(path)
         result = {}
-        for name, settings in found.items():
+        for name, settings in settings_by_file.items():
             if settings:
                 result[name] = settings
         return result
 
     @cached_property
     def spans(self) -> Sequence[Span]:
-        """What every rank did when; a step of 0 was not told."""
-        return list(_spans(self.path / "trace.json"))
+        """All spans of the trace; step is 0 in spans that were recorded without one."""
+        return list(_read_spans(self.path / "trace.json"))
 
     @cached_property
     def prediction(self) -> Record:
-        """Predicted beside measured seconds and bytes (`plan.comparison`)."""
+        """Predicted and measured seconds and bytes (`plan.comparison`)."""
         return read_json(self.path / "prediction.json")
 
     @cached_property
     def failures(self) -> Mapping[str, Record]:
-        """File -> what a rank said of a failure (`runtime.failure`)."""
+        """File -> a rank's record of a failure (`runtime.failure`)."""
         result = {}
-        for path in self._named("failure*.json"):
+        for path in self._matching_files("failure*.json"):
             result[path.name] = read_json(path)
         return result
 
     @cached_property
     def stacks(self) -> Mapping[str, str]:
-        """File -> the stacks that a rank wrote."""
-        found = {}
-        for path in self._named("stacks-rank*.txt"):
-            with suppress(OSError):  # a run that ends removes those that are empty
-                found[path.name] = path.read_text(encoding="utf-8", errors="replace")
+        """File -> the stack traces that a rank wrote."""
+        texts = {}
+        for path in self._matching_files("stacks-rank*.txt"):
+            with suppress(OSError):  # a run that ends removes its empty files
+                texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
         result = {}
-        for name, text in found.items():
+        for name, text in texts.items():
             if text:
                 result[name] = text
         return result
@@ -156,12 +157,12 @@ class RunFiles:
             )
         return self.metrics
 
-    def _named(self, pattern: str) -> list[Path]:
+    def _matching_files(self, pattern: str) -> list[Path]:
         return sorted(self.path.glob(pattern))
 
 
 def failure_text(failure: Record) -> str:
-    """One line: who failed in which call, why, and where its Python was."""
+    """One line: the failed rank and call, the cause, and the Python line that it was executing."""
     call = f"{failure.get('role')}.{failure.get('method')} (call {failure.get('call')})"
     if failure.get("where"):
         where = f"; its Python was at {failure['where']}"
@@ -171,41 +172,42 @@ def failure_text(failure: Record) -> str:
 
 
 def setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Key -> its value in each, "(absent)" where there is none, for the keys that differ."""
+    """Keys whose values differ -> the value in each of the settings, or "(absent)"."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    found = {}
+    values_by_key = {}
     for key in keys:
-        found[key] = [each.get(key, "(absent)") for each in settings]
+        values_by_key[key] = [each.get(key, "(absent)") for each in settings]
     result = {}
-    for key, values in found.items():
+    for key, values in values_by_key.items():
         if any(v != values[0] for v in values):
             result[key] = values
     return result
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file; {} if there is none that can be read."""
+    """The JSON object in a file; {} if the file cannot be read or holds no object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    if isinstance(found, dict):
-        return found
+    if isinstance(value, dict):
+        return value
     return {}
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Settings of a YAML file by dotted key; {} if the file cannot be read or has no mapping."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    if isinstance(found, dict):
-        return flat(found)
+    if isinstance(value, dict):
+        return flat(value)
     return {}
 
 
-def _spans(path: Path) -> Iterator[Span]:
-    """The spans of a trace, in its order; a line that is cut off is left out."""
+def _read_spans(path: Path) -> Iterator[Span]:
+    """The spans of a trace in file order; skips torn lines and events that are no spans of ours."""
     if not path.exists():
         return
     lanes: dict[tuple[int, int], str] = {}
@@ -215,17 +217,17 @@ def _spans(path: Path) -> Iterator[Span]:
         return
     for line in data.splitlines():
         with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            # the brackets, a torn line, or what is no event of ours
+            # brackets, a torn line, or a foreign event
             event = json.loads(line.rstrip(b","))
             key = (event["pid"], event["tid"])
             if event["name"] == "thread_name":
                 lanes[key] = event["args"]["name"]
             if event["ph"] == "X":
-                told = event.get("args", {})
+                args = event.get("args", {})
                 start = event["ts"] / 1e6
                 numbers = []
                 for name in ("step", "bytes", "host_bytes"):
-                    numbers.append(told.get(name, 0))
+                    numbers.append(args.get(name, 0))
                 lane = lanes.get(key, "")
                 end = start + event["dur"] / 1e6
                 yield Span(key[0], lane, event["name"], start, end, *numbers)

@@ -1,7 +1,7 @@
-"""The sinks of `Tracker`: TensorBoard, W&B, MLflow, Trackio and SwanLab, each imported on request.
+"""Sinks of `Tracker`: TensorBoard, W&B, MLflow, Trackio and SwanLab, each imported when used.
 
-Only TensorBoard can hide the numbers of steps that a resumed run repeats. The others keep them
-beside the new ones.
+Only TensorBoard can hide the numbers of steps that a resumed run repeats. The others keep the old
+numbers next to the new ones.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spmdflow.tracking.progress import Sample, printable
 from spmdflow.tracking.tracker import Sink
 
 PROJECT = "spmdflow"
-"""Project or experiment where the library's own variables name none."""
+"""Project or experiment, unless the library's own variables set another."""
 _SHOWN = ("phase", "group", "prompt", "response", "score", "advantage", "turns")
 
 
 def table_of(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
-    """Names of columns, and a row for each sample: its texts, scores and terms, not its tokens."""
+    """Column names, and a row for each sample with its texts, scores and terms, without tokens."""
     rows = []
     for sample in samples:
         plain = sample.to_plain()
@@ -44,24 +44,24 @@ class TensorBoardSink(Sink):
     def __init__(self, run_dir: Path, last_step: int) -> None:
         super().__init__(run_dir, last_step)
         # Any: torch ships the writer, tensorboard the types
-        module: Any = _imported("tensorboard", "torch.utils.tensorboard")
+        module: Any = _import_extra("tensorboard", "torch.utils.tensorboard")
         self._writer = module.SummaryWriter(run_dir / "tensorboard", purge_step=last_step + 1)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """One text, `run`, at the step from which this start goes on."""
+        """Write a text, `run`, at the step from which this start continues."""
         rows = []
         for name, value in facts.items():
             rows.append([name, json.dumps(value)])
         self._write_table("run", ["fact", "value"], rows, max(self.last_step, 0))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar for each metric."""
+        """Write one scalar for each metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """One text, `samples`: a table."""
+        """Write a text, `samples`, with a table."""
         self._write_table("samples", *table_of(samples), step)
 
     def close(self) -> None:
@@ -69,16 +69,16 @@ class TensorBoardSink(Sink):
         self._writer.close()
 
     def _write_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        """As Markdown, in which texts of a model mean nothing."""
+        """Write a Markdown table in which texts of a model are escaped."""
         lines = [columns, ["---"] * len(columns), *rows]
         text = "\n".join("|".join(map(_cell, line)) for line in lines)
         self._writer.add_text(name, text, step)
 
 
 def _cell(value: object) -> str:
-    """A value between two bars of Markdown: every mark of ASCII is written as an entity."""
+    """A value as a cell of a Markdown table, with an entity for every ASCII punctuation mark."""
     text = printable(str("" if value is None else value))
-    return re.sub(r"[^\w\s-]", lambda found: f"&#{ord(found[0])};", escape(text, quote=False))
+    return re.sub(r"[^\w\s-]", lambda match: f"&#{ord(match[0])};", escape(text, quote=False))
 
 
 class WandbSink(Sink):
@@ -87,62 +87,64 @@ class WandbSink(Sink):
     advice = "log in with `wandb login`, set WANDB_MODE=offline"
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
+        """Create the W&B run, or resume the one of this RUN_DIR."""
         super().__init__(run_dir, last_step)
-        self._wandb: Any = _imported("wandb", "wandb")  # Any: the extra may be absent
+        self._wandb: Any = _import_extra("wandb", "wandb")  # Any: the extra may be absent
         self._run = self._wandb.init(name=run_dir.name, dir=run_dir, id=self.run_id, resume="allow")
         self._run.define_metric("*", step_metric="step")
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """The run's config."""
+        """Update the run's config."""
         self._run.config.update(dict(facts), allow_val_change=True)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; `step` is its x axis."""
+        """Log one row, with `step` as its x axis."""
         self._run.log({"step": step, **metrics})
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A table, `samples`."""
+        """Log a table, `samples`."""
         columns, rows = table_of(samples)
         table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         self._run.log({"step": step, "samples": table})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data and end the run."""
         self._run.finish()
 
 
 class MlflowSink(Sink):
-    """One MLflow run, in RUN_DIR/mlflow.db unless MLFLOW_TRACKING_URI names a server.
+    """One MLflow run, in RUN_DIR/mlflow.db unless MLFLOW_TRACKING_URI gives a server.
 
-    The experiment is MLFLOW_EXPERIMENT_NAME or `spmdflow`. The run is found by its tag
-    `spmdflow.run_id`. A parameter keeps its first value, as MLflow demands.
+    The experiment is MLFLOW_EXPERIMENT_NAME or `spmdflow`. The tag `spmdflow.run_id` identifies the
+    run. A parameter keeps its first value, because MLflow does not allow changes.
     """
 
     advice = "set MLFLOW_TRACKING_URI to a server that answers, unset it"
     _MOST = 100
-    """Parameters in a request, by MLflow's limit; metrics may be 1000."""
-    _ASIDE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 20}
-    """A server that is gone stops a step for a minute, not for the hour of MLflow's defaults."""
+    """Parameters per request, MLflow's limit (1000 for metrics)."""
+    _RETRY_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 20}
+    """An unreachable server delays a step by a minute instead of an hour, MLflow's default."""
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
+        """Connect to the server or open the database; find the run by its tag, or create it."""
         super().__init__(run_dir, last_step)
-        mlflow: Any = _imported("mlflow", "mlflow")  # Any: the extra may be absent
+        mlflow: Any = _import_extra("mlflow", "mlflow")  # Any: the extra may be absent
         self._entities = mlflow.entities
         variables = mlflow.environment_variables
-        for name, value in self._ASIDE.items():
+        for name, value in self._RETRY_LIMITS.items():
             variable = getattr(variables, name)
             if not variable.is_set():
                 variable.set(value)
         uri = artifacts = None
         if not mlflow.tracking.is_tracking_uri_set():
-            _imported("mlflow", "sqlalchemy")
+            _import_extra("mlflow", "sqlalchemy")
             uri = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}"
             artifacts = (run_dir.absolute() / "mlflow").as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         name = variables.MLFLOW_EXPERIMENT_NAME.get() or PROJECT
-        found = self._client.get_experiment_by_name(name)
-        if found:
-            experiment = found.experiment_id
+        known_experiment = self._client.get_experiment_by_name(name)
+        if known_experiment:
+            experiment = known_experiment.experiment_id
         else:
             experiment = self._client.create_experiment(name, artifacts)
         tag = f"{PROJECT}.run_id"
@@ -158,7 +160,7 @@ class MlflowSink(Sink):
         self._client.update_run(self._run, status="RUNNING")
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Parameters, and facts.json among the artifacts, which is of the newest start."""
+        """Log new facts as parameters, and all facts of this start as the artifact facts.json."""
         new = [
             self._entities.Param(name, str(value)[:6000])  # MLflow's limit
             for name, value in facts.items()
@@ -169,7 +171,7 @@ class MlflowSink(Sink):
         self._client.log_dict(self._run, dict(facts), "facts.json")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One request; characters that MLflow refuses in a name become `_`."""
+        """Log all metrics in one request; characters that MLflow rejects in a name become `_`."""
         now = int(time.time() * 1000)
         points = []
         for name, value in metrics.items():
@@ -179,7 +181,7 @@ class MlflowSink(Sink):
         self._client.log_batch(self._run, metrics=points)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """An artifact, samples/step-N.json: columns and data."""
+        """Log an artifact, samples/step-N.json, with columns and data."""
         columns, rows = table_of(samples)
         table = {"columns": columns, "data": rows}
         self._client.log_dict(self._run, table, f"samples/step-{step}.json")
@@ -192,17 +194,17 @@ class MlflowSink(Sink):
 class TrackioSink(Sink):
     """One Trackio run of the project `spmdflow`, in its local database.
 
-    TRACKIO_DIR is the folder of databases; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name a server.
+    TRACKIO_DIR is the folder of databases. TRACKIO_SPACE_ID or TRACKIO_SERVER_URL give a server.
     """
 
     advice = "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
         super().__init__(run_dir, last_step)
-        self._trackio: Any = _imported("trackio", "trackio")  # Any: the extra may be absent
+        self._trackio: Any = _import_extra("trackio", "trackio")  # Any: the extra may be absent
         self._run = self._trackio.init(
             PROJECT,
-            name=f"{run_dir.name}-{self.run_id}",  # what Trackio knows a run by
+            name=f"{run_dir.name}-{self.run_id}",  # Trackio identifies a run by its name
             resume="allow",
             embed=False,
             auto_log_cpu=False,
@@ -210,34 +212,35 @@ class TrackioSink(Sink):
         )
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """The run's config, which Trackio writes with the first metrics."""
+        """Update the run's config, which Trackio writes with the first metrics."""
         self._run.config.update(facts)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row."""
+        """Log one row."""
         self._run.log(dict(metrics), step=step)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A table, `samples`."""
+        """Log a table, `samples`."""
         columns, rows = table_of(samples)
         self._run.log({"samples": self._trackio.Table(columns=columns, data=rows)}, step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining data and end the run."""
         self._run.finish()
 
 
 class SwanLabSink(Sink):
-    """One SwanLab run, in RUN_DIR/swanlab; offline without an account or SWANLAB_MODE.
+    """One SwanLab run, in RUN_DIR/swanlab. It is offline without an account and SWANLAB_MODE.
 
-    Every start of an offline run has a folder of its own; `swanlab sync` joins them by their id.
+    Every start of an offline run has its own folder; `swanlab sync` joins them by their id.
     """
 
     advice = "log in with `swanlab login`, set SWANLAB_MODE=offline"
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
+        """Create the SwanLab run, or resume the one of this RUN_DIR."""
         super().__init__(run_dir, last_step)
-        self._swanlab: Any = _imported("swanlab", "swanlab")  # Any: the extra may be absent
+        self._swanlab: Any = _import_extra("swanlab", "swanlab")  # Any: the extra may be absent
         settings = self._swanlab.Settings()  # reads variables, files and the log-in
         chosen = "mode" in settings.model_fields_set or settings.api_key
         self._run = self._swanlab.init(
@@ -250,28 +253,29 @@ class SwanLabSink(Sink):
         )
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """The run's config."""
+        """Update the run's config."""
         self._run.config.update(dict(facts))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row."""
+        """Log one row."""
         self._run.log(dict(metrics), step=step)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A table, `samples`."""
+        """Log a table, `samples`."""
         columns, rows = table_of(samples)
         self._run.log({"samples": self._swanlab.echarts.Table().add(columns, rows)}, step=step)
 
     def close(self) -> None:
-        """Write or upload what is left."""
+        """Write or upload the remaining data and end the run."""
         self._run.finish()
 
 
-def _imported(extra: str, module: str) -> Any:
+def _import_extra(extra: str, module: str) -> Any:
+    """The imported module; ConfigError with the extra to install."""
     try:
         return import_module(module)
     except ImportError as err:
         raise ConfigError(
-            f"run.trackers: {extra} is asked for but cannot be imported ({err}), expected the "
-            f"package; pip install 'spmdflow[{extra}]' or leave it out"
+            f"run.trackers: {extra} is set but cannot be imported ({err}); "
+            f"pip install 'spmdflow[{extra}]', or remove {extra} from run.trackers"
         ) from err

@@ -1,8 +1,8 @@
-"""`TraceWriter`: a timeline of every lane of every rank; `StepProfiler`: torch.profiler by step.
+"""`TraceWriter`: a timeline of all lanes of all ranks; `StepProfiler`: torch.profiler by step.
 
-Both in Chrome's trace format. A trace is one JSON array, one event per line. Each write replaces
-the closing bracket by new events and a bracket, in one system call: the file stays valid JSON even
-if the run dies.
+Both use Chrome's trace format. A trace is one JSON array with one event per line. Each write
+replaces the closing bracket by new events and a bracket in one system call, so the file stays valid
+JSON even if the run dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END = b"\n]\n"
 
 
 class Span(NamedTuple):
-    """One piece of work on a lane; start, end: time.time(), in seconds, by the node's clock."""
+    """One piece of work on a lane; start and end: time.time() of the node, in seconds."""
 
     rank: int
     lane: str
@@ -37,22 +37,23 @@ class Span(NamedTuple):
     received_bytes: int = 0
     """Bytes of rows that a transfer received."""
     host_bytes: int = 0
-    """Memory of the rank's process at the end."""
+    """Memory of the rank's process at the end of the span."""
 
 
 class TraceWriter:
-    """Appends spans to RUN_DIR/trace.json until it holds max_bytes; a resumed run continues it."""
+    """Appends spans to RUN_DIR/trace.json up to max_bytes; a resumed run continues the file."""
 
     def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
+        """Open the file, and repair it if a killed run left it torn."""
         self._path = path
         self._max_bytes = max_bytes
         self._threads: dict[tuple[int, str], int] = {}
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._size = self._continued()
+        self._size = self._repair_file()
         self._is_full = False
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append spans; after max_bytes they are dropped, with one warning."""
+        """Append spans. Drops them once the file has max_bytes, with one warning."""
         if self._is_full:
             return
         events = []
@@ -66,7 +67,9 @@ class TraceWriter:
             return
         if self._size + sum(map(len, lines)) + 2 * len(lines) + len(_END) > self._max_bytes:
             self._is_full = True
-            logger.warning("%s: full at %d bytes; later spans are left out", self._path, self._size)
+            logger.warning(
+                "warning: %s: full at %d bytes; later spans are dropped", self._path, self._size
+            )
             return
         self._append(b",\n".join(lines))
 
@@ -77,7 +80,8 @@ class TraceWriter:
             self._file = -1
 
     def _events(self, span: Span) -> list[dict[str, Any]]:
-        """The span's event; before a lane's first one, the names of its process and thread."""
+        """The span's event, preceded by the names of process and thread if it is its lane's
+        first."""
         key = (span.rank, span.lane)
         events: list[dict[str, Any]] = []
         if key not in self._threads:
@@ -86,9 +90,9 @@ class TraceWriter:
                 events.append({"name": f"{name}_name", "ph": "M", "args": {"name": text}})
         start = round(span.start * 1e6)
         seconds = round((span.end - span.start) * 1e6)
-        told = {"step": span.step, "bytes": span.received_bytes, "host_bytes": span.host_bytes}
+        numbers = {"step": span.step, "bytes": span.received_bytes, "host_bytes": span.host_bytes}
         args = {}
-        for name, number in told.items():
+        for name, number in numbers.items():
             if number:
                 args[name] = number
         event = {"name": span.label, "ph": "X", "ts": start, "dur": max(0, seconds)}
@@ -96,23 +100,23 @@ class TraceWriter:
         return [event | {"pid": span.rank, "tid": self._threads[key]} for event in events]
 
     def _append(self, data: bytes) -> None:
-        """Overwrite the closing bracket with data and a new bracket."""
+        """Overwrite the closing bracket with data and a new bracket; undone if the disk is full."""
         start = at = self._size - len(_END)
         left = memoryview((b"\n" if self._size == len(_EMPTY) else b",\n") + data + _END)
         with disk_errors("write", self._path, "tracking"):
             try:
-                while left:  # one turn, unless the disk is almost full
+                while left:  # a single iteration, unless the disk is almost full
                     written = os.pwrite(self._file, left, at)
                     left = left[written:]
                     at = at + written
             except OSError:
-                os.pwrite(self._file, _END, start)  # as it was before
+                os.pwrite(self._file, _END, start)  # restore the previous content
                 os.ftruncate(self._file, self._size)
                 raise
         self._size = at
 
-    def _continued(self) -> int:
-        """Size of the file, after making it a valid JSON array if it is new or was cut off."""
+    def _repair_file(self) -> int:
+        """Make a new or torn file a valid JSON array; returns its size in bytes."""
         size = os.fstat(self._file).st_size
         if size >= len(_EMPTY) and os.pread(self._file, len(_END), size - len(_END)) == _END:
             return size
@@ -135,22 +139,23 @@ def _is_event(line: bytes) -> bool:
 
 
 class StepProfiler:
-    """torch.profiler's record of chosen steps of one rank, for ui.perfetto.dev.
+    """Records chosen steps of one rank with torch.profiler, for ui.perfetto.dev.
 
-    RUN_DIR/profile/step_3_rank_0.json.gz has every operator of the compute lane (the only caller),
-    the kernels on a device, and a range for each call of the script. A step's record begins
-    with its first call here and is written when the first call of another step comes, or at the
-    end; writing takes seconds.
+    RUN_DIR/profile/step_3_rank_0.json.gz has all operators of the compute lane (the only user of
+    this class), the kernels on a device, and a range for each call of the script. A step's record
+    starts with the step's first call. It is written, which takes seconds, at the first call of
+    another step or when the run ends.
     """
 
     def __init__(self, steps: range, folder: Path, rank: int) -> None:
+        """steps: those to record. folder: RUN_DIR/profile."""
         self._steps = steps
         self._folder = folder
         self._rank = rank
         self._running: tuple[int, profile] | None = None
 
     def call(self, step: int, label: str) -> AbstractContextManager[object]:
-        """Start or end a record as a call of this step begins; the context is the call's range."""
+        """Start or end a record at the start of a call of this step; returns the call's range."""
         if self._running is not None and self._running[0] != step:
             self.close()
         if self._running is None and step in self._steps:
@@ -161,7 +166,7 @@ class StepProfiler:
         return record_function(label)
 
     def close(self) -> None:
-        """Write what is recorded."""
+        """Write the running record, if there is one."""
         if self._running is None:
             return
         step, running = self._running
@@ -169,6 +174,6 @@ class StepProfiler:
         running.stop()
         path = self._folder / f"step_{step}_rank_{self._rank}.json.gz"
         with disk_errors("write", path, "profiling"):
-            self._folder.mkdir(exist_ok=True)  # RUN_DIR itself is never made again
+            self._folder.mkdir(exist_ok=True)  # RUN_DIR itself must not be created again
             running.export_chrome_trace(str(path))
         logger.info("profile of step %d: %s", step, path)

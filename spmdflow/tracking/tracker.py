@@ -1,8 +1,8 @@
-"""`Tracker`: the numbers and samples of a run on disk, and in the sinks of run.trackers.
+"""`Tracker`: writes the metrics and samples of a run to disk and to the sinks of run.trackers.
 
-Files are JSON Lines: appended, read and cut back, safe against a kill at any moment. A kill can
-only tear the last line. Readers skip lines that are not an object with an integer `step`; rewriting
-goes through a second file and a rename.
+Files are JSON Lines, and survive a kill at any moment. A kill can only tear the last line. Readers
+skip lines that are not an object with an integer `step`. A file is rewritten by writing a second
+file and renaming it.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from spmdflow.tracking.progress import Sample
 logger = logging.getLogger(__name__)
 
 
-class Sink(ABC):  # what does nothing here is a choice of the subclass
-    """A further place for what a run records; only the controller's process has one.
+class Sink(ABC):  # a subclass may override the methods that do nothing here
+    """A further destination of a run's records; exists only in the controller's process.
 
-    Your own: a subclass with `write`, under `@register_tracker("name")` in the script or as an
-    entry point of the group `spmdflow.trackers` in a package; then run.trackers=[name]. What it
-    raises later than `__init__` leaves it out of the run, with a warning.
+    Write a subclass with `write`. Register it with `@register_tracker("name")` in the script, or as
+    an entry point of the group `spmdflow.trackers` in a package. Then set run.trackers=[name].
+    After an exception in any method but `__init__` the run continues without the sink, and warns.
     """
 
     advice = ""
-    """What to do if it does not start, as the beginning of an order."""
+    """What to do if the sink does not start, as the start of an imperative sentence."""
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
-        """last_step: as of `Tracker`. What this raises ends the run before its first step."""
+        """last_step: see `Tracker`. An exception here ends the run before its first step."""
         self.run_dir = run_dir
         self.last_step = last_step
 
     @property
     def run_id(self) -> str:
-        """16 hexadecimal digits, the same for every start that continues the run."""
+        """16 hexadecimal digits, the same at every start that continues the run."""
         return (self.run_dir / _RUN_ID).read_text()
 
     def describe(self, facts: Mapping[str, Any]) -> None:  # noqa: B027
-        """Record what the run is, once a start. facts: flat; values are data for JSON."""
+        """Record facts of the run, once per start. facts: a flat mapping of data for JSON."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step; all are finite."""
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:  # noqa: B027
-        """Record a few scored rows of a step, where run.sample_every asks for them."""
+        """Record a few scored rows of a step; called every run.sample_every steps."""
 
     def close(self) -> None:  # noqa: B027
-        """Flush and end."""
+        """Flush and close the sink."""
 
 
 _RUN_ID = "tracker_id"
@@ -67,11 +67,15 @@ SAMPLES = "samples.jsonl"
 
 
 class Tracker:
-    """Writes RUN_DIR/metrics.jsonl and samples.jsonl; only the controller's process has one."""
+    """Writes RUN_DIR/metrics.jsonl and samples.jsonl; exists only in the controller's process."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[str] = (), *, last_step: int = -1) -> None:
-        """last_step: records after it are dropped; -1 (no checkpoint to continue from): old files
-        are renamed, and sinks begin a new run. ConfigError if a sink does not start."""
+        """Start the sinks, and prepare the files for the steps after last_step.
+
+        last_step: step of the checkpoint from which the run continues; later records are dropped.
+        -1 (no checkpoint): old files are renamed, and sinks begin a new run. ConfigError if a sink
+        does not start.
+        """
         references = {}
         for name in trackers:
             references[name] = TRACKERS.find(name)
@@ -87,7 +91,7 @@ class Tracker:
             if references and not id_path.exists():
                 write_atomically(id_path, secrets.token_hex(8).encode())
         self._sinks = {
-            name: _started(name, reference, run_dir, last_step)
+            name: _start_sink(name, reference, run_dir, last_step)
             for name, reference in references.items()
         }
         for path in (self.metrics_path, self.samples_path):
@@ -97,11 +101,11 @@ class Tracker:
                 cut_back(path, last_step)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Tell the sinks what the run is: settings, versions, git, under flat names."""
+        """Pass facts of the run to the sinks: settings, versions and git, under flat names."""
         self._tell(lambda sink: sink.describe(facts))
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step; numbers that are not finite become null, with a warning."""
+        """Append the metrics of a step. Numbers that are not finite become null, with a warning."""
         numbers = {}
         for name in sorted(metrics):
             numbers[name] = float(metrics[name])
@@ -114,7 +118,7 @@ class Tracker:
             for name, value in numbers.items():
                 if name not in finite:
                     others[name] = value
-            logger.warning("step %s: not finite, written as null: %s", step, others)
+            logger.warning("warning: step %s: not finite, written as null: %s", step, others)
         append_lines(self.metrics_path, [{"step": step} | {n: finite.get(n) for n in numbers}])
         self._tell(lambda sink: sink.write(step, finite))
 
@@ -124,37 +128,38 @@ class Tracker:
         self._tell(lambda sink: sink.write_samples(step, samples))
 
     def close(self) -> None:
-        """End the sinks; the files need no closing."""
+        """Close the sinks; the files need no closing."""
         self._tell(lambda sink: sink.close())
         self._sinks.clear()
 
     def _tell(self, call: Callable[[Sink], None]) -> None:
-        """Call every sink; one that fails is left out of the rest of the run."""
+        """Call every sink. Drops a sink that fails from the rest of the run, with a warning."""
         for name, sink in [*self._sinks.items()]:
             try:
                 call(sink)
-            except Exception as err:  # of any library: a run does not end for its curves' copy
+            except Exception as err:  # of any library: a tracker must not end a run
                 del self._sinks[name]
                 logger.warning(
-                    "run.trackers: got %s of %s, expected a tracker that takes what it is given; "
-                    "it is left out until the next start, see %s for every step",
-                    _told(err),
+                    "warning: run.trackers: %s failed (%s); "
+                    "it is disabled until the next start, see %s for all steps",
                     name,
+                    _error_text(err),
                     self.metrics_path,
                 )
 
 
 def _is_run_id(path: Path) -> bool:
-    """Whether a file holds what `Sink.run_id` promises."""
+    """Whether a file holds a valid `Sink.run_id`; warns about a damaged one."""
     if not path.exists():
         return False
-    is_whole = re.fullmatch(rb"[0-9a-f]{16}", path.read_bytes()) is not None
-    if not is_whole:
+    is_valid = re.fullmatch(rb"[0-9a-f]{16}", path.read_bytes()) is not None
+    if not is_valid:
         logger.warning("warning: %s is damaged: trackers begin a new run", path)
-    return is_whole
+    return is_valid
 
 
-def _started(name: str, reference: Reference, run_dir: Path, last_step: int) -> Sink:
+def _start_sink(name: str, reference: Reference, run_dir: Path, last_step: int) -> Sink:
+    """The sink of that name; ConfigError if its class cannot be imported, or fails to start."""
     advice = ""
     try:
         sink = resolve(reference)
@@ -166,19 +171,22 @@ def _started(name: str, reference: Reference, run_dir: Path, last_step: int) -> 
     except ConfigError:
         raise
     except Exception as err:  # of any library
-        got = f"{name}, which does not start ({_told(err)})"
+        got = f"{name}, which does not start ({_error_text(err)})"
         expected = "one that can be imported, reached and logged in to"
-        do = f"{advice}leave {name} out"
+        do = f"{advice}remove {name} from run.trackers"
         raise ConfigError.of("run.trackers", got, expected, do) from err
 
 
-def _told(err: Exception) -> str:
+def _error_text(err: Exception) -> str:
     return f"{type(err).__name__}: {' '.join(str(err).split())}"
 
 
 def sync_records(run_dir: Path) -> None:
-    """Make the records written so far survive a power cut. A checkpoint is sealed after that, so
-    that a run which continues from it has the records of all steps before it."""
+    """Make the records written so far survive a power cut.
+
+    A checkpoint is sealed only after this, so that a run that continues from it has the records of
+    all earlier steps.
+    """
     with disk_errors("write", run_dir, "tracking"):
         for path in (run_dir / METRICS, run_dir / SAMPLES):
             if path.exists():
@@ -187,7 +195,7 @@ def sync_records(run_dir: Path) -> None:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line for each record; written to the kernel at return, not fsynced."""
+    """Append one line for each record. The kernel has the data on return; it is not fsynced."""
     short = (",", ":")
     lines = (json.dumps(record, allow_nan=False, separators=short) for record in records)
     text = "".join(f"{line}\n" for line in lines)
@@ -196,24 +204,24 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, skipping torn or invalid lines; [] if there is no file."""
+    """The records of a file without torn or invalid lines; [] if there is no file."""
     if not path.is_file():
         return []
     return [record for _, record in _records(path)]
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop the records of steps after `step`, and torn or invalid lines; atomic."""
+    """Drop the records of steps after `step`, and torn or invalid lines, atomically."""
     if not path.exists():
         return
-    kept = b"".join(line for line, record in _records(path) if record["step"] <= step)
-    if kept != path.read_bytes():
+    remaining = b"".join(line for line, record in _records(path) if record["step"] <= step)
+    if remaining != path.read_bytes():
         with disk_errors("write", path, "tracking"):
-            write_atomically(path, kept)
+            write_atomically(path, remaining)
 
 
 def set_aside(path: Path) -> None:
-    """Rename a file that has content to the first free NAME.1.jsonl, NAME.2.jsonl, ..."""
+    """Rename a file that is not empty to the first free name of NAME.1.jsonl, NAME.2.jsonl, ..."""
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
@@ -221,22 +229,27 @@ def set_aside(path: Path) -> None:
     with disk_errors("write", path, "tracking"):
         path.rename(aside)
     if aside.is_dir():
-        logger.warning("warning: %s was a folder, expected a file: it is %s now", path, aside.name)
+        logger.warning(
+            "warning: %s was a folder instead of a file; renamed it to %s", path, aside.name
+        )
         return
-    logger.warning("%s: the run starts from its first step; the old one is %s", path, aside.name)
+    logger.warning(
+        "%s: the run starts from its first step; renamed the old file to %s", path, aside.name
+    )
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each valid line, with its newline, and its record; warns about the others."""
+    """(line with its newline, record) of each valid line; warns about the others."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         record = _record_or_none(line)
         if record is not None:
             yield line, record
         else:
-            logger.warning("%s:%d: left out, no whole record of a step", path, number)
+            logger.warning("warning: %s:%d: skipped, not a complete record of a step", path, number)
 
 
 def _record_or_none(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if it is torn or is not a record of a step."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # torn JSON or torn UTF-8, or noise with many brackets

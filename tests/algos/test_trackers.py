@@ -34,7 +34,7 @@ def test_run_and_its_resumption_reach_every_installed_tracker(tmp_path: Path) ->
         ids.append((run_dir / "tracker_id").read_text())
 
     assert [step["step"] for step in steps_of(run_dir)] == [1, 2, 3]
-    assert ids[0] == ids[1] and "is left out" not in log_of(run_dir).read_text()
+    assert ids[0] == ids[1] and "it is disabled until" not in log_of(run_dir).read_text()
     written = {path for path in tmp_path.rglob("*") if path.is_file()}
     for name in names:
         assert [path for path in written if name in str(path.relative_to(tmp_path))], name

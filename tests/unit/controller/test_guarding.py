@@ -58,7 +58,7 @@ def test_stop_ends_the_run_before_its_step_is_saved_and_keeps_the_batch(tmp_path
 
     rows = read_rows(tmp_path / "guards" / "step-2.safetensors")
     assert str(caught.value).startswith(
-        "run.guards: got x 2 in step 2, expected at most 1, by 'x > 1: stop'; look at"
+        "run.guards: got x 2 in step 2, expected at most 1, by 'x > 1: stop'; check"
     )
     assert f"{ROWS} of its {ROWS} rows are in {tmp_path}" in str(caught.value)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-1"]

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from spmdflow.controller.evaluation import Judged
 from spmdflow.tracking.estimate import (
-    as_metrics,
+    estimate_metrics,
     estimates,
-    ks_of,
     majority,
     pass_at_k,
-    per_prompt,
+    prompt_accuracies,
+    reported_ks,
 )
 
 
@@ -49,7 +49,7 @@ def test_pass_at_k_grows_with_k_and_stays_a_probability(
 ) -> None:
     num_right = data.draw(st.integers(0, num_samples))
 
-    values = [pass_at_k(num_samples, num_right, k) for k in ks_of(num_samples)]
+    values = [pass_at_k(num_samples, num_right, k) for k in reported_ks(num_samples)]
 
     assert values == sorted(values) and 0 <= values[0] <= values[-1] <= 1
     assert values[0] == pytest.approx(num_right / num_samples, abs=1e-12)
@@ -92,7 +92,7 @@ def test_one_sample_makes_all_estimates_the_same(
 ) -> None:
     first = [row[:1] for row in rows]
 
-    found = per_prompt(
+    found = prompt_accuracies(
         [[a for a, _ in row] for row in first], [[r for _, r in row] for row in first]
     )
 
@@ -101,7 +101,7 @@ def test_one_sample_makes_all_estimates_the_same(
 
 
 def test_reported_k_are_powers_of_two_and_the_number_of_samples() -> None:
-    assert [ks_of(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [reported_ks(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def test_interval_of_a_share_is_that_of_the_normal_law() -> None:
@@ -138,7 +138,7 @@ def test_seed_moves_an_interval_a_little() -> None:
 
 
 def test_metrics_have_the_ends_beside_the_value() -> None:
-    found = as_metrics(estimates({"pass@2": [1.0, 1.0]}, seed=0), "eval")
+    found = estimate_metrics(estimates({"pass@2": [1.0, 1.0]}, seed=0), "eval")
 
     assert found == {"eval/pass@2": 1.0, "eval/pass@2_low": 1.0, "eval/pass@2_high": 1.0}
 

@@ -85,7 +85,7 @@ def test_a_new_tracker_does_not_continue_a_torn_line(tmp_path, caplog):
     Tracker(tmp_path, last_step=1).write_metrics(2, {"a": 1})
 
     assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert "metrics.jsonl:2: left out" in caplog.text
+    assert "metrics.jsonl:2: skipped" in caplog.text
 
 
 def test_lines_that_are_no_record_are_named_with_their_number(tmp_path, caplog):

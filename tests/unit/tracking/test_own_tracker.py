@@ -87,9 +87,8 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_the_others_go_on(
 
     (warning,) = caplog.messages
     assert warning == (
-        "run.trackers: got ConnectionError: no route to host of failing, expected a tracker that "
-        "takes what it is given; it is left out until the next start, see "
-        f"{tmp_path / 'metrics.jsonl'} for every step"
+        "warning: run.trackers: failing failed (ConnectionError: no route to host); "
+        f"it is disabled until the next start, see {tmp_path / 'metrics.jsonl'} for all steps"
     )
     assert written == [1, 2, 3, 4]
     assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -117,8 +116,8 @@ def test_a_tracker_that_cannot_start_is_refused_with_what_to_do(tmp_path):
 
     assert str(at_start.value) == (
         "run.trackers: got closed, which does not start (OSError: 401 Unauthorized), expected one "
-        "that can be imported, reached and logged in to; log in with `closed login` or leave "
-        "closed out"
+        "that can be imported, reached and logged in to; log in with `closed login` or remove "
+        "closed from run.trackers"
     )
 
 

@@ -17,7 +17,7 @@ from spmdflow.tracking.progress import (
     print_samples,
     printable,
     progress_line,
-    shortened,
+    shorten_text,
     stage_seconds,
     text_curve,
 )
@@ -113,7 +113,7 @@ def test_printable_text_has_no_hidden_character(text):
 
 @given(st.text(), st.integers(0, 40))
 def test_shortened_text_fits_and_keeps_both_ends(text, limit):
-    short = shortened(text, limit)
+    short = shorten_text(text, limit)
 
     assert len(short) <= limit
     if len(text) <= limit:

@@ -206,10 +206,22 @@ def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("name", "variables", "do"),
     [
-        ("wandb", {"WANDB_MODE": "online"}, "WANDB_MODE=offline or leave wandb out"),
-        ("mlflow", {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}, "or leave mlflow out"),
-        ("swanlab", {"SWANLAB_MODE": "online"}, "SWANLAB_MODE=offline or leave swanlab out"),
-        ("trackio", {"TRACKIO_SERVER_URL": "http://127.0.0.1:9"}, "or leave trackio out"),
+        ("wandb", {"WANDB_MODE": "online"}, "WANDB_MODE=offline or remove wandb from run.trackers"),
+        (
+            "mlflow",
+            {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+            "or remove mlflow from run.trackers",
+        ),
+        (
+            "swanlab",
+            {"SWANLAB_MODE": "online"},
+            "SWANLAB_MODE=offline or remove swanlab from run.trackers",
+        ),
+        (
+            "trackio",
+            {"TRACKIO_SERVER_URL": "http://127.0.0.1:9"},
+            "or remove trackio from run.trackers",
+        ),
     ],
 )
 def test_a_library_without_account_or_server_is_refused_at_the_start(tmp_path, name, variables, do):

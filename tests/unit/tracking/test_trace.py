@@ -84,7 +84,7 @@ def test_the_file_is_bounded_and_stays_valid(tmp_path, caplog):
 
     assert 1800 < path.stat().st_size <= 2000
     assert labels(path)[:2] == ["0", "1"]
-    assert caplog.text.count("later spans are left out") == 1
+    assert caplog.text.count("later spans are dropped") == 1
 
 
 def test_a_full_disk_leaves_the_file_valid_and_is_named(tmp_path):
