@@ -102,7 +102,7 @@ def export(
         read: StateFiles | MergedState = state
         if has_adapters and not adapter:
             read = MergedState(state, source)
-        ModelExport(read.plain, precision).write(read, folder, beside=beside)
+        ModelExport(read.plain, precision).write(read, folder, files_from=beside)
         sync_tree(folder)
     return role
 

@@ -66,7 +66,7 @@ def prepare(
     computes the same result by itself. ConfigError if something does not fit.
     """
     _refuse_anywhere(loaded.cfg, world_size)
-    from spmdflow.checkpoint.run_dir import settings_before
+    from spmdflow.checkpoint.run_dir import load_previous_settings
     from spmdflow.parallel.device import own_device
 
     cfg = copy.deepcopy(loaded.cfg)
@@ -74,7 +74,7 @@ def prepare(
     if cfg.run.resume == "never":
         before = None
     else:
-        before = settings_before(run_dir_of(cfg.run))
+        before = load_previous_settings(run_dir_of(cfg.run))
     saved, num_ranks = before or ({}, 0)
     choices = choose_by_device(cfg, device, kept=flat(saved))
     loaded = replace(loaded, cfg=cfg)

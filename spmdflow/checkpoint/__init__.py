@@ -1,25 +1,26 @@
-"""Checkpoints: a sealed folder is complete or does not exist. Knows files and names, no models.
+"""Checkpoints: a sealed folder is complete, or does not exist. Knows files and names, no models.
 
     RUN_DIR/checkpoints/step-N.tmp    while every rank writes its files (`Checkpoints.begin`)
     RUN_DIR/checkpoints/step-N        sealed: never changed again, removed only as a whole
         manifest.json                 step, meta, each file's size and sha256, its own sha256
-        <group>/rank-K.safetensors    what a rank wrote (`write_state`): boxes + JSON metadata
+        <group>/rank-K.safetensors    a rank's state (`write_state`): boxes + JSON metadata
         <group>/hugging_face          a trained model in the Hugging Face format
     RUN_DIR/checkpoints/latest        name of the folder that a resumed run loads
     RUN_DIR/export/<group>            link to the hugging_face folder of the newest checkpoint
 
 Order of sealing: each rank hashes its files while it writes them, fsyncs and reports them -> the
-controller's rank sees each at its full size (it reads none) -> manifest -> rename -> `latest` ->
-links in export -> old checkpoints removed.
-A kill or a power cut between any two of these leaves the old or the new checkpoint loadable:
+controller's rank waits until it sees each file at its full size, without reading it -> manifest ->
+rename -> `latest` -> links in export -> old checkpoints removed.
+After a kill or a power cut between any two of these, the old or the new checkpoint can be loaded:
 every file and every folder is fsynced before the next name points to it, metrics before `latest`.
 
-`run_dir` holds the rules of RUN_DIR itself: who may start, who continues, which settings; `disk`
-checks at the start that every rank sees it. Frozen models are not saved: the manifest has their
-folders and hashes (`tensors.model_hash`), and a resumed run reads them again.
+`run_dir` has the rules of RUN_DIR itself: who may start a run, from which checkpoint it continues,
+and with which settings. `disk` checks at the start that every rank sees RUN_DIR. Frozen models are
+not saved: the manifest has their folders and hashes (`tensors.model_hash`), and a resumed run reads
+them again.
 
-Import from its modules: the package itself imports none of them, so that `lock` and `disk` can be
-read before torch is there (an error in settings is told without waiting for torch).
+Import from the modules. The package itself imports none of them, so that `lock` and `disk` can be
+imported before torch, and an error in the settings is reported without waiting for torch.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _MOVED = {
     "write_state": "tensors",
     "write_tensors": "tensors",
 }
-"""Names that could be imported from here in 0.1, and their modules; for one release."""
+"""Names that version 0.1 exported here -> their modules; kept for one release."""
 
 
 def __getattr__(name: str) -> object:
-    """The object that was imported from here before, with a warning that says where it is now."""
+    """An object of `_MOVED`, with a warning that gives its new module."""
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = f"{__name__}.{_MOVED[name]}"

@@ -1,7 +1,8 @@
-"""RUN_DIR on disk: writes that survive a power cut, errors of disks, whether every rank sees it.
+"""RUN_DIR on disk: writes that survive a power cut, errors of disks, the key that ranks share.
 
-While ranks meet, the controller's rank keeps the run's key there; every rank reads it, which also
-shows that all share the folder. Who may write into the folder: `lock`.
+While the ranks connect, the controller's rank keeps the run's key in a file of RUN_DIR. Every rank
+reads the key there, which also proves that all of them share the folder. `lock` decides who may
+write into the folder.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace path by data: afterwards, or after a kill, it holds the old or the new bytes."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
+    """Replace a file's content. After a kill or a power cut it has the old or the new bytes."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
     sync(path.parent)
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and its missing parents; they are there after a power cut too."""
+    """Create a folder and its missing parents, which survive a power cut."""
     missing = []
     for folder in (path, *path.parents):
         if not folder.exists():
@@ -51,7 +52,7 @@ def make_folders(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """fsync every file and folder below a folder, itself, and its name in its parent."""
+    """fsync a folder, everything in it, and its entry in its parent."""
     for path in sorted(folder.rglob("*")):
         if not path.is_symlink():
             sync(path)
@@ -60,9 +61,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a folder for its entries.
+    """fsync a file, or the entries of a folder.
 
-    Some file systems (FUSE, SMB) cannot fsync a folder: that is a warning, once for each of them.
+    Some file systems (FUSE, SMB) cannot fsync a folder: this warns, once for each file system.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -77,12 +78,12 @@ def sync(path: Path) -> None:
 
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What fsync of a folder answers where the file system does not have it."""
+"""Errors of fsync on a folder where the file system does not support it."""
 
 
 @cache
 def _warn_about_folder_sync(mount_point: Path) -> None:
-    """Warn, once for each file system: later calls do nothing."""
+    """Warn, once for each file system: the cache ignores later calls."""
     logger.warning(
         "warning: the file system at %s cannot fsync folders: after a power cut the newest files "
         "may be missing (a kill of the run loses nothing)",
@@ -91,7 +92,7 @@ def _warn_about_folder_sync(mount_point: Path) -> None:
 
 
 def _mount_point(path: Path) -> Path:
-    """The uppermost folder of the file system that has path."""
+    """The topmost folder of the file system that contains the path."""
     path = path.absolute()
     device = path.stat().st_dev
     while path.parent != path and path.parent.stat().st_dev == device:
@@ -101,7 +102,7 @@ def _mount_point(path: Path) -> Path:
 
 @contextmanager
 def disk_errors(doing: str, path: Path, what: str = "checkpoint") -> Iterator[None]:
-    """Turn an OSError into an error that names the path, the cause and what helps against it.
+    """Turn an OSError into an error with the path, the cause and what to do about it.
 
     what: "checkpoint" makes it a CheckpointError, anything else a SpmdflowError.
     """
@@ -120,7 +121,7 @@ def describe_disk_error(err: OSError, path: Path) -> str:
 
 
 def _advice(err: OSError, path: Path) -> str:
-    """What to do about an error of the disk."""
+    """What to do about an error of the disk, such as freeing space."""
     if err.errno in _NO_SPACE:
         there = _nearest_folder(path)
         if there:
@@ -133,8 +134,8 @@ def _advice(err: OSError, path: Path) -> str:
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHECK_FILE_SYSTEM = (
-    "the file system fails, the space on it does not matter: check its mount, its server and the "
-    "kernel's log, then start the run again"
+    "the file system fails, which more free space does not help: check its mount, its server and "
+    "the kernel's log, then start the run again"
 )
 _FILE_IN_THE_WAY = "a file is where a folder is expected, or a folder where a file is: move it away"
 _ADVICE = {
@@ -159,7 +160,7 @@ _ADVICE = {
 
 
 def _nearest_folder(path: Path) -> Path | None:
-    """The path itself or the first folder above it whose free space can be asked for."""
+    """The path, or the nearest parent that exists; None if nothing can be accessed."""
     for folder in (path, *path.absolute().parents):
         with contextlib.suppress(OSError):
             if folder.exists():
@@ -168,25 +169,25 @@ def _nearest_folder(path: Path) -> Path | None:
 
 
 READ_SECONDS = 5.0
-"""For so long a file that cannot be read is tried again."""
+"""How long to retry a file that cannot be read."""
 _RETRY_SECONDS = 0.25
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Answers of a file system that works: there is no such file."""
+"""Errors of a working file system for a file that does not exist."""
 
 
 def is_absent(err: OSError) -> bool:
-    """Whether the file system says that there is no such file (waiting does not help)."""
+    """Whether the error means that the file does not exist, so that waiting does not help."""
     return err.errno in _ABSENT
 
 
 def read_patiently(path: Path, read: Callable[[], T]) -> T:
-    """read(), tried again for some seconds while the file system fails (EIO, ESTALE, EACCES, ...).
+    """Call read, and retry for some seconds while the file system fails (EIO, ESTALE, EACCES, ...).
 
-    path: what is read, for messages. ReadError if it still fails then. The OSError itself, at
-    once, if there is no such file (`is_absent`).
+    path: the file, for messages. Returns the result of read. ReadError if it still fails after
+    `READ_SECONDS`. The OSError itself, at once, if the file does not exist (`is_absent`).
     """
     limit = time.monotonic() + READ_SECONDS
-    is_told = False
+    has_warned = False
     while True:
         try:
             return read()
@@ -195,12 +196,12 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
                 raise
             if time.monotonic() > limit:
                 raise ReadError(
-                    f"checkpoint: cannot read {path}, tried for {READ_SECONDS:g} s: "
+                    f"checkpoint: cannot read {path}, retried for {READ_SECONDS:g} s: "
                     f"{describe_disk_error(err, path)}"
                 ) from err
-            if not is_told:
+            if not has_warned:
                 logger.warning("warning: cannot read %s (%s): trying again", path, err.strerror)
-                is_told = True
+                has_warned = True
         time.sleep(_RETRY_SECONDS)
 
 
@@ -211,10 +212,10 @@ _LOOK_SECONDS = 0.05
 
 @contextmanager
 def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
-    """Keep a random key in a file of RUN_DIR within the context; its name and the key.
+    """Keep a random key in a file of RUN_DIR within the context; gives (file name, key).
 
-    Keys that starts left there which were killed are removed: nobody uses them again. Only this
-    user may read the file, where the file system keeps such rights. SpmdflowError if it
+    Removes the keys of killed starts, which nobody uses any more. Only this user may read the file,
+    if the file system supports such permissions; otherwise this warns. SpmdflowError if the file
     cannot be written.
     """
     name = f".key-{secrets.token_hex(8)}"
@@ -223,7 +224,7 @@ def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with disk_errors("write", path, "run.dir"):
             for old in run_dir.glob(".key-*"):
-                with contextlib.suppress(IsADirectoryError, PermissionError):  # no file of ours
+                with contextlib.suppress(IsADirectoryError, PermissionError):  # not our file
                     old.unlink(missing_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -232,7 +233,9 @@ def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
             finally:
                 os.close(file)
         if rights:
-            logger.warning("others may read %s, the key of this run: set SPMDFLOW_SECRET", path)
+            logger.warning(
+                "warning: others may read %s, the key of this run: set SPMDFLOW_SECRET", path
+            )
         yield name, key
     finally:
         with contextlib.suppress(OSError):
@@ -240,10 +243,13 @@ def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def read_key(run_dir: Path, name: str, *, seconds: float) -> bytes | None:
-    """The key that `shared_key` keeps under that name (network file systems lag), or None."""
+    """The key that `shared_key` keeps in that file; None if it does not appear in time.
+
+    Waits at most `seconds`, because network file systems show new files late.
+    """
     limit = time.monotonic() + seconds
     while _KEY_NAME.fullmatch(name):
-        with contextlib.suppress(OSError):  # another folder, or none: the file is not there
+        with contextlib.suppress(OSError):  # the file does not exist here (yet)
             if len(key := (run_dir / name).read_bytes()) == KEY_BYTES:
                 return key
         if time.monotonic() > limit:

@@ -1,8 +1,8 @@
-"""A saved model as a Hugging Face folder, out of the boxes that ranks wrote into a checkpoint.
+"""Exports a saved model as a Hugging Face folder, from the boxes that ranks wrote to a checkpoint.
 
-Values are those that `forward` computes with, or rounded to another precision. Some rows of one
-tensor are in memory at a time. Several processes may each write some of the files, as the ranks of
-a run do while it trains. Knows no engine.
+Values are those that `forward` computes with, or rounded to another precision. Only some rows of
+one tensor are in memory at a time. Several processes can each write some of the files, as the ranks
+of a training run do. Knows no engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_FILE_BYTES = 4 << 30
 _SLAB_ELEMENTS = 1 << 24
 _PEFT = "base_model.model."
 _PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""What peft's files put before a tensor's name; their names."""
+"""Names of peft's files; `_PEFT` is their prefix of a tensor's name."""
 
 
 def plan_files(
@@ -37,69 +37,74 @@ def plan_files(
     least_bytes: int = _LEAST_FILE_BYTES,
     most_bytes: int = _MOST_FILE_BYTES,
 ) -> list[list[Facts]]:
-    """Tensors of each file: `count` files of about equal size or, within the limits, fewer or more.
+    """Divide tensors into `count` files of similar size, or fewer or more to respect the limits.
 
-    Wider dtypes come first, otherwise tensors are in the given order.
+    Returns the tensors of each file: wider dtypes first, otherwise in the given order.
     """
     ordered = sorted(facts, key=lambda each: -each.dtype.itemsize)
     total = sum(each.num_bytes for each in ordered)
     number = max(1, min(count, total // least_bytes), -(-total // most_bytes))
     files: dict[int, list[Facts]] = {}
     done = 0
-    for each in ordered:  # into the file in which its middle lies
+    for each in ordered:  # into the file that contains the tensor's middle
         files.setdefault((2 * done + each.num_bytes) * number // (2 * total + 1), []).append(each)
         done += each.num_bytes
     return list(files.values())
 
 
 class ModelExport:
-    """Writes the model of a role whose `save_state` was that of `EngineWorker`."""
+    """Writes the model of a role whose state was saved by `EngineWorker.save_state`."""
 
     def __init__(
         self,
         plain: dict[str, Any],
         dtype: torch.dtype | None = None,
         *,
-        place: int = 0,
+        index: int = 0,
         count: int = 1,
     ) -> None:
-        """plain: what was saved beside the boxes. dtype: other than the one of forward. place,
-        count: of this process among those that write.
+        """Plan the files, and select those of this process.
 
-        Adapters become a folder of peft's, of one file, in float32.
+        plain: JSON data saved with the boxes. dtype: instead of the one of forward. index, count:
+        of this process among those that write. Adapters become a peft folder with one float32 file.
         """
         self._model = plain["model"]
-        self._is_first = place == 0
+        self._is_first = index == 0
         self._lora = self._model.get("lora")
         own = "float32" if self._lora else self._model["dtype"]
         self._dtype = dtype or getattr(torch, own)
-        kept = {"score.weight": torch.float32}  # a scalar head, whatever the others are
+        dtype_by_name = {
+            "score.weight": torch.float32
+        }  # a scalar head, for any dtype of the others
         shapes = plain["shapes"].items()
         prefix = _PEFT if self._lora else ""
         facts = []
         for n, x in shapes:
-            facts.append(Facts(prefix + n, kept.get(n, self._dtype), x))
+            facts.append(Facts(prefix + n, dtype_by_name.get(n, self._dtype), x))
         files = [facts] if self._lora else plan_files(facts, count)
         names = _PEFT_FILES[:1] if self._lora else file_names(len(files))
         self._files = dict(zip(names, files, strict=True))
         shares = zip(self._files.items(), range(0, len(files) * count, count), strict=True)
-        self.mine = dict(file for file, number in shares if number // len(files) == place)
-        """Tensors by the name of the file, of those that this process writes."""
+        self.mine = dict(file for file, number in shares if number // len(files) == index)
+        """File name -> tensors, of the files that this process writes."""
 
     def write(
-        self, state: StateFiles | MergedState, folder: Path, *, beside: Path | None = None
+        self, state: StateFiles | MergedState, folder: Path, *, files_from: Path | None = None
     ) -> None:
-        """Write this process's files; the first one also writes config.json, the index and the
-        other files of the model's source, or of `beside`."""
+        """Write the files of this process.
+
+        The first process also writes config.json and the index, and copies the other files, such as
+        the tokenizer, from `files_from` or the model's source.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in self.mine.items():
-            write_file(folder / name, tensors, _rows(state, tensors), {"format": "pt"})
+            write_file(folder / name, tensors, _read_by_rows(state, tensors), {"format": "pt"})
         if self._is_first:
             weights = {}
             for n, facts in self._files.items():
                 weights[n] = {x.name: x.num_bytes for x in facts}
             config = {**self._model["config"], "dtype": str(self._dtype).removeprefix("torch.")}
-            source = beside or Path(self._model["source"])
+            source = files_from or Path(self._model["source"])
             write_beside(folder, weights, config=config, source=source)
             if self._lora:
                 config = _peft_config(self._lora, self._model["source"])
@@ -108,10 +113,13 @@ class ModelExport:
 
 
 class MergedState:
-    """The weights of a model's folder with the adapters of a checkpoint in them, read by boxes."""
+    """A model's weights with a checkpoint's adapters merged into them, read by boxes."""
 
     def __init__(self, adapters: StateFiles, source: Path) -> None:
-        """ConfigError if the folder does not read, CheckpointError if it is of another model."""
+        """source: folder of the base model.
+
+        ConfigError if it cannot be read, CheckpointError if it has another model.
+        """
         self._adapters = adapters
         self._base = HuggingFaceFolder(source, {})
         self._lora = adapters.plain["model"]["lora"]
@@ -127,21 +135,22 @@ class MergedState:
             if key != "lora":
                 model[key] = x
         self.plain = {**adapters.plain, "model": model, "shapes": shapes}
-        """As that of a checkpoint of the whole model."""
+        """JSON data as in a checkpoint of the full model."""
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
-        """A whole tensor as boxes of some rows, in order."""
-        whole = Box.of_shape(shape)
+        """Boxes of consecutive rows that cover a tensor, in order."""
+        full_box = Box.of_shape(shape)
         if shape:
-            rows = max(1, _SLAB_ELEMENTS * shape[0] // max(1, whole.size))
+            rows = max(1, _SLAB_ELEMENTS * shape[0] // max(1, full_box.size))
         else:
             rows = 1
         starts = range(0, shape[0], rows) if shape else ()
-        inner = whole.bounds[1:]
-        return [Box(((n, min(n + rows, shape[0])), *inner)) for n in starts] or [whole]
+        inner = full_box.bounds[1:]
+        return [Box(((n, min(n + rows, shape[0])), *inner)) for n in starts] or [full_box]
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box on the host, W + alpha / rank B A where there is an adapter."""
+        """Values of a box on the host: W + alpha / rank B A if the weight has an adapter, else
+        W."""
         values = self._base.read(name, box)
         if name not in self._adapted:
             return values
@@ -152,8 +161,8 @@ class MergedState:
         return torch.add(values.float(), tall @ wide, alpha=self._lora["alpha"] / rank)
 
 
-def _rows(state: StateFiles | MergedState, tensors: Sequence[Facts]) -> Iterator[Tensor]:
-    """The values of each tensor, some rows at a time."""
+def _read_by_rows(state: StateFiles | MergedState, tensors: Sequence[Facts]) -> Iterator[Tensor]:
+    """Values of each tensor, in boxes of consecutive rows."""
     for name, dtype, shape in tensors:
         saved = name.removeprefix(_PEFT)
         for box in state.slabs(saved, shape):

@@ -1,6 +1,6 @@
-"""Trained models pushed to a repository of the Hugging Face hub, or of another HF_ENDPOINT.
+"""Pushes trained models to a repository of the Hugging Face hub, or of another HF_ENDPOINT.
 
-Token, endpoint and HF_HUB_OFFLINE are huggingface_hub's own. Knows only files.
+huggingface_hub reads the token, the endpoint and HF_HUB_OFFLINE. Knows only files.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ _SHOWN = 300  # characters of an error of the hub
 
 
 def open_repository(repository: str) -> None:
-    """Make owner/name, private, if it is not there: asked before a run, not after days.
+    """Create owner/name as a private repository if it does not exist.
 
-    ConfigError if the hub refuses.
+    Called before the run, so that a mistake does not show only after days of training. ConfigError
+    if the hub rejects the request.
     """
-    _ask(repository, lambda api: api.create_repo(repository, private=True, exist_ok=True))
+    _request(repository, lambda api: api.create_repo(repository, private=True, exist_ok=True))
 
 
 def push(run_dir: Path, repository: str) -> str:
     """Upload the models of RUN_DIR/export; returns the address of the last commit.
 
-    A single one goes to the top of the repository, several into folders named as they are.
-    ConfigError if there is none, or if the hub refuses.
+    A single model goes to the top of the repository, several go into folders of their names.
+    ConfigError if there is no model, or if the hub rejects the upload.
     """
     if (run_dir / EXPORT).is_dir():
         models = sorted((run_dir / EXPORT).iterdir())
@@ -38,10 +39,10 @@ def push(run_dir: Path, repository: str) -> str:
     for model in models:
         folder = model.resolve()
         step = model.resolve().parents[1].name
-        place = None if len(models) == 1 else model.name
+        path_in_repo = None if len(models) == 1 else model.name
         message = f"{model.name} after {step}"
-        upload = partial(_upload, repository, folder, place, message)
-        address = _ask(repository, upload).commit_url
+        upload = partial(_upload, repository, folder, path_in_repo, message)
+        address = _request(repository, upload).commit_url
     if not models:
         got = f"{run_dir} without an exported model"
         do = "set run.save_last=true, then use spmdflow.export"
@@ -49,14 +50,15 @@ def push(run_dir: Path, repository: str) -> str:
     return address
 
 
-def _upload(repository: str, folder: Path, place: str | None, message: str, api: Any) -> Any:
+def _upload(repository: str, folder: Path, path_in_repo: str | None, message: str, api: Any) -> Any:
+    """The hub's description of the commit that uploads a folder."""
     return api.upload_folder(
-        repo_id=repository, folder_path=folder, path_in_repo=place, commit_message=message
+        repo_id=repository, folder_path=folder, path_in_repo=path_in_repo, commit_message=message
     )
 
 
-def _ask(repository: str, request: Callable[[Any], Any]) -> Any:
-    """What the hub's client returns; ConfigError if it raises."""
+def _request(repository: str, request: Callable[[Any], Any]) -> Any:
+    """The result of a request to the hub's client; ConfigError if it fails."""
     import huggingface_hub
     import huggingface_hub.errors
 

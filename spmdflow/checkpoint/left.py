@@ -1,4 +1,4 @@
-"""What a run leaves for its user: where the trained models are, and the command that uses them."""
+"""The message at the end of a run: where its trained models are, and a command that uses one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def trained_models_text(run_dir: Path, *, has_evaluation: bool) -> str | None:
     if not latest.is_file():
         return None
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
-    place = order_of(name)
-    if place is None:
+    order = order_of(name)
+    if order is None:
         return None
-    step = place[0]
+    step = order[0]
     links = []
     for link in sorted((run_dir / EXPORT).glob("*")):
         if name in link.resolve().parts:
@@ -39,13 +39,13 @@ def trained_models_text(run_dir: Path, *, has_evaluation: bool) -> str | None:
             adapters.append(link)
     if adapters:
         return (
-            f"the adapter after step {step} is in {adapters[0]}; merge it into a whole model: "
+            f"the adapter after step {step} is in {adapters[0]}; merge it into a full model: "
             f"python -m spmdflow.export {shlex.quote(str(run_dir))} --to FOLDER"
         )
     if models:
         role = "actor" if "actor" in models else next(iter(models))
         folders = ", ".join(str(folder) for folder in models.values())
-        use = _use_of(role, models[role], run_dir if has_evaluation else None)
+        use = _usage_text(role, models[role], run_dir if has_evaluation else None)
         return f"the model after step {step} is in {folders}, in the Hugging Face format; {use}"
     return (
         f"the checkpoint after step {step} is in {run_dir / 'checkpoints' / name}; write a model "
@@ -53,8 +53,8 @@ def trained_models_text(run_dir: Path, *, has_evaluation: bool) -> str | None:
     )
 
 
-def _use_of(role: str, folder: Path, evaluated_run: Path | None) -> str:
-    """What to do with the model of a role, and the command; evaluated_run: the RUN_DIR to give."""
+def _usage_text(role: str, folder: Path, evaluated_run: Path | None) -> str:
+    """The next step with a role's model, and its command. evaluated_run: RUN_DIR for `evaluate`."""
     path = shlex.quote(str(folder))
     if role == "reward_model":
         return f"train a policy with it: {_RUN} ppo reward.model.path={path}"

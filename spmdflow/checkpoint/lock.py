@@ -1,16 +1,16 @@
 """The lock of RUN_DIR: who may write there, and whether a run is live there.
 
-One rule serves both: **a run is live as long as it holds the lock**, and exactly then a second
-start is refused. Rank 0 takes it before anything is written and the kernel drops it with the
-process, however that ends. RUN_DIR/.lock also holds a record of the holder, which a run that ends
-by itself removes. So a record without a lock tells of a run that was killed.
+One rule answers both: **a run is live as long as it holds the lock**, and exactly then a second
+start is rejected. Rank 0 takes the lock before anything is written. The kernel releases it when the
+process ends, for whatever reason. RUN_DIR/.lock also has a record of the holder, which a run
+removes when it ends normally. A record without a lock therefore means that the run was killed.
 
-The lock is flock's. Limits:
+The lock uses flock. Limits:
 
-- A file system without flock: nobody is refused (a warning says so). The later start takes the
-  record over; the earlier one ends at its next save, as the folder is no longer its own.
-- Another node, where locks may not be shared (NFS mounted with local locks): a run of another node
-  that is not seen to hold the lock counts as live while its status.json is young.
+- A file system without flock: no start is rejected, and a warning says so. The later start replaces
+  the record. The earlier run ends at its next save, because the folder is no longer its own.
+- Another node, where locks may not be shared (NFS mounted with local locks): if this node cannot
+  see the lock of a run on another node, the run counts as live while its status.json is recent.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from spmdflow.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-"""In RUN_DIR, from its first run on."""
+"""In RUN_DIR since its first run."""
 STATUS_FILE = "status.json"
-"""In RUN_DIR: what a live run does; its rank 0 rewrites it every few seconds."""
+"""In RUN_DIR: the activity of a live run, whose rank 0 rewrites it every few seconds."""
 
-_TOUCHED_SECONDS = 0.5
-"""Who asks whether a run is live holds the lock for a moment: a start tries again so long."""
+_RETRY_LIMIT_SECONDS = 0.5
+"""How long a start retries the lock, which a check of liveness holds for a moment."""
 _RETRY_SECONDS = 0.02
-_YOUNG_SECONDS = 60.0
-"""Age of a status.json that its run rewrites no more."""
-_MOST_BYTES = 1024
+_RECENT_SECONDS = 60.0
+"""A status.json older than this is not being rewritten any more."""
+_MAX_RECORD_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class LockRecord:
-    """Who holds the lock, as RUN_DIR/.lock tells."""
+    """The holder of the lock, as recorded in RUN_DIR/.lock."""
 
     pid: int
     node: str
     """Host name."""
     boot: str
-    """Differs between nodes of one host name, and between two boots of a node."""
+    """Differs between nodes with the same host name, and between two boots of a node."""
     token: str
     """Differs between any two holders."""
 
     @classmethod
     def of_this_process(cls) -> LockRecord:
-        """A new record."""
+        """A new record of this process, with a random token."""
         return cls(os.getpid(), os.uname().nodename, _boot_id(), secrets.token_hex(8))
 
     @classmethod
@@ -65,27 +65,28 @@ class LockRecord:
         words = data.decode(errors="replace").split()
         if not words or not words[0].isdigit():
             return None
-        words += ["unknown"] * (4 - len(words))  # an earlier version wrote the process alone
+        words += ["unknown"] * (4 - len(words))  # an earlier version wrote only the process
         return cls(int(words[0]), words[1], words[2], words[3])
 
     def to_bytes(self) -> bytes:
-        """What the file holds."""
+        """The content of the lock file."""
         return f"{self.pid} {self.node} {self.boot} {self.token}\n".encode()
 
     def describe(self) -> str:
-        """Its process, and the node if that is another one."""
+        """The holder's process, and its node unless that is this node."""
         where = "" if self.is_of_this_node() else f" on node {self.node}"
         return f"process {self.pid}{where}"
 
     def is_of_this_node(self) -> bool:
-        """Whether the holder ran on this node, since it was booted."""
+        """Whether the holder ran on this node since the last boot."""
         return (self.node, self.boot) == (os.uname().nodename, _boot_id())
 
 
 class RunDirLock:
-    """Held from construction to `release`. ConfigError if another live process holds it."""
+    """The lock of RUN_DIR, held from construction to `release`."""
 
     def __init__(self, run_dir: Path) -> None:
+        """Take the lock and write the record; ConfigError if another live process holds it."""
         self.run_dir = run_dir
         self.record = LockRecord.of_this_process()
         path = run_dir / LOCK_FILE
@@ -99,35 +100,37 @@ class RunDirLock:
             raise
 
     def _acquire(self, path: Path) -> None:
-        """Lock the file; ConfigError if somebody holds it for longer than a look takes."""
-        limit = time.monotonic() + _TOUCHED_SECONDS
+        """Lock the file; ConfigError if a process holds it for longer than a check of liveness."""
+        limit = time.monotonic() + _RETRY_LIMIT_SECONDS
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError as err:
                 if time.monotonic() > limit:
-                    holder = LockRecord.parse(os.pread(self._file, _MOST_BYTES, 0))
+                    holder = LockRecord.parse(os.pread(self._file, _MAX_RECORD_BYTES, 0))
                     process = holder.describe() if holder else "unknown process"
                     raise ConfigError(
-                        f"run.dir: {self.run_dir} is in use by a live run ({process}), expected a "
-                        f"folder of its own; end that run, or set run.name or run.dir to another"
+                        f"run.dir: {self.run_dir} is in use by a live run ({process}), expected an "
+                        f"unused folder; end that run, or set run.name or run.dir to another"
                     ) from err
-            except OSError as err:  # a file system without locks: go on without
-                logger.warning("%s cannot be locked (%s): start only one run in it", path, err)
+            except OSError as err:  # a file system without locks: continue without one
+                logger.warning(
+                    "warning: %s cannot be locked (%s): start only one run in it", path, err
+                )
                 return
             time.sleep(_RETRY_SECONDS)
 
     def is_held(self) -> bool:
-        """Whether the folder of this name is still the one that was locked, and still ours."""
+        """Whether the folder at this path is still the one that was locked, and still ours."""
         try:
-            return self._problem() is None
+            return self._find_problem() is None
         except OSError:
             return False
 
     def check_held(self) -> None:
         """CheckpointError if RUN_DIR was deleted, renamed or replaced, or is now another run's."""
-        problem = read_patiently(self.run_dir / LOCK_FILE, self._problem)
+        problem = read_patiently(self.run_dir / LOCK_FILE, self._find_problem)
         if problem is not None:
             raise CheckpointError(
                 f"checkpoint: {self.run_dir} {problem}, so nothing more is written there; keep "
@@ -135,13 +138,13 @@ class RunDirLock:
                 f"renamed folder: set run.dir to its new name)"
             )
 
-    def _problem(self) -> str | None:
-        """What has happened to the folder; None: nothing. OSError if it cannot be looked at."""
+    def _find_problem(self) -> str | None:
+        """What has happened to the folder; None if nothing. OSError if it cannot be accessed."""
         assert self._file >= 0, "the lock has been released"
         path = self.run_dir / LOCK_FILE
         try:
             is_same_file = os.path.samestat(path.stat(), os.fstat(self._file))
-            record = LockRecord.parse(path.read_bytes()[:_MOST_BYTES])
+            record = LockRecord.parse(path.read_bytes()[:_MAX_RECORD_BYTES])
         except (FileNotFoundError, NotADirectoryError):
             if self.run_dir.is_dir():
                 what = "has lost its file .lock"
@@ -156,14 +159,14 @@ class RunDirLock:
         return None
 
     def release(self) -> None:
-        """Let the next run start, and remove the record: this run was not killed."""
+        """Release the lock, and remove the record, as this run was not killed."""
         if self._file < 0:
             return
-        record = LockRecord.parse(os.pread(self._file, _MOST_BYTES, 0))
+        record = LockRecord.parse(os.pread(self._file, _MAX_RECORD_BYTES, 0))
         if record == self.record:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
-        with contextlib.suppress(OSError):  # a forked process has the file open, too
+        with contextlib.suppress(OSError):  # a forked process has the file open too
             fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
         self._file = -1
@@ -171,25 +174,26 @@ class RunDirLock:
 
 @dataclass(frozen=True)
 class RunDirMark:
-    """How a rank without the lock knows the RUN_DIR of its run: by the record of rank 0's lock."""
+    """Identifies the RUN_DIR of a run for ranks without the lock, by the record of rank 0's
+    lock."""
 
     run_dir: Path
     record: LockRecord | None
 
     @classmethod
     def read(cls, run_dir: Path) -> RunDirMark:
-        """The mark of the run that holds RUN_DIR now."""
+        """The mark of the run that currently holds RUN_DIR."""
         return cls(run_dir, read_record(run_dir))
 
     def is_there(self) -> bool:
-        """Whether the folder of that name is still this run's."""
+        """Whether the folder at this path still belongs to this run."""
         return self.record is not None and read_record(self.run_dir) == self.record
 
 
 def claim_run_dir(run_dir: Path) -> RunDirLock:
-    """Make RUN_DIR if it is not there, and lock it; nothing else ever makes it.
+    """Create RUN_DIR if it does not exist, and lock it. No other code creates it.
 
-    ConfigError if that cannot be, or if a live run uses it.
+    ConfigError if it cannot be created or written, or if a live run uses it.
     """
     try:
         make_folders(run_dir)
@@ -202,15 +206,15 @@ def claim_run_dir(run_dir: Path) -> RunDirLock:
 
 
 def read_record(run_dir: Path) -> LockRecord | None:
-    """The record of the run that holds RUN_DIR or was killed there; None if there is none."""
+    """Record of the run that holds RUN_DIR, or was killed there; None if there is none."""
     try:
-        return LockRecord.parse((run_dir / LOCK_FILE).read_bytes()[:_MOST_BYTES])
+        return LockRecord.parse((run_dir / LOCK_FILE).read_bytes()[:_MAX_RECORD_BYTES])
     except OSError:
         return None
 
 
 def is_run_live(run_dir: Path) -> bool:
-    """Whether a run uses RUN_DIR now (see the module for other nodes)."""
+    """Whether a run currently uses RUN_DIR; for runs of other nodes see the module."""
     try:
         file = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -228,7 +232,7 @@ def is_run_live(run_dir: Path) -> bool:
     if record is None or (can_lock and record.is_of_this_node()):
         return False
     with contextlib.suppress(OSError):
-        return time.time() - (run_dir / STATUS_FILE).stat().st_mtime < _YOUNG_SECONDS
+        return time.time() - (run_dir / STATUS_FILE).stat().st_mtime < _RECENT_SECONDS
     return False
 
 

@@ -1,10 +1,10 @@
-"""manifest.json: what a sealed checkpoint consists of, and what each rank says it wrote into it.
+"""manifest.json: the files of a sealed checkpoint, and what each rank reports to have written.
 
-A rank first writes into a folder of its own, so that every file found there is one of its files.
-A file whose header holds the hashes of its tensors (`weights.file`) was hashed while it was
-written: here only its header is hashed. Other files are read and hashed. A checkpoint consists of
-the files that the ranks report; it is an error if the controller's rank cannot see one of them,
-as when nodes do not share RUN_DIR.
+A rank first writes into its own folder, so that all files in there are its own. A file whose header
+has the hashes of its tensors (`weights.file`) was hashed while it was written, so only its header
+is hashed here. Other files are read and hashed. A checkpoint consists of the files that the ranks
+report. It is an error if the controller's rank cannot see one of them, as when nodes do not share
+RUN_DIR.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class FileFacts:
     num_bytes: int
     sha256: str
     head_bytes: int | None = None
-    """sha256 covers this many bytes, the header, which has the tensors' hashes; None: all."""
+    """sha256 covers only the header of this size, which has the tensors' hashes; None: all
+    bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class CheckpointInfo:
     folder: Path
     step: int
     meta: dict[str, Any]
-    """What the run stored beside the files: its own state and `layout`."""
+    """JSON data of the run: its own state and `layout`."""
     files: dict[str, FileFacts]
-    """By name relative to the folder, with "/" on every system."""
+    """By path relative to the folder, with "/" on every system."""
 
 
 def order_of(name: str) -> tuple[int, int] | None:
@@ -68,9 +69,9 @@ def order_of(name: str) -> tuple[int, int] | None:
 def facts_of(
     folder: Path, names: Iterable[str], *, is_synced: bool = False
 ) -> dict[str, FileFacts]:
-    """Size and hash of files below folder; is_synced: fsync them too.
+    """Size and hash of files below folder, by name. is_synced: fsync them too.
 
-    Of files that were hashed while they were written, only the header is read.
+    Reads only the header of files that were hashed while they were written.
     """
 
     def read(name: str) -> FileFacts:
@@ -94,23 +95,23 @@ def _facts_of_file(path: Path, *, is_synced: bool) -> FileFacts:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Names of all files below folder but the manifest, relative to it, in order."""
-    found = (path for path in folder.rglob("*") if not path.is_dir())
-    names = (path.relative_to(folder).as_posix() for path in found)
+    """Names of all files below folder except the manifest, relative to it and sorted."""
+    paths = (path for path in folder.rglob("*") if not path.is_dir())
+    names = (path.relative_to(folder).as_posix() for path in paths)
     return sorted(name for name in names if name != NAME)
 
 
 def write_manifest(
     folder: Path, step: int, meta: Mapping[str, Any], files: Mapping[str, FileFacts]
 ) -> None:
-    """Write the manifest of files, by name relative to folder, with a hash of itself."""
+    """Write the manifest, with a hash of itself. files: by name relative to folder."""
     check_plain(meta, "meta")
     plain = {}
     for name, facts in files.items():
         plain[name] = asdict(facts)
     body = {"format": FORMAT, "step": step, "meta": meta, "files": plain}
     text = json.dumps(body, sort_keys=True)
-    data = json.dumps({**json.loads(text), "sha256": _digest(text)}, indent=1, sort_keys=True)
+    data = json.dumps({**json.loads(text), "sha256": _sha256_of(text)}, indent=1, sort_keys=True)
     with (folder / NAME).open("w", encoding="ascii") as file:
         file.write(data + "\n")
         file.flush()
@@ -118,21 +119,22 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> CheckpointInfo:
-    """The checkpoint in folder; CheckpointError if its manifest is missing, damaged or not ours."""
+    """The checkpoint in a folder; CheckpointError if the manifest is missing, damaged or
+    foreign."""
     path = folder / NAME
     try:
         data = read_patiently(path, path.read_bytes)
-    except OSError as err:  # there is none (`is_absent`)
-        raise damaged(path, "is missing") from err
+    except OSError as err:  # it does not exist (`is_absent`)
+        raise damage_error(path, "is missing") from err
     try:
         body = json.loads(data)
         claimed = body.pop("sha256")
-        actual = _digest(json.dumps(body, sort_keys=True))
+        actual = _sha256_of(json.dumps(body, sort_keys=True))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as err:
-        raise damaged(path, f"does not read as a manifest ({err!r})") from err
+        raise damage_error(path, f"does not read as a manifest ({err!r})") from err
     if claimed != actual:
-        raise damaged(path, "has been changed: its own sha256 does not fit")
-    place = order_of(folder.name)
+        raise damage_error(path, "has been changed: its own sha256 does not match")
+    order = order_of(folder.name)
     kind = body.get("format")
     step = body.get("step")
     if kind != FORMAT and isinstance(kind, str) and kind.startswith(FORMAT[:-1]):
@@ -140,7 +142,7 @@ def read_manifest(folder: Path) -> CheckpointInfo:
             f"checkpoint: {path} has format {kind}, expected {FORMAT}; resume with the version of "
             f"spmdflow that wrote it, or start another run from the model in RUN_DIR/export"
         )
-    if kind != FORMAT or place is None or step != place[0]:
+    if kind != FORMAT or order is None or step != order[0]:
         raise DamagedError(
             f"checkpoint: {path} is foreign: format {kind!r}, step {step}; "
             f"expected {FORMAT!r} and the step of its folder; resume from the run that wrote it"
@@ -148,13 +150,15 @@ def read_manifest(folder: Path) -> CheckpointInfo:
     meta = body.get("meta")
     files = body.get("files")
     if not isinstance(meta, dict) or not isinstance(meta.get("layout", {}), dict):
-        raise damaged(path, f"has meta {meta!r:.80}, which is no map with a map layout")
+        raise damage_error(path, f"has meta {meta!r:.80}, which is no map with a map layout")
     if not isinstance(files, dict):
-        raise damaged(path, f"has files {files!r:.80}, which is no map name -> size and hash")
+        raise damage_error(path, f"has files {files!r:.80}, which is no map name -> size and hash")
     for name, facts in files.items():
         if not _describes_file(name, facts):
             problem = f"has {facts!r:.80} for file {name!r:.80}"
-            raise damaged(path, f"{problem}, not num_bytes and sha256 of a file in the checkpoint")
+            raise damage_error(
+                path, f"{problem}, not num_bytes and sha256 of a file in the checkpoint"
+            )
     known = {}
     for name, facts in files.items():
         known[name] = FileFacts(**facts)
@@ -162,7 +166,7 @@ def read_manifest(folder: Path) -> CheckpointInfo:
 
 
 def _describes_file(name: str, facts: Any) -> bool:
-    """Whether facts are the size and hash of a file whose name stays in the checkpoint."""
+    """Whether facts are a size and a hash, and the name is a path inside the checkpoint."""
     if not isinstance(facts, dict) or set(facts) != {"num_bytes", "sha256", "head_bytes"}:
         return False
     is_plain = type(facts["num_bytes"]) is int and isinstance(facts["sha256"], str)
@@ -171,36 +175,36 @@ def _describes_file(name: str, facts: Any) -> bool:
 
 
 def check_file_sizes(info: CheckpointInfo) -> None:
-    """DamagedError naming the first file that is missing or of another size.
+    """DamagedError for the first file that is missing or has another size.
 
-    ReadError if the file system does not tell for some seconds. Files that the manifest does not
-    list (`.nfs...`, `.DS_Store`) are named in a warning and left alone.
+    ReadError if the file system fails for some seconds. Files that the manifest does not list
+    (`.nfs...`, `.DS_Store`) only cause a warning.
     """
     for name, facts in info.files.items():
         path = info.folder / name
         try:
             status = read_patiently(path, path.stat)
-        except OSError as err:  # there is none (`is_absent`)
-            raise damaged(path, "is missing", facts) from err
+        except OSError as err:  # it does not exist (`is_absent`)
+            raise damage_error(path, "is missing", facts) from err
         if not stat.S_ISREG(status.st_mode):
-            raise damaged(path, "is no file", facts)
+            raise damage_error(path, "is not a file", facts)
         num_bytes = status.st_size
         if num_bytes != facts.num_bytes:
             word = "short" if num_bytes < facts.num_bytes else "too long"
-            raise damaged(path, f"is {word}: {num_bytes} bytes", facts)
+            raise damage_error(path, f"is {word}: {num_bytes} bytes", facts)
     unlisted = sorted(set(file_names(info.folder)) - set(info.files))
     if unlisted:
         logger.warning(
-            "warning: %s holds files that are not of the checkpoint; they are left alone: %s",
+            "warning: %s has files that do not belong to the checkpoint; ignored: %s",
             info.folder,
             ", ".join(unlisted),
         )
 
 
 def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
-    """Read and hash every byte of files below folder. DamagedError naming one that has changed.
+    """Read and hash all bytes of files below folder. DamagedError for a file that has changed.
 
-    ReadError naming one that cannot be read for some seconds: it may be whole.
+    ReadError for a file that cannot be read for some seconds, which may be undamaged.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         pending = []
@@ -216,33 +220,33 @@ def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
 
 
 def _verify_file(folder: Path, name: str, expected: FileFacts) -> None:
-    """`verify_files` for one of them."""
+    """`verify_files` for one file."""
     path = folder / name
 
     def read() -> tuple[FileFacts, str | None]:
-        found = _facts_of_file(path, is_synced=False)
-        is_hashed_by_tensor = found == expected and found.head_bytes is not None
-        return found, changed_bytes(path) if is_hashed_by_tensor else None
+        actual = _facts_of_file(path, is_synced=False)
+        is_hashed_by_tensor = actual == expected and actual.head_bytes is not None
+        return actual, changed_bytes(path) if is_hashed_by_tensor else None
 
     try:
-        found, changed = read_patiently(path, read)
-    except OSError as err:  # there is none (`is_absent`)
-        raise damaged(path, "is missing", expected) from err
-    if found != expected:
-        raise damaged(path, f"has sha256 {found.sha256}", expected)
+        actual, changed = read_patiently(path, read)
+    except OSError as err:  # it does not exist (`is_absent`)
+        raise damage_error(path, "is missing", expected) from err
+    if actual != expected:
+        raise damage_error(path, f"has sha256 {actual.sha256}", expected)
     if changed:
-        raise damaged(path, f"has other bytes in {changed}", expected)
+        raise damage_error(path, f"has other bytes in {changed}", expected)
 
 
 def moved_groups(
     info: CheckpointInfo, layout: Mapping[str, Any], by_rank: Mapping[str, str]
 ) -> list[str]:
-    """Of each group whose state was saved on another layout than it has now: both, as a text.
+    """The saved and the current layout, as text, of each group whose layout has changed.
 
-    layout: group -> engine, ranks and sizes. The saved one is meta["layout"], JSON data; tuples
-    and lists count as equal. by_rank: group -> class, of those that load only what the same rank
-    saved. CheckpointError if one of these has moved, or if the run lacks a group that saved a
-    state.
+    layout: group -> engine, ranks and sizes, compared with meta["layout"] of the checkpoint; tuples
+    and lists count as equal. by_rank: group -> class, of groups whose ranks can load only their own
+    saved state. CheckpointError if one of these has moved, or if the run lacks a group that saved
+    a state.
     """
     saved = info.meta.get("layout", {})
     now = json.loads(json.dumps(layout))
@@ -252,7 +256,7 @@ def moved_groups(
             stateful.add(name.partition("/")[0])
     for group in sorted(stateful - now.keys()):
         got = f"a run without {group}, whose state {info.folder} holds"
-        do = "resume with the script that wrote it, or start afresh in another run.dir"
+        do = "resume with the script that wrote it, or start from scratch in another run.dir"
         raise CheckpointError.of("checkpoint", got, "every model that it was trained with", do)
     moved = []
     for group in sorted(now):
@@ -262,10 +266,10 @@ def moved_groups(
         if group not in by_rank or group not in stateful and group in saved:
             continue
         raise CheckpointError(
-            f"checkpoint: {info.folder} has {group} as {_described(saved.get(group))}, this run "
-            f"has {_described(now[group])}, expected the same, as {by_rank[group]}.load_state is "
-            f"not marked with any_layout; resume with the world size and placement that wrote it, "
-            f"or have it read boxes (docs/CHECKPOINTS.md)"
+            f"checkpoint: {info.folder} has {group} as {_describe_layout(saved.get(group))}, "
+            f"this run has {_describe_layout(now[group])}, expected the same, as "
+            f"{by_rank[group]}.load_state is not marked with any_layout; resume with the "
+            f"world size and placement that wrote it, or have it read boxes (docs/CHECKPOINTS.md)"
         )
     both = {}
     for name in moved:
@@ -273,12 +277,12 @@ def moved_groups(
             both[name] = (saved.get(name), now[name])
     result = []
     for name, (a, b) in both.items():
-        result.append(f"{name} {_described(a)} -> {_described(b)}")
+        result.append(f"{name} {_describe_layout(a)} -> {_describe_layout(b)}")
     return result
 
 
-def _described(sizes: Mapping[str, Any] | None) -> str:
-    """Such as "fsdp t1p1d2 on ranks 0-1"."""
+def _describe_layout(sizes: Mapping[str, Any] | None) -> str:
+    """Text of a group's layout, such as "fsdp t1p1d2 on ranks 0-1"."""
     if sizes is None:
         return "nothing"
     ranks = sizes["ranks"]
@@ -295,7 +299,7 @@ def _described(sizes: Mapping[str, Any] | None) -> str:
 
 
 def check_plain(value: object, where: str) -> None:
-    """CheckpointError unless JSON keeps the value (but tuples): an int key would become a str."""
+    """CheckpointError unless JSON preserves the value, except that tuples become lists."""
     items: dict[str, object] = {}
     if isinstance(value, Mapping):
         for key in value:
@@ -315,20 +319,23 @@ def check_plain(value: object, where: str) -> None:
             f"checkpoint: {where} is a {type(value).__name__}, expected JSON data; "
             f"store tensors by name and anything else as numbers or text"
         )
-    for place, item in items.items():
-        check_plain(item, place)
+    for location, item in items.items():
+        check_plain(item, location)
 
 
-def _digest(text: str) -> str:
+def _sha256_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not as it was sealed: a resumed run looks for an older one."""
+    """A checkpoint differs from what was sealed. A resumed run falls back to an older one."""
 
 
-def damaged(path: Path, problem: str, facts: FileFacts | None = None) -> DamagedError:
-    """The error for a file of a checkpoint that is not as it was sealed."""
+def damage_error(path: Path, problem: str, facts: FileFacts | None = None) -> DamagedError:
+    """The error for a file of a checkpoint that differs from what was sealed.
+
+    facts: the file's size and hash in the manifest.
+    """
     if facts:
         expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}"
     else:
@@ -352,8 +359,8 @@ _LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Written:
-    """The files that one rank says it wrote."""
+class RankReport:
+    """The files that one rank reports to have written."""
 
     rank: int
     node: str
@@ -362,21 +369,21 @@ class Written:
     """By name relative to the checkpoint's folder."""
 
 
-def part_of(folder: Path, rank: int) -> Path:
-    """The folder below `folder` for the files that a rank writes now; made if it is not there."""
+def make_rank_folder(folder: Path, rank: int) -> Path:
+    """Create the folder below `folder` into which a rank writes its files now; returns it."""
     own = folder / f".rank-{rank}"
     with disk_errors("make", own):
-        # checkpoints, step-N.tmp, folder, own: RUN_DIR itself is never made again
+        # checkpoints, step-N.tmp, folder, own: RUN_DIR itself must not be created again
         for each in (*reversed((folder, *list(folder.parents)[:2])), own):
             each.mkdir(exist_ok=True)
     return own
 
 
-def finish_part(folder: Path, own: Path) -> dict[str, FileFacts]:
-    """Move what a rank wrote into `part_of` it into folder.
+def move_rank_files(folder: Path, own: Path) -> dict[str, FileFacts]:
+    """Move the files of a rank from its own folder (`make_rank_folder`) into folder.
 
-    Returns size and hash of each file, by name relative to folder; they are fsynced.
-    CheckpointError if that fails.
+    Fsyncs the files. Returns size and hash of each, by name relative to folder. CheckpointError if
+    the disk fails.
     """
     with disk_errors("write", folder):
         files = facts_of(own, file_names(own), is_synced=True)
@@ -388,13 +395,15 @@ def finish_part(folder: Path, own: Path) -> dict[str, FileFacts]:
     return files
 
 
-def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> dict[str, FileFacts]:
-    """All files that ranks wrote into folder, once they are visible here at their full size.
+def await_files(
+    folder: Path, written: Iterable[RankReport], *, seconds: float
+) -> dict[str, FileFacts]:
+    """Wait until all files of the ranks are visible here at their full size; returns them.
 
-    Waits at most `seconds` for a network file system to show them. CheckpointError naming rank,
-    node and file if one cannot be seen, if two ranks wrote one, or if no rank reports one.
+    Waits at most `seconds`, because network file systems show new files late. CheckpointError with
+    rank, node and file if a file stays invisible, if two ranks wrote it, or if no rank reports it.
     """
-    owners: dict[str, Written] = {}
+    owners: dict[str, RankReport] = {}
     for part in written:
         for name in part.files:
             if name in owners:
@@ -406,7 +415,7 @@ def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> d
             owners[name] = part
     files = {name: owner.files[name] for name, owner in owners.items()}
     limit = time.monotonic() + seconds
-    while (unseen := _unseen(folder, files)) and time.monotonic() < limit:
+    while (unseen := _find_unseen(folder, files)) and time.monotonic() < limit:
         time.sleep(_LOOK_SECONDS)
     for name, there in unseen.items():
         owner = owners[name]
@@ -424,15 +433,15 @@ def seen_files(folder: Path, written: Iterable[Written], *, seconds: float) -> d
     return files
 
 
-def _unseen(folder: Path, files: Mapping[str, FileFacts]) -> dict[str, str]:
-    """Files that are missing or of another size -> what is there instead."""
-    for place in {(folder / name).parent for name in files}:
-        if place.is_dir():
-            os.listdir(place)  # NFS: asks the server again
-    found = {}
+def _find_unseen(folder: Path, files: Mapping[str, FileFacts]) -> dict[str, str]:
+    """Files that are missing or have another size -> what is there instead."""
+    for parent in {(folder / name).parent for name in files}:
+        if parent.is_dir():
+            os.listdir(parent)  # makes NFS ask the server again
+    actual_states = {}
     for name, facts in files.items():
         path = folder / name
         size = path.stat().st_size if path.exists() else None
         if size != facts.num_bytes:
-            found[name] = "no such file" if size is None else f"{size} bytes"
-    return found
+            actual_states[name] = "no such file" if size is None else f"{size} bytes"
+    return actual_states

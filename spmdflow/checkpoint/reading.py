@@ -1,13 +1,12 @@
-"""Model folders that a run reads: links are followed once, and what is read is not removed.
+"""Model folders that a run reads: resolves links once, and protects the folders from removal.
 
-`RUN_DIR/export/<role>` of a live run names another checkpoint after each save. A run that reads a
-model through such a link follows it once, on its first rank, and every rank reads the folder that
-was found. A resumed run reads the folder that it began with.
+`RUN_DIR/export/<role>` of a live run links to another checkpoint after each save. A run that reads
+a model through such a link resolves it once, on its first rank, and all ranks read that folder. A
+resumed run reads the folder with which it began.
 
-A run holds a shared lock on the manifest of each checkpoint that it reads a model from, until it
-ends. The run that wrote the checkpoint takes an exclusive lock before it removes it, and leaves it
-alone if it cannot have one. The kernel drops the locks of a process that ends. On a file system
-without locks nothing is held.
+Until it ends, a run holds a shared lock on the manifest of each checkpoint from which it reads a
+model. The run that wrote the checkpoint removes it only if it gets an exclusive lock. The kernel
+releases the locks of a process that ends. On a file system without locks there is no protection.
 """
 
 from __future__ import annotations
@@ -30,108 +29,110 @@ from spmdflow.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 20
-"""How often a link is followed again, if what it names is just being removed."""
+"""How often to resolve a link again whose target is just being removed."""
 
 Missing = Callable[[Sequence[str]], Mapping[str, Sequence[int]]]
-"""Folders -> those that some ranks do not see, and these ranks."""
+"""Function from folders to those that some ranks do not see -> these ranks."""
 
 
 class ModelFolders:
     """The model and tokenizer folders of a run's settings."""
 
     def __init__(self) -> None:
-        self.followed: dict[str, list[str]] = {}
-        """Setting -> [what was given, the folder that it led to], of those that were links."""
-        self._held = ExitStack()
-        self._locked: set[Path] = set()
+        """No links are resolved and no checkpoints are locked yet."""
+        self.resolved_links: dict[str, list[str]] = {}
+        """Setting -> [its value, the folder to which it led], of the values that were links."""
+        self._locks = ExitStack()
+        self._locked_checkpoints: set[Path] = set()
 
-    def follow(self, cfg: Any, before: Mapping[str, Sequence[str]], missing: Missing) -> Any:
-        """Settings in which every link is replaced by the folder that it leads to now.
+    def resolve_links(self, cfg: Any, before: Mapping[str, Sequence[str]], missing: Missing) -> Any:
+        """Settings in which every link is replaced by the folder to which it leads now.
 
-        Settings that give the same link get the same folder. cfg: of a script's settings class (Any
-        for that); it is not changed. before: `followed` of the run that continues: a link that is
-        given again leads to the same folder as then, if that is still there. missing: asks all
-        ranks. ConfigError for a link to a checkpoint that is removed again and again.
+        Locks the checkpoints of these folders, and records the links in `resolved_links`. The same
+        link gives the same folder in all settings. cfg: an instance of a script's settings class;
+        not changed. before: `resolved_links` of the run that continues; an unchanged link leads to
+        the same folder as then if that still exists. missing: asks all ranks. ConfigError for a
+        link to a checkpoint that is removed again and again.
         """
-        found: dict[str, str] = {}
-        for key, part, field in _places(cfg):
-            given = getattr(part, field)
-            if given not in found:
-                found[given] = self._follow(key, given, before.get(key))
-        changed = [folder for given, folder in found.items() if folder != given]
+        folder_of_path: dict[str, str] = {}
+        for key, part, field in _folder_settings(cfg):
+            path = getattr(part, field)
+            if path not in folder_of_path:
+                folder_of_path[path] = self._resolve_and_lock(key, path, before.get(key))
+        changed = [folder for path, folder in folder_of_path.items() if folder != path]
         if not changed:
             return cfg
         unseen = missing(changed)
         for folder, ranks in unseen.items():
             logger.warning(
                 "warning: a model's link leads to %s here, which ranks %s do not see: every node "
-                "follows the link itself, so do not change it while the run starts",
+                "resolves the link itself, so do not change it while the run starts",
                 folder,
                 ", ".join(map(str, ranks)),
             )
         cfg = copy.deepcopy(cfg)
-        for key, part, field in _places(cfg):
-            given = getattr(part, field)
-            folder = found[given]
-            if folder == given or folder in unseen:
+        for key, part, field in _folder_settings(cfg):
+            path = getattr(part, field)
+            folder = folder_of_path[path]
+            if folder == path or folder in unseen:
                 continue
             setattr(part, field, folder)
-            self.followed[key] = [given, folder]
-        for given, folder in found.items():
-            if folder != given and folder not in unseen:
-                logger.info("%s is read from %s", given, folder)
+            self.resolved_links[key] = [path, folder]
+        for path, folder in folder_of_path.items():
+            if folder != path and folder not in unseen:
+                logger.info("reading %s from %s", path, folder)
         return cfg
 
     def release(self) -> None:
-        """Let the checkpoints that were read be removed."""
-        self._held.close()
+        """Release the locks, so that the checkpoints may be removed."""
+        self._locks.close()
 
-    def _follow(self, key: str, given: str, before: Sequence[str] | None) -> str:
-        """The folder that a path leads to; if it lies in a checkpoint, that is held."""
-        if before is not None and before[0] == given:
-            if Path(before[1]).is_dir() and self._hold(Path(before[1])):
+    def _resolve_and_lock(self, key: str, path: str, before: Sequence[str] | None) -> str:
+        """The folder to which a path leads. Locks the checkpoint that contains it, if any."""
+        if before is not None and before[0] == path:
+            if Path(before[1]).is_dir() and self._lock_checkpoint(Path(before[1])):
                 return before[1]
             logger.warning(
-                "warning: %s: this run began with %s, which is gone; it goes on with what %s "
-                "leads to now",
+                "warning: %s: this run began with %s, which is gone; it continues with the folder "
+                "to which %s leads now",
                 key,
                 before[1],
-                given,
+                path,
             )
         for _ in range(_ATTEMPTS):
-            folder = _target(given)
-            if self._hold(Path(folder)):
+            folder = _resolve_link(path)
+            if self._lock_checkpoint(Path(folder)):
                 return folder
         raise ConfigError(
-            f"{key}: {given} leads to a checkpoint that is removed whenever this run begins to "
+            f"{key}: {path} leads to a checkpoint that is removed whenever this run begins to "
             f"read it; give a checkpoint that stays, or raise run.keep_checkpoints of the run that "
             f"writes it"
         )
 
-    def _hold(self, folder: Path) -> bool:
-        """Keep the checkpoint that a folder lies in, if it lies in one. False: it is removed."""
+    def _lock_checkpoint(self, folder: Path) -> bool:
+        """Lock the checkpoint that contains a folder, if any. False if it is being removed."""
         checkpoint = _checkpoint_of(folder)
-        if checkpoint is None or checkpoint in self._locked:
+        if checkpoint is None or checkpoint in self._locked_checkpoints:
             return True
         try:
             manifest = os.open(checkpoint / NAME, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return folder.is_dir()  # a copy of the model alone
-        self._held.callback(os.close, manifest)
+            return folder.is_dir()  # a copy of the model without the checkpoint
+        self._locks.callback(os.close, manifest)
         try:
             fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as err:
-            logger.warning("%s cannot be locked (%s): do not remove it", checkpoint, err)
+            logger.warning("warning: %s cannot be locked (%s): do not remove it", checkpoint, err)
         if not _is_at(manifest, checkpoint / NAME):
             return False
-        self._locked.add(checkpoint)
+        self._locked_checkpoints.add(checkpoint)
         return True
 
 
 @contextmanager
-def held_for_removal(checkpoint: Path) -> Iterator[bool]:
+def lock_for_removal(checkpoint: Path) -> Iterator[bool]:
     """Within the context no run begins to read a model of the checkpoint.
 
     Yields False if one reads it now.
@@ -154,8 +155,8 @@ def held_for_removal(checkpoint: Path) -> Iterator[bool]:
         os.close(manifest)
 
 
-def _places(cfg: Any) -> Iterator[tuple[str, Any, str]]:
-    """(setting, its section, its field) of every model and tokenizer folder."""
+def _folder_settings(cfg: Any) -> Iterator[tuple[str, Any, str]]:
+    """(setting, its section, its field) of each setting with a model or tokenizer folder."""
     for key, part in parts_of(cfg, ModelConfig):
         yield f"{key}.path", part, "path"
     for key, section in parts_of(cfg, object):
@@ -163,17 +164,18 @@ def _places(cfg: Any) -> Iterator[tuple[str, Any, str]]:
             yield f"{key}.tokenizer_path", section, "tokenizer_path"
 
 
-def _target(given: str) -> str:
-    """Where a path leads, if a link is in it; a folder of the hub's cache stays as it is."""
-    path = os.path.abspath(given)
-    target = os.path.realpath(given)
-    if target == path or not os.path.isdir(target) or named(given) != given:
-        return given
+def _resolve_link(path: str) -> str:
+    """The target of a path that contains a link; any other path, or one of the hub's cache, as
+    is."""
+    absolute = os.path.abspath(path)
+    target = os.path.realpath(path)
+    if target == absolute or not os.path.isdir(target) or named(path) != path:
+        return path
     return target
 
 
 def _checkpoint_of(folder: Path) -> Path | None:
-    """The sealed checkpoint that a model's folder lies in; None: it lies in none."""
+    """The sealed checkpoint that contains a model's folder; None if none does."""
     checkpoint = folder.absolute().parent.parent
     if order_of(checkpoint.name) is None or checkpoint.parent.name != "checkpoints":
         return None
@@ -181,7 +183,7 @@ def _checkpoint_of(folder: Path) -> Path | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has its path."""
+    """Whether an open file is still the one at its path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

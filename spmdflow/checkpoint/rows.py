@@ -1,4 +1,4 @@
-"""Columns of rows in a safetensors file, to look at or to compare.
+"""Saves columns of rows in a safetensors file, for inspection and comparison.
 
 A column is stored as its values and, if its rows have lengths, `NAME.lengths`; text as bytes.
 """
@@ -31,13 +31,13 @@ def write_rows(path: Path, columns: Mapping[str, Column], plain: Mapping[str, An
 
 
 def read_columns(path: Path) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns in the order in which they were given, and the JSON data."""
+    """The columns in their original order, and the JSON data."""
     tensors, plain = read_tensors(path)
     kinds = plain.pop("columns")
-    found = {}
+    columns = {}
     for name, kind in kinds.items():
-        found[name] = Column(kind, tensors[name], tensors.get(name + _LENGTHS))
-    return found, plain
+        columns[name] = Column(kind, tensors[name], tensors.get(name + _LENGTHS))
+    return columns, plain
 
 
 def read_rows(path: str | Path) -> dict[str, Tensor | list[str]]:

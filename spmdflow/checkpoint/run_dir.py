@@ -1,12 +1,13 @@
-"""RUN_DIR: which folder a run uses, the settings it was started with, its checkpoints and exports.
+"""RUN_DIR: its path, the settings of the run, its checkpoints and exports.
 
-One process seals checkpoints (the controller's); every rank writes into the folder that `begin`
-made, on a file system they share. Order of the steps, and what a kill leaves: see the package.
+The controller's process seals checkpoints. All ranks write into the folder that `begin` created, on
+a file system that they share. The package's docstring has the order of the steps, and what remains
+after a kill.
 
-RUN_DIR/export/<role> is always the Hugging Face folder of the newest checkpoint: a stable path for
-another run's `actor.model.path`, an evaluation, a server. It is a relative symbolic link, so a
-RUN_DIR may be moved as a whole. The link is replaced in one operation: it names the old or the new
-folder, also after a kill. If the kill came between `latest` and the link, the next start mends it.
+RUN_DIR/export/<role> always links to the Hugging Face folder of the newest checkpoint. It is a
+stable path for another run's `actor.model.path`, an evaluation or a server. The link is relative,
+so a RUN_DIR may be moved as a whole. It is replaced atomically, so after a kill it leads to the old
+or the new folder. If a kill came between `latest` and the link, the next start repairs the link.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from spmdflow.checkpoint.lock import RunDirLock, claim_run_dir
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     DamagedError,
-    Written,
+    RankReport,
+    await_files,
     check_file_sizes,
     order_of,
     read_manifest,
-    seen_files,
     write_manifest,
 )
-from spmdflow.checkpoint.reading import held_for_removal
+from spmdflow.checkpoint.reading import lock_for_removal
 from spmdflow.config.leaf import flat
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.schema import RunConfig
@@ -51,9 +52,9 @@ from spmdflow.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 FINISHED_FILE = "finished"
-"""In RUN_DIR from the last step on. A run that stopped or failed has none."""
+"""In RUN_DIR after the last step. A run that stopped or failed has no such file."""
 _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints")
-"""A folder that holds one of these is a used RUN_DIR."""
+"""A folder with one of these is a used RUN_DIR."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,17 @@ class RunDir:
 
     path: Path
     checkpoint: CheckpointInfo | None
-    """What the run continues from; None: step 1 is the first."""
+    """The run continues from it; None: the run starts at step 1."""
     lock: RunDirLock
     """Held until `lock.release()` or the end of the process."""
 
     def mark_finished(self, step: int) -> None:
-        """Say durably that the run is done: RUN_DIR/finished tells finished from stopped."""
+        """Write RUN_DIR/finished durably, which distinguishes a finished run from a stopped one."""
         with disk_errors("write", self.path / FINISHED_FILE, "run.dir"):
             write_atomically(self.path / FINISHED_FILE, f"step {step}\n".encode())
 
     def mark_unfinished(self) -> None:
-        """Say durably that the run is not done (yet): it begins, or goes on to a later step."""
+        """Remove RUN_DIR/finished durably, as the run starts or continues to a later step."""
         with disk_errors("remove", self.path / FINISHED_FILE, "run.dir"):
             if (self.path / FINISHED_FILE).exists():
                 (self.path / FINISHED_FILE).unlink()
@@ -80,14 +81,14 @@ class RunDir:
 
     @property
     def last_step(self) -> int:
-        """Step up to which records are kept (`Tracker`); -1 if the run starts afresh."""
+        """Step up to which records are kept (`Tracker`); -1 if the run starts from scratch."""
         if self.checkpoint:
             return self.checkpoint.step
         return -1
 
 
 def path_of(run: RunConfig) -> Path:
-    """RUN_DIR, absolute: run.dir, else runs/<run.name>."""
+    """The absolute path of RUN_DIR: run.dir, or else runs/<run.name>."""
     return run_dir_of(run).absolute()
 
 
@@ -98,13 +99,13 @@ def open_run_dir(
     lock: RunDirLock | None = None,
     verify: Callable[[CheckpointInfo], None] = lambda _: None,
 ) -> RunDir:
-    """Make or continue RUN_DIR and write config.yaml; only the controller's process calls it.
+    """Create or continue RUN_DIR and write config.yaml; only for the controller's process.
 
-    yaml_text: every setting, resolved. With other settings than before, the differences are logged
-    as a warning and the old file is kept beside the new one. lock: of the folder, if this process
-    has claimed it already; it stays held after an error. verify: of `newest_whole`. ConfigError
-    if the folder cannot be written, holds an earlier run while run.resume=never, had checkpoints
-    that are gone, or is in use by a live run.
+    yaml_text: all settings, resolved. If they have changed, a warning lists the differences, and
+    the old file is kept under another name. lock: of the folder, if this process has claimed it
+    already; an error does not release it. verify: of `find_newest_undamaged`. ConfigError if the
+    folder cannot be written, has an earlier run while run.resume=never, has lost its checkpoints,
+    or is in use by a live run.
     """
     path = path_of(run)
     used = []
@@ -116,9 +117,9 @@ def open_run_dir(
             f"run.resume: never, but {path} holds {', '.join(used)} of an earlier run, expected "
             f"an unused folder; set run.name or run.dir to another, or run.resume=auto"
         )
-    held = lock or claim_run_dir(path)
+    run_lock = lock or claim_run_dir(path)
     try:
-        checkpoint = newest_whole(path, verify)
+        checkpoint = find_newest_undamaged(path, verify)
         if checkpoint is not None:
             _link_exports(path, checkpoint.folder)
         elif (path / EXPORT).exists() and run.resume != "afresh":
@@ -130,18 +131,18 @@ def open_run_dir(
         _write_config(path / "config.yaml", yaml_text, checkpoint)
     except BaseException as err:
         if lock is None:
-            held.release()
+            run_lock.release()
         if not isinstance(err, OSError):
             raise
         raise ConfigError(
             f"run.dir: cannot use {path}, expected a writable folder: "
             f"{describe_disk_error(err, path)}"
         ) from err
-    return RunDir(path, checkpoint, held)
+    return RunDir(path, checkpoint, run_lock)
 
 
-def differences(old_yaml: str, new_yaml: str) -> list[str]:
-    """One "key: old -> new" for each setting that differs; "(absent)": that side lacks it."""
+def compare_settings(old_yaml: str, new_yaml: str) -> list[str]:
+    """One "key: old -> new" for each setting that differs, with "(absent)" for a missing one."""
     old, new = (_flat_settings(text) for text in (old_yaml, new_yaml))
     absent = "(absent)"
     result = []
@@ -152,32 +153,32 @@ def differences(old_yaml: str, new_yaml: str) -> list[str]:
 
 
 def _flat_settings(text: str) -> dict[str, Any]:
-    """Every setting by its dotted key; ValueError if the YAML is no map."""
-    found = yaml.safe_load(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"holds a {type(found).__name__}, no map of settings")
-    return flat(found)
+    """All settings by dotted key; ValueError if the YAML is not a mapping."""
+    settings = yaml.safe_load(text)
+    if not isinstance(settings, dict):
+        raise ValueError(f"has a {type(settings).__name__} instead of a mapping of settings")
+    return flat(settings)
 
 
 def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> None:
-    """Write config.yaml, and tell what differs from the last start's.
+    """Write config.yaml, and log the differences from the previous start.
 
-    The file is only a record: one that cannot be read is kept under another name.
+    Keeps an old file with other settings, or one that cannot be read, under another name.
     """
     old = None
     if path.exists():
         try:
             old = path.read_text(encoding="utf-8")
-            changed = differences(old, text)
+            changed = compare_settings(old, text)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as err:
-            kept = _free_name(path.with_name("config.yaml.damaged"))
-            path.rename(kept)
+            renamed = _free_name(path.with_name("config.yaml.damaged"))
+            path.rename(renamed)
             logger.warning(
-                "warning: %s cannot be read (%s); it is only a record, so the run goes on with the "
-                "settings of this start, and the old file is kept as %s",
+                "warning: %s cannot be read (%s); it is only a record, so the run continues with "
+                "the settings of this start, and the old file is kept as %s",
                 path,
                 _first_line(err),
-                kept.name,
+                renamed.name,
             )
             old = None
             changed = []
@@ -187,7 +188,7 @@ def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> N
             if before.is_dir():
                 before = _free_name(before)
             logger.warning(
-                "%s continues with other settings: %s; the old ones are in %s",
+                "warning: %s continues with changed settings: %s; the old ones are in %s",
                 path.parent,
                 "; ".join(changed),
                 before.name,
@@ -198,16 +199,16 @@ def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> N
 
 
 def _free_name(path: Path) -> Path:
-    """The path, or the first of PATH.2, PATH.3, ... at which there is nothing yet."""
-    found = path
+    """The first of PATH, PATH.2, PATH.3, ... that does not exist."""
+    candidate = path
     numbers = itertools.count(2)
-    while os.path.lexists(found):
-        found = path.with_name(f"{path.name}.{next(numbers)}")
-    return found
+    while os.path.lexists(candidate):
+        candidate = path.with_name(f"{path.name}.{next(numbers)}")
+    return candidate
 
 
 def _first_line(err: BaseException) -> str:
-    """The kind of an error, and the first line of what it says."""
+    """The type of an error, and the first line of its message."""
     lines = str(err).splitlines() or [""]
     return f"{type(err).__name__}: {lines[0]}"[:200]
 
@@ -217,19 +218,19 @@ _TRASH = ".trash"
 
 
 def find_latest(run_dir: Path) -> CheckpointInfo | None:
-    """The checkpoint that `latest` names, or the newest sealed one if there is no `latest`.
+    """The checkpoint in `latest`, or the newest sealed one if there is no `latest`.
 
-    Sizes are checked, hashes are not (`verify_files`). None if nothing was ever sealed;
-    CheckpointError if what `latest` names is missing or damaged.
+    Checks sizes, but not hashes (see `verify_files`). None if nothing was ever sealed.
+    CheckpointError if the checkpoint in `latest` is missing or damaged.
     """
     folder = run_dir / "checkpoints"
     latest = _latest_or_none(folder)
-    sealed = _sealed(folder)
+    sealed = _sealed_names(folder)
     if latest is None and not sealed:
         return None
     name = latest or sealed[-1]
     if name not in sealed:
-        if latest != _latest_or_none(folder):  # a live run has sealed another one meanwhile
+        if latest != _latest_or_none(folder):  # a live run has sealed another one in the meantime
             return find_latest(run_dir)
         raise CheckpointError(
             f"checkpoint: {folder / 'latest'} names {name!r}, expected one of {sealed}; "
@@ -240,33 +241,36 @@ def find_latest(run_dir: Path) -> CheckpointInfo | None:
     return info
 
 
-def settings_before(run_dir: Path) -> tuple[dict[str, Any], int] | None:
-    """Settings and number of ranks of the run that wrote the checkpoint to resume from, else None.
+def load_previous_settings(run_dir: Path) -> tuple[dict[str, Any], int] | None:
+    """Settings and number of ranks of the run that wrote the checkpoint to resume from.
 
-    Of the newest one with a readable manifest: one that is damaged is named by who loads it.
+    Uses the newest checkpoint with a readable manifest; loading reports a damaged one. None if
+    there is none, or if an older version wrote it.
     """
     folder = run_dir / "checkpoints"
-    names = _sealed(folder)
+    names = _sealed_names(folder)
     latest = _latest_or_none(folder)
     if latest in names:
         names.append(latest)
     for name in reversed(names):
         with suppress(CheckpointError):
             meta = read_manifest(folder / name).meta
-            if "settings" in meta:  # of an older version: they have none
+            if "settings" in meta:  # older versions did not write them
                 return yaml.safe_load(meta["settings"]), meta["num_ranks"]
     return None
 
 
-def newest_whole(run_dir: Path, verify: Callable[[CheckpointInfo], None]) -> CheckpointInfo | None:
-    """The checkpoint that `latest` names or, if it is damaged, the newest older one that is whole.
+def find_newest_undamaged(
+    run_dir: Path, verify: Callable[[CheckpointInfo], None]
+) -> CheckpointInfo | None:
+    """The checkpoint in `latest` or, if that is damaged, the newest undamaged older one.
 
-    verify: raises DamagedError for a checkpoint whose hashes are not as sealed. A damaged one is
-    logged as an error and renamed, so that nothing counts, continues from or removes it. None if
-    nothing is sealed; CheckpointError if no whole one is left (then nothing is renamed).
+    verify: raises DamagedError for a checkpoint whose hashes have changed. Damaged checkpoints are
+    logged as errors and renamed, so that they are not counted, loaded or removed any more. None if
+    nothing is sealed. CheckpointError if all are damaged; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
-    sealed = _sealed(folder)
+    sealed = _sealed_names(folder)
     latest = _latest_or_none(folder)
     problems: dict[str, str] = {}
     if sealed and latest is not None and latest not in sealed:
@@ -277,7 +281,9 @@ def newest_whole(run_dir: Path, verify: Callable[[CheckpointInfo], None]) -> Che
         if until is None or (order_of(name) or until) <= until:
             older.append(name)
     if older and len(older) < len(sealed):
-        logger.warning("%s names %s, older than %s", folder / "latest", latest, sealed[-1])
+        logger.warning(
+            "warning: %s has %s, which is older than %s", folder / "latest", latest, sealed[-1]
+        )
     for name in reversed(older or sealed):
         try:
             info = read_manifest(folder / name)
@@ -286,32 +292,36 @@ def newest_whole(run_dir: Path, verify: Callable[[CheckpointInfo], None]) -> Che
         except DamagedError as err:
             problems[name] = str(err)
             continue
-        _set_aside(folder, problems, whole=name)
+        _rename_damaged(folder, problems, newest=name)
         return info
     if problems:
-        found = "; ".join(problems.values())
+        descriptions = "; ".join(problems.values())
         do = "restore one of them, or set run.name or run.dir to another"
-        raise CheckpointError.of("checkpoint", f"no whole one in {folder} ({found})", "one", do)
+        raise CheckpointError.of(
+            "checkpoint", f"no undamaged checkpoint in {folder} ({descriptions})", "one", do
+        )
     return None
 
 
-def _set_aside(folder: Path, problems: Mapping[str, str], *, whole: str) -> None:
-    """Rename damaged checkpoints to NAME.damaged, and say so."""
+def _rename_damaged(folder: Path, problems: Mapping[str, str], *, newest: str) -> None:
+    """Rename damaged checkpoints to NAME.damaged, and log the problems."""
     for name, problem in problems.items():
-        logger.error("%s; THE RUN CONTINUES FROM %s, the newest whole one", problem, whole)
+        logger.error(
+            "%s; THE RUN CONTINUES FROM %s, the newest undamaged checkpoint", problem, newest
+        )
         if name == "latest":
             continue
-        kept = _free_name(folder / f"{name}.damaged")
+        renamed = _free_name(folder / f"{name}.damaged")
         with disk_errors("rename", folder / name):
-            (folder / name).rename(kept)
+            (folder / name).rename(renamed)
         logger.error(
-            "%s is kept as %s: rename it back once it is repaired, or delete it", name, kept
+            "%s is kept as %s: rename it back once it is repaired, or delete it", name, renamed
         )
 
 
 class Checkpoints:
-    """The checkpoints of one run: keeps the newest, the latest and the best; counts and removes
-    no damaged one."""
+    """The checkpoints of one run. Keeps the newest, the latest and the best, and ignores damaged
+    ones."""
 
     def __init__(
         self,
@@ -322,10 +332,11 @@ class Checkpoints:
         patience_seconds: float = 10.0,
         lock: RunDirLock | None = None,
     ) -> None:
-        """keep: number of the newest. best: also the one with the highest value of a metric, of
-        -NAME the lowest. patience_seconds: how long `seal` waits for files that ranks of other
-        nodes wrote. lock: of RUN_DIR: `begin` and `seal` raise CheckpointError if it was deleted,
-        renamed, or is another run's by then."""
+        """keep: how many of the newest to keep. best: a metric; also keep the checkpoint with its
+        highest value, or with the lowest for -NAME. patience_seconds: how long `seal` waits for the
+        files of ranks on other nodes. lock: of RUN_DIR; `begin` and `seal` raise CheckpointError if
+        RUN_DIR was deleted, renamed, or taken over by another run.
+        """
         self._lock = lock
         assert keep >= 1, keep
         self.folder = run_dir / "checkpoints"
@@ -334,7 +345,8 @@ class Checkpoints:
         self._patience_seconds = patience_seconds
 
     def clean(self) -> list[str]:
-        """Remove unfinished checkpoints of a killed run; returns their names. Call once, first."""
+        """Remove unfinished checkpoints of a killed run; returns their names. Call it first,
+        once."""
         left = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name.endswith((_TMP, _TRASH)):
@@ -347,7 +359,7 @@ class Checkpoints:
         return sorted(left)
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder into which every rank writes its files; then call `seal`."""
+        """Create an empty folder into which all ranks write their files; call `seal` after that."""
         self._check_lock()
         unsealed = self.folder / f"step-{step}{_TMP}"
         with disk_errors("make", unsealed):
@@ -360,20 +372,20 @@ class Checkpoints:
             self._lock.check_held()
 
     def seal(
-        self, step: int, meta: Mapping[str, Any], written: Iterable[Written]
+        self, step: int, meta: Mapping[str, Any], written: Iterable[RankReport]
     ) -> CheckpointInfo:
-        """Make what ranks wrote since `begin(step)` the latest checkpoint, then remove old ones.
+        """Make the files written since `begin(step)` the latest checkpoint, and remove old ones.
 
-        meta: JSON data; meta["layout"] is what `manifest.moved_groups` compares. A step that is
-        sealed already (`latest` was set back by hand) gets a new folder, step-N.2. CheckpointError
-        if writing fails or a file that a rank wrote is not seen here: the unsealed folder is
-        removed, `latest` stays as it was and no old checkpoint is removed.
+        meta: JSON data; `manifest.moved_groups` compares meta["layout"]. If the step is sealed
+        already (because `latest` was set back by hand), the new folder is step-N.2. CheckpointError
+        if writing fails, or if a rank's file is not visible here. The unsealed folder is then
+        removed; `latest` and the old checkpoints stay.
         """
         self._check_lock()
         unsealed = self.folder / f"step-{step}{_TMP}"
         try:
             with disk_errors("seal", unsealed):
-                files = seen_files(unsealed, written, seconds=self._patience_seconds)
+                files = await_files(unsealed, written, seconds=self._patience_seconds)
                 write_manifest(unsealed, step, meta, files)
                 for folder in (unsealed, *filter(Path.is_dir, unsealed.rglob("*"))):
                     sync(folder)
@@ -393,13 +405,14 @@ class Checkpoints:
         return read_manifest(sealed)
 
     def has(self, step: int) -> bool:
-        """Whether the latest checkpoint is of this step: saving it again changes nothing."""
+        """Whether the latest checkpoint is of this step, so that saving it again is useless."""
         latest = _latest_or_none(self.folder) or ""
-        place = order_of(latest)
-        return place is not None and place[0] == step and (self.folder / latest).is_dir()
+        order = order_of(latest)
+        return order is not None and order[0] == step and (self.folder / latest).is_dir()
 
     def _best_of(self, names: Iterable[str]) -> str | None:
-        """The checkpoint with the best value of the metric; of equals the first."""
+        """Name of the checkpoint with the best value of the metric, the first if several have
+        it."""
         values: dict[str, float] = {}
         for name in names if self._best else ():
             with suppress(CheckpointError):
@@ -409,52 +422,56 @@ class Checkpoints:
         return max(values, key=values.__getitem__, default=None)
 
     def _remove_old(self, latest: str) -> None:
-        """Remove all but the newest up to `latest`; later steps (a run set back) are left alone.
+        """Remove old checkpoints up to `latest`, except the newest and the best.
 
-        The run has its checkpoint already, so a folder that cannot be removed is only logged.
+        Does not touch later steps, which exist if the run was set back. A folder that cannot be
+        removed is only logged, because the new checkpoint is complete.
         """
-        sealed = _sealed(self.folder)
+        sealed = _sealed_names(self.folder)
         sealed = sealed[: sealed.index(latest) + 1]
         best = self._best_of(sealed)
         for name in sealed[: -self._keep]:
             if name == best:
                 continue
-            with held_for_removal(self.folder / name) as is_free:
+            with lock_for_removal(self.folder / name) as is_free:
                 if is_free:
                     self._remove_sealed(name)
                 else:
-                    logger.info("%s stays for now: a run reads a model of it", self.folder / name)
+                    logger.info(
+                        "%s is not removed yet: a run reads a model from it", self.folder / name
+                    )
 
     def _remove_sealed(self, name: str) -> None:
+        """Rename a checkpoint, so that it does not count any more, and delete it."""
         trash = self.folder / (name + _TRASH)
         try:
             _remove(trash)
             (self.folder / name).rename(trash)
             _remove(trash)
         except OSError as err:
-            logger.warning("checkpoint: cannot remove %s: %s", self.folder / name, err)
+            logger.warning("warning: checkpoint: cannot remove %s: %s", self.folder / name, err)
 
 
-def _sealed(folder: Path) -> list[str]:
+def _sealed_names(folder: Path) -> list[str]:
     """Names of the sealed checkpoints, oldest step first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    found = [(order, name) for name in names if (order := order_of(name)) is not None]
-    return [name for _, name in sorted(found)]
+    ordered_names = [(order, name) for name in names if (order := order_of(name)) is not None]
+    return [name for _, name in sorted(ordered_names)]
 
 
 def _latest_or_none(folder: Path) -> str | None:
-    """The content of `latest`; None if there is no such file (a folder of that name is none)."""
+    """The content of `latest`; None if there is no such file, or a folder instead."""
     path = folder / "latest"
     try:
         return read_patiently(path, path.read_bytes).decode(errors="replace").strip()
-    except OSError:  # there is none (`is_absent`)
+    except OSError:  # it does not exist (`is_absent`)
         if path.is_dir():
-            logger.warning("warning: %s is a folder, expected a file with a name: ignored", path)
+            logger.warning("warning: %s is a folder instead of a file: ignored", path)
         return None
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder with all it holds, if it is there."""
+    """Remove a file or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -468,18 +485,18 @@ FOLDER = "hugging_face"
 def _link_exports(run_dir: Path, sealed: Path) -> None:
     """Point export/<role> at every <role>/hugging_face of a sealed checkpoint.
 
-    The checkpoint is complete without them, so an error is only logged. A killed save may have
-    left older links: the next start mends them.
+    An error is only logged, because the checkpoint is complete without the links. If a kill leaves
+    older links, the next start repairs them.
     """
     folder = run_dir / EXPORT
     try:
-        make_folders(folder)  # also says that a checkpoint has been sealed here
+        make_folders(folder)  # the folder also marks that a checkpoint has been sealed here
         for source in sorted(sealed.glob(f"*/{FOLDER}")):
             link = folder / source.parent.name
-            beside = folder / f"{source.parent.name}.tmp"
-            beside.unlink(missing_ok=True)
-            beside.symlink_to(os.path.relpath(source, folder), target_is_directory=True)
-            beside.replace(link)
+            temporary = folder / f"{source.parent.name}.tmp"
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(os.path.relpath(source, folder), target_is_directory=True)
+            temporary.replace(link)
         sync(folder)
     except OSError as err:
-        logger.warning("checkpoint: cannot link %s to %s: %s", folder, sealed, err)
+        logger.warning("warning: checkpoint: cannot link %s to %s: %s", folder, sealed, err)

@@ -1,8 +1,8 @@
-"""A role's state in the files that its ranks wrote, read on any layout: planned, proved, then read.
+"""Reads a role's state, on any layout, from the files that its ranks wrote.
 
-`blocks.plan.plan_reads` says which part of which tensor in the files goes where: each element that
-the rank needs comes from one file, once. A tensor in a file, a slab of at most 64 MiB, is read
-whole, so that its hash can be compared, and only once.
+`blocks.plan.plan_reads` plans which part of which stored tensor goes where, so that each needed
+element comes from exactly one file. A stored tensor is a slab of at most 64 MiB. It is read once
+and completely, so that its hash can be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import Boxes, plan_reads
-from spmdflow.checkpoint.manifest import FileFacts, damaged, read_manifest
+from spmdflow.checkpoint.manifest import FileFacts, damage_error, read_manifest
 from spmdflow.checkpoint.tensors import open_tensors, read_tensor
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.file import Stored
@@ -28,8 +28,8 @@ _KEY = re.compile(r"(.+)\[([\d:,]*)\]")
 _FILE = re.compile(r"rank-(\d+)\..*")
 
 
-class _Held(NamedTuple):
-    """A box of a whole tensor, and where its values are."""
+class _StoredBox(NamedTuple):
+    """A box of a tensor, and where its values are stored."""
 
     box: Box
     path: Path
@@ -39,21 +39,21 @@ class _Held(NamedTuple):
 class StateFiles:
     """The state that a role's ranks wrote into a sealed checkpoint, for one reading rank.
 
-    Files are opened until the needed boxes are complete, nearest first: with the layout that
-    saved, only this rank's own.
+    Opens files, nearest first, until the needed boxes are complete. If the layout has not changed,
+    that is only this rank's own file.
     """
 
     bytes_read = 0
-    """Of tensors in the files."""
+    """Bytes of stored tensors that were read so far."""
 
     def __init__(
-        self, folder: Path, *, place: int = 0, count: int = 1, unsealed: Iterable[str] = ()
+        self, folder: Path, *, index: int = 0, count: int = 1, unsealed: Iterable[str] = ()
     ) -> None:
-        """folder: of the role; place, count: of the reading rank among those that read.
-        unsealed: names of the files, if there is no manifest yet: they were just written, so their
-        values are not compared with the hashes.
+        """Open the nearest file.
 
-        CheckpointError without files or with a damaged one.
+        folder: of the role. index, count: of this rank among those that read. unsealed: names of
+        the files if there is no manifest yet; values are then not compared with the hashes, because
+        the files were just written. CheckpointError if there is no file, or a damaged one.
         """
         self._folder = folder
         self._facts: dict[str, FileFacts | None] = dict.fromkeys(unsealed)
@@ -72,30 +72,31 @@ class StateFiles:
                 f"checkpoint: {folder} has no state, expected files of ranks; resume with the "
                 f"roles and settings that wrote it"
             )
-        mine = len(names) * (2 * place + 1)
+        mine = len(names) * (2 * index + 1)
         nearest = sorted(names, key=lambda rank: abs(count * (2 * rank + 1) - mine))
         self._unopened = [names[rank] for rank in nearest]
-        self._held: dict[str, list[_Held]] = {}
+        self._stored_boxes: dict[str, list[_StoredBox]] = {}
         self.plain = self._open_next()
         """JSON data of the nearest file."""
 
     def fill(self, blocks: Iterable[Block]) -> None:
-        """Write into each view the values of its box. CheckpointError if no file has all of it."""
+        """Fill each view with the values of its box; CheckpointError if the files lack some of
+        them."""
         wanted: dict[str, list[tuple[Tensor, Box]]] = {}
         for name, view, box in blocks:
             if box.size:
                 wanted.setdefault(name, []).append((view, box))
         for name, targets in wanted.items():
-            self._fill(name, targets)
+            self._fill_targets(name, targets)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every whole tensor in the files, in their order."""
+        """Name -> shape of each tensor, in the order of the files."""
         while self._unopened:
             self._open_next()
         corners = {}
-        for name, held in self._held.items():
+        for name, boxes in self._stored_boxes.items():
             corners[name] = zip(
-                *([stop for _, stop in each.box.bounds] for each in held), strict=True
+                *([stop for _, stop in each.box.bounds] for each in boxes), strict=True
             )
         result = {}
         for name, stops in corners.items():
@@ -103,45 +104,48 @@ class StateFiles:
         return result
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
-        """A whole tensor as boxes of some rows, in order; no tensor in the files is in two."""
-        whole = Box.of_shape(shape)
-        if not whole.size or not whole.bounds:
-            return [whole]
+        """Boxes of consecutive rows that cover a tensor; no stored slab overlaps two of them."""
+        full_box = Box.of_shape(shape)
+        if not full_box.size or not full_box.bounds:
+            return [full_box]
         starts = list[int]()
         stop = 0
-        for low, high in sorted(each.box.bounds[0] for each in self._look(name, (whole,))):
+        for low, high in sorted(each.box.bounds[0] for each in self._find_boxes(name, (full_box,))):
             if low >= stop:
                 starts.append(low)
             stop = max(stop, high)
         result = []
         for rows in pairwise([*starts, shape[0]]):
-            result.append(Box((rows, *whole.bounds[1:])))
+            result.append(Box((rows, *full_box.bounds[1:])))
         return result
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box on the host; CheckpointError as `fill`."""
-        result = torch.empty(box.shape, dtype=self._look(name, (box,))[0].stored.dtype)
+        """The values of a box on the host; CheckpointError as in `fill`."""
+        result = torch.empty(box.shape, dtype=self._find_boxes(name, (box,))[0].stored.dtype)
         self.fill([(name, result, box)])
         return result
 
-    def _fill(self, name: str, targets: list[tuple[Tensor, Box]]) -> None:
+    def _fill_targets(self, name: str, targets: list[tuple[Tensor, Box]]) -> None:
+        """Fill the views of one tensor, reading each stored box at most once."""
         needed = tuple(box for _, box in targets)
-        held = self._look(name, needed)
+        stored_boxes = self._find_boxes(name, needed)
         parts: dict[int, list[Box]] = {}
-        for place, part in plan_reads(tuple(each.box for each in held), needed):
-            parts.setdefault(place, []).append(part)
-        for place, found in parts.items():
-            box, path, stored = held[place]
+        for number, part in plan_reads(tuple(each.box for each in stored_boxes), needed):
+            parts.setdefault(number, []).append(part)
+        for number, needed_parts in parts.items():
+            box, path, stored = stored_boxes[number]
             values = read_tensor(path, stored, is_verified=not self._is_unsealed)
             self.bytes_read += values.nbytes
             for view, target in targets:
-                for part in found:
+                for part in needed_parts:
                     if (common := part.intersect(target)) is not None:
                         view[common.slices(target)].copy_(values[common.slices(box)])
 
-    def _look(self, name: str, needed: Boxes) -> list[_Held]:
-        """What the opened files have of a tensor, once that is all of the needed boxes."""
-        while missing := subtract_all(needed, [each.box for each in self._held.get(name, ())]):
+    def _find_boxes(self, name: str, needed: Boxes) -> list[_StoredBox]:
+        """The stored boxes of a tensor; opens files until these cover all needed boxes."""
+        while missing := subtract_all(
+            needed, [each.box for each in self._stored_boxes.get(name, ())]
+        ):
             if not self._unopened:
                 raise CheckpointError(
                     f"checkpoint: {self._folder.parent} lacks {name}{list(missing[0].bounds)}, "
@@ -149,23 +153,24 @@ class StateFiles:
                     f"model and the optimizer that wrote it"
                 )
             self._open_next()
-        return self._held[name]
+        return self._stored_boxes[name]
 
     def _open_next(self) -> dict[str, Any]:
+        """Open the next nearest file and note its boxes; returns its JSON data."""
         name = self._unopened.pop(0)
         path = self._folder / name
         facts = self._facts[name]
         head, plain = open_tensors(path)
         if facts is not None and head.sha256 != facts.sha256:
-            raise damaged(path, f"has sha256 {head.sha256}", facts)
+            raise damage_error(path, f"has sha256 {head.sha256}", facts)
         for key, stored in head.tensors.items():
             match = _KEY.fullmatch(key)
             if match is None:
                 raise CheckpointError(
-                    f"checkpoint: {path} holds a tensor named {key!r}, expected the name of a "
+                    f"checkpoint: {path} has a tensor named {key!r}, expected the name of a "
                     f"tensor and its box, such as {key}[0:8]; write the file with write_state"
                 )
             pairs = (pair.split(":") for pair in match[2].split(",") if pair)
             box = Box(tuple((int(start), int(stop)) for start, stop in pairs))
-            self._held.setdefault(match[1], []).append(_Held(box, path, stored))
+            self._stored_boxes.setdefault(match[1], []).append(_StoredBox(box, path, stored))
         return plain

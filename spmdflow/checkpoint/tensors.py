@@ -1,14 +1,14 @@
-"""A rank's tensors on disk, bit for bit; a role's state as boxes; the hash of a frozen model.
+"""Writes and reads tensors and a role's boxes, bit for bit; hashes frozen models.
 
-Files are safetensors files whose header holds a hash of every tensor (`weights.file`). A role
-saves boxes (slices) of whole tensors, under keys such as "model.norm.weight[0:64]" and
-"model.norm.weight.exp_avg[0:64]": any layout can read the part that it needs (`state`), and
-verifies what it reads. The `plain` data of each file has the shapes of the whole tensors.
+Files are safetensors files whose header has a hash of each tensor (`weights.file`). A role saves
+boxes (slices) of tensors, under keys such as "model.norm.weight[0:64]" and
+"model.norm.weight.exp_avg[0:64]". Any layout can read the parts that it needs (`state`), which are
+verified. The `plain` data of each file has the shapes of the full tensors.
 
-A frozen model's weights are not saved, but read again on resume. Its hash is over the name and the
-content of config.json and of every weight file. Of a file above 64 MiB it takes the size and 64
-evenly spaced blocks of 1 MiB, the first (with safetensors' header) and the last among them:
-training changes nearly every block of a model.
+The weights of a frozen model are not saved, but read again on resume. The model's hash covers the
+name and the content of config.json and of each weight file. For a file above 64 MiB it covers the
+size and 64 evenly spaced blocks of 1 MiB, including the first (with safetensors' header) and the
+last. Training changes nearly every block of a model.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.disk import disk_errors, read_patiently, sync
-from spmdflow.checkpoint.manifest import check_plain, damaged
+from spmdflow.checkpoint.manifest import check_plain, damage_error
 from spmdflow.errors import CheckpointError
 from spmdflow.parallel.device import CPU
 from spmdflow.weights.file import Facts, Head, Stored, read_bytes, read_head, write_file
 from spmdflow.weights.move import Block
 
 _MAX_BOX_BYTES = 64 << 20
-"""A larger box is written in parts; bounds the host memory to write one and to verify one."""
+"""Larger boxes are written in parts, which bounds the host memory for writing and verifying."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Write tensors (any shape, also () and empty; local, not DTensor) and JSON data, synced.
+    """Write and fsync a file of tensors and JSON data.
 
-    plain needs str keys, its tuples come back as lists. CheckpointError if writing fails: then no
-    part of the file is left.
+    tensors: of any shape, including () and empty, but no DTensor. plain: with str keys; its tuples
+    are read back as lists. CheckpointError if writing fails; the partial file is removed.
     """
     check_plain(plain, "plain")
     metadata = {"plain": json.dumps(plain)}
-    found = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     with disk_errors("write", path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             facts = []
-            for name, each in found:
+            for name, each in ordered:
                 facts.append(Facts(name, each.dtype, each.shape))
-            write_file(path, facts, (each for _, each in found), metadata)
+            write_file(path, facts, (each for _, each in ordered), metadata)
             sync(path)
         except OSError:
             with suppress(OSError):
@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str,
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU), verified, and the plain data that `write_tensors` stored.
+    """The verified tensors, on the CPU, and the JSON data of a file of `write_tensors`.
 
     CheckpointError if the file is missing, damaged or from another program.
     """
@@ -69,7 +69,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
-    """Header and plain data of a file of `write_tensors`; CheckpointError as `read_tensors`."""
+    """Header and JSON data of a file of `write_tensors`; CheckpointError as in `read_tensors`."""
     with disk_errors("read", path):
         head = read_patiently(path, lambda: read_head(path))
         if head:
@@ -77,30 +77,30 @@ def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
         else:
             end = 0
         if head is None or end > path.stat().st_size:
-            raise damaged(path, "is damaged, or of another program")
+            raise damage_error(path, "is damaged, or of another program")
     try:
         plain: dict[str, Any] = json.loads(head.metadata["plain"])
     except (LookupError, ValueError) as err:
-        raise damaged(path, f"is damaged, or of another program: {err!r}") from err
+        raise damage_error(path, f"is damaged, or of another program: {err!r}") from err
     return head, plain
 
 
 def read_tensor(path: Path, stored: Stored, *, is_verified: bool = True) -> Tensor:
-    """One tensor of a file on the host; CheckpointError if its bytes have changed."""
+    """One stored tensor, on the host; CheckpointError if its bytes have changed."""
     with disk_errors("read", path):
         values, digest = read_patiently(
             path, lambda: read_bytes(path, stored, is_hashed=is_verified)
         )
     if is_verified and digest != stored.xxh3_128:
-        raise damaged(path, f"has hash {digest} in bytes {stored.start}:{stored.stop}")
+        raise damage_error(path, f"has hash {digest} in bytes {stored.start}:{stored.stop}")
     return values
 
 
 def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -> None:
-    """Write boxes, large ones in parts: see `write_tensors`."""
+    """Write boxes to a file of `write_tensors`; splits large boxes into parts."""
     tensors = {}
     for name, view, box in blocks:
-        for part in _parts(box, view.dtype.itemsize):
+        for part in _split_box(box, view.dtype.itemsize):
             tensors[f"{name}[{','.join(f'{start}:{stop}' for start, stop in part.bounds)}]"] = view[
                 part.slices(box)
             ]
@@ -108,34 +108,35 @@ def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -
 
 
 class HostCopies:
-    """Copies of live blocks in host memory, to be written while the live ones change.
+    """Copies of blocks in host memory, to be written while the originals change.
 
-    The memory is kept for the next time: getting it takes longer than to copy. Pinned for a device.
+    The buffers are reused, because allocation takes longer than copying. They are pinned for blocks
+    on a device.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, Box], Tensor] = {}
+        self._buffers: dict[tuple[str, Box], Tensor] = {}
 
     def take(self, blocks: Iterable[Block]) -> list[Block]:
-        """The same blocks on the host; valid until the next call."""
+        """Copy blocks to the host; the copies are valid until the next call."""
         copies = []
         device = CPU
         for name, view, box in blocks:
             if view.device != CPU:
                 device = view.device
-            if (name, box) not in self._kept:
+            if (name, box) not in self._buffers:
                 pinned = view.device != CPU
                 dtype = view.dtype
-                self._kept[name, box] = torch.empty(view.shape, dtype=dtype, pin_memory=pinned)
-            copy = self._kept[name, box].copy_(view.detach(), non_blocking=True)
+                self._buffers[name, box] = torch.empty(view.shape, dtype=dtype, pin_memory=pinned)
+            copy = self._buffers[name, box].copy_(view.detach(), non_blocking=True)
             copies.append((name, copy, box))
         if device != CPU:
             torch.accelerator.synchronize(device)
         return copies
 
 
-def _parts(box: Box, itemsize: int) -> Iterator[Box]:
-    """Slabs along the first dimension of at most `_MAX_BOX_BYTES` (a single row may be larger)."""
+def _split_box(box: Box, itemsize: int) -> Iterator[Box]:
+    """Slabs of a box along the first dimension, of at most `_MAX_BOX_BYTES` or one row."""
     if box.bounds:
         rows = max(1, _MAX_BOX_BYTES * box.shape[0] // (box.size * itemsize))
     else:
@@ -153,7 +154,7 @@ _WEIGHTS = (".safetensors", ".bin", ".distcp", ".metadata")
 
 
 def model_hash(folder: Path) -> str:
-    """Hash of a frozen model, in hex, independent of its path. CheckpointError if unreadable."""
+    """Hash of a frozen model, in hex and independent of its path. CheckpointError if unreadable."""
     with disk_errors("read", folder):
         files = sorted(
             path
@@ -161,24 +162,25 @@ def model_hash(folder: Path) -> str:
             if path.name == "config.json" or path.name.endswith(_WEIGHTS)
         )
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            found = dict(zip((path.name for path in files), threads.map(_file_hash, files)))
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+            hash_by_name = dict(zip((path.name for path in files), threads.map(_hash_file, files)))
+    return hashlib.sha256(repr(hash_by_name).encode()).hexdigest()
 
 
 def check_frozen(role: str, now: tuple[str, str], then: tuple[str, str], checkpoint: Path) -> None:
-    """CheckpointError if a frozen model differs from the one at the time of the checkpoint.
+    """CheckpointError if a frozen model differs from that of the checkpoint.
 
-    now, then: (folder, hash).
+    now, then: (folder, hash) of the model.
     """
     if now[1] != then[1]:
         raise CheckpointError(
             f"checkpoint: {checkpoint} was written with the {role} model of {then[0]} (hash "
             f"{then[1][:12]}), got {now[0]} (hash {now[1][:12]}), expected the same model; set "
-            f"{role}.model.path to it, or run.resume=reload_frozen to go on with the new one"
+            f"{role}.model.path to it, or run.resume=reload_frozen to continue with the new one"
         )
 
 
-def _file_hash(path: Path) -> str:
+def _hash_file(path: Path) -> str:
+    """Hash of a file, or of its size and blocks if it is large; see the module."""
     size = path.stat().st_size
     if size <= _BLOCK_BYTES * _NUM_BLOCKS:
         with path.open("rb") as file:

@@ -23,7 +23,7 @@ from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
     DamagedError,
     FileFacts,
-    Written,
+    RankReport,
     moved_groups,
 )
 from spmdflow.checkpoint.run_dir import Checkpoints
@@ -62,8 +62,8 @@ class Saving:
         lock: RunDirLock | None = None,
     ) -> None:
         """checkpoint: what the run continues from. settings: all of them, as YAML. models: the
-        model folders that were given as links, as of `ModelFolders.followed`. lock: of RUN_DIR:
-        nothing is saved once the folder is not this run's any more."""
+        model folders that were given as links, as of `ModelFolders.resolved_links`. lock: of
+        RUN_DIR: nothing is saved once the folder is not this run's any more."""
         self._settings = settings
         self._models = {key: list(pair) for key, pair in (models or {}).items()}
         self._checkpoints = Checkpoints(
@@ -200,7 +200,7 @@ class Saving:
         for name, of_ranks in replies.items():
             for rank, reply in of_ranks.items():
                 written.append(
-                    Written(
+                    RankReport(
                         rank,
                         reply["node"],
                         {

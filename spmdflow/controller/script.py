@@ -108,14 +108,19 @@ def run_script(
         before = {}
     seconds = call_limit_of(cfg.run.call_seconds)
     missing = partial(find_unseen_folders, transport, ranks, seconds=seconds)
-    cfg = folders.follow(cfg, before, missing)
+    cfg = folders.resolve_links(cfg, before, missing)
     settings = to_yaml(cfg)
     nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
     file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step, script=file)
     saving = Saving(
-        run_dir.path, run_dir.checkpoint, cfg.run, settings, models=folders.followed, lock=lock
+        run_dir.path,
+        run_dir.checkpoint,
+        cfg.run,
+        settings,
+        models=folders.resolved_links,
+        lock=lock,
     )
     keeps = cfg.run.capture_step
     flow = Flow(

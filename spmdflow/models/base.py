@@ -300,8 +300,8 @@ class EngineWorker(Worker):
         if not self.exports or not self._is_trained:
             return
         names = [f"rank-{place}.safetensors" for place in range(count)]
-        state = StateFiles(saved, place=place, count=count, unsealed=names)
-        export = ModelExport(state.plain, place=place, count=count)
+        state = StateFiles(saved, index=place, count=count, unsealed=names)
+        export = ModelExport(state.plain, index=place, count=count)
         if export.mine:
             wait([saved / name for name in names])
             with disk_errors("write", folder):
@@ -312,7 +312,7 @@ class EngineWorker(Worker):
         """Restore what `save_state` wrote, on any layout; CheckpointError for another model."""
         if not self._is_trained:
             return
-        files = StateFiles(folder, place=self._place, count=self.context.layout.size)
+        files = StateFiles(folder, index=self._place, count=self.context.layout.size)
         saved = files.plain["shapes"]
         mine = self._shapes
         for name in sorted(saved.keys() | mine.keys()):

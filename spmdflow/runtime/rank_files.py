@@ -12,7 +12,13 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from spmdflow.checkpoint.manifest import DamagedError, FileFacts, finish_part, part_of, verify_files
+from spmdflow.checkpoint.manifest import (
+    DamagedError,
+    FileFacts,
+    make_rank_folder,
+    move_rank_files,
+    verify_files,
+)
 from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ReadError
@@ -51,7 +57,7 @@ class RankFiles:
 
     def _save(self, plain: Plain, number: int) -> dict[str, Any]:
         name = plain["group"]
-        own = part_of(Path(plain["folder"]), self._rank)
+        own = make_rank_folder(Path(plain["folder"]), self._rank)
         self._unwritten[name] = self._workers[name].save_state(own)
         return {}
 
@@ -63,9 +69,11 @@ class RankFiles:
         write = self._unwritten.pop(name)
         if write is not None:
             write()
-        facts = finish_part(folder, part_of(folder, self._rank))
-        self._workers[name].export_state(folder, own := part_of(folder, self._rank), self._wait_for)
-        facts |= finish_part(folder, own)
+        facts = move_rank_files(folder, make_rank_folder(folder, self._rank))
+        self._workers[name].export_state(
+            folder, own := make_rank_folder(folder, self._rank), self._wait_for
+        )
+        facts |= move_rank_files(folder, own)
         files = {}
         for file, each in facts.items():
             files[file] = list(astuple(each))

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from spmdflow.checkpoint.manifest import (
     CheckpointInfo,
-    Written,
+    RankReport,
     check_file_sizes,
-    finish_part,
-    part_of,
+    make_rank_folder,
+    move_rank_files,
     verify_files,
 )
 from spmdflow.checkpoint.run_dir import Checkpoints
 
 
-def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) -> Written:
+def write_as_rank(folder: Path, files: Mapping[str, bytes], *, rank: int = 0) -> RankReport:
     """What a rank says that wrote these files into an unsealed checkpoint."""
-    own = part_of(folder, rank)
+    own = make_rank_folder(folder, rank)
     for name, data in files.items():
         (own / name).parent.mkdir(parents=True, exist_ok=True)
         (own / name).write_bytes(data)
-    return Written(rank, f"node-of-{rank}", finish_part(folder, own))
+    return RankReport(rank, f"node-of-{rank}", move_rank_files(folder, own))
 
 
 def seal_settings(run_dir: Path, settings: str, *, num_ranks: int) -> None:

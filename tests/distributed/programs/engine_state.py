@@ -69,9 +69,9 @@ def write_folder(engine: TrainEngine, folder: Path) -> None:
     plain = {"shapes": {name: list(x) for name, x in engine.shapes.items()}, "model": model}
     write_state(saved / names[place], engine.own_state_blocks(), {})
     dist.barrier(group)
-    state = StateFiles(saved, place=place, count=layout.size, unsealed=names)
+    state = StateFiles(saved, index=place, count=layout.size, unsealed=names)
     with mock.patch.dict(plan_files.__kwdefaults__, least_bytes=1):
-        export = ModelExport(plain, place=place, count=layout.size)
+        export = ModelExport(plain, index=place, count=layout.size)
     export.write(state, folder)
 
 

@@ -103,7 +103,7 @@ def load_all(out: str, names: tuple[str, ...]) -> dict[str, list[str]]:
         engine = engine_for(name, Path(out))
         for saved in names:
             folder = Path(out) / saved / "checkpoints" / "step-1" / "actor"
-            files = StateFiles(folder, place=engine.rank, count=NUM_RANKS)
+            files = StateFiles(folder, index=engine.rank, count=NUM_RANKS)
             engine.load_blocks(files.fill, files.plain["steps_done"])
             wholes = whole_tensors(folder)
             wrong = [

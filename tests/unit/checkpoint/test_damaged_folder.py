@@ -18,7 +18,7 @@ import torch
 from spmdflow.checkpoint import disk
 from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.checkpoint.manifest import CheckpointInfo, DamagedError, verify_files
-from spmdflow.checkpoint.run_dir import Checkpoints, RunDir, open_run_dir, settings_before
+from spmdflow.checkpoint.run_dir import Checkpoints, RunDir, load_previous_settings, open_run_dir
 from spmdflow.checkpoint.tensors import read_tensors, write_tensors
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import ReadError
@@ -53,7 +53,7 @@ def verify(info: CheckpointInfo) -> None:
 
 def start(path: Path) -> RunDir:
     """What the first rank does with RUN_DIR at a start."""
-    settings_before(path)
+    load_previous_settings(path)
     lock = claim_run_dir(path)
     remove_old_reports(path)
     opened = open_run_dir(RunConfig(dir=str(path)), YAML, lock=lock, verify=verify)

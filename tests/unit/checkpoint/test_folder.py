@@ -76,7 +76,7 @@ def test_the_newest_k_are_kept(tmp_path):
     assert latest_step(tmp_path) == 5
 
 
-@pytest.mark.parametrize("looks", ["_sealed", "_latest_or_none"])
+@pytest.mark.parametrize("looks", ["_sealed_names", "_latest_or_none"])
 def test_a_live_run_may_seal_while_its_latest_checkpoint_is_looked_for(
     tmp_path, monkeypatch, looks
 ):
@@ -87,7 +87,7 @@ def test_a_live_run_may_seal_while_its_latest_checkpoint_is_looked_for(
     def seal_behind(folder: Path) -> Any:
         found = look(folder)
         while left:  # sealing looks too
-            save(tmp_path, left.pop(), keep=1 + (looks == "_sealed"))
+            save(tmp_path, left.pop(), keep=1 + (looks == "_sealed_names"))
         return found
 
     monkeypatch.setattr(run_dir, looks, seal_behind)

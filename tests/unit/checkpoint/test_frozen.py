@@ -59,5 +59,5 @@ def test_another_model_is_refused_with_both_and_what_to_do(tmp_path: Path) -> No
     assert str(caught.value) == (
         f"checkpoint: {tmp_path}/step-3 was written with the reference model of old (hash "
         f"bbbbbbbbbbbb), got new (hash aaaaaaaaaaaa), expected the same model; set "
-        f"reference.model.path to it, or run.resume=reload_frozen to go on with the new one"
+        f"reference.model.path to it, or run.resume=reload_frozen to continue with the new one"
     )

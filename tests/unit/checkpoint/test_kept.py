@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint.manifest import part_of
+from spmdflow.checkpoint.manifest import make_rank_folder
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest, open_run_dir
 from spmdflow.checkpoint.tensors import HostCopies, write_state
 from spmdflow.config.schema import RunConfig
@@ -96,7 +96,7 @@ def test_a_disk_that_fails_while_a_rank_writes_keeps_what_is_sealed(tmp_path, ha
     save(tmp_path, 1, best=None)
     folder = Checkpoints(tmp_path, keep=1).begin(2)
     elsewhere = shutil.copytree(tmp_path / "checkpoints" / "step-1", tmp_path / "before")
-    own = part_of(folder / "actor", 0)
+    own = make_rank_folder(folder / "actor", 0)
     happens(own)
 
     blocks = [("w", torch.ones(4), Box(((0, 4),)))]

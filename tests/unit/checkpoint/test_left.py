@@ -51,7 +51,7 @@ SAVED: dict[str, tuple[tuple[str, ...], bool, str]] = {
     "an adapter": (
         ("actor/hugging_face/adapter_config.json",),
         True,
-        "the adapter after step 4 is in RUN/export/actor; merge it into a whole model: "
+        "the adapter after step 4 is in RUN/export/actor; merge it into a full model: "
         "python -m spmdflow.export RUN --to FOLDER",
     ),
     "no export": (

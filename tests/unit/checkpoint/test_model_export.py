@@ -71,8 +71,8 @@ def test_any_number_of_processes_write_the_same_tensors_each_once(
     names = [f"rank-{rank}.safetensors" for rank in range(len(cuts))]
 
     for place in range(count):
-        state = StateFiles(tmp_path, place=place, count=count, unsealed=names)
-        ModelExport(plain, place=place, count=count).write(state, to)
+        state = StateFiles(tmp_path, index=place, count=count, unsealed=names)
+        ModelExport(plain, index=place, count=count).write(state, to)
 
     found: dict[str, Tensor] = {}
     for path in to.glob("*.safetensors"):
@@ -93,7 +93,7 @@ def test_a_tensor_in_the_files_is_read_once_and_rows_of_a_tensor_at_a_time(
     plain = save(tmp_path, COLUMNS)
     state = StateFiles(tmp_path, unsealed=["rank-0.safetensors", "rank-1.safetensors"])
 
-    parts = list(export._rows(state, [Facts("wide", torch.float32, (32, 12))]))
+    parts = list(export._read_by_rows(state, [Facts("wide", torch.float32, (32, 12))]))
 
     assert torch.equal(torch.cat(parts), WHOLE["wide"])
     assert len(parts) == 3, "borders that both cuts share: 15 and 30"

@@ -12,8 +12,8 @@ import torch
 
 from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.disk import make_folders, write_atomically
-from spmdflow.checkpoint.manifest import Written, finish_part, part_of
-from spmdflow.checkpoint.run_dir import Checkpoints, newest_whole, open_run_dir
+from spmdflow.checkpoint.manifest import RankReport, make_rank_folder, move_rank_files
+from spmdflow.checkpoint.run_dir import Checkpoints, find_newest_undamaged, open_run_dir
 from spmdflow.checkpoint.tensors import write_state
 from spmdflow.config.schema import RunConfig
 from spmdflow.export import export
@@ -47,7 +47,7 @@ def save(run_dir: Path, step: int) -> None:
 
 def saved_step(run_dir: Path) -> int:
     """Step of the checkpoint that a restart would load, all of it read; 0 for none."""
-    info = newest_whole(run_dir, verify_checkpoint)
+    info = find_newest_undamaged(run_dir, verify_checkpoint)
     if info is None:
         return 0
     for rank in range(2):
@@ -116,10 +116,10 @@ def test_an_exported_folder_is_whole_after_a_power_cut(disk, tmp_path):
     plain["model"] = {"config": {"model_type": "x"}, "dtype": "float32", "source": "nowhere"}
     checkpoints = Checkpoints(tmp_path / "run", keep=1)
     folder = checkpoints.begin(1)
-    own = part_of(folder, 0)
+    own = make_rank_folder(folder, 0)
     whole = [("w", weights, Box.of_shape((3, 4)))]
     write_state(own / "actor" / "rank-0.safetensors", whole, plain)
-    info = checkpoints.seal(1, {}, [Written(0, "node", finish_part(folder, own))])
+    info = checkpoints.seal(1, {}, [RankReport(0, "node", move_rank_files(folder, own))])
     target = disk.root / "job" / "exported"
 
     with disk.record():

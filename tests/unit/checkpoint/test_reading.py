@@ -113,7 +113,7 @@ def test_every_setting_that_gives_the_link_gets_the_same_folder_and_the_run_says
 
     folder = writer / "checkpoints" / "step-1" / "actor" / "hugging_face"
     assert found == [str(folder)] * 4
-    assert caplog.messages.count(f"{link} is read from {folder}") == 1
+    assert caplog.messages.count(f"reading {link} from {folder}") == 1
 
 
 def begin_and_go_on(
@@ -200,11 +200,11 @@ def test_link_of_any_kind_is_followed_and_a_plain_folder_stays_as_it_was_written
     given = settings_with(tmp_path / "current" / "actor")
     plain = settings_with(tmp_path / "v3" / "actor")
 
-    followed = ModelFolders().follow(given, {}, see_all)
+    followed = ModelFolders().resolve_links(given, {}, see_all)
 
     assert followed.actor.model.path == str(tmp_path / "v3" / "actor")
     assert given.actor.model.path == str(tmp_path / "current" / "actor")
-    assert ModelFolders().follow(plain, {}, see_all) is plain
+    assert ModelFolders().resolve_links(plain, {}, see_all) is plain
 
 
 def test_link_to_a_folder_that_other_nodes_do_not_see_is_left_to_every_node_with_a_warning(
@@ -215,10 +215,10 @@ def test_link_to_a_folder_that_other_nodes_do_not_see_is_left_to_every_node_with
     given = settings_with(tmp_path / "models")
     folders = ModelFolders()
 
-    followed = folders.follow(given, {}, lambda changed: dict.fromkeys(changed, [1, 3]))
+    followed = folders.resolve_links(given, {}, lambda changed: dict.fromkeys(changed, [1, 3]))
 
     assert followed.actor.model.path == str(tmp_path / "models")
-    assert folders.followed == {}
+    assert folders.resolved_links == {}
     assert "disk-of-this-node here, which ranks 1, 3 do not see" in caplog.text
 
 
@@ -228,6 +228,6 @@ def test_another_link_on_resume_is_followed_instead_of_the_one_before(tmp_path: 
         (tmp_path / f"link-{name}").symlink_to(name)
     before = {"actor.model.path": [str(tmp_path / "link-one"), str(tmp_path / "one")]}
 
-    followed = ModelFolders().follow(settings_with(tmp_path / "link-two"), before, see_all)
+    followed = ModelFolders().resolve_links(settings_with(tmp_path / "link-two"), before, see_all)
 
     assert followed.actor.model.path == str(tmp_path / "two")

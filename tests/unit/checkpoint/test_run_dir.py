@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.checkpoint.run_dir import Checkpoints, differences, open_run_dir, path_of
+from spmdflow.checkpoint.run_dir import Checkpoints, compare_settings, open_run_dir, path_of
 from spmdflow.config.location import to_yaml
 from spmdflow.config.schema import RunConfig
 from spmdflow.errors import CheckpointError, ConfigError
@@ -67,7 +67,9 @@ def test_a_damaged_latest_checkpoint_stops_the_start(tmp_path):
     checkpoints.begin(7)
     (checkpoints.seal(7, {}, []).folder / "manifest.json").write_text("torn")
 
-    with pytest.raises(CheckpointError, match="no whole one in .*does not read as a manifest"):
+    with pytest.raises(
+        CheckpointError, match="no undamaged checkpoint in .*does not read as a manifest"
+    ):
         open_run_dir(run_in(tmp_path), YAML)
 
 
@@ -91,7 +93,7 @@ def test_other_settings_are_listed_and_the_old_ones_kept(tmp_path, caplog):
 
 
 def test_differences_name_keys_of_one_side_only():
-    assert differences("a: 1\nb: {c: 2}\n", "a: 1\nd: []\n") == [
+    assert compare_settings("a: 1\nb: {c: 2}\n", "a: 1\nd: []\n") == [
         "b.c: 2 -> (absent)",
         "d: (absent) -> []",
     ]
@@ -101,8 +103,11 @@ def test_settings_as_the_loader_writes_them_can_be_compared():
     old = RunConfig()
     new = RunConfig(seed=3, trackers=["wandb"])
 
-    assert differences(to_yaml(old), to_yaml(old)) == []
-    assert differences(to_yaml(old), to_yaml(new)) == ["seed: 0 -> 3", "trackers: [] -> ['wandb']"]
+    assert compare_settings(to_yaml(old), to_yaml(old)) == []
+    assert compare_settings(to_yaml(old), to_yaml(new)) == [
+        "seed: 0 -> 3",
+        "trackers: [] -> ['wandb']",
+    ]
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):

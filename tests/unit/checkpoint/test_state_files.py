@@ -16,7 +16,7 @@ from spmdflow import checkpoint
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import plan_reads
 from spmdflow.checkpoint import tensors
-from spmdflow.checkpoint.manifest import Written, finish_part, part_of
+from spmdflow.checkpoint.manifest import RankReport, make_rank_folder, move_rank_files
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
 from spmdflow.checkpoint.state import StateFiles
 from spmdflow.checkpoint.tensors import write_state
@@ -34,10 +34,10 @@ def seal(run_dir: Path, cuts: list[int]) -> Path:
     for rank, (low, high) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
         box = Box(((low, high), (0, 6)))
         rows = [(name, whole[low:high], box) for name, whole in WHOLE.items() if high > low]
-        own = part_of(folder / "actor", rank)
+        own = make_rank_folder(folder / "actor", rank)
         write_state(own / f"rank-{rank}.safetensors", rows, {"steps_done": 3})
-        facts = finish_part(folder / "actor", own)
-        written.append(Written(rank, "node", {f"actor/{n}": f for n, f in facts.items()}))
+        facts = move_rank_files(folder / "actor", own)
+        written.append(RankReport(rank, "node", {f"actor/{n}": f for n, f in facts.items()}))
     return checkpoints.seal(1, {}, written).folder / "actor"
 
 
@@ -48,7 +48,7 @@ bound = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda x: (min(x), m
 @given(st.lists(st.integers(0, 10), max_size=3), st.lists(bound, min_size=2, max_size=2))
 def test_any_box_is_read_from_any_layout(tmp_path_factory, cuts, wanted):
     folder = seal(tmp_path_factory.mktemp("run"), cuts)
-    files = StateFiles(folder, place=1, count=2)
+    files = StateFiles(folder, index=1, count=2)
     box = Box(tuple(wanted))
 
     for name, whole in WHOLE.items():
@@ -104,7 +104,7 @@ def test_a_rank_that_finds_all_in_its_own_file_opens_no_other(tmp_path):
     folder = seal(tmp_path, [4])
     (folder / "rank-0.safetensors").write_bytes(b"damaged")
 
-    files = StateFiles(folder, place=1, count=2)
+    files = StateFiles(folder, index=1, count=2)
 
     assert torch.equal(files.read("w", Box(((4, 10), (0, 6)))), WHOLE["w"][4:])
     with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is damaged"):
@@ -118,7 +118,7 @@ def test_any_flipped_bit_is_found_by_who_reads_it(tmp_path):
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match=r"rank-0\.safetensors (is|has)"):
-            files = StateFiles(folder, place=0, count=2)
+            files = StateFiles(folder, index=0, count=2)
             for name in WHOLE:
                 files.read(name, Box(((0, 4), (0, 6))))
 
@@ -153,9 +153,9 @@ def test_scalars_and_views_come_back(tmp_path):
         ("step", torch.tensor(7.0), Box(())),
         ("w", WHOLE["w"][:, 2:4], Box(((0, 10), (2, 4)))),
     ]
-    write_state((own := part_of(folder / "a", 0)) / "rank-0.x", blocks, {})
-    facts = finish_part(folder / "a", own)
-    info = checkpoints.seal(1, {}, [Written(0, "n", {f"a/{n}": f for n, f in facts.items()})])
+    write_state((own := make_rank_folder(folder / "a", 0)) / "rank-0.x", blocks, {})
+    facts = move_rank_files(folder / "a", own)
+    info = checkpoints.seal(1, {}, [RankReport(0, "n", {f"a/{n}": f for n, f in facts.items()})])
 
     files = StateFiles(info.folder / "a")
 

@@ -16,7 +16,13 @@ import pytest
 import torch
 
 from spmdflow.blocks.box import Box
-from spmdflow.checkpoint.manifest import CheckpointInfo, Written, finish_part, part_of, verify_files
+from spmdflow.checkpoint.manifest import (
+    CheckpointInfo,
+    RankReport,
+    make_rank_folder,
+    move_rank_files,
+    verify_files,
+)
 from spmdflow.checkpoint.run_dir import Checkpoints, open_run_dir
 from spmdflow.checkpoint.tensors import write_state
 from spmdflow.config.schema import RunConfig
@@ -38,7 +44,7 @@ def save(run_dir: Path, step: int, *, keep: int = 9) -> None:
     generator = torch.Generator().manual_seed(step)
     for rank in range(2):
         for role in ("actor", "critic"):
-            own = part_of(folder / role, rank)
+            own = make_rank_folder(folder / role, rank)
             rows = torch.randn(8, 6, generator=generator)
             box = Box(((8 * rank, 8 * rank + 8), (0, 6)))
             blocks = [("w", rows, box), ("w.exp_avg", rows * step, box)]
@@ -46,8 +52,8 @@ def save(run_dir: Path, step: int, *, keep: int = 9) -> None:
             if (role, rank) == ("actor", 0):
                 write_state(own / "hugging_face" / "model.safetensors", blocks[:1], {})
                 (own / "hugging_face" / "config.json").write_text(f'{{"step": {step}}}')
-            facts = finish_part(folder / role, own)
-            written.append(Written(rank, "node", {f"{role}/{n}": f for n, f in facts.items()}))
+            facts = move_rank_files(folder / role, own)
+            written.append(RankReport(rank, "node", {f"{role}/{n}": f for n, f in facts.items()}))
     checkpoints.seal(step, {"cursor": step}, written)
 
 
@@ -182,7 +188,7 @@ def test_the_last_whole_checkpoint_is_used_by_name(
     run = RunConfig(dir=str(run_dir))
 
     if not expected:
-        with pytest.raises(CheckpointError, match="no whole one in"):
+        with pytest.raises(CheckpointError, match="no undamaged checkpoint in"):
             open_run_dir(run, "run: {}\n", verify=verify)
         assert content_of(folder) == now
         return

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from spmdflow.checkpoint.manifest import FileFacts, Written
+from spmdflow.checkpoint.manifest import FileFacts, RankReport
 from spmdflow.checkpoint.run_dir import Checkpoints, open_run_dir
 from spmdflow.config.check import check
 from spmdflow.config.load import load
@@ -122,7 +122,7 @@ def test_revision_of_the_checkpoint_wins_over_that_of_a_later_start_that_was_ref
     points = Checkpoints(run.path, keep=1)
     (points.begin(1) / "actor").touch()
     files = {"actor": FileFacts(0, "")}
-    points.seal(1, {"settings": to_yaml(cfg)}, [Written(0, "node", files)])
+    points.seal(1, {"settings": to_yaml(cfg)}, [RankReport(0, "node", files)])
     run.lock.release()
     write_cached(cache, "models/org/tiny", model_files(vocab_size=9), commit=OTHER)
     later = settings(f"{NAME}@{OTHER}")

@@ -125,7 +125,7 @@ def test_factor_of_a_negative_value_says_nothing() -> None:
 def test_warning_is_told_at_powers_of_two() -> None:
     found = tripped(["x > 1: warn"], of("x", *[2.0] * 9))
 
-    assert [trip.times for _, trip in found if trip.is_told] == [1, 2, 4, 8]
+    assert [trip.times for _, trip in found if trip.is_reported] == [1, 2, 4, 8]
 
 
 def test_state_resumes_in_the_middle_of_a_series() -> None:
