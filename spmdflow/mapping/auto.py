@@ -1,9 +1,10 @@
-"""Device mapping of a dataflow: Algorithm 1 over Algorithm 2's tables, exactly and fast.
+"""Device mapping of a dataflow: an exact and fast search by Algorithm 1 over Algorithm 2's tables.
 
 For each partition of the models, the ideal options (see `table`) give a lower bound and a first
-allocation; the exact fronts of that allocation give an achievable cost. Only pool sizes that could
-still be part of something cheaper get exact fronts, and the search over those is final. Partitions
-are visited in the order of their bounds, until a bound is above the worst result that is kept.
+allocation. The exact fronts of that allocation give an achievable cost. Exact fronts are then
+computed for the pool sizes that could still be part of a cheaper placement, and the search over
+these is final. Partitions are visited in the order of their bounds, until a bound is above the
+worst result that is kept.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from spmdflow.mapping.search import (
     Options,
     best_of_partition,
     best_partitions,
-    blocks_of,
     least_cost,
+    model_sets,
     partitions,
     possible_sizes,
-    undominated,
+    select_undominated,
 )
 from spmdflow.mapping.table import CostTable
 
@@ -44,18 +45,19 @@ def find_mapping(
 ) -> Ranking:
     """The fastest placements of a dataflow on num_ranks ranks (paper Algorithm 1).
 
-    unit: ranks by which pools grow; None: whole nodes if there are several, else single ranks.
-    keep: most placements to return. ConfigError if nothing fits, with about how many ranks would.
+    unit: pool sizes are multiples of it; None: whole nodes if there are several, or else single
+    ranks. keep: most placements to return. ConfigError if nothing fits, with an estimate of the
+    number of ranks that would.
     """
     started = time.perf_counter()
     node = int(hardware.gpus_per_node)
     unit = unit or (node if num_ranks > node and num_ranks % node == 0 else 1)
     pool_sizes = range(unit, num_ranks + 1, unit)
     table = CostTable(dataflow, hardware, pool_sizes)
-    found = _Search(table, num_ranks // unit, unit).best(keep)
-    if not found:
-        raise _nothing_fits(dataflow, hardware, num_ranks, unit)
-    placed = tuple(assemble(table, blocks, sizes, rows) for blocks, sizes, rows in found)
+    best = _PartitionSearch(table, num_ranks // unit, unit).best(keep)
+    if not best:
+        raise _memory_error(dataflow, hardware, num_ranks, unit)
+    placed = tuple(assemble(table, blocks, sizes, rows) for blocks, sizes, rows in best)
     number = sum(1 for _ in partitions(len(dataflow.models)))
     return Ranking(placed, number, num_ranks, unit, time.perf_counter() - started)
 
@@ -63,26 +65,30 @@ def find_mapping(
 planning = logging.getLogger(PLANNING)
 _LARGEST_WORLD = 1 << 14
 
-Found = tuple[tuple[ModelSet, ...], list[int], list[np.ndarray]]
+Choice = tuple[tuple[ModelSet, ...], list[int], list[np.ndarray]]
 """Blocks, their pool sizes in ranks, and each model's entry in the table."""
 
 
-class _Search:
-    """One run over all partitions."""
+class _PartitionSearch:
+    """Search over all partitions of a table's models."""
 
     def __init__(self, table: CostTable, num_units: int, unit: int) -> None:
+        """Compute the ideal options of every set of models, with sizes in units."""
         self.table = table
         self.num_units = num_units
         self.unit = unit
-        blocks = blocks_of(len(table.dataflow.models))
+        blocks = model_sets(len(table.dataflow.models))
         ideal = {}
         for number, block in enumerate(blocks, 1):
             planning.debug("%d of %d sets of models that could share ranks", number, len(blocks))
             ideal[block] = table.ideal(block)
         self.ideal = {block: Options(o.sizes // unit, o.costs) for block, o in ideal.items()}
 
-    def best(self, keep: int) -> list[Found]:
-        """At most `keep` partitions' best, best first; equal costs: fewer pools, then in order."""
+    def best(self, keep: int) -> list[Choice]:
+        """The best choice of the `keep` best partitions, the best first.
+
+        Ties are broken by fewer pools, then by order.
+        """
         bounds = []
         for blocks in partitions(len(self.table.dataflow.models)):
             options = [self.ideal[block] for block in blocks]
@@ -91,15 +97,17 @@ class _Search:
                 if np.isfinite(bound):
                     bounds.append((bound, blocks))
         result = []
-        for one in best_partitions(bounds, self._of_partition, keep):
+        for one in best_partitions(bounds, self._search_partition, keep):
             result.append(one[2])
         return result
 
-    def _of_partition(
+    def _search_partition(
         self, blocks: tuple[ModelSet, ...], worst: float
-    ) -> tuple[float, Found] | None:
-        """The exact best of one partition, None if it costs more than `worst`."""
-        planning.debug("placement: the best of pools for %s", " | ".join(map(self._names, blocks)))
+    ) -> tuple[float, Choice] | None:
+        """The exact best choice of one partition; None if it costs more than `worst`."""
+        planning.debug(
+            "placement: searching the best pools for %s", " | ".join(map(self._block_title, blocks))
+        )
         ideal = [self.ideal[block] for block in blocks]
         relaxed = best_of_partition(ideal, self.num_units, worst=worst)
         if relaxed is None:
@@ -107,22 +115,22 @@ class _Search:
         sizes = []
         for one, pick in zip(ideal, relaxed[1]):
             sizes.append(int(one.sizes[pick]))
-        first = self._exact(blocks, [[size] for size in sizes], worst)
+        first = self._search_sizes(blocks, [[size] for size in sizes], worst)
         worst = min(worst, first[0]) if first else worst
         if first is not None and first[0] <= relaxed[0] * SLACK:
             return first
         survivors = []
-        for place in range(len(blocks)):
-            survivors.append(possible_sizes(ideal, place, self.num_units, worst).tolist())
-        return self._exact(blocks, survivors, worst) or first
+        for number in range(len(blocks)):
+            survivors.append(possible_sizes(ideal, number, self.num_units, worst).tolist())
+        return self._search_sizes(blocks, survivors, worst) or first
 
-    def _names(self, block: ModelSet) -> str:
+    def _block_title(self, block: ModelSet) -> str:
         return "+".join(self.table.dataflow.models[number].name for number in block)
 
-    def _exact(
+    def _search_sizes(
         self, blocks: tuple[ModelSet, ...], sizes: Sequence[Sequence[int]], worst: float
-    ) -> tuple[float, Found] | None:
-        """The best choice with exact fronts of these sizes (in units)."""
+    ) -> tuple[float, Choice] | None:
+        """The best choice from the exact fronts of these pool sizes (in units)."""
         options = []
         origins = []
         alone = len(blocks) == 1
@@ -135,11 +143,13 @@ class _Search:
             if not fronts:
                 return None
             counts = np.concatenate([np.full(len(f.costs), size) for size, f in fronts])
-            pruned, kept = undominated(
+            pruned, indices = select_undominated(
                 Options(counts, np.concatenate([f.costs for _, f in fronts]))
             )
             options.append(pruned)
-            origins.append((counts[kept], np.concatenate([f.entries for _, f in fronts])[kept]))
+            origins.append(
+                (counts[indices], np.concatenate([f.entries for _, f in fronts])[indices])
+            )
         best = best_of_partition(options, self.num_units, worst=worst)
         if best is None:
             return None
@@ -151,11 +161,12 @@ class _Search:
         return cost, (blocks, pool_sizes, rows)
 
 
-def _nothing_fits(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: int) -> ConfigError:
+def _memory_error(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: int) -> ConfigError:
+    """The error for models that do not fit, with an estimate of the ranks that would be enough."""
     world = num_ranks + unit
     while world <= _LARGEST_WORLD:
         table = CostTable(dataflow, hardware, range(unit, world + 1, unit))
-        if _Search(table, world // unit, unit).best(1):
+        if _PartitionSearch(table, world // unit, unit).best(1):
             break
         world *= 2
     if world <= _LARGEST_WORLD:

@@ -1,14 +1,14 @@
-"""`Dataflow`: models and what one step asks of them; `Strategy`: how one model is cut.
+"""`Dataflow`: models and the calls of one step; `Strategy`: how one model is divided over ranks.
 
-Calls of one stage add up on a pool; pools overlap within a stage; stages add up (paper section 6,
-d_cost). A script that generates one step ahead gives all its calls one stage: then its
-pools overlap over the whole step.
+Seconds of one stage's calls add up on a pool. Pools overlap within a stage. Stages add up (paper
+section 6, d_cost). A script that generates one step ahead gives all its calls one stage, so that
+its pools overlap over the whole step.
 
-Algorithm 2 as printed tries every t up to the node's U and every p up to N/U, also those whose
-product does not divide the pool, and no p at all where N < U. Here tp*pp*dp is the pool's size, tp
+Algorithm 2 as printed tries every t up to the node's U and every p up to N/U, including those whose
+product does not divide the pool, and no p at all if N < U. Here tp*pp*dp is the pool's size, tp
 divides the heads and stays inside a node, pp is at most max(N/U, 1) and may leave stages uneven
-(the busiest one counts), gen_tp divides tp, and gen_pp is pp or 1. Sizes that a user fixes are
-taken as they are.
+(the busiest one counts), gen_tp divides tp, and gen_pp is pp or 1. Sizes that the user fixes are
+used as they are.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Workload:
 
 
 class Precision:
-    """Base of `Engine` and `Rollout`, which hold weights in one dtype."""
+    """Base class of `Engine` and `Rollout`, which store weights in one dtype."""
 
     dtype: str
 
@@ -67,27 +67,27 @@ class Precision:
 
 @dataclass(frozen=True)
 class Engine(Precision):
-    """How a model is held and cut; sizes that are None are searched."""
+    """How a model is stored and divided; sizes that are None are searched."""
 
     kind: str = field(default_factory=lambda: engines_that_cut()[0])
-    """As engine.kind; its facts are `facts`."""
+    """Value of engine.kind; `facts` has its facts."""
     layout: tuple[int, int] | None = None
-    """(tp_size, pp_size), or None: Algorithm 2 chooses; data-parallel engines have (1, 1)."""
+    """(tp_size, pp_size); None: Algorithm 2 chooses it. Data-parallel engines have (1, 1)."""
     shard_size: int = 0
-    """Ranks that share one copy of what is sharded; 0: all data-parallel ranks."""
+    """Ranks that share one copy of sharded state; 0: all data-parallel ranks."""
     virtual_size: int = 1
     """Model chunks on each pipeline stage (interleaved schedule)."""
     layouts: tuple[tuple[int, int], ...] | None = None
     """(tp_size, pp_size) pairs that the search may choose; None: all."""
     options: tuple[str, ...] = ()
-    """As engine.options."""
+    """Value of engine.options."""
     micro_batch_rows: int = 1
     micro_batch_tokens: int | None = None
     dtype: str = "bfloat16"
     moved: tuple[str, ...] = ()
-    """Parts in host memory between calls: some of parameters, gradients, optimizer."""
+    """Parts that are in host memory between calls: of parameters, gradients, optimizer."""
     may_move: bool = False
-    """Whether more parts may be offloaded where a pool does not fit without."""
+    """Whether more parts may be offloaded if a pool does not fit otherwise."""
     moments: int = 2
     """Float32 values that the optimizer keeps for each weight: 2 for Adam."""
     step_copies: int = 0
@@ -103,7 +103,7 @@ class Engine(Precision):
 
     @property
     def sharding(self) -> Sharding:
-        """What its data-parallel ranks divide and send, under its options."""
+        """What its data-parallel ranks shard and send, under its options."""
         return self.facts.sharding_with(self.options)
 
     def is_plain(self, cut: Strategy) -> Array:
@@ -116,18 +116,18 @@ class Rollout(Precision):
     """How a model generates."""
 
     kind: str = field(default_factory=lambda: generators_that_cut()[0])
-    """As rollout.engine; its facts are `facts`."""
+    """Value of rollout.engine; `facts` has its facts."""
     layout: tuple[int, int] | None = None
-    """(gen_tp_size, gen_pp_size), or None: searched among those that nest in training's."""
+    """(gen_tp_size, gen_pp_size); None: searched among sizes that divide the training layout."""
     weights: str = "flat"
-    """flat, blocks (one copy of the weights), copy (a second one) or adapter (one that stays)."""
+    """flat, blocks (one copy of the weights), copy (a second one) or adapter (a fixed one)."""
     eager: bool = False
-    """Whether it runs without CUDA graphs, as layers on the trainer's weights must."""
+    """Whether it runs without CUDA graphs, as layers that use the trainer's weights must."""
     dtype: str = "bfloat16"
     kv_cache_bytes: float | None = None
-    """KV cache of one rank; None: what the pool leaves free."""
+    """KV cache of one rank; None: the memory that the pool leaves free."""
     max_batch_size: int | None = None
-    """Sequences decoded together by one replica at most."""
+    """Most sequences that one replica decodes together."""
     min_batch_size: int = 8
     """A placement fits only if a replica's cache holds this many sequences (or all, if fewer)."""
 
@@ -143,9 +143,9 @@ class Rollout(Precision):
 
 @dataclass(frozen=True)
 class Model:
-    """One role: its sizes, whether it is trained, how it is held and how it generates.
+    """One role: its sizes, whether it is trained, how it is stored and how it generates.
 
-    ConfigError if a size is not known.
+    ConfigError if a size is missing.
     """
 
     name: str
@@ -157,13 +157,15 @@ class Model:
     weights_from: str | None = None
     """For a separate generator: the model whose weights it receives once a step."""
     adapters: int = 0
-    """Weights of its adapters, the only ones that are trained; 0: it has none."""
+    """Number of weights of its adapters, which alone are trained; 0: it has none."""
     shares: str = ""
-    """The model of the same ranks whose weights it uses; empty: it has its own."""
+    """The model on the same ranks whose weights it uses; empty: it has its own."""
 
     def rows_at(self, tokens: int) -> float:
-        """Most rows of `tokens` tokens in one forward pass. A fraction for packed rows: tokens is a
-        mean, and packing fills the pass."""
+        """Most rows of `tokens` tokens in one forward pass.
+
+        It can be fractional for packed rows, as tokens is a mean and packing fills the pass.
+        """
         limit = self.engine.micro_batch_tokens
         if limit is None:
             return self.engine.micro_batch_rows
@@ -171,6 +173,7 @@ class Model:
         return max(limit / tokens if packed else limit // tokens, 1)
 
     def __post_init__(self) -> None:
+        """Check that all sizes are known."""
         names = ("num_layers", "hidden_size", "num_heads", "vocab_size")
         unknown = []
         for name in names:
@@ -192,7 +195,7 @@ class Call:
     name: str = ""
     """The method, for tables; empty: the kind."""
     fixed_seconds: float | None = None
-    """What it takes on any pool, such as a reward function in processes; None: simulated."""
+    """Seconds on any pool, such as of a reward function in processes; None: simulated."""
 
     @property
     def title(self) -> str:
@@ -202,7 +205,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """Models and the calls of one step; every call can be run by the model that it names."""
+    """Models and the calls of one step; each call belongs to a model that supports it."""
 
     models: tuple[Model, ...]
     calls: tuple[Call, ...]
@@ -210,6 +213,7 @@ class Dataflow:
     """Pairs of models that may not share a pool."""
 
     def __post_init__(self) -> None:
+        """Check that names are unique and known, and that models support their calls."""
         names = {model.name for model in self.models}
         assert names and len(names) == len(self.models), self.models
         assert names >= {name for pair in self.apart for name in pair}, self.apart
@@ -225,7 +229,7 @@ class Dataflow:
         return tuple(dict.fromkeys(call.stage for call in self.calls))
 
     def model(self, name: str) -> Model:
-        """By name."""
+        """The model of that name."""
         return next(model for model in self.models if model.name == name)
 
     def calls_of(self, name: str) -> list[Call]:
@@ -239,7 +243,7 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Sizes of one model on one pool, or of many strategies at once: then arrays."""
+    """Parallel sizes of one model on one pool; arrays for many strategies at once."""
 
     tp: Array = 1
     pp: Array = 1
@@ -251,7 +255,7 @@ class Strategy:
 
     @classmethod
     def of_layout(cls, layout: Layout, *, generates: bool, recompute: bool) -> Strategy:
-        """A pool's layout, with its generation sizes if the model generates."""
+        """The strategy of a pool's layout, with generation sizes if the model generates."""
         gen_tp, gen_pp = (layout.gen_tp_size, layout.gen_pp_size) if generates else (0, 0)
         return cls(layout.tp_size, layout.pp_size, layout.dp_size, gen_tp, gen_pp, recompute)
 
@@ -279,7 +283,7 @@ class Strategy:
 def strategies_on(
     model: Model, pool_sizes: Sequence[int], hardware: Hardware
 ) -> tuple[np.ndarray, Strategy]:
-    """(pool size of each strategy, all strategies of a model on these pools), by pool size."""
+    """(pool sizes, strategies): all strategies of a model on these pools, sorted by pool size."""
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
     engine = model.engine
     recomputes: tuple[int, ...] = (int(model.trained and "recompute" in engine.options),)
@@ -307,7 +311,7 @@ def strategies_on(
 
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
-    """Tensor-parallel sizes that a shape allows inside a node."""
+    """Tensor-parallel sizes inside a node that the model's heads allow."""
     heads = model.shape.num_heads
     kv_heads = model.shape.num_kv_heads
     result = []
@@ -318,7 +322,7 @@ def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
 
 
 def pipeline_sizes(num_layers: int) -> list[int]:
-    """Numbers of stages that give the busiest stage fewer layers than any smaller number does."""
+    """Numbers of stages whose busiest stage has fewer layers than with any smaller number."""
     layers = []
     for stages in range(1, num_layers + 1):
         layers.append(-(-num_layers // stages))
@@ -326,6 +330,7 @@ def pipeline_sizes(num_layers: int) -> list[int]:
 
 
 def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int]]:
+    """(tp, pp) pairs that a model may train with; ConfigError for an impossible fixed one."""
     engine = model.engine
     if not engine.facts.cuts_model:
         yield 1, 1
@@ -348,6 +353,7 @@ def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int
 def _generation_sizes(
     model: Model, tp: int, pp: int, hardware: Hardware
 ) -> Iterator[tuple[int, int]]:
+    """(gen_tp, gen_pp) pairs that a model may generate with under tp and pp; (0, 0): none."""
     rollout = model.rollout
     if rollout is None:
         yield 0, 0

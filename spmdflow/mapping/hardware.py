@@ -1,7 +1,7 @@
 """`Hardware`: the rates, latencies and host costs of one kind of node, each with its source.
 
-One YAML file per kind of device lies in `hardware/`; `scripts/calibrate.py` writes such a file for
-the node at hand. Knows no model and no placement.
+`hardware/` has one YAML file per kind of device. `scripts/calibrate.py` measures this node and
+writes such a file. Knows no model and no placement.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from spmdflow.errors import ConfigError
 FOLDER = Path(__file__).parent / "hardware"
 
 HARDWARE = ("a100_80gb", "h100", "h200", "cpu")
-"""Packaged files."""
+"""Names of the packaged files."""
 EAGER_LAUNCH = 4.0
-"""Launch time of a kernel outside a CUDA graph over one inside: 10 to 15 us over 3.4. An estimate,
-not measured on a GPU."""
+"""Ratio of a kernel's launch times outside and inside a CUDA graph: 10 to 15 us over 3.4. An
+estimate, not measured on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class Hardware:
     usable_memory_fraction: float
     """Part of the memory that a plan may fill."""
     reserved_bytes: float
-    """What the device context and the communication library take of the memory."""
+    """Memory used by the device context and the communication library."""
     peak_flops_bfloat16: float
     peak_flops_float32: float
     compute_efficiency: float
-    """Part of the peak that a layer's matrix products reach, the time of reads and writes excluded;
-    what calibrate.py measures includes norms and activation functions."""
+    """Part of the peak that a layer's matrix products reach, without the time of reads and writes.
+    The value that calibrate.py measures includes norms and activation functions."""
     memory_bandwidth: float
     memory_efficiency: float
     kv_read_efficiency: float
     """Part of the bandwidth with which attention reads a paged KV cache."""
     link_bandwidth: float
-    """Between two devices of a node, of each device."""
+    """Of each device, between two devices of a node."""
     link_efficiency: float
     network_bandwidth: float
-    """Of a whole node: its devices share it."""
+    """Of a whole node; its devices share it."""
     network_efficiency: float
     collective_base_seconds: float
     link_hop_seconds: float
@@ -58,9 +58,9 @@ class Hardware:
     host_bandwidth: float
     """Between a device and its host's memory."""
     layer_floor_seconds: float
-    """Least seconds of a decoder layer: the launches of its kernels in a CUDA graph."""
+    """Least seconds of a decoder layer: the launch overhead of its kernels in a CUDA graph."""
     step_seconds: float
-    """Host time of one generation step, whatever its batch."""
+    """Host time of one generation step, independent of the batch size."""
     sequence_step_seconds: float
     """Host time of each sequence in a generation step."""
     update_seconds: float
@@ -70,7 +70,7 @@ class Hardware:
     sources: tuple[tuple[str, str], ...] = ()
     """(coefficient, where its value is from)."""
     cores: float = math.inf
-    """CPU cores of a node: as many ranks reach these rates, more share them; inf for devices."""
+    """CPU cores of a node. So many ranks reach these rates, more ranks share them; inf for GPUs."""
 
     @property
     def eager_layer_seconds(self) -> float:
@@ -79,7 +79,7 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks are plain processes on processors."""
+        """Whether ranks compute on CPU cores."""
         return self.name.startswith("cpu")
 
     @property
@@ -88,7 +88,7 @@ class Hardware:
         return self.memory_bytes * self.usable_memory_fraction - self.reserved_bytes
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s that large matrix products of a dtype reach on one device."""
+        """FLOP/s of large matrix products of this dtype on one device."""
         return getattr(self, f"peak_flops_{dtype}") * self.compute_efficiency
 
     @property
@@ -112,7 +112,7 @@ class Hardware:
         return self.network_bandwidth * self.network_efficiency
 
     def with_node(self, gpus_per_node: int) -> Hardware:
-        """The same with another number of devices a node."""
+        """The same hardware with another number of devices per node."""
         if gpus_per_node < 1:
             got = f"{gpus_per_node} devices a node"
             do = "give the number of processes of a node"
@@ -121,7 +121,7 @@ class Hardware:
 
 
 COEFFICIENTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "sources", "cores"))
-"""Names of the values of a file."""
+"""Names of the values in a hardware file."""
 
 _AT_MOST_ONE = ("_efficiency", "_fraction")
 _ENTRY = "{value: ..., source: ...}"
@@ -132,13 +132,13 @@ def load_hardware(name: str | Path) -> Hardware:
     path = FOLDER / f"{name}.yaml" if str(name) in HARDWARE else Path(name)
     if not path.is_file():
         expected = f"one of {', '.join(HARDWARE)} or a YAML file"
-        do = "write one for this machine with scripts/calibrate.py"
+        do = "write one for this node with scripts/calibrate.py"
         raise ConfigError.of("hardware", name, expected, do)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as err:
-        got = f"{path}, which does not read as YAML ({err})"
-        do = "fix it or write it anew with scripts/calibrate.py"
+        got = f"{path}, which is not valid YAML ({err})"
+        do = "fix it, or write it again with scripts/calibrate.py"
         raise ConfigError.of("hardware", got, "name and coefficients", do) from err
     keys = set(content) if isinstance(content, Mapping) else set()
     missing = {"name", *COEFFICIENTS} - keys
@@ -150,13 +150,13 @@ def load_hardware(name: str | Path) -> Hardware:
         raise ConfigError.of("hardware", got, "every coefficient once", do)
     values = {}
     for key in COEFFICIENTS:
-        values[key] = _value(key, content[key], path)
+        values[key] = _read_coefficient(key, content[key], path)
     sources = tuple((key, str(content[key]["source"])) for key in COEFFICIENTS)
     return Hardware(name=str(content["name"]), sources=sources, **values)
 
 
-def _value(key: str, entry: Any, path: Path) -> float:
-    """A coefficient, also one like 312e12, which YAML reads as text. ConfigError otherwise."""
+def _read_coefficient(key: str, entry: Any, path: Path) -> float:
+    """The value of a coefficient; converts text like 312e12. ConfigError for anything else."""
     if not isinstance(entry, Mapping) or set(entry) != {"value", "source"} or not entry["source"]:
         got = f"{key} {entry!r} in {path}"
         raise ConfigError.of("hardware", got, _ENTRY, "say where the value is from")
@@ -172,5 +172,5 @@ def _value(key: str, entry: Any, path: Path) -> float:
     if not 0 <= value <= most or (value == 0 and not may_be_zero):
         got = f"{key} {entry['value']!r} in {path}"
         expected = f"a positive number{' of at most 1' * (most == 1)}"
-        raise ConfigError.of("hardware", got, expected, "correct it")
+        raise ConfigError.of("hardware", got, expected, "correct the value in that file")
     return value

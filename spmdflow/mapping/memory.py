@@ -1,12 +1,12 @@
-"""Bytes of a rank, by phase: resident state of a pool's models adds up, a call's needs come on top.
+"""Bytes of a rank in each phase: the resident state of all models of a pool, and a call's needs.
 
-Megatron's distributed optimizer keeps weights and float32 gradients whole on every data-parallel
+Megatron's distributed optimizer keeps full weights and float32 gradients on every data-parallel
 rank and shards the optimizer: 6 + 12/d bytes a parameter in bfloat16 (2 + 4, and 4 + 4 + 4 over d),
-8 + 8/d in float32, which needs no second copy of the weights. FSDP and ZeRO 2, 3 divide all of it,
-and like ZeRO 1 they have gradients only while they train.
+8 + 8/d in float32, which needs no second copy of the weights. FSDP and ZeRO 2, 3 divide all of it.
+Like ZeRO 1 they have gradients only while they train.
 
-What passes need is in `pass_memory`. Models of a pool take turns, so the largest call counts.
-One strategy, or many at once as in `seconds`.
+`pass_memory` has the memory of passes. The models of a pool take turns, so the largest call counts.
+Functions take one strategy, or many at once as in `seconds`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.pass_memory import pass_bytes
 from spmdflow.mapping.seconds import (
     Parts,
-    added,
+    add_parts,
     kv_width,
     local_parameters,
     rows_per_replica,
@@ -34,13 +34,13 @@ from spmdflow.mapping.seconds import (
 from spmdflow.weights.ranks import BUCKET_BYTES
 
 KEPT_WHILE_TRAINING = {"flat", "adapter"}
-"""Values of rollout.weights with which the generator's own weights stay during updates."""
+"""Values of rollout.weights with which the generator keeps its weights during updates."""
 LOGIT_BYTES = 8
-"""Bytes for each logit beside itself: divided by the temperature, and its softmax, in float32."""
+"""Additional bytes per logit: divided by the temperature, and its softmax, in float32."""
 
 
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
-    """What a model keeps on a rank between calls, without the parts in host memory."""
+    """Bytes that a model keeps on a rank between calls, without the parts in host memory."""
     moved = model.engine.moved
     parts = state_bytes(model, cut)
     result = {}
@@ -50,7 +50,7 @@ def resident_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def visiting_bytes(model: Model, kind: Kind, cut: Strategy) -> Parts:
-    """Offloaded parts that come to the device for a call; of a generation, for its weight sync."""
+    """Bytes of offloaded parts that are loaded for a call, or for a generation's weight sync."""
     moved = []
     for part in model.engine.moved:
         if kind == "train" or part == "parameters":
@@ -60,7 +60,7 @@ def visiting_bytes(model: Model, kind: Kind, cut: Strategy) -> Parts:
 
 
 def state_bytes(model: Model, cut: Strategy) -> Parts:
-    """Weights, optimizer and, where it stays, the gradient buffer of one rank."""
+    """Bytes of one rank's weights, optimizer and, if it persists, gradient buffer."""
     engine = model.engine
     sharding = model.engine.sharding
     local = local_parameters(model, cut)
@@ -83,21 +83,22 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
         parts["gradients"] = local * 4
     if model.trained:
         second_copy = 4 if size < 4 else 0
-        kept = 4 * engine.moments + second_copy
-        parts["optimizer"] = trained * kept / share_of(sharding.optimizer, model, cut)
+        bytes_per_weight = 4 * engine.moments + second_copy
+        parts["optimizer"] = trained * bytes_per_weight / share_of(sharding.optimizer, model, cut)
     return parts
 
 
 def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> Parts:
-    """What a call needs beside all residents; a generation without KV cache and weight sync."""
+    """Bytes of a call in addition to all residents; a generation without KV cache and weight
+    sync."""
     if kind == "generate":
         return _generation_bytes(model, workload, cut)
     parts = pass_bytes(model, workload, cut, trains=kind == "train")
-    return added(parts, visiting_bytes(model, kind, cut))
+    return add_parts(parts, visiting_bytes(model, kind, cut))
 
 
 def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
-    """What a generation's weight sync needs beside all residents; no KV cache exists yet."""
+    """Bytes of a weight sync in addition to all residents; there is no KV cache yet."""
     parts = _generation_bytes(model, workload, cut)
     coming = {}
     for name in ("generation_weights", "gather"):
@@ -106,74 +107,80 @@ def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
         merged = model.engine.element_bytes * local_parameters(model, cut)
         divided = model.engine.sharding.parameters
         coming["gather"] = coming["gather"] + merged / share_of(divided, model, cut)
-    return added(coming, visiting_bytes(model, "generate", cut))
+    return add_parts(coming, visiting_bytes(model, "generate", cut))
 
 
 def save_bytes(model: Model, cut: Strategy) -> Parts:
-    """What a checkpoint needs beside all residents: the offloaded parts, to be copied to the host.
-    The exported folder is written out of files."""
-    return added(visiting_bytes(model, "train", cut), {"gather": 0.0 * cut.dp})
+    """Bytes of a checkpoint in addition to all residents: the offloaded parts, loaded to be copied.
+
+    The exported folder is written from files, without device memory.
+    """
+    return add_parts(visiting_bytes(model, "train", cut), {"gather": 0.0 * cut.dp})
 
 
-def held_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
-    """The generator's own weights during any other call on its ranks.
+def generator_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
+    """Bytes of the generator's own weights during any other call on its ranks.
 
-    Training frees them, except with `flat`, whose addresses must stay, and where adapters alone
+    Training frees them, except with `flat`, whose addresses must not change, and if only adapters
     are sent.
     """
     rollout = model.rollout
     if rollout is None or (kind == "train" and rollout.weights not in KEPT_WHILE_TRAINING):
         return 0.0 * cut.dp
-    return _own_weights(model, cut)
+    return _separate_weights(model, cut)
 
 
 def pool_memory(
     members: Sequence[tuple[Model, Strategy]], dataflow: Dataflow, hardware: Hardware
 ) -> dict[str, dict[str, float]]:
-    """Bytes of a rank of a pool in each call (`model.method`), by what holds them.
+    """Bytes of a pool's rank in each phase, by use: phase -> use -> bytes.
 
-    Residents of all members add up; a call adds its own. A generation's KV cache is its
-    `kv_cache_bytes`, whether or not it fits, else what is left of the usable memory. Of calls of
-    one title, such as a greedy and a sampled generation, the one that needs most is kept. Two more
-    phases: the weight sync before a generation on the trainer's ranks (`model.sync`), and the
-    checkpoint of a trained model (`model.save`).
+    A phase is a call (`model.method`), the weight sync before a generation on the trainer's ranks
+    (`model.sync`), or the checkpoint of a trained model (`model.save`). The residents of all
+    members add up, and each phase adds its own needs. A generation's KV cache has its
+    `kv_cache_bytes`, whether or not it fits, or else the rest of the usable memory. Of calls with
+    the same title, such as a greedy and a sampled generation, the largest counts.
     """
-    resident = reduce(added, (resident_bytes(model, strategy) for model, strategy in members))
+    resident = reduce(add_parts, (resident_bytes(model, strategy) for model, strategy in members))
     pool = {model.name: (model, strategy) for model, strategy in members}
-    found: dict[str, dict[str, float]] = {}
+    phases: dict[str, dict[str, float]] = {}
     most: dict[str, float] = {}
     for call in dataflow.calls:
         if call.model not in pool:
             continue
         model, strategy = pool[call.model]
-        parts = added(resident, call_bytes(model, call.kind, call.workload, strategy))
+        parts = add_parts(resident, call_bytes(model, call.kind, call.workload, strategy))
         if model.shares in pool:
             lender, cut = pool[model.shares]
-            parts = added(parts, visiting_bytes(lender, call.kind, cut))
+            parts = add_parts(parts, visiting_bytes(lender, call.kind, cut))
         for one, cut in members:
             if call.kind != "generate" or one is not model:
-                parts = added(parts, {"generation_weights": held_weights(one, cut, call.kind)})
+                parts = add_parts(
+                    parts, {"generation_weights": generator_weights(one, cut, call.kind)}
+                )
         used = total(parts)
         if used < most.get(call.title, 0.0):
             continue
         most[call.title] = used
         if call.kind == "generate" and model.weights_from is None:
-            coming = added(resident, sync_bytes(model, call.workload, strategy))
-            found[f"{model.name}.sync"] = {name: float(size) for name, size in coming.items()}
+            coming = add_parts(resident, sync_bytes(model, call.workload, strategy))
+            phases[f"{model.name}.sync"] = {name: float(size) for name, size in coming.items()}
         if model.rollout is not None and call.kind == "generate":
             fixed = model.rollout.kv_cache_bytes
             parts["kv_cache"] = hardware.usable_bytes - used if fixed is None else fixed
-        found[call.title] = {name: float(size) for name, size in parts.items()}
+        phases[call.title] = {name: float(size) for name, size in parts.items()}
     for model, strategy in members:
         if model.trained:
-            parts = added(resident, save_bytes(model, strategy))
-            found[f"{model.name}.save"] = {name: float(size) for name, size in parts.items()}
-    return found
+            parts = add_parts(resident, save_bytes(model, strategy))
+            phases[f"{model.name}.save"] = {name: float(size) for name, size in parts.items()}
+    return phases
 
 
 def least_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
-    """KV cache that one rank must have: the size that is set, else room for `min_batch_size`
-    sequences of the replica (all, if fewer)."""
+    """Least KV cache of one rank: the size that is set, or else for `min_batch_size` sequences.
+
+    If the replica has fewer sequences, then for all of them.
+    """
     assert model.rollout is not None, model.name
     if model.rollout.kv_cache_bytes is not None:
         return model.rollout.kv_cache_bytes + 0.0 * cut.dp
@@ -182,31 +189,33 @@ def least_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
 
 
 def full_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
-    """Cache of one rank for all sequences of its replica at once."""
+    """KV cache of one rank for all sequences of its replica at once."""
     return rows_per_replica(workload, cut) * sequence_bytes(model, workload, cut)
 
 
 def offload_seconds(model: Model, kind: Kind, cut: Strategy, hardware: Hardware) -> Array:
-    """Seconds to load the offloaded parts for a call and, after training, to copy them back;
-    gradients are not copied."""
+    """Seconds to load the offloaded parts for a call, and to copy them back after training.
+
+    Gradients are not copied.
+    """
     parts = visiting_bytes(model, kind, cut)
     copied = sum((size for name, size in parts.items() if name != "gradients"), 0.0 * cut.dp)
     return (2 if kind == "train" else 1) * copied / hardware.host_bandwidth
 
 
 def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
-    """Weights (Table 2: M/(t_g p_g) at the peak, nothing twice) and buffers.
+    """Bytes of a generation: buffers, and weights (Table 2: at the peak M/(t_g p_g), no copies).
 
-    A pass holds a layer's input, the residual and attention's result, and the most of: gate, up and
-    their product; that product, the network's result and its sum over ranks; queries, keys, values
-    and what attention makes of them, with its sum over ranks. Then tokens are sampled from logits.
+    A pass needs a layer's input, the residual and attention's result, and the largest of: gate, up
+    and their product; that product, the network's result and its sum over ranks; queries, keys,
+    values and attention's result, with its sum over ranks. Sampling then needs the logits.
     """
     rollout = model.rollout
     shape = model.shape
     assert rollout is not None, model.name
     size = rollout.element_bytes
     rows = rows_per_replica(workload, cut)
-    extra = _own_weights(model, cut)
+    extra = _separate_weights(model, cut)
     tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)
     hidden = shape.hidden_size
     ffn = shape.ffn_size / cut.gen_tp
@@ -223,16 +232,16 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     }
 
 
-def _own_weights(model: Model, cut: Strategy) -> Array:
-    """Generation's weights that training's storage does not hold."""
+def _separate_weights(model: Model, cut: Strategy) -> Array:
+    """Bytes of generation weights that are not in the trainer's storage."""
     rollout = model.rollout
     shape = model.shape
     assert rollout is not None, model.name
     if model.weights_from is not None:
         return 0.0 * cut.dp
     needed = shape.num_parameters * rollout.element_bytes / (cut.gen_tp * cut.gen_pp)
-    held = shape.num_parameters * rollout.element_bytes / (cut.tp * cut.pp)
+    available = shape.num_parameters * rollout.element_bytes / (cut.tp * cut.pp)
     shares = rollout.weights in ("flat", "blocks") and model.engine.facts.shares_storage
     if shares:
-        return np.maximum(needed - held, 0.0)
+        return np.maximum(needed - available, 0.0)
     return needed + 0.0 * cut.dp

@@ -1,24 +1,24 @@
-"""Bytes that the passes of one call need beside a model's residents, by cause.
+"""Bytes of the passes of one call in addition to a model's residents, by cause.
 
-What a layer keeps of each token for its backward, with element size e and t tensor-parallel ranks:
+A layer keeps for each token for its backward, with element size e and t tensor-parallel ranks:
 
     2 norms: the input in float32, its normalised copy and the product    2 hidden (4 + 2 e)
     queries, keys, values and the mixed values                            copies (q + kv) e / t
     feed-forward network: gate, up, their activation and product          copies ffn e / t
 
-`EngineKind` says how many copies its layers keep. Attention's scores are not kept (flash kernels).
-In float32, attention runs for one length after the other and the results of packed rows are joined
-in one more copy of q; keys and values are repeated to as many heads as queries have.
-The norms' part is divided by t too under sequence parallelism. With recomputation a layer keeps its
-input, and all of the above while its own backward runs. The first stage of a pipeline holds
-min(m, p) micro-batches (1F1B). The head of a causal LM runs where a response token is predicted, a
-block of the vocabulary at a time (`objectives.log_prob`): the full logits never exist.
+`EngineKind` has the number of copies. Attention's scores are not kept (flash kernels). In float32,
+attention runs for one length after another, and the results of packed rows are concatenated into
+one more copy of q; keys and values are repeated to as many heads as queries have. Under sequence
+parallelism, the norms' part is divided by t too. With recomputation a layer keeps only its input,
+and all of the above while its own backward runs. The first stage of a pipeline keeps min(m, p)
+micro-batches (1F1B). The head of a causal LM is computed only where a response token is predicted,
+and for a block of the vocabulary at a time (`objectives.log_prob`), so full logits never exist.
 
-An engine that stores float32 and gathers units (FSDP2) has, while the backward of a layer runs: the
+During the backward of a layer, an engine that stores float32 and gathers units (FSDP2) has: the
 unit of embedding and head, the layer's gathered weights and their gradients, the buffer into which
-the next layer is gathered, and the float32 buffer from which the last one's gradients are reduced.
-Gradients reduced only with the step's last micro-batch are summed in float32 (keep_gathered,
-stage 1).
+the next layer is gathered, and the float32 buffer from which the previous layer's gradients are
+reduced. Gradients that are reduced only with the step's last micro-batch are summed in float32
+(keep_gathered, stage 1).
 
 A pass is modelled as a few moments, of which the largest counts.
 `tests/simcuda/test_traced_memory.py` compares all of it with traces of the engines.
@@ -70,7 +70,7 @@ def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool)
 
 
 def largest(moments: Sequence[Parts], cut: Strategy) -> Parts:
-    """Of several moments the one that needs most, for each strategy."""
+    """The moment with the most bytes, for each strategy."""
     zero = 0.0 * cut.dp
     which = np.argmax([total(moment) + zero for moment in moments], axis=0)
     names = dict.fromkeys(name for moment in moments for name in moment)
@@ -86,25 +86,26 @@ class _Layer:
 
     inputs: Array
     """Its input."""
-    kept: Array
-    """What its backward needs."""
+    saved: Array
+    """Activations that its backward needs."""
     working: Array
     """Temporaries of its backward."""
     forward: Array
-    """Peak of its forward when no backward follows."""
+    """Peak of its forward if no backward follows."""
     buffers: Array
-    """Of the messages between ranks that share its matrices, and between stages."""
+    """Buffers of messages between tensor-parallel ranks, and between stages."""
 
     def stack(self, number: Array, cut: Strategy) -> Array:
-        """What `number` layers keep after their forward."""
-        return number * np.where(cut.recompute > 0, self.inputs, self.kept)
+        """Bytes that `number` layers keep after their forward."""
+        return number * np.where(cut.recompute > 0, self.inputs, self.saved)
 
     def backward(self, cut: Strategy) -> Array:
-        """A layer in its backward, beside what `stack` counts of it."""
-        return self.working + np.where(cut.recompute > 0, self.kept, 0.0)
+        """Bytes of a layer during its backward, in addition to its part of `stack`."""
+        return self.working + np.where(cut.recompute > 0, self.saved, 0.0)
 
 
 def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Layer:
+    """Bytes of one layer for a micro-batch of `rows` rows of `length` tokens."""
     shape = model.shape
     facts = model.engine.facts
     size = model.engine.element_bytes
@@ -121,36 +122,37 @@ def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Lay
     ffn = shape.ffn_size / cut.tp
     norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
     ungated = 2 * (not shape.gated)
-    kept_ffn = (facts.ffn_copies - ungated) * ffn  # freed before a norm's backward
+    saved_ffn = (facts.ffn_copies - ungated) * ffn  # freed before a norm's backward
     widest = (facts.ffn_forward_copies - ungated) * ffn * size
     messages = gathers_sequence + (2.0 * (cut.pp > 1))
     return _Layer(
         inputs=tokens * hidden * size,
-        kept=tokens * (norms + (mixed + kept_ffn) * size),
+        saved=tokens * (norms + (mixed + saved_ffn) * size),
         working=tokens
-        * (np.maximum(2 * ffn * size, 20 * hidden - kept_ffn * size) + hidden * size),
+        * (np.maximum(2 * ffn * size, 20 * hidden - saved_ffn * size) + hidden * size),
         forward=tokens * (np.maximum(widest, (8 + size) * hidden) + 4 * hidden * size),
         buffers=tokens * shape.hidden_size * size * messages,
     )
 
 
 def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[Parts], float]:
-    """Moments: the first layer is gathered; a later one is gathered, and runs. Bytes for the head.
+    """(moments, gathered bytes at the head) of a forward call of an engine that gathers units.
 
-    One rank that is not trained copies weights to where they are used; others need a buffer.
+    The moments are: gathering the first layer, gathering a later one, and running it. An untrained
+    model on one rank copies weights to where they are used. All others need a buffer.
     """
-    unit, root, whole = _units(model)
+    unit, root, all_gathered = _units(model)
     size = model.engine.element_bytes
     alone = (cut.num_ranks == 1) * (not model.trained)
     divided = model.engine.sharding.parameters * (1 - alone)
     first = size * (root + unit)
-    later = size * (whole or root + unit)
+    later = size * (all_gathered or root + unit)
     buffer = divided * size * unit
     return [
         {"gather": first * (1 + divided), "activations": layer.inputs},
         {"gather": later + 2 * buffer, "activations": 2 * layer.inputs},
         {"gather": later + buffer, "activations": layer.forward},
-    ], size * (whole or root)
+    ], size * (all_gathered or root)
 
 
 def _units(model: Model) -> tuple[float, float, float]:
@@ -163,69 +165,71 @@ def _units(model: Model) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class _Learnt:
-    """Numbers of weights that have gradients."""
+class _TrainedWeights:
+    """Numbers of trained weights."""
 
     layer: float
     head: float
     root: float
-    """Outside all layers, the head included."""
-    whole: float
+    """Outside all layers, including the head."""
+    total: float
 
 
-def _learnt(model: Model) -> _Learnt:
+def _count_trained(model: Model) -> _TrainedWeights:
+    """How many weights of each part have gradients: all, or only the adapters."""
     shape = model.shape
     if model.adapters:
-        return _Learnt(model.adapters / shape.num_layers, 0.0, 0.0, model.adapters)
+        return _TrainedWeights(model.adapters / shape.num_layers, 0.0, 0.0, model.adapters)
     layer, root, _ = _units(model)
     head = shape.vocab_size * shape.hidden_size * (shape.head != "scalar")
-    return _Learnt(layer, head, root, shape.num_parameters)
+    return _TrainedWeights(layer, head, root, shape.num_parameters)
 
 
 def _update_of_units(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """Backward of the head, the last two layers and the first; last reduction; optimizer step."""
+    """Moments of an update: backward of the head, of the last two layers and of the first; the last
+    reduction; the optimizer step."""
     shape = model.shape
     sharding = model.engine.sharding
     size = model.engine.element_bytes
-    unit, root, whole = _units(model)
+    unit, root, all_gathered = _units(model)
     layers = shape.num_layers
     many = num_micro > 1
     waits = many * (not sharding.micro_batch_reductions)
-    learnt = _learnt(model)
-    shard = GRADIENT_BYTES * learnt.whole / share_of(sharding.parameters, model, cut)
-    before = np.where(waits, GRADIENT_BYTES * learnt.whole, many * shard)
-    head = size * learnt.head
-    fresh = size * learnt.layer + head
+    trained = _count_trained(model)
+    shard = GRADIENT_BYTES * trained.total / share_of(sharding.parameters, model, cut)
+    before = np.where(waits, GRADIENT_BYTES * trained.total, many * shard)
+    head = size * trained.head
+    fresh = size * trained.layer + head
     next_unit = size * unit * sharding.frees_gathered
-    reduced = GRADIENT_BYTES * learnt.layer * (1 + (not sharding.parameters))
+    reduced = GRADIENT_BYTES * trained.layer * (1 + (not sharding.parameters))
     at_layer = size * (root + unit)
     return [
         {
             "gradients": before + head,
-            "gather": size * (whole or root) + next_unit,
+            "gather": size * (all_gathered or root) + next_unit,
             "activations": layer.stack(layers, cut),
             "logits": logits,
         },
         {
             "gradients": before + fresh,
-            "gather": (size * whole or at_layer) + next_unit,
+            "gather": (size * all_gathered or at_layer) + next_unit,
             "activations": layer.stack(layers, cut) + layer.backward(cut),
         },
         {
-            "gradients": before + fresh - waits * GRADIENT_BYTES * learnt.layer,
-            "gather": (size * whole or at_layer) + next_unit + reduced,
+            "gradients": before + fresh - waits * GRADIENT_BYTES * trained.layer,
+            "gather": (size * all_gathered or at_layer) + next_unit + reduced,
             "activations": layer.stack(layers - 1, cut) + layer.backward(cut),
         },
         {
             "gradients": shard + fresh,
-            "gather": at_layer + GRADIENT_BYTES * learnt.layer,
+            "gather": at_layer + GRADIENT_BYTES * trained.layer,
             "activations": layer.stack(1, cut) + layer.backward(cut),
         },
         {
-            "gradients": shard + size * learnt.root,
-            "gather": size * root + GRADIENT_BYTES * (learnt.root + learnt.layer),
+            "gradients": shard + size * trained.root,
+            "gather": size * root + GRADIENT_BYTES * (trained.root + trained.layer),
         },
         {"gradients": shard, "optimizer": model.engine.step_copies * shard},
     ]
@@ -234,37 +238,37 @@ def _update_of_units(
 def _update_of_plain(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """The backward of the head, the last layer and the first; the optimizer's step."""
+    """Moments of an update: backward of the head, the last layer and the first; optimizer step."""
     layers = model.shape.num_layers
-    learnt = _learnt(model)
-    unit = GRADIENT_BYTES * learnt.layer
-    whole = GRADIENT_BYTES * learnt.whole
-    before = np.where(num_micro > 1, whole, 0)
-    head = GRADIENT_BYTES * learnt.head
+    trained = _count_trained(model)
+    unit = GRADIENT_BYTES * trained.layer
+    all_gradients = GRADIENT_BYTES * trained.total
+    before = np.where(num_micro > 1, all_gradients, 0)
+    head = GRADIENT_BYTES * trained.head
     stack = layer.stack(layers, cut)
     backward = layer.backward(cut)
     return [
         {"gradients": before + head, "activations": stack, "logits": logits},
         {"gradients": np.maximum(before, head) + unit, "activations": stack + backward},
-        {"gradients": whole + unit, "activations": layer.stack(1, cut) + backward},
-        {"gradients": whole, "optimizer": model.engine.step_copies * whole},
+        {"gradients": all_gradients + unit, "activations": layer.stack(1, cut) + backward},
+        {"gradients": all_gradients, "optimizer": model.engine.step_copies * all_gradients},
     ]
 
 
 def _update_of_stages(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """The first stage's backward, the last one's loss, the optimizer's step."""
+    """Moments of an update: backward of the first stage, loss of the last, optimizer step."""
     parts = model.engine.virtual_size
     first = cut.pp
-    if parts > 1:  # passes of the first stage's parts before its first backward
+    if parts > 1:  # forward passes of the first stage's chunks before its first backward
         first = (2 * (cut.pp - 1) + (parts - 1) * cut.pp + 1) / parts
     layers = np.ceil(model.shape.num_layers / cut.pp)
-    held = np.minimum(num_micro, first)
+    in_flight = np.minimum(num_micro, first)
     stepped = local_parameters(model, cut) / share_of(model.engine.sharding.optimizer, model, cut)
     return [
         {
-            "activations": layer.stack(layers * held, cut) + layer.backward(cut),
+            "activations": layer.stack(layers * in_flight, cut) + layer.backward(cut),
             "gather": layer.buffers,
         },
         {"activations": layer.stack(layers, cut), "gather": layer.buffers, "logits": logits},
@@ -273,9 +277,11 @@ def _update_of_stages(
 
 
 def _head_bytes(model: Model, tokens: Array, cut: Strategy, *, trains: bool) -> Array:
-    """The head over the responses' tokens: their hidden states, and a block of logits in float32,
-    twice; entropy, which a policy reports of its forward call, takes it a third time. Backward also
-    makes the gradients of those states, in float32, and of a stage's weight.
+    """Bytes of the head over the response tokens.
+
+    These are the hidden states and two float32 copies of a block of logits, or three for the
+    entropy that a policy reports of its forward call. Backward adds the gradients of the hidden
+    states, in float32, and of a stage's weight.
     """
     shape = model.shape
     size = model.engine.element_bytes

@@ -1,8 +1,8 @@
-"""`Placed`: a placement with its strategies and predicted seconds, as `placement:` accepts it.
+"""`Placed`: a placement with its strategies and predicted seconds, for the setting `placement`.
 
-`call_seconds` gives the `CallSeconds` of one call under one strategy, by cause. `assemble` makes a
-placement from entries of a cost table; `explain` says why the best ones of a search, its
-`Ranking`, are better than the next.
+`call_seconds` predicts the `CallSeconds` of one call under one strategy, by cause. `assemble`
+creates a placement from entries of a cost table. `explain` compares the placements of a `Ranking`,
+the result of a search.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import offload_seconds, pool_memory, resident_bytes
 from spmdflow.mapping.search import ModelSet
 from spmdflow.mapping.seconds import (
-    added,
+    add_parts,
     concurrency,
     generation_parts,
     pass_parts,
@@ -37,7 +37,7 @@ class CallSeconds:
 
     parts: dict[str, float]
     notes: tuple[str, ...] = ()
-    """What else decides them, such as the waves of a generation."""
+    """Further facts, such as the number of waves of a generation."""
 
     @property
     def seconds(self) -> float:
@@ -46,27 +46,27 @@ class CallSeconds:
 
     @property
     def limit(self) -> str:
-        """The largest part's name; compute, memory, weights, kv_read, tensor_parallel, ..."""
+        """Name of the largest part: compute, memory, weights, kv_read, tensor_parallel, ..."""
         return max(self.parts, key=lambda name: self.parts[name])
 
     def __add__(self, other: CallSeconds) -> CallSeconds:
-        return CallSeconds(added(self.parts, other.parts), self.notes + other.notes)
+        return CallSeconds(add_parts(self.parts, other.parts), self.notes + other.notes)
 
 
 @dataclass(frozen=True)
 class PlacedPool:
-    """One pool: who shares it, how each is cut, what each call takes."""
+    """One pool: its models, their strategies, and the predicted seconds of their calls."""
 
     roles: tuple[str, ...]
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
     strategies: Mapping[str, Strategy]
     moved: Mapping[str, tuple[str, ...]]
-    """Parts that are offloaded, by model."""
+    """Offloaded parts by model."""
     stage_seconds: Mapping[str, float]
     """Sum of the pool's calls of each stage."""
     memory_bytes: float
-    """Most that a rank holds at any time."""
+    """Peak memory of a rank."""
     estimates: Mapping[int, CallSeconds]
     """By the call's number in the dataflow; a generation includes the transition before it."""
 
@@ -86,11 +86,11 @@ class Placed:
     pools: tuple[PlacedPool, ...]
     seconds: float
     stage_seconds: Mapping[str, float]
-    """Of the slowest pool of each stage."""
+    """Seconds of the slowest pool of each stage."""
     calls: tuple[Call, ...]
     """Calls of the dataflow, in order."""
     generators: Mapping[str, str]
-    """Models that only generate -> the trained model whose settings and weights they have."""
+    """Models that only generate -> the trained model whose settings and weights they use."""
 
     @property
     def limit(self) -> tuple[str, str, str, str]:
@@ -114,11 +114,11 @@ class Placed:
         return " | ".join(map(str, self.pools))
 
     def pool_of(self, role: str) -> PlacedPool:
-        """The pool that a role lives in."""
+        """The pool of a role."""
         return next(pool for pool in self.pools if role in pool.roles)
 
     def to_config(self) -> dict[str, dict[str, list[Any]]]:
-        """What the setting `placement` accepts: pool name -> roles and ranks."""
+        """The value of the setting `placement`: pool name -> roles and ranks."""
         config: dict[str, dict[str, list[Any]]] = {}
         for pool in self.pools:
             config["+".join(pool.roles)] = {"roles": list(pool.roles), "ranks": list(pool.ranks)}
@@ -126,27 +126,27 @@ class Placed:
 
     def engine_overrides(self) -> dict[str, str]:
         """Settings that give every role its layout, such as actor.engine.layout=t2p1."""
-        found = {}
+        overrides = {}
         for pool in self.pools:
             for role, strategy in pool.strategies.items():
                 generation = f"t{strategy.gen_tp}p{strategy.gen_pp}"
                 if role in self.generators:
-                    found[f"{self.generators[role]}.rollout.layout"] = generation
+                    overrides[f"{self.generators[role]}.rollout.layout"] = generation
                     continue
-                found[f"{role}.engine.layout"] = f"t{strategy.tp}p{strategy.pp}"
+                overrides[f"{role}.engine.layout"] = f"t{strategy.tp}p{strategy.pp}"
                 if strategy.gen_tp:
-                    found[f"{role}.rollout.layout"] = generation
+                    overrides[f"{role}.rollout.layout"] = generation
                 if strategy.recompute:
-                    found[f"{role}.engine.options"] = "[recompute]"
-        return found
+                    overrides[f"{role}.engine.options"] = "[recompute]"
+        return overrides
 
 
 def call_seconds(
     call: Call, model: Model, cut: Strategy, hardware: Hardware, *, kv_bytes: float = 0.0
 ) -> CallSeconds:
-    """One call by its kind (paper Appendix C); the transition is not part of it, offloading is.
+    """Seconds of one call (paper Appendix C), including offloading but not the transition.
 
-    kv_bytes: cache of one rank in a generation; ConfigError if not one sequence fits into it.
+    kv_bytes: cache of one rank in a generation; ConfigError if no sequence fits into it.
     """
     workload = call.workload
     notes = tuple[str, ...]()
@@ -155,15 +155,15 @@ def call_seconds(
     if call.kind != "generate":
         parts = pass_parts(model, workload, cut, hardware, trains=call.kind == "train")
     else:
-        held = concurrency(model, workload, cut, kv_bytes)
-        if held < 1:
+        concurrent = concurrency(model, workload, cut, kv_bytes)
+        if concurrent < 1:
             raise ConfigError(
                 f"{model.name}: got {kv_bytes / 1e9:.2f} GB of KV cache a rank under {cut}, "
                 f"expected room for one sequence of {workload.tokens} tokens; raise the generation "
                 f"sizes, use more ranks or share the pool with fewer models"
             )
         rows = rows_per_replica(workload, cut)
-        notes = (f"{int(rows)} sequences a replica in {int(-(-rows // held))} waves",)
+        notes = (f"{int(rows)} sequences a replica in {int(-(-rows // concurrent))} waves",)
         parts = generation_parts(model, workload, cut, hardware, kv_bytes=kv_bytes)
     if model.engine.moved:
         parts = parts | {"offload": offload_seconds(model, call.kind, cut, hardware)}
@@ -183,12 +183,12 @@ class Ranking:
     """All set partitions of the models, including those that do not fit."""
     num_ranks: int
     unit: int
-    """Pools are multiples of so many ranks."""
+    """Pool sizes are multiples of it."""
     seconds_searched: float
 
     @property
     def is_tie(self) -> bool:
-        """Whether the second is within one percent of the first."""
+        """Whether the second placement is within one percent of the first."""
         return len(self.best) > 1 and self.best[1].seconds <= TIE * self.best[0].seconds
 
 
@@ -198,12 +198,12 @@ def assemble(
     sizes: Sequence[int],
     rows: Sequence[np.ndarray],
 ) -> Placed:
-    """A placement from entries of a table; pools take consecutive ranks, the largest first."""
+    """A placement from entries of a table. Pools have consecutive ranks, the largest pool first."""
     pools: list[PlacedPool] = []
-    for place in sorted(range(len(blocks)), key=lambda place: (-sizes[place], blocks[place])):
+    for number in sorted(range(len(blocks)), key=lambda number: (-sizes[number], blocks[number])):
         start = sum(len(pool.ranks) for pool in pools)
-        choices = table.choices(blocks[place], sizes[place], rows[place])
-        ranks = range(start, start + sizes[place])
+        choices = table.choices(blocks[number], sizes[number], rows[number])
+        ranks = range(start, start + sizes[number])
         pools.append(place_pool(table.dataflow, table.hardware, choices, ranks))
     return placed_of(table.dataflow, pools)
 
@@ -214,7 +214,7 @@ def place_pool(
     choices: Sequence[tuple[Model, Strategy]],
     ranks: Sequence[int],
 ) -> PlacedPool:
-    """A pool of models with these strategies, whether or not they fit."""
+    """A pool of models with these strategies, with predictions, whether or not they fit."""
     members = {}
     for model, strategy in choices:
         members[model.name] = (model, strategy)
@@ -227,13 +227,13 @@ def place_pool(
         if call.model not in members:
             continue
         cache = memory[call.title].get("kv_cache", 0.0)
-        found = call_seconds(call, *members[call.model], hardware, kv_bytes=cache)
+        seconds_of_call = call_seconds(call, *members[call.model], hardware, kv_bytes=cache)
         if call.kind == "generate" and call.model not in moved:
             moved.add(call.model)
             seconds = transition_seconds(*members[call.model], hardware)
-            found = found + CallSeconds({"transition": float(seconds)})
-        estimates[number] = found
-        stages[call.stage] += found.seconds
+            seconds_of_call = seconds_of_call + CallSeconds({"transition": float(seconds)})
+        estimates[number] = seconds_of_call
+        stages[call.stage] += seconds_of_call.seconds
     return PlacedPool(
         roles=tuple(members),
         ranks=tuple(ranks),
@@ -246,7 +246,7 @@ def place_pool(
 
 
 def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
-    """A placement of these pools."""
+    """A placement of these pools, with the seconds of its stages."""
     stages = {}
     for stage in dataflow.stages:
         stages[stage] = max(pool.stage_seconds[stage] for pool in pools)
@@ -260,10 +260,10 @@ def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
 
 
 def explain(ranking: Ranking, *, count: int = 10) -> str:
-    """A line for each of the best `count` placements, and the verdict.
+    """Text: the verdict, and a line for each of the best `count` placements.
 
-    Each line: ratio to the best, seconds of a step, pools, seconds of each stage, what limits it
-    (stage, call, cause), and where it loses most against the best.
+    A line has the ratio to the best, seconds of a step, pools, seconds of each stage, the limiting
+    stage, call and cause, and where the placement loses most against the best.
     """
     best = ranking.best[0]
     num_models = sum(len(pool.roles) for pool in best.pools)
@@ -271,17 +271,17 @@ def explain(ranking: Ranking, *, count: int = 10) -> str:
         f"{count_of(ranking.num_partitions, 'partition')} of {count_of(num_models, 'model')} on "
         f"{count_of(ranking.num_ranks, 'rank')}, pools in multiples of {ranking.unit}; searched in "
         f"{ranking.seconds_searched:.2f} s",
-        _verdict(ranking),
+        _verdict_text(ranking),
     ]
     for number, placed in enumerate(ranking.best[:count], 1):
-        lines.append(_line(number, placed, best))
+        lines.append(_placement_line(number, placed, best))
         cuts = (f"{role} {pool.cut_of(role)}" for pool in placed.pools for role in pool.roles)
         lines.append(f"      {', '.join(cuts)}")
     return "\n".join(lines)
 
 
 def reason(placed: Placed, best: Placed) -> str:
-    """Where a placement loses most against the best, in words, and what it gains elsewhere."""
+    """Text: where a placement loses most against the best, and what it gains elsewhere."""
     losses = {
         stage: seconds - best.stage_seconds.get(stage, 0.0)
         for stage, seconds in placed.stage_seconds.items()
@@ -295,7 +295,8 @@ def reason(placed: Placed, best: Placed) -> str:
     return f"loses {losses[stage]:.3g} s in {stage} ({call} on {pool}: {cause}){gained}"
 
 
-def _verdict(ranking: Ranking) -> str:
+def _verdict_text(ranking: Ranking) -> str:
+    """Text: the best placement and its lead, or a tie."""
     best = ranking.best[0]
     equals = []
     for placed in ranking.best:
@@ -312,7 +313,8 @@ def _verdict(ranking: Ranking) -> str:
     return f"best: {best.title}; the next costs {100 * (ratio - 1):.1f} % more"
 
 
-def _line(number: int, placed: Placed, best: Placed) -> str:
+def _placement_line(number: int, placed: Placed, best: Placed) -> str:
+    """The line of a placement; see `explain`."""
     stages = ", ".join(f"{name} {seconds:.3g}" for name, seconds in placed.stage_seconds.items())
     stage, _, call, cause = placed.limit
     why = f"limit: {cause} of {call} in {stage}"

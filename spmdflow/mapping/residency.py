@@ -1,10 +1,10 @@
 """`choose_residency`: which parts of a pool's models are in host memory between calls.
 
-Parameters and optimizer of each model that leaves it open stay on the device or are offloaded;
-gradients are freed, not copied, together with any of them or alone. Combinations are tried in the
-order of the seconds that their copies take, until no later one can be better. The best one fits
-into every phase and has the least time for copies over the host's link plus generation, with the KV
-cache that it leaves room for.
+The parameters and the optimizer of each model with an open residency are kept on the device or
+offloaded. Gradients are freed without a copy, together with other parts or alone. Combinations are
+simulate in the order of the seconds of their copies, until no later one can be better. The best one
+fits in every phase, and has the least time for copies over the host's link plus generation with the
+KV cache that it leaves room for.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from spmdflow.mapping.seconds import Parts, generation_parts, sequence_bytes, to
 
 Members = Sequence[tuple[Model, Strategy]]
 Moved = tuple[tuple[str, str], ...]
-"""(model, part) of all that is offloaded."""
+"""(model, part) of each offloaded part."""
 MOST_PARTS = 10
-"""Parts of a pool that are considered, the largest; smaller ones stay on the device."""
+"""How many of a pool's largest parts are considered; smaller ones stay on the device."""
 BLOCK_TOKENS = 16
 """A sequence's KV cache is allocated in blocks of this size."""
 LEAST_BYTES = float(64 << 20)
@@ -38,30 +38,30 @@ LEAST_BYTES = float(64 << 20)
 
 @dataclass(frozen=True)
 class Share:
-    """A KV cache that is not set in bytes: the fraction `of_free` of the free memory."""
+    """Size of a KV cache that is not set in bytes: the fraction `of_free` of the free memory."""
 
     of_free: float
     most_rows: int | None = None
-    """Most sequences that it has room for; None: no limit."""
+    """Most sequences that it is sized for; None: no limit."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What is offloaded, and what a rank then holds."""
+    """The offloaded parts, and the resulting memory and seconds."""
 
     moved: Moved
     caches: Mapping[str, tuple[float, float]]
-    """(bytes, bytes that are free for it) by generating model without a cache of a set size."""
+    """Generating model without a fixed cache size -> (bytes of its cache, free bytes)."""
     fits: bool
     peak_bytes: float
-    """Most in any phase."""
+    """Peak of a rank over all phases."""
     copy_seconds: float
-    """Of a step, between device and host."""
+    """Seconds of the copies between device and host in a step."""
     seconds: float
-    """Copies and, if it fits, generation."""
+    """Seconds of the copies and, if it fits, of generation."""
 
     def parts_of(self, model: str) -> tuple[str, ...]:
-        """What moves of a model."""
+        """The offloaded parts of a model."""
         return tuple(part for name, part in self.moved if name == model)
 
 
@@ -73,10 +73,10 @@ def choose_residency(
     open_models: Collection[str],
     shares: Mapping[str, Share],
 ) -> Residency:
-    """The best combination of one pool; if none fits, the one that needs least.
+    """The best residency of one pool; if none fits, the one with the lowest peak.
 
-    open_models: whose parts may move; those of the others do as their engine says. shares: of
-    generating models without a cache of a set size.
+    open_models: models whose parts may be offloaded; the others keep the residency of their engine.
+    shares: cache sizes of generating models without a fixed one.
     """
     by_name = {}
     for model, cut in members:
@@ -87,19 +87,19 @@ def choose_residency(
     for copy_seconds, moved in sorted(pool.combinations()):
         if best is not None and best.fits and copy_seconds + floor >= best.seconds:
             break
-        found = pool.tried(moved, copy_seconds)
-        if best is None or _rank(found) < _rank(best):
-            best = found
+        residency = pool.simulate(moved, copy_seconds)
+        if best is None or _sort_key(residency) < _sort_key(best):
+            best = residency
     assert best is not None
     return best
 
 
-def _rank(found: Residency) -> tuple[float, float]:
-    return (0.0 if found.fits else found.peak_bytes), found.seconds
+def _sort_key(residency: Residency) -> tuple[float, float]:
+    return (0.0 if residency.fits else residency.peak_bytes), residency.seconds
 
 
 def residencies(model: Model, cut: Strategy) -> list[Model]:
-    """The model with each choice of what it offloads; `choose_residency` has the same."""
+    """Variants of a model, one for each choice of offloaded parts, as in `choose_residency`."""
     if not model.engine.may_move:
         return [model]
     parts = []
@@ -115,6 +115,7 @@ def residencies(model: Model, cut: Strategy) -> list[Model]:
 
 
 def _movable_bytes(model: Model, cut: Strategy) -> Parts:
+    """Bytes of each part that can be offloaded."""
     stays = model.rollout is not None and model.rollout.weights != "copy"
     return {
         part: size
@@ -124,13 +125,13 @@ def _movable_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def choose_weights(ways: Mapping[str, Residency]) -> str:
-    """Which rollout.weights gives the fastest step; the first of equal ones."""
-    return min(ways, key=lambda way: _rank(ways[way]))
+    """The value of rollout.weights with the fastest step, the first if several are equal."""
+    return min(ways, key=lambda way: _sort_key(ways[way]))
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """One pool with its open parts."""
+    """One pool whose parts may be offloaded."""
 
     members: Mapping[str, tuple[Model, Strategy]]
     dataflow: Dataflow
@@ -139,7 +140,7 @@ class _Pool:
     shares: Mapping[str, Share]
 
     def combinations(self) -> Iterator[tuple[float, Moved]]:
-        """(seconds of copies in a step, what moves)."""
+        """(seconds of copies in a step, offloaded parts) of each combination."""
         parts = []
         gradients = []
         for name in self.open:
@@ -159,40 +160,41 @@ class _Pool:
             if moved or gradients:
                 yield self._copy_seconds(moved), (*moved, *gradients)
 
-    def tried(self, moved: Moved, copy_seconds: float) -> Residency:
-        """The residency of one combination."""
+    def simulate(self, moved: Moved, copy_seconds: float) -> Residency:
+        """Memory and seconds of one combination."""
         members = []
         for name in self.members:
-            members.append(self._with(name, moved))
+            members.append(self._offload_parts(name, moved))
         phases = pool_memory(members, self.dataflow, self.hardware)
         limit = self.hardware.usable_bytes
         caches: dict[str, tuple[float, float]] = {}
         fits = True
         for call in (call for call in self._generations() if call.model in self.shares):
-            held = phases[call.title]
+            phase = phases[call.title]
             share = self.shares[call.model]
-            free = limit - (sum(held.values()) - held["kv_cache"])
-            size = min(share.of_free * free, self._most(call, share))
+            free = limit - (sum(phase.values()) - phase["kv_cache"])
+            size = min(share.of_free * free, self._max_cache_bytes(call, share))
             model, cut = self.members[call.model]
             fits &= size >= min(
-                least_cache_bytes(model, call.workload, cut), self._most(call, share)
+                least_cache_bytes(model, call.workload, cut), self._max_cache_bytes(call, share)
             )
-            held["kv_cache"] = max(size, 0.0)
-            caches[call.model] = held["kv_cache"], max(free, 0.0)
-        peak = max((sum(held.values()) for held in phases.values()), default=0.0)
+            phase["kv_cache"] = max(size, 0.0)
+            caches[call.model] = phase["kv_cache"], max(free, 0.0)
+        peak = max((sum(phase.values()) for phase in phases.values()), default=0.0)
         sizes = {name: size for name, (size, _) in caches.items()}
         fits = fits and peak <= limit
         seconds = copy_seconds + (self.generation_seconds(sizes) if fits else 0.0)
         return Residency(moved, caches, fits, peak, copy_seconds, seconds)
 
     def generation_seconds(self, caches: Mapping[str, float]) -> float:
-        """Of all generations of a step; caches: the sizes of those that are open."""
+        """Seconds of all generations of a step. caches: sizes by model, of caches without a fixed
+        one."""
         seconds = 0.0
         for call in self._generations():
             model, cut = self.members[call.model]
             assert model.rollout is not None, model.name
             size = caches.get(call.model, model.rollout.kv_cache_bytes)
-            if size is None:  # neither set nor open: nothing to compare
+            if size is None:  # neither fixed nor open: the same for all combinations
                 continue
             parts = generation_parts(model, call.workload, cut, self.hardware, kv_bytes=size)
             seconds += float(total(parts))
@@ -204,8 +206,8 @@ class _Pool:
     def _calls(self) -> Iterator[Call]:
         return (call for call in self.dataflow.calls if call.model in self.members)
 
-    def _most(self, call: Call, share: Share) -> float:
-        """Bytes of a cache with room for the most rows."""
+    def _max_cache_bytes(self, call: Call, share: Share) -> float:
+        """Bytes of a cache for the most rows that the share allows."""
         if share.most_rows is None:
             return float("inf")
         model, cut = self.members[call.model]
@@ -214,15 +216,16 @@ class _Pool:
         return max(float(rows), LEAST_BYTES)
 
     def _copy_seconds(self, moved: Moved) -> float:
+        """Seconds of the copies of these parts in a step."""
         seconds = 0.0
         for call in self._calls():
             if call.model in {name for name, _ in moved}:
-                model, cut = self._with(call.model, moved)
+                model, cut = self._offload_parts(call.model, moved)
                 seconds += float(offload_seconds(model, call.kind, cut, self.hardware))
         return seconds
 
-    def _with(self, name: str, moved: Moved) -> tuple[Model, Strategy]:
-        """A member with the parts that move."""
+    def _offload_parts(self, name: str, moved: Moved) -> tuple[Model, Strategy]:
+        """A member with these parts offloaded."""
         model, cut = self.members[name]
         if name not in self.open:
             return model, cut

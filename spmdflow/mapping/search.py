@@ -1,17 +1,17 @@
 """Algorithm 1 on cost tables, exactly: which sets of models share a pool, and how large each is.
 
-A table gives, for every set of models, options: devices and a vector of seconds, one a stage. A set
-may have several vectors for one size (strategies that trade one stage for another), none for some
-sizes (memory), and sizes may cost more with more devices. The best choice minimises
+A table gives options for every set of models: a number of devices and a vector of seconds, one per
+stage. A set may have several vectors for one size (strategies that trade one stage for another) or
+none (memory), and may cost more with more devices. The best choice minimises
 
     sum over stages of (max over pools of the vector)        pools' devices together at most N
 
-over all set partitions of the models; devices may stay idle. Algorithm 1 as printed keeps a
+over all set partitions of the models. Devices may stay idle. Algorithm 1 as printed keeps a
 reference to a placement that later iterations change; here a choice is a value.
 
-The sum of maxima does not decompose over pools, so partial choices are kept as a Pareto front over
-(devices used, maximum so far of each stage), and pruned where even all remaining devices for each
-remaining pool would not bring them below a known cost. Neither step loses the optimum.
+The sum of maxima does not decompose over pools. Partial choices are therefore kept as a Pareto
+front over (devices used, maximum so far of each stage). They are pruned if they would stay above a
+known cost even with all remaining devices for each remaining pool. Neither step loses the optimum.
 Knows no model and no hardware.
 """
 
@@ -29,13 +29,13 @@ ModelSet = tuple[int, ...]
 """Numbers of the models of one pool, ascending."""
 
 SLACK = 1 + 1e-12
-"""Sums of the same numbers in another order differ by less."""
+"""Tolerance: sums of the same numbers in another order differ by less."""
 _BEAM = 64
 
 
 @dataclass(frozen=True)
 class Options:
-    """What one set of models may cost: sizes (V,) int64 and seconds (V, stages) float64."""
+    """Options of one set of models: sizes (V,) int64 and seconds (V, stages) float64."""
 
     sizes: Array
     costs: Array
@@ -45,26 +45,27 @@ class Options:
 
 
 def partitions(number: int) -> Iterator[tuple[ModelSet, ...]]:
-    """All set partitions of 0 .. number-1 (5, 15, 52 of 3, 4, 5), blocks by their lowest model."""
+    """All set partitions of 0 .. number-1 (5, 15, 52 for 3, 4, 5), blocks by their lowest model."""
 
     def extend(blocks: tuple[ModelSet, ...], model: int) -> Iterator[tuple[ModelSet, ...]]:
+        """Add the models from `model` on to the blocks in all ways."""
         if model == number:
             yield blocks
             return
-        for place, block in enumerate(blocks):
-            yield from extend((*blocks[:place], (*block, model), *blocks[place + 1 :]), model + 1)
+        for index, block in enumerate(blocks):
+            yield from extend((*blocks[:index], (*block, model), *blocks[index + 1 :]), model + 1)
         yield from extend((*blocks, (model,)), model + 1)
 
     yield from extend((), 0)
 
 
-def blocks_of(number: int) -> list[ModelSet]:
+def model_sets(number: int) -> list[ModelSet]:
     """All sets of 0 .. number-1, by size, then in order."""
     masks = range(1, 1 << number)
-    found = []
+    blocks = []
     for mask in masks:
-        found.append(tuple(m for m in range(number) if mask >> m & 1))
-    return sorted(found, key=lambda block: (len(block), block))
+        blocks.append(tuple(m for m in range(number) if mask >> m & 1))
+    return sorted(blocks, key=lambda block: (len(block), block))
 
 
 def best_partitions(
@@ -74,24 +75,24 @@ def best_partitions(
 ) -> list[tuple[float, tuple[ModelSet, ...], Found]]:
     """(cost, partition, its choice) of at most `keep` partitions, best first.
 
-    bounds: a least cost, and the partition. best_of: the exact best of a partition, None if
-    it costs more than a limit. Partitions whose bound is above the worst that is kept are left
-    out. Equal costs: fewer pools, then a fixed order.
+    bounds: (lower bound of the cost, partition). best_of: (partition, limit) -> its exact best
+    choice, or None if that costs more than the limit. Skips partitions whose bound is above the
+    worst cost that is kept. Ties are broken by fewer pools, then by a fixed order.
     """
-    found: list[tuple[float, tuple[ModelSet, ...], Found]] = []
+    best_so_far: list[tuple[float, tuple[ModelSet, ...], Found]] = []
     for bound, blocks in sorted(bounds):
-        worst = found[keep - 1][0] if len(found) >= keep else np.inf
+        worst = best_so_far[keep - 1][0] if len(best_so_far) >= keep else np.inf
         if bound > worst * SLACK:
             break
         best = best_of(blocks, worst)
         if best is not None:
-            found.append((best[0], blocks, best[1]))
-            found = sorted(found, key=lambda one: (one[0], len(one[1]), one[1]))[:keep]
-    return found
+            best_so_far.append((best[0], blocks, best[1]))
+            best_so_far = sorted(best_so_far, key=lambda one: (one[0], len(one[1]), one[1]))[:keep]
+    return best_so_far
 
 
 def least_cost(options: Sequence[Options], size: int) -> float:
-    """A lower bound: every pool has all devices but the smallest sizes of the others."""
+    """A lower bound of the cost: each pool gets all devices except the others' smallest sizes."""
     floors = [int(one.sizes.min()) for one in options]
     rest = size - sum(floors)
     if rest < 0:
@@ -110,24 +111,24 @@ def best_of_partition(
     floors = [int(one.sizes.min()) for one in options]
     if sum(floors) > size:
         return None
-    order = sorted(range(len(options)), key=lambda place: (len(options[place]), place))
-    ordered = [options[place] for place in order]
-    bounds = _least_by_rest(ordered, size)
-    known = _extended(ordered, size, bounds, worst, beam=_BEAM)
+    order = sorted(range(len(options)), key=lambda number: (len(options[number]), number))
+    ordered = [options[number] for number in order]
+    bounds = _bounds_by_remaining(ordered, size)
+    known = _combine_pools(ordered, size, bounds, worst, beam=_BEAM)
     worst = min(worst, known[0]) if known else worst
-    exact = _extended(ordered, size, bounds, worst, beam=None) or known
+    exact = _combine_pools(ordered, size, bounds, worst, beam=None) or known
     if exact is None:
         return None
     cost, picks = exact
-    return cost, tuple(picks[order.index(place)] for place in range(len(options)))
+    return cost, tuple(picks[order.index(number)] for number in range(len(options)))
 
 
-def possible_sizes(options: Sequence[Options], place: int, size: int, worst: float) -> Array:
+def possible_sizes(options: Sequence[Options], index: int, size: int, worst: float) -> Array:
     """Sizes of one pool that could be part of a choice of at most `worst`."""
-    one = options[place]
+    one = options[index]
     others = []
     for number, other in enumerate(options):
-        if number != place:
+        if number != index:
             others.append(other)
     floors = sum(int(other.sizes.min()) for other in others)
     reach = one.costs
@@ -138,36 +139,36 @@ def possible_sizes(options: Sequence[Options], place: int, size: int, worst: flo
     return one.sizes[reach.sum(axis=1) <= worst * SLACK]
 
 
-def undominated(options: Options) -> tuple[Options, Array]:
-    """Options that no other dominates in size and every stage, and their indices."""
+def select_undominated(options: Options) -> tuple[Options, Array]:
+    """(options, indices) of the options that no other dominates in size and all stages."""
     points = np.column_stack([options.sizes.astype(np.float64), options.costs])
     points = np.where(np.isfinite(points), points, np.inf)
     finite = np.isfinite(points).all(axis=1)
     numbers = np.flatnonzero(finite)
-    kept = numbers[pareto(points[finite])]
-    return Options(options.sizes[kept], options.costs[kept]), kept
+    remaining = numbers[pareto(points[finite])]
+    return Options(options.sizes[remaining], options.costs[remaining]), remaining
 
 
 def pareto(points: Array) -> Array:
     """Indices of the rows of points (N, k) that no other row dominates; of equal rows the first.
 
-    Sorted by a row's sum: only a row with a smaller or equal sum can dominate it.
+    Rows are visited by their sum, as only a row with a smaller or equal sum can dominate another.
     """
     order = np.lexsort((*points.T[::-1], points.sum(axis=1)))
     columns = np.ascontiguousarray(points[order].T)
-    kept = []
+    indices = []
     while len(order):
-        kept.append(int(order[0]))
+        indices.append(int(order[0]))
         better = columns[0, 1:] < columns[0, 0]
         for column in columns[1:]:
             better |= column[1:] < column[0]
         columns = columns[:, 1:][:, better]
         order = order[1:][better]
-    return np.array(kept, dtype=np.int64)
+    return np.array(indices, dtype=np.int64)
 
 
-def unbeaten(points: Array, front: Array) -> Array:
-    """Indices of the rows (N, k) that no row of a front beats: <= everywhere, < somewhere."""
+def select_unbeaten(points: Array, front: Array) -> Array:
+    """Indices of the rows (N, k) that no row of a front beats: <= everywhere and < somewhere."""
     columns = np.ascontiguousarray(points.T)
     order = np.arange(len(points))
     for row in front:
@@ -181,7 +182,7 @@ def unbeaten(points: Array, front: Array) -> Array:
 
 @dataclass
 class _Front:
-    """Partial choices: devices used, maxima so far, and where each came from."""
+    """Partial choices: devices used, maxima so far, index of the predecessor and last option."""
 
     used: Array
     costs: Array
@@ -189,24 +190,28 @@ class _Front:
     pick: Array
 
 
-def _extended(
+def _combine_pools(
     options: Sequence[Options], size: int, bounds: list[Array], worst: float, beam: int | None
 ) -> tuple[float, list[int]] | None:
-    """Pools one after another; with a beam only the most promising partial choices are kept."""
+    """(cost, option of each pool) of the cheapest choice, adding one pool after another.
+
+    beam: keep only so many of the most promising partial choices; None: exact. None if no choice
+    costs at most `worst`.
+    """
     stages = options[0].costs.shape[1]
     zero = np.zeros(1, dtype=np.int64)
     fronts = [_Front(zero, np.zeros((1, stages)), zero, zero)]
-    for place, one in enumerate(options):
+    for number, one in enumerate(options):
         last = fronts[-1]
         used = (last.used[:, None] + one.sizes[None, :]).ravel()
-        pairs = np.flatnonzero(used <= size - _floor_after(options, place))
+        pairs = np.flatnonzero(used <= size - _floor_after(options, number))
         parent, pick = np.divmod(pairs, len(one))
         costs = np.maximum(last.costs[parent], one.costs[pick])
-        reach = np.maximum(costs, bounds[place][size - used[pairs]]).sum(axis=1)
+        reach = np.maximum(costs, bounds[number][size - used[pairs]]).sum(axis=1)
         alive = np.flatnonzero(reach <= worst * SLACK)
         if beam is not None and len(alive) > beam:
             alive = alive[np.argsort(reach[alive], kind="stable")[:beam]]
-        elif place < len(options) - 1:
+        elif number < len(options) - 1:
             alive = alive[pareto(np.column_stack([used[pairs][alive], costs[alive]]))]
         if not len(alive):
             return None
@@ -220,29 +225,31 @@ def _extended(
     return float(totals[best]), picks[::-1]
 
 
-def _floor_after(options: Sequence[Options], place: int) -> int:
-    return sum(int(one.sizes.min()) for one in options[place + 1 :])
+def _floor_after(options: Sequence[Options], index: int) -> int:
+    return sum(int(one.sizes.min()) for one in options[index + 1 :])
 
 
-def _least_by_rest(options: Sequence[Options], size: int) -> list[Array]:
-    """For each pool (size + 1, stages): by devices left, the least that the later pools cost if
-    each gets all of them but the smallest sizes of the others."""
+def _bounds_by_remaining(options: Sequence[Options], size: int) -> list[Array]:
+    """For each pool (size + 1, stages): least costs of the later pools, by remaining devices.
+
+    Each later pool gets all remaining devices except the smallest sizes of the others.
+    """
     by_size = [_least_by_size(one, size) for one in options]
-    found = []
-    for place in range(len(options)):
+    bounds = []
+    for number in range(len(options)):
         bound = np.zeros_like(by_size[0])
-        floors = _floor_after(options, place)
-        for later in range(place + 1, len(options)):
+        floors = _floor_after(options, number)
+        for later in range(number + 1, len(options)):
             others = floors - int(options[later].sizes.min())
             shifted = np.full_like(bound, np.inf)
             shifted[others:] = by_size[later][: size + 1 - others]
             bound = np.maximum(bound, shifted)
-        found.append(bound)
-    return found
+        bounds.append(bound)
+    return bounds
 
 
 def _least_by_size(options: Options, size: int) -> Array:
-    """(size + 1, stages): the least that a pool costs with at most so many devices."""
+    """(size + 1, stages): least cost of a pool by the most devices it may have."""
     least = np.full((size + 1, options.costs.shape[1]), np.inf)
     inside = options.sizes <= size
     np.minimum.at(least, options.sizes[inside], options.costs[inside])

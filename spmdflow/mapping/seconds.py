@@ -3,29 +3,29 @@
     update = (m + p - 1) (F + B) + p2p + gradient sync + optimizer + host
     F = layers/p * pass + head        B = 2 F, + F of the head, + F of the layers if recomputed
 
-with m micro-batches of a mini-batch's rows/d, rounded up: a pool that does not divide the rows
-waits for its busiest rank. Gradients are reduce-scattered in float32 and weights all-gathered once
-an optimizer step, over the data-parallel group; only the engine option `overlap` hides part of it.
-Data-parallel engines gather the weights instead.
+with m micro-batches of a mini-batch's rows/d, rounded up, as a pool that does not divide the rows
+waits for its busiest rank. Once per optimizer step, gradients are reduce-scattered in float32 and
+weights all-gathered over the data-parallel group. Only the engine option `overlap` hides part of
+it. Data-parallel engines gather the weights instead.
 
-Generation: prefill, decode, waves, and the transition before it. A replica of t_g * p_g ranks
-decodes its share of the sequences; where its KV cache holds fewer than all of them, they come in
-waves of equal size. A decode step reads the weights once (through the matrices' bytes), every
-sequence's keys and values (at the middle of its response), reduces twice a layer over t_g, and
-costs host time per step and per sequence. A layer takes at least the time to launch its kernels,
-which is longer outside a CUDA graph. With p_g stages a step passes them one after another and
-the next step starts when the last one is done: an engine inside the trainer's processes (vLLM's
-external launcher) has one batch under way, so stages save memory and not time.
+Generation consists of prefill, decode, waves, and the transition before it. A replica of t_g * p_g
+ranks decodes its share of the sequences, in waves of equal size if its KV cache is too small for
+all of them. A decode step reads the weights once (through the matrices' bytes) and every sequence's
+keys and values (at the middle of its response), reduces twice per layer over t_g, and costs host
+time per step and per sequence. A layer takes at least the launch time of its kernels, which is
+longer outside a CUDA graph. With p_g stages, a step passes them one after another, and the next
+step starts when the previous one has ended. An engine inside the trainer's processes (vLLM's
+external launcher) has only one batch in flight, so stages save memory but no time.
 
 Matrices: FLOPs over the rate of large matrices, plus the bytes of both operands and the result over
-the memory's rate. The sum of both is compute-bound for many tokens and wide shards, memory-bound
-for few tokens (decoding) or narrow shards; no efficiency curve is fitted.
+the memory's rate. The sum is compute-bound for many tokens and wide shards, and memory-bound for
+few tokens (decoding) or narrow shards. No efficiency curve is fitted.
 
 Collectives are rings over NVLink and the network. A group has `per_node` of its members on each
 node that it touches. The devices of a node share its network: while a group of `per_node` members
 sends, the node's other gpus_per_node / per_node - 1 groups of the same axis send too.
 
-Every function takes one strategy and gives numbers, or many at once and gives arrays.
+Every function takes one strategy and returns numbers, or many strategies and returns arrays.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from spmdflow.mapping.hardware import Hardware
 from spmdflow.weights.architecture import Architecture
 
 Parts = dict[str, Array]
-"""Seconds by cause, or bytes by what they hold."""
+"""Seconds by cause, or bytes by use."""
 
 GRADIENT_BYTES = 4
 
@@ -48,8 +48,8 @@ def total(parts: Parts) -> Array:
     return sum(parts.values())
 
 
-def added(first: Parts, second: Parts) -> Parts:
-    """Both, part by part."""
+def add_parts(first: Parts, second: Parts) -> Parts:
+    """The sum of two, part by part."""
     result = {}
     for name in {**first, **second}:
         result[name] = first.get(name, 0.0) + second.get(name, 0.0)
@@ -59,7 +59,7 @@ def added(first: Parts, second: Parts) -> Parts:
 def pass_parts(
     model: Model, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
-    """A training call with all its updates, or one forward call over all rows."""
+    """Seconds of a training call with all its updates, or of a forward call over all rows."""
     sharding = model.engine.sharding
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     parts = _micro_batch_parts(model, rows * workload.tokens, workload, cut, hw, trains=trains)
@@ -67,22 +67,22 @@ def pass_parts(
     if trains:
         each = sharding.micro_batch_gathers
         once = sharding.gathers
-    else:  # divided weights are gathered, for each micro-batch if they are freed after its pass
+    else:  # sharded weights are gathered; for each micro-batch if its pass frees them
         each = int(sharding.parameters and sharding.frees_gathered)
         once = int(sharding.parameters) - each
     parts["weight_gather"] = each * gather
     if trains:
         parts["gradient_sync"] = sharding.micro_batch_reductions * reduce
     one_micro_batch = total(parts)
-    # a backward takes twice a forward; traffic beyond what they overlap adds time
-    beside = one_micro_batch / 3 if "overlap" in model.engine.options else 0.0
+    # a backward takes twice as long as a forward; only traffic beyond the overlap adds time
+    overlapped = one_micro_batch / 3 if "overlap" in model.engine.options else 0.0
     parts = {name: seconds * num_micro for name, seconds in parts.items()}
-    parts["weight_gather"] = parts["weight_gather"] + np.maximum(once * gather - beside, 0.0)
-    # while the pipeline fills and drains: with one model chunk on each stage
+    parts["weight_gather"] = parts["weight_gather"] + np.maximum(once * gather - overlapped, 0.0)
+    # filling and draining the pipeline, for one model chunk on each stage
     parts["bubble"] = (cut.pp - 1) * one_micro_batch / model.engine.virtual_size
     if not trains:
         return parts | {"host": hw.call_seconds}
-    reductions = np.maximum(sharding.reductions * reduce - 2 * beside, 0.0)
+    reductions = np.maximum(sharding.reductions * reduce - 2 * overlapped, 0.0)
     parts["gradient_sync"] = parts["gradient_sync"] + reductions + between
     local = trained_parameters(model, cut)
     # weight and moments are read and written, the gradient is read, in float32
@@ -90,13 +90,13 @@ def pass_parts(
     parts["optimizer"] = local / share_of(sharding.optimizer, model, cut) * size / hw.memory_rate
     parts["host"] = hw.update_seconds
     parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
-    return added(parts, {"host": hw.call_seconds})
+    return add_parts(parts, {"host": hw.call_seconds})
 
 
 def micro_batches(
     model: Model, workload: Workload, cut: Strategy, *, trains: bool
 ) -> tuple[Array, Array]:
-    """(rows of a micro-batch, their number) of a forward call or of one update."""
+    """(rows of a micro-batch, number of micro-batches) of a forward call or of one update."""
     epochs, updates = (workload.num_epochs, workload.num_updates) if trains else (1, 1)
     rows = np.ceil(workload.num_sequences * epochs / updates / cut.dp)
     micro = np.minimum(model.rows_at(workload.tokens), rows)
@@ -104,7 +104,8 @@ def micro_batches(
 
 
 def local_parameters(model: Model, cut: Strategy) -> Array:
-    """Weights of a rank of the busiest stage; the embedding is on the first, a head on the last."""
+    """Weights of a rank of the busiest stage. The first stage has the embedding, the last the
+    head."""
     shape = model.shape
     words = shape.vocab_size * shape.hidden_size
     ends = words * (1 + (shape.head == "causal_lm" and not shape.tied))
@@ -113,14 +114,14 @@ def local_parameters(model: Model, cut: Strategy) -> Array:
 
 
 def trained_parameters(model: Model, cut: Strategy) -> Array:
-    """Those of `local_parameters` that are trained, or the adapters beside them."""
+    """Trained weights of a rank: those of `local_parameters`, or only its adapters."""
     if model.adapters:
         return model.adapters + 0.0 * cut.dp
     return local_parameters(model, cut)
 
 
 def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
-    """Data-parallel ranks among which something is divided, or 1."""
+    """Number of data-parallel ranks that share one copy if it is divided, otherwise 1."""
     if divided:
         return model.engine.shard_size or cut.dp
     return 1.0
@@ -129,7 +130,7 @@ def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
 def _micro_batch_parts(
     model: Model, tokens: Array, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
-    """The passes of one micro-batch through the busiest stage, and on to the next."""
+    """Seconds of one micro-batch's passes through the busiest stage, and of sending it on."""
     engine = model.engine
     shape = model.shape
     layers = np.ceil(shape.num_layers / cut.pp)
@@ -155,8 +156,8 @@ def _micro_batch_parts(
 
 
 def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array, Array]:
-    """Seconds to gather the weights of a rank's stage once, to reduce-scatter its gradients once,
-    and to all-reduce those of its shard once between the shard groups."""
+    """Seconds to gather a stage's weights, to reduce-scatter its gradients, and to all-reduce those
+    of a rank's shard between the shard groups, each once."""
     engine = model.engine
     local = local_parameters(model, cut)
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
@@ -175,28 +176,28 @@ def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, A
 def generation_parts(
     model: Model, workload: Workload, cut: Strategy, hw: Hardware, *, kv_bytes: Array
 ) -> Parts:
-    """One generation call with `kv_bytes` of cache on each rank; infinite where none fits."""
+    """Seconds of a generation with `kv_bytes` of cache per rank; infinite if no sequence fits."""
     rows = rows_per_replica(workload, cut)
-    held = concurrency(model, workload, cut, kv_bytes)
+    concurrent = concurrency(model, workload, cut, kv_bytes)
     with np.errstate(divide="ignore", invalid="ignore"):
-        waves = np.where(held >= 1, np.ceil(rows / np.maximum(held, 1)), np.inf)
+        waves = np.where(concurrent >= 1, np.ceil(rows / np.maximum(concurrent, 1)), np.inf)
         batch = rows / waves
-    parts = _decode(model, workload, cut, hw, np.maximum(batch, 1e-9))
+    parts = _decode_parts(model, workload, cut, hw, np.maximum(batch, 1e-9))
     steps = waves * workload.response_tokens
     parts = {name: seconds * steps for name, seconds in parts.items()}
-    parts["prefill"] = _prefill(model, workload, cut, hw, rows)
+    parts["prefill"] = _prefill_seconds(model, workload, cut, hw, rows)
     parts["host"] = parts["host"] + hw.call_seconds
     return parts
 
 
 def rows_per_replica(workload: Workload, cut: Strategy) -> Array:
-    """Sequences of the busiest generation replica."""
+    """Number of sequences of the busiest generation replica."""
     replicas = cut.tp * cut.pp * cut.dp / (cut.gen_tp * cut.gen_pp)
     return np.ceil(workload.num_sequences / replicas)
 
 
 def concurrency(model: Model, workload: Workload, cut: Strategy, kv_bytes: Array) -> Array:
-    """Whole sequences that a replica holds at once, at most those it has."""
+    """Number of sequences whose KV cache fits on a replica at once, at most those that it has."""
     rollout = _rollout(model)
     if rollout.kv_cache_bytes is not None:
         kv_bytes = np.minimum(kv_bytes, rollout.kv_cache_bytes)
@@ -207,14 +208,14 @@ def concurrency(model: Model, workload: Workload, cut: Strategy, kv_bytes: Array
 
 
 def sequence_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
-    """KV cache of one whole sequence on one rank."""
+    """KV cache of one full sequence on one rank."""
     layers = np.ceil(model.shape.num_layers / cut.gen_pp)
     width = kv_width(model.shape, cut.gen_tp)
     return 2 * layers * width * workload.tokens * _rollout(model).element_bytes
 
 
 def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
-    """Weights from training's layout to generation's, once before a step's generation."""
+    """Seconds to reshard weights from the training to the generation layout, once per step."""
     received = transition_bytes(model, cut)
     if model.weights_from is not None:
         node = received * np.minimum(hw.gpus_per_node, cut.tp * cut.pp * cut.dp)
@@ -228,12 +229,12 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
         group = np.maximum(tensor * stages, 1)
         near = np.clip(hw.gpus_per_node // cut.tp, 1, np.maximum(stages, 1))
         per_node = np.clip(np.floor(tensor * near), 1, np.minimum(group, hw.gpus_per_node))
-    whole = np.where(group > 1, received * group / np.maximum(group - 1, 1), 0.0)
-    return np.where(received > 0, all_gather(whole, group, per_node, hw), 0.0)
+    gathered = np.where(group > 1, received * group / np.maximum(group - 1, 1), 0.0)
+    return np.where(received > 0, all_gather(gathered, group, per_node, hw), 0.0)
 
 
 def transition_bytes(model: Model, cut: Strategy) -> Array:
-    """Bytes that each rank receives: (d_g - 1)/(t p) M (Table 2); other engines: what it lacks."""
+    """Bytes that each rank receives: (d_g - 1)/(t p) M (Table 2), or what it lacks elsewhere."""
     rollout = _rollout(model)
     if rollout.weights == "adapter":
         sent = model.adapters
@@ -253,8 +254,10 @@ def _rollout(model: Model) -> Rollout:
     return model.rollout
 
 
-def _decode(model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch: Array) -> Parts:
-    """One token for every sequence of a wave, by cause."""
+def _decode_parts(
+    model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch: Array
+) -> Parts:
+    """Seconds of one token for every sequence of a wave, by cause."""
     shape = model.shape
     how = _rollout(model)
     context = workload.prompt_tokens + workload.response_tokens / 2
@@ -270,44 +273,46 @@ def _decode(model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch
         "kv_read": shape.num_layers * kv,
         "launch": shape.num_layers * launch,
         "tensor_parallel": shape.num_layers * one["tensor_parallel"],
-        "pipeline": _hand_overs(model, cut, hw, batch),
+        "pipeline": _hand_over_seconds(model, cut, hw, batch),
         "host": hw.step_seconds + hw.sequence_step_seconds * batch,
     }
 
 
-def _prefill(model: Model, workload: Workload, cut: Strategy, hw: Hardware, rows: Array) -> Array:
-    """All prompts of a replica, in passes of at most PREFILL_TOKENS."""
+def _prefill_seconds(
+    model: Model, workload: Workload, cut: Strategy, hw: Hardware, rows: Array
+) -> Array:
+    """Seconds of all prompts of a replica, in passes of at most PREFILL_TOKENS."""
     shape = model.shape
     tokens = rows * workload.prompt_tokens
     passes = np.ceil(tokens / PREFILL_TOKENS)
     one = layer_pass(
         shape, tokens / passes, workload.prompt_tokens / 2, cut.gen_tp, hw, _rollout(model)
     )
-    hand_overs = _hand_overs(model, cut, hw, tokens / passes)
+    hand_overs = _hand_over_seconds(model, cut, hw, tokens / passes)
     return passes * (shape.num_layers * total(one) + hand_overs)
 
 
-def _hand_overs(model: Model, cut: Strategy, hw: Hardware, tokens: Array) -> Array:
-    """Activations from each generation stage to the next."""
+def _hand_over_seconds(model: Model, cut: Strategy, hw: Hardware, tokens: Array) -> Array:
+    """Seconds to send activations from each generation stage to the next."""
     size = tokens * model.shape.hidden_size * _rollout(model).element_bytes
     crosses = cut.gen_tp * cut.gen_pp > hw.gpus_per_node
     return (cut.gen_pp - 1) * point_to_point(size, crosses, hw)
 
 
 def kv_width(shape: Architecture, tp: Array) -> Array:
-    """Width of a rank's keys; kv heads are not divided but replicated where fewer than tp."""
+    """Width of a rank's keys; kv heads are replicated if there are fewer than tp."""
     return np.maximum(shape.kv_size / tp, shape.head_dim)
 
 
 def attention_flops(shape: Architecture, tokens: Array, context: float, tp: Array) -> Array:
-    """FLOPs of the scores and their products with the values, in one layer."""
+    """FLOPs of one layer's attention scores and their products with the values."""
     return 4 * tokens * context * shape.q_size / tp
 
 
 def layer_pass(
     shape: Architecture, tokens: Array, context: float, tp: Array, hw: Hardware, how: Precision
 ) -> Parts:
-    """One layer over `tokens` tokens, each attending to `context` others on average.
+    """Seconds of one layer over `tokens` tokens, each attending to `context` others on average.
 
     launch: launch overhead that the kernels do not hide.
     """
@@ -338,7 +343,7 @@ def layer_pass(
 def head_seconds(
     shape: Architecture, tokens: Array, tp: Array, hw: Hardware, how: Precision
 ) -> Array:
-    """The output layer over `tokens` tokens; a scalar head costs nothing."""
+    """Seconds of the output layer over `tokens` tokens; a scalar head costs nothing."""
     if shape.head == "scalar":
         return 0.0 * (tokens + tp)
     inner = shape.hidden_size
@@ -349,23 +354,26 @@ def head_seconds(
 
 
 def all_reduce(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
-    """Seconds for `size` bytes over a ring of n = `group`; each member sends 2 (n-1)/n of them."""
-    return _ring(2 * size * (group - 1) / group, 2 * (group - 1), group, per_node, hardware)
+    """Seconds for `size` bytes in a ring of n = `group` members; each sends 2 (n-1)/n of them."""
+    return _ring_seconds(2 * size * (group - 1) / group, 2 * (group - 1), group, per_node, hardware)
 
 
 def all_gather(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
     """Seconds to gather (or reduce-scatter) `size` bytes in a ring; each sends (n-1)/n of them."""
-    return _ring(size * (group - 1) / group, group - 1, group, per_node, hardware)
+    return _ring_seconds(size * (group - 1) / group, group - 1, group, per_node, hardware)
 
 
 def point_to_point(size: Array, crosses_nodes: Array, hardware: Hardware) -> Array:
-    """Seconds of one message of `size` bytes; across nodes it has the network to itself."""
+    """Seconds of one message of `size` bytes; across nodes it uses the network alone."""
     local = size / hardware.link_rate + hardware.collective_base_seconds
     remote = size / hardware.network_rate + hardware.network_hop_seconds
     return np.where(crosses_nodes, remote, local)
 
 
-def _ring(traffic: Array, steps: Array, group: Array, per_node: Array, hw: Hardware) -> Array:
+def _ring_seconds(
+    traffic: Array, steps: Array, group: Array, per_node: Array, hw: Hardware
+) -> Array:
+    """Seconds of a ring collective: `traffic` bytes sent by each member, in `steps` steps."""
     nodes = np.ceil(group / per_node)
     local = traffic / hw.link_rate
     remote = traffic * (hw.gpus_per_node / per_node) / hw.network_rate

@@ -1,15 +1,15 @@
-"""Cost tables of a dataflow: what each set of models costs on a pool of each size (Algorithm 2).
+"""Cost tables of a dataflow: costs of each set of models on a pool of each size (Algorithm 2).
 
-Models of a pool choose their strategies together, as memory couples them: residents add, what calls
-need is the maximum, and the KV cache has what is left, which decides the waves of generation. So a
-set of models has a Pareto front of vectors: the seconds of each stage.
+The models of a pool choose their strategies together, because memory couples them. Residents add
+up, the needs of calls are a maximum, and the KV cache gets the rest, which determines the waves of
+generation. So a set of models has a Pareto front of vectors, the seconds of each stage.
 
-Two kinds of options: `ideal` ones, for all pool sizes at once, in which every model chooses each
-stage's best strategy by itself and the others take the least memory (a lower bound); and the
-exact front of one set and size, computed when it is asked for.
+There are two kinds of options. `ideal` ones are lower bounds for all pool sizes at once: for each
+stage, every model independently chooses its best strategy, while the others use the least memory.
+The exact front of one set and size is computed on demand.
 
-Where a set does not fit with every part where its engine keeps it, the parts that may move are
-offloaded: a second table has an entry for each choice of parts too, with the seconds of its copies.
+If a set does not fit without offloading, parts that may move are offloaded. A second table has an
+entry for each choice of offloaded parts, with the seconds of their copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdflow.mapping.memory import (
     KEPT_WHILE_TRAINING,
     call_bytes,
     full_cache_bytes,
-    held_weights,
+    generator_weights,
     least_cache_bytes,
     offload_seconds,
     resident_bytes,
@@ -34,12 +34,12 @@ from spmdflow.mapping.memory import (
     sync_bytes,
 )
 from spmdflow.mapping.residency import residencies
-from spmdflow.mapping.search import ModelSet, Options, pareto, unbeaten
+from spmdflow.mapping.search import ModelSet, Options, pareto, select_unbeaten
 from spmdflow.mapping.seconds import generation_parts, pass_parts, total, transition_seconds
 
 Array = np.ndarray
 _MANY = 1 << 20
-"""More than any size."""
+"""Larger than any parallel size."""
 _MANY_COMBINATIONS = 4096
 
 
@@ -52,59 +52,63 @@ class Entries:
     """Pool size of each entry."""
     cut: Strategy
     variants: Sequence[Model]
-    """The model by what is offloaded."""
+    """One variant of the model per choice of offloaded parts."""
     variant: Array
-    """Which of them each entry is of."""
+    """Index into `variants`, per entry."""
     costs: Array
-    """(entries, stages) seconds of all calls but generation; transitions are in them."""
+    """(entries, stages): seconds of all calls except generation, including transitions."""
     resident: Array
     needed: Array
-    """Most bytes beside the residents of any call but generation, and of sync and checkpoint."""
+    """Most bytes, in addition to residents, of calls except generation, and of sync and
+    checkpoint."""
     exposed: Array
-    """The same of calls during which another model's own generation weights may be held."""
-    held: Array
-    """Own generation weights during such calls of other models."""
+    """The same for calls during which another model's generation weights may be resident."""
+    idle_weights: Array
+    """Bytes of its generation weights during such calls of other models."""
     generation_bytes: Array
-    """What generation needs without its cache; 0 for models that do not generate."""
+    """Bytes of generation without its cache; 0 for models that do not generate."""
     least_cache: Array
     full_cache: Array
-    """With so much cache all sequences of a replica are held at once."""
+    """Cache for all sequences of a replica at once."""
 
     @property
-    def most_beside(self) -> Array:
-        """Most that any call needs beside the residents, generation with its least cache."""
+    def peak_call_bytes(self) -> Array:
+        """Most bytes of any call in addition to residents, with the least cache for generation."""
         return np.maximum(self.needed, self.generation_bytes + self.least_cache)
 
     def choice(self, entry: int) -> tuple[Model, Strategy]:
-        """The model as one entry offloads it, and its strategy."""
+        """The variant of the model and the strategy of one entry."""
         return self.variants[self.variant[entry]], self.cut.one(entry)
 
 
 @dataclass(frozen=True)
 class Front:
-    """What a set of models offers on one pool size: combinations of their strategies."""
+    """Combinations of the strategies of a set of models on one pool size."""
 
     costs: Array
-    """(V, stages) seconds; (V, 1), their sum, for the only pool."""
+    """(V, stages): seconds; (V, 1): their sum, if this is the only pool."""
     entries: Array
-    """(V, models of the set): numbers in each model's `Entries`."""
+    """(V, models of the set): indices into each model's `Entries`."""
     resident: Array
     needed: Array
-    """(V,): most that a call needs beside the residents."""
+    """(V,): most bytes of a call in addition to residents."""
     exposed: Array
-    """(V,): the same of calls during which generation weights may be held."""
+    """(V,): the same for calls during which other generation weights may be resident."""
 
     def take(self, index: Array) -> Front:
-        """Some of them."""
+        """The combinations at these indices."""
         return Front(*(part[index] for part in vars(self).values()))
 
     def with_model(self, entries: Entries, index: Array, costs: Array, budget: float) -> Front:
-        """Every combination with a model's entries `index`, at these costs, that fits."""
+        """All combinations with entries of one more model that fit.
+
+        index: of the model's entries. costs: of these entries. budget: bytes of a rank.
+        """
         count = len(index)
         mine, theirs = np.divmod(np.arange(len(self.resident) * count), max(count, 1))
         resident = self.resident[mine] + entries.resident[index][theirs]
-        needed = np.maximum(self.needed[mine], entries.most_beside[index][theirs])
-        needed = np.maximum(needed, self.exposed[mine] + entries.held[index][theirs])
+        needed = np.maximum(self.needed[mine], entries.peak_call_bytes[index][theirs])
+        needed = np.maximum(needed, self.exposed[mine] + entries.idle_weights[index][theirs])
         exposed = np.maximum(self.exposed[mine], entries.exposed[index][theirs])
         fits = np.flatnonzero(resident + needed <= budget)
         mine = mine[fits]
@@ -121,8 +125,9 @@ class Front:
 class CostTable:
     """Options of every set of models of a dataflow on pools of the given sizes.
 
-    offloads: with entries for all that may be offloaded. Only then generation weights that are held
-    during other models' calls are counted: beside residents that stay, updates need more.
+    offloads: whether to have entries for all choices of offloaded parts. Only such a table counts
+    generation weights that are resident during other models' calls, as updates need more than that
+    if all residents stay.
     """
 
     def __init__(
@@ -133,6 +138,7 @@ class CostTable:
         *,
         offloads: bool = False,
     ) -> None:
+        """Simulate all strategies of all models on these pool sizes."""
         self.dataflow = dataflow
         self.hardware = hardware
         self._offloads = offloads
@@ -145,22 +151,22 @@ class CostTable:
         self.entries = [self._entries_of(model) for model in dataflow.models]
         self._fronts: dict[tuple[ModelSet, int, bool], Front] = {}
         self._offloaded: set[tuple[ModelSet, int]] = set()
-        """Sets and sizes that fit only with offloaded parts, if at all."""
+        """(set, size) pairs that fit only with offloaded parts, if at all."""
         self._useful_entries: dict[tuple[int, int], Array] = {}
-        self._lowest = [self._lowest_of(entries) for entries in self.entries]
+        self._lowest = [self._lowest_peaks(entries) for entries in self.entries]
         self._least = [np.full(len(self.sizes), np.inf) for _ in self.entries]
-        """Fewest resident bytes of each model by size."""
+        """Fewest resident bytes of each model by pool size."""
         for least, entries in zip(self._least, self.entries):
             np.minimum.at(least, np.searchsorted(self.sizes, entries.sizes), entries.resident)
 
     @cached_property
     def _offloading(self) -> CostTable:
         every = tuple(range(len(self.entries)))
-        sizes = self.sizes[~self._surely_fits(every)]
+        sizes = self.sizes[~self._fits_surely(every)]
         return CostTable(self.dataflow, self.hardware, sizes.tolist(), offloads=True)
 
     def ideal(self, block: ModelSet) -> Options:
-        """Lower bounds for a set on every pool size on which it might fit."""
+        """Lower bounds of a set's costs on each pool size on which it might fit."""
         names = set()
         for number in block:
             names.add(self.dataflow.models[number].name)
@@ -168,29 +174,30 @@ class CostTable:
         if lenders - names or any(set(pair) <= names for pair in self.dataflow.apart):
             return Options(np.empty(0, dtype=np.int64), np.empty((0, len(self.dataflow.stages))))
         costs = self._ideal_costs(block)
-        unsure = ~self._surely_fits(block)
+        unsure = ~self._fits_surely(block)
         if unsure.any() and self._may_offload(block):
-            place = np.searchsorted(self._offloading.sizes, self.sizes[unsure])
-            costs[unsure] = self._offloading._ideal_costs(block)[place]
+            columns = np.searchsorted(self._offloading.sizes, self.sizes[unsure])
+            costs[unsure] = self._offloading._ideal_costs(block)[columns]
         fits = np.isfinite(costs).all(axis=1)
         return Options(self.sizes[fits], costs[fits])
 
     def front(self, block: ModelSet, size: int, *, alone: bool = False) -> Front:
         """The exact front of a set on one pool size.
 
-        alone: it is the only pool, so only the sum over stages counts: costs have one column.
+        alone: whether it is the only pool; then only the sum over stages counts, and costs have one
+        column.
         """
         key = block, size, alone
         if key not in self._fronts:
-            found = self._front_of(block, size, alone)
-            if not len(found.costs) and self._may_offload(block):
+            front = self._compute_front(block, size, alone)
+            if not len(front.costs) and self._may_offload(block):
                 self._offloaded.add((block, size))
-                found = self._offloading.front(block, size, alone=alone)
-            self._fronts[key] = found
+                front = self._offloading.front(block, size, alone=alone)
+            self._fronts[key] = front
         return self._fronts[key]
 
     def choices(self, block: ModelSet, size: int, entries: Array) -> list[tuple[Model, Strategy]]:
-        """Each model as one row of a front's entries offloads it, and its strategy."""
+        """The variant and the strategy of each model, for one row of a front's entries."""
         table = self._offloading if (block, size) in self._offloaded else self
         result = []
         for n, entry in zip(block, entries.tolist()):
@@ -198,7 +205,7 @@ class CostTable:
         return result
 
     def cache_bytes(self, entries: Entries, index: Array, resident: Array) -> Array:
-        """What is left for a generator's KV cache beside residents of so many bytes."""
+        """Bytes left for a generator's KV cache if residents have `resident` bytes."""
         return self.hardware.usable_bytes - resident - entries.generation_bytes[index]
 
     def _ideal_costs(self, block: ModelSet) -> Array:
@@ -215,40 +222,40 @@ class CostTable:
         open_models = (self.dataflow.models[number].engine.may_move for number in block)
         return not self._offloads and any(open_models)
 
-    def _surely_fits(self, block: ModelSet) -> Array:
-        """(sizes,): whether each model's strategy of the lowest peak fits beside the others'."""
-        resident, beside = zip(*(self._lowest[number] for number in block))
-        return sum(resident) + np.max(beside, axis=0) <= self.hardware.usable_bytes
+    def _fits_surely(self, block: ModelSet) -> Array:
+        """(sizes,): whether the models fit together with their strategies of the lowest peak."""
+        resident, call_bytes_of_models = zip(*(self._lowest[number] for number in block))
+        return sum(resident) + np.max(call_bytes_of_models, axis=0) <= self.hardware.usable_bytes
 
-    def _lowest_of(self, entries: Entries) -> Array:
-        """(2, sizes) bytes of the strategy with the lowest peak: resident, most beside."""
-        order = np.lexsort((entries.resident + entries.most_beside, entries.sizes))
-        found, first = np.unique(entries.sizes[order], return_index=True)
-        place = np.searchsorted(self.sizes, found)
+    def _lowest_peaks(self, entries: Entries) -> Array:
+        """(2, sizes): resident and peak call bytes of the strategy with the lowest peak."""
+        order = np.lexsort((entries.resident + entries.peak_call_bytes, entries.sizes))
+        sizes, first = np.unique(entries.sizes[order], return_index=True)
+        columns = np.searchsorted(self.sizes, sizes)
         index = order[first]
         lowest = np.full((2, len(self.sizes)), np.inf)
-        lowest[:, place] = entries.resident[index], entries.most_beside[index]
+        lowest[:, columns] = entries.resident[index], entries.peak_call_bytes[index]
         return lowest
 
     def _entries_of(self, model: Model) -> Entries:
-        """Those that fit where the model is alone."""
+        """Entries of the strategies that fit if the model has its pool alone."""
         sizes, cut = strategies_on(model, self.sizes.tolist(), self.hardware)
         variants = residencies(model, cut) if self._offloads else [model]
-        found = zip(*(self._simulated(variant, cut) for variant in variants))
-        costs, *memory = (np.concatenate(parts) for parts in found)
+        simulated = zip(*(self._simulate_strategies(variant, cut) for variant in variants))
+        costs, *memory = (np.concatenate(parts) for parts in simulated)
         resident, needed, _, _, generation, cache, _ = memory
         peaks = resident + np.maximum(needed, generation + cache)
-        kept = np.flatnonzero(peaks <= self.hardware.usable_bytes)
-        rows = kept % len(sizes)
+        fitting = np.flatnonzero(peaks <= self.hardware.usable_bytes)
+        rows = fitting % len(sizes)
         order = np.argsort(rows, kind="stable")
-        kept = kept[order]
+        fitting = fitting[order]
         rows = rows[order]
-        arrays = (each[kept] for each in (costs, *memory))
-        variant = kept // len(sizes)
+        arrays = (each[fitting] for each in (costs, *memory))
+        variant = fitting // len(sizes)
         return Entries(model, sizes[rows], cut.take(rows), variants, variant, *arrays)
 
-    def _simulated(self, model: Model, cut: Strategy) -> tuple[Array, ...]:
-        """Costs and bytes as in `Entries`, of every strategy."""
+    def _simulate_strategies(self, model: Model, cut: Strategy) -> tuple[Array, ...]:
+        """Costs and bytes of all strategies, in the order of the fields of `Entries`."""
         calls = self.dataflow.calls_of(model.name)
         costs = np.zeros((len(cut.dp), len(self.dataflow.stages)))
         needed, exposed, generation, cache, full = (np.zeros(len(cut.dp)) for _ in range(5))
@@ -258,21 +265,21 @@ class CostTable:
                 costs[:, stage] += call.fixed_seconds
                 continue
             costs[:, stage] += offload_seconds(model, call.kind, cut, self.hardware)
-            beside = total(call_bytes(model, call.kind, call.workload, cut))
+            extra_bytes = total(call_bytes(model, call.kind, call.workload, cut))
             if call.kind != "generate":
-                beside = beside + held_weights(model, cut, call.kind)
+                extra_bytes = extra_bytes + generator_weights(model, cut, call.kind)
             if call.kind == "generate":
                 needed = np.maximum(needed, total(sync_bytes(model, call.workload, cut)))
-                generation = np.maximum(generation, beside)
+                generation = np.maximum(generation, extra_bytes)
                 cache = np.maximum(cache, least_cache_bytes(model, call.workload, cut))
                 full = np.maximum(full, full_cache_bytes(model, call.workload, cut))
                 continue
             trains = call.kind == "train"
             parts = pass_parts(model, call.workload, cut, self.hardware, trains=trains)
             costs[:, stage] += total(parts)
-            needed = np.maximum(needed, beside)
+            needed = np.maximum(needed, extra_bytes)
             if call.kind in self._exposed_kinds:
-                exposed = np.maximum(exposed, beside)
+                exposed = np.maximum(exposed, extra_bytes)
         if model.trained:
             needed = np.maximum(needed, total(save_bytes(model, cut)))
         first = next((call for call in calls if call.kind == "generate"), None)
@@ -280,21 +287,24 @@ class CostTable:
             stage = self.dataflow.stages.index(first.stage)
             costs[:, stage] += transition_seconds(model, cut, self.hardware)
         resident = total(resident_bytes(model, cut))
-        held = held_weights(model, cut, "infer") * self._offloads
-        return costs, resident, needed, exposed, held, generation, cache, full
+        idle_weights = generator_weights(model, cut, "infer") * self._offloads
+        return costs, resident, needed, exposed, idle_weights, generation, cache, full
 
     def _least_costs(self, entries: Entries, others: Array) -> Array:
-        """(sizes, stages): each stage's least over strategies that fit beside `others` bytes."""
-        place = np.searchsorted(self.sizes, entries.sizes)
-        resident = entries.resident + others[place]
-        index = np.flatnonzero(resident + entries.most_beside <= self.hardware.usable_bytes)
+        """(sizes, stages): least seconds over the strategies that fit.
+
+        others: (sizes,) resident bytes of the other models.
+        """
+        columns = np.searchsorted(self.sizes, entries.sizes)
+        resident = entries.resident + others[columns]
+        index = np.flatnonzero(resident + entries.peak_call_bytes <= self.hardware.usable_bytes)
         costs = entries.costs[index] + self._generation_costs(entries, index, resident[index])
         least = np.full((len(self.sizes), len(self.dataflow.stages)), np.inf)
-        np.minimum.at(least, place[index], costs)
+        np.minimum.at(least, columns[index], costs)
         return least
 
     def _generation_costs(self, entries: Entries, index: Array, resident: Array) -> Array:
-        """(len(index), stages): generation of some entries beside residents of so many bytes."""
+        """(len(index), stages): seconds of generation of some entries, given the resident bytes."""
         costs = np.zeros((len(index), len(self.dataflow.stages)))
         for call in self._generations(entries.model):
             stage = self.dataflow.stages.index(call.stage)
@@ -307,6 +317,7 @@ class CostTable:
         return costs
 
     def _generations(self, model: Model) -> list[Call]:
+        """The simulated generation calls of a model."""
         calls = self.dataflow.calls_of(model.name)
         generations = []
         for c in calls:
@@ -314,16 +325,17 @@ class CostTable:
                 generations.append(c)
         return generations
 
-    def _front_of(self, block: ModelSet, size: int, alone: bool) -> Front:
-        loud = []
+    def _compute_front(self, block: ModelSet, size: int, alone: bool) -> Front:
+        """The exact front of a set: adds one model after another, generating ones last."""
+        generating = []
         for n in block:
             if self._generations(self.entries[n].model):
-                loud.append(n)
-        order = [*(n for n in block if n not in loud), *loud]
+                generating.append(n)
+        order = [*(n for n in block if n not in generating), *generating]
         index = {}
         for number in block:
-            index[number] = self._useful(number, size)
-        coupled = self._is_coupled(order, loud, index)
+            index[number] = self._select_entries(number, size)
+        coupled = self._is_coupled(order, generating, index)
         stages = 1 if alone else len(self.dataflow.stages)
         zero = np.zeros(1)
         mixed = Front(np.zeros((1, stages)), np.empty((1, 0), dtype=np.int64), zero, zero, zero)
@@ -331,27 +343,27 @@ class CostTable:
             entries = self.entries[number]
             some = index[number]
             costs = entries.costs[some]
-            if number in loud and not coupled:
+            if number in generating and not coupled:
                 costs = costs + self._generation_costs(entries, some, entries.resident[some])
             costs = costs.sum(axis=1, keepdims=True) if alone else costs
             mixed = mixed.with_model(entries, some, costs, self.hardware.usable_bytes)
-            if number != order[-1]:  # drop dominated ones; memory counts if it couples models
+            if number != order[-1]:  # drop dominated ones; memory counts only if it couples models
                 memory = [mixed.resident, mixed.needed] if coupled else []
                 memory += [mixed.exposed] * (coupled and self._offloads)
                 mixed = mixed.take(pareto(np.column_stack([*memory, mixed.costs])))
         picks = mixed.entries[:, [order.index(number) for number in block]]
         own = {}
-        for number in loud:
+        for number in generating:
             if coupled:
                 own[number] = picks[:, block.index(number)]
-        costs, kept = self._with_generation(mixed, own)
-        return replace(mixed.take(kept), costs=costs[kept], entries=picks[kept])
+        costs, remaining = self._with_generation(mixed, own)
+        return replace(mixed.take(remaining), costs=costs[remaining], entries=picks[remaining])
 
     def _with_generation(self, mixed: Front, own: dict[int, Array]) -> tuple[Array, Array]:
-        """Costs with generation added for the models in `own`, and the indices of the front.
+        """(costs with generation, indices of the front). own: generating model -> its entries.
 
-        With many combinations, the most promising are simulated first. Of the others, only those
-        are that would not be dominated if each generator had the largest possible cache.
+        Of many combinations, the most promising are simulated first. The others are simulated only
+        if they would not be dominated with the largest possible cache for each generator.
         """
         costs = mixed.costs.copy()
         if not own:
@@ -371,12 +383,13 @@ class CostTable:
                 bound += best[np.searchsorted(values, index)]
             first = np.argpartition(bound.sum(axis=1), _MANY_COMBINATIONS // 4)
             first = first[: _MANY_COMBINATIONS // 4]
-            known = self._generation_added(mixed, own, first)
-            alive = unbeaten(bound, known[pareto(known)])
-        costs[alive] = self._generation_added(mixed, own, alive)
+            known = self._add_generation(mixed, own, first)
+            alive = select_unbeaten(bound, known[pareto(known)])
+        costs[alive] = self._add_generation(mixed, own, alive)
         return costs, alive[pareto(costs[alive])]
 
-    def _generation_added(self, mixed: Front, own: dict[int, Array], some: Array) -> Array:
+    def _add_generation(self, mixed: Front, own: dict[int, Array], some: Array) -> Array:
+        """Costs of some combinations with the seconds of generation."""
         costs = mixed.costs[some]
         for number, index in own.items():
             entries = self.entries[number]
@@ -385,37 +398,40 @@ class CostTable:
             costs = costs + (added.sum(axis=1, keepdims=True) if costs.shape[1] == 1 else added)
         return costs
 
-    def _useful(self, number: int, size: int) -> Array:
-        """Entries of a model on a pool size that no other beats in memory and every stage; those
-        that generate in different sizes are not compared."""
+    def _select_entries(self, number: int, size: int) -> Array:
+        """Entries of a model on a pool size that no other entry beats in memory and all stages.
+
+        Only entries with the same generation sizes are compared.
+        """
         key = number, size
         if key not in self._useful_entries:
             entries = self.entries[number]
             index = np.arange(*np.searchsorted(entries.sizes, [size, size + 1]))
             memory = [entries.resident, entries.needed, entries.generation_bytes]
-            memory += [entries.exposed, entries.held] * self._offloads
+            memory += [entries.exposed, entries.idle_weights] * self._offloads
             points = np.column_stack([*(part[index] for part in memory), entries.costs[index]])
             groups = entries.cut.gen_tp[index] * _MANY + entries.cut.gen_pp[index]
-            found = [index[:0]]
+            fronts = [index[:0]]
             for group in np.unique(groups):
                 members = np.flatnonzero(groups == group)
-                found.append(index[members[pareto(points[members])]])
-            self._useful_entries[key] = np.concatenate(found)
+                fronts.append(index[members[pareto(points[members])]])
+            self._useful_entries[key] = np.concatenate(fronts)
         return self._useful_entries[key]
 
     def _is_coupled(
-        self, order: Sequence[int], loud: Sequence[int], index: dict[int, Array]
+        self, order: Sequence[int], generating: Sequence[int], index: dict[int, Array]
     ) -> bool:
-        """Whether some combination does not fit, or leaves a generator less cache than it uses."""
+        """Whether a combination does not fit, or leaves a generator less cache than it could
+        use."""
         if not all(len(own) for own in index.values()):
             return True
         residents = sum(self.entries[n].resident[index[n]].max() for n in order)
         needed = max(self.entries[n].needed[index[n]].max() for n in order)
         exposed = max(self.entries[n].exposed[index[n]].max() for n in order)
-        held = sum(self.entries[n].held[index[n]].max() for n in loud)
-        if residents + max(needed, exposed + held) > self.hardware.usable_bytes:
+        idle_weights = sum(self.entries[n].idle_weights[index[n]].max() for n in generating)
+        if residents + max(needed, exposed + idle_weights) > self.hardware.usable_bytes:
             return True
-        for number in loud:
+        for number in generating:
             entries = self.entries[number]
             own = index[number]
             cache = self.cache_bytes(entries, own, np.asarray(residents))

@@ -20,7 +20,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
-from spmdflow.mapping.seconds import added, transition_seconds
+from spmdflow.mapping.seconds import add_parts, transition_seconds
 from spmdflow.plan.record import COMPUTE, Problem, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, simulated
@@ -149,7 +149,7 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
         members = []
         for name in names:
             members.append((step.dataflow.model(name), step.strategies[name]))
-        state = reduce(added, (state_bytes(model, cut) for model, cut in members))
+        state = reduce(add_parts, (state_bytes(model, cut) for model, cut in members))
         for title, parts in pool_memory(members, step.dataflow, hardware).items():
             if "kv_cache" in parts:
                 parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}

@@ -8,7 +8,7 @@ import numpy as np
 
 from spmdflow.mapping.dataflow import Engine, Model, Strategy, Workload
 from spmdflow.mapping.memory import call_bytes, resident_bytes, save_bytes
-from spmdflow.mapping.seconds import added
+from spmdflow.mapping.seconds import add_parts
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 
@@ -150,9 +150,9 @@ class Case:
         work = Workload(rows, self.prompt, self.response)
         found = {"resident": resident_bytes(model, cut)}
         for kind in ("infer", "train")[: 1 + self.trained]:
-            found[kind] = added(found["resident"], call_bytes(model, kind, work, cut))
+            found[kind] = add_parts(found["resident"], call_bytes(model, kind, work, cut))
         if self.trained:
-            found["save"] = added(found["resident"], save_bytes(model, cut))
+            found["save"] = add_parts(found["resident"], save_bytes(model, cut))
         return {
             phase: {name: float(np.ravel(size)[0]) for name, size in parts.items()}
             for phase, parts in found.items()

@@ -22,7 +22,7 @@ from spmdflow.mapping.search import (
     best_partitions,
     least_cost,
     partitions,
-    undominated,
+    select_undominated,
 )
 
 Table = Mapping[ModelSet, Options]
@@ -153,7 +153,7 @@ class Choice:
 
 def search(table: Table, number: int, size: int, *, keep: int) -> list[Choice]:
     """The package's search on a table: the best choice of each of the best partitions."""
-    pruned = {block: undominated(options) for block, options in table.items()}
+    pruned = {block: select_undominated(options) for block, options in table.items()}
     bounds = [
         (least_cost([pruned[block][0] for block in blocks], size), blocks)
         for blocks in partitions(number)

@@ -73,7 +73,7 @@ def test_text_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text("name: [")
 
-    with pytest.raises(ConfigError, match="does not read as YAML"):
+    with pytest.raises(ConfigError, match="is not valid YAML"):
         load_hardware(path)
 
 

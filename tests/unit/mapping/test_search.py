@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from spmdflow.mapping.search import (
     Options,
-    blocks_of,
+    model_sets,
     pareto,
     partitions,
-    unbeaten,
-    undominated,
+    select_unbeaten,
+    select_undominated,
 )
 from tests.unit.mapping_reference import (
     Choice,
@@ -48,7 +48,7 @@ def test_families_are_at_least_ten_thousand_tables() -> None:
 
 
 def _compare(family: Family, count: int, seed: int) -> None:
-    blocks = blocks_of(family.number)
+    blocks = model_sets(family.number)
     costs = random_costs(family, count, seed)
     expected = np.sort(algorithm_1_of_many(family, costs, blocks), axis=1)
     for own, wanted in zip(costs, expected):
@@ -87,7 +87,7 @@ def test_ten_thousand_tables_cost_what_trying_everything_finds(family: Family, c
 
 def test_the_vectorised_reference_equals_the_verbatim_one() -> None:
     family = Family(3, 5, 3, 2, 6, 0.3)
-    blocks = blocks_of(3)
+    blocks = model_sets(3)
     costs = random_costs(family, 20, seed=3)
 
     quick = algorithm_1_of_many(family, costs, blocks)
@@ -109,7 +109,7 @@ def test_partitions_are_all_of_them_once(number: int, bell: int) -> None:
 def test_the_kept_placement_costs_what_it_says_where_the_printed_algorithm_1_does_not() -> None:
     """Printed, Algorithm 1 keeps a reference to a placement that the next allocation updates."""
     family = Family(3, 5, 3, 1, 50, 0.0)
-    blocks = blocks_of(3)
+    blocks = model_sets(3)
     wrong = 0
     for own in random_costs(family, 50, seed=4):
         table = table_of(own, blocks)
@@ -126,7 +126,7 @@ def test_the_kept_placement_costs_what_it_says_where_the_printed_algorithm_1_doe
 
 def test_ties_are_answered_with_fewer_pools_and_always_the_same() -> None:
     same = Options(np.array([1, 2]), np.ones((2, 3)))
-    table = dict.fromkeys(blocks_of(3), same)
+    table = dict.fromkeys(model_sets(3), same)
 
     found = [search(table, 3, 6, keep=9) for _ in range(3)]
 
@@ -136,7 +136,7 @@ def test_ties_are_answered_with_fewer_pools_and_always_the_same() -> None:
 
 
 def test_nothing_fits_gives_no_choice() -> None:
-    table = {block: Options(np.array([4]), np.ones((1, 2))) for block in blocks_of(2)}
+    table = {block: Options(np.array([4]), np.ones((1, 2))) for block in model_sets(2)}
 
     assert search(table, 2, 3, keep=5) == []
 
@@ -166,7 +166,7 @@ def test_unbeaten_leaves_out_only_rows_that_the_front_beats(rows: list[list[int]
     table = np.array(rows, dtype=np.float64).reshape(len(rows), -1 if rows else 1)
     front = table[pareto(table)][:3]
 
-    kept = set(unbeaten(table, front).tolist())
+    kept = set(select_unbeaten(table, front).tolist())
 
     for number, row in enumerate(table):
         beaten = any((one <= row).all() and (one < row).any() for one in front)
@@ -177,7 +177,7 @@ def test_undominated_options_keep_their_numbers() -> None:
     sizes = np.array([1, 2, 2, 3])
     costs = np.array([[5.0, 5.0], [5.0, 5.0], [1.0, 9.0], [np.inf, 0.0]])
 
-    options, numbers = undominated(Options(sizes, costs))
+    options, numbers = select_undominated(Options(sizes, costs))
 
     assert sorted(numbers.tolist()) == [0, 2]
     assert options.costs.tolist() == costs[numbers].tolist()

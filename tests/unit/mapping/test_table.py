@@ -20,7 +20,7 @@ from spmdflow.mapping.dataflow import Dataflow, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.placed import Placed, Ranking, explain
-from spmdflow.mapping.search import Options, blocks_of
+from spmdflow.mapping.search import Options, model_sets
 from spmdflow.mapping.table import CostTable
 from tests.unit.mapping_reference import algorithm_1, strategies
 
@@ -131,7 +131,7 @@ def _check_front(dataflow: Dataflow, names: tuple[str, ...], size: int, hardware
 def test_ideal_options_are_never_above_the_exact_front(gigabytes: float) -> None:
     table = CostTable(_small_ppo(), _cramped(gigabytes), range(1, 17))
 
-    for block in blocks_of(4):
+    for block in model_sets(4):
         ideal = table.ideal(block)
         bound = dict(zip(ideal.sizes.tolist(), ideal.costs))
         for size in range(1, 17):
@@ -143,7 +143,7 @@ def test_ideal_options_are_never_above_the_exact_front(gigabytes: float) -> None
 
 def _all_fronts(table: CostTable, number: int, sizes: range, unit: int) -> dict:
     found = {}
-    for block in blocks_of(number):
+    for block in model_sets(number):
         fronts = [(size, table.front(block, size).costs) for size in sizes]
         counts = np.concatenate([np.full(len(c), size // unit) for size, c in fronts])
         found[block] = Options(counts.astype(np.int64), np.concatenate([c for _, c in fronts]))
