@@ -3,7 +3,7 @@
 | extension | a row is |
 |---|---|
 | .jsonl, .jsonl.gz | a line: one JSON object; blank lines are skipped |
-| .jsonl.zst | the same (needs the extra `parquet`, which decompresses it) |
+| .jsonl.zst | a line, as above (needs the extra `parquet`, which decompresses it) |
 | .parquet | a row; dates and decimals become text (needs the extra `parquet`) |
 
 The column `data.prompt_column` is text or, with `data.chat_template`, text or a list of messages
@@ -15,11 +15,11 @@ controller draws numbers (`PromptOrder`); ranks turn numbers into columns (`Prom
 
 | file | does |
 |---|---|
-| line_file | any of the formats, and folders of `datasets`, as lines that are read by number |
+| line_file | reads any of the formats, and folders of `datasets`, as lines by number |
 | tokenizer | transformers' tokenizers: ids, the text of responses |
 | chat | messages -> text -> token ids, by the tokenizer's chat template |
 | time_limit | stops a template that does not end |
-| encode | a row -> texts -> token ids and columns, or what is wrong with it |
+| encode | a row -> texts -> token ids and columns, or an error that names the cause |
 | scan | file -> `ScanReport`: good rows, over-long ones, bad ones; numbers -> columns |
 | stream | shuffled epochs with a cursor; resumable |
 """

@@ -2,16 +2,16 @@
 
 Special tokens that the template writes count. So do those in messages of trusted roles, which you
 or the model wrote. In all other messages (of users, tools, opponents) and in the schemas of tools,
-the text of a special token stays text: a user who writes `<|im_end|>` does not end the turn. This
-is exact:
+the text of a special token stays text: a user who writes `<|im_end|>` does not end the turn. The
+method is exact:
 
 1. Before rendering, each such text is replaced by a placeholder, so the template only copies it.
-2. In the rendered text, what still matches a special token was written by the template.
-3. The ids are those of one encoding of the whole text, by a copy of the tokenizer that knows its
-   special tokens under other spellings, which only the matches of 2. get.
+2. Text in the result that still matches a special token was written by the template.
+3. The complete text is encoded once, by a copy of the tokenizer with other spellings of the special
+   tokens. Only the matches of step 2 are written in these spellings.
 
 Without such texts nothing is replaced, and the ids are those of `apply_chat_template`. Added tokens
-that the tokenizer does not call special, such as `<think>` of Qwen3, count in every message.
+that the tokenizer does not mark as special, such as `<think>` of Qwen3, count in every message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLACEHOLDER = f"{secrets.randbelow(10**24):024d}"
 _SPELLING = f"{secrets.randbelow(10**24):024d}"
 _PLACEHOLDERS = re.compile(_PLACEHOLDER + r"(\d{6})")
 _DIGITS = re.compile("[0-9]+")
-"""A special token of digits alone would be found in every placeholder."""
+"""A special token that consists of digits would match inside every placeholder."""
 
 _TEMPLATE_FAILURES = (
     TypeError,
@@ -48,17 +48,17 @@ _TEMPLATE_FAILURES = (
     RecursionError,
     MemoryError,
 )
-"""What the program that a template is can raise, besides jinja's own errors."""
+"""Exceptions that a template can raise when it runs, apart from jinja's own."""
 
 
 _time_limit = TimeLimit(seconds=30)
-"""Of the rendering of one conversation."""
+"""Limit for rendering one conversation."""
 
 
 class ChatTemplate:
     """A tokenizer's chat template and its arguments. Any: a transformers tokenizer.
 
-    The texts of `render` contain placeholders; `ids` and `plain` are the ways to use them.
+    Texts of `render` contain placeholders. Pass them to `ids` or `remove_placeholders`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChatTemplate:
     ) -> None:
         """arguments: variables that the template reads, such as enable_thinking.
 
-        trusted_roles: of messages whose special tokens count.
+        trusted_roles: roles in whose messages special tokens count.
         """
         self.tokenizer = tokenizer
         self._arguments = dict(arguments or {})
@@ -87,31 +87,31 @@ class ChatTemplate:
     ) -> str:
         """The messages in the chat template, with the generation prompt unless answered.
 
-        tools: schemas that the template shows to the model. DataError if the template fails; the
-        caller adds file and line.
+        tools: schemas that the template shows to the model. Raises DataError if the template fails;
+        the caller adds file and line.
         """
         hidden = []
         for message in messages:
             is_trusted = message.get("role") in self._trusted_roles
-            hidden.append(message if is_trusted else self._hide(message))
-        hidden_tools = self._hide(tools)
+            hidden.append(message if is_trusted else self._hide_special_texts(message))
+        hidden_tools = self._hide_special_texts(tools)
         text = self._render(hidden, answered, hidden_tools)
         is_changed = hidden != messages or hidden_tools != tools
-        if is_changed and self.plain(text) != self._render(messages, answered, tools):
+        if is_changed and self.remove_placeholders(text) != self._render(messages, answered, tools):
             raise DataError(
-                f"{self._name} writes other text where a message contains the text of a special "
+                f"{self._label} writes other text where a message contains the text of a special "
                 f"token, expected it to copy messages; remove that text from the message"
             )
         return text
 
-    def plain(self, text: str) -> str:
-        """Rendered text as the template wrote it, without placeholders."""
+    def remove_placeholders(self, text: str) -> str:
+        """Rendered text with the original texts in place of the placeholders."""
         if _PLACEHOLDER not in text:
             return text
         return _PLACEHOLDERS.sub(lambda match: self._special[int(match[1])], text)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of rendered texts, or of parts of them."""
+        """Token ids of rendered texts, or of parts of them, in order."""
         ids = template_ids(self.tokenizer, [text for text in texts if _PLACEHOLDER not in text])
         others = []
         for text in texts:
@@ -129,10 +129,12 @@ class ChatTemplate:
         return result
 
     @property
-    def _name(self) -> str:
+    def _label(self) -> str:
         return f"the chat template of the tokenizer {self.tokenizer.name_or_path!r}"
 
     def _render(self, messages: list[Message], answered: bool, tools: list[Any] | None) -> str:
+        """Run the template within its time limit; DataError if it fails or does not end."""
+
         def run_template() -> str:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -148,39 +150,43 @@ class ChatTemplate:
             return _time_limit.call(run_template)
         except OutOfTime as err:
             raise DataError(
-                f"{self._name} has not written the messages after {_time_limit.seconds:g} s of "
+                f"{self._label} has not written the messages after {_time_limit.seconds:g} s of "
                 f"processor time, expected it to end; correct the template, or the messages"
             ) from err
         except TemplateError as err:
             raise DataError(f"the chat template refuses the messages ({err})") from err
         except _TEMPLATE_FAILURES as err:
             if str(err):
-                said = f"{type(err).__name__}: {err}"
+                cause = f"{type(err).__name__}: {err}"
             else:
-                said = type(err).__name__
+                cause = type(err).__name__
             raise DataError(
-                f"{self._name} fails on the messages ({said}), expected text; correct the "
+                f"{self._label} fails on the messages ({cause}), expected text; correct the "
                 f"template, or the messages"
             ) from err
 
-    def _hide(self, value: Any) -> Any:
-        """A value of JSON with placeholders for the texts of special tokens."""
+    def _hide_special_texts(self, value: Any) -> Any:
+        """A copy of a JSON value with placeholders for the texts of special tokens."""
         try:
-            return self._hide_below(value)
+            return self._hide_in_value(value)
         except RecursionError as err:
             raise DataError(
-                "has lists or objects in a message, or in a tool, that are too deep to read; take "
-                "them out"
+                "has lists or objects in a message, or in a tool, that are nested too deeply; "
+                "remove them"
             ) from err
 
-    def _hide_below(self, value: Any) -> Any:
+    def _hide_in_value(self, value: Any) -> Any:
+        """Recursive part of `_hide_special_texts`.
+
+        Raises DataError if this tokenizer cannot keep such a text as text.
+        """
         if isinstance(value, dict):
             result = {}
             for name, x in value.items():
-                result[self._hide_below(name)] = self._hide_below(x)
+                result[self._hide_in_value(name)] = self._hide_in_value(x)
             return result
         if isinstance(value, list):
-            return [self._hide_below(each) for each in value]
+            return [self._hide_in_value(each) for each in value]
         if not isinstance(value, str) or self._pattern is None:
             return value
         if self._pattern.search(value) is None:
@@ -205,13 +211,13 @@ class ChatTemplate:
         return value
 
     def _respell(self, text: str) -> str:
-        """Rendered text in which the template's special tokens have the copy's spellings."""
+        """Rendered text with the template's special tokens in the spellings of the copy."""
         assert self._pattern is not None, "no special tokens, so no placeholders"
-        return self.plain(self._pattern.sub(lambda match: match[0] + _SPELLING, text))
+        return self.remove_placeholders(self._pattern.sub(lambda match: match[0] + _SPELLING, text))
 
 
 def _special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Texts of the special tokens, the longest first."""
+    """Texts of the special tokens, longest first."""
     added = tokenizer.added_tokens_decoder.values()
     texts = set()
     for token in added:
@@ -228,7 +234,7 @@ def _pattern_of(texts: tuple[str, ...]) -> re.Pattern[str] | None:
 
 @lru_cache(maxsize=4)
 def _respelled_tokenizer(tokenizer: Any, special: tuple[str, ...]) -> Any:
-    """A copy whose special tokens have `_SPELLING` behind their text, and the same ids.
+    """A copy of the tokenizer whose special tokens end in `_SPELLING` and have the same ids.
 
     Any: a tokenizer of transformers; the copy is a `tokenizers.Tokenizer`.
     """
@@ -250,11 +256,11 @@ def _respelled_tokenizer(tokenizer: Any, special: tuple[str, ...]) -> Any:
         model["vocab"] = [[respell(text), *more] for text, *more in vocabulary]
     if model.get("unk_token") is not None:
         model["unk_token"] = respell(model["unk_token"])
-    if "merges" in model:  # none may write a special token, as its old spelling is gone
+    if "merges" in model:  # no merge may produce a special token's old spelling, which is gone
         model["merges"] = [
             merge
             for merge in model["merges"]
-            if not {_merged(merge), *_parts(merge)}.intersection(special)
+            if not {_join_merge(merge), *_split_merge(merge)}.intersection(special)
         ]
     document["post_processor"] = None  # it adds special tokens, which the template has written
     document["truncation"] = None
@@ -262,11 +268,11 @@ def _respelled_tokenizer(tokenizer: Any, special: tuple[str, ...]) -> Any:
     return type(backend).from_str(json.dumps(document))
 
 
-def _parts(merge: str | list[str]) -> list[str]:
+def _split_merge(merge: str | list[str]) -> list[str]:
     if isinstance(merge, str):
         return merge.split(" ")
     return merge
 
 
-def _merged(merge: str | list[str]) -> str:
-    return "".join(_parts(merge))
+def _join_merge(merge: str | list[str]) -> str:
+    return "".join(_split_merge(merge))

@@ -1,23 +1,23 @@
 """A line of a file -> a row's texts and its other fields; texts -> token ids and columns.
 
-A row with answers is cut into segments that are tokenised separately, as prompt and response are
-when the model generates. The answers, with the token that ends them, are marked as learnt.
+A row with answers is cut into segments that are tokenised separately, like prompt and response when
+the model generates. The answers, including the token that ends them, are marked as learnt.
 
 | rows | columns |
 |---|---|
 | prompts | `prompts`, `prompt_text` |
 | examples | `prompts`: the whole row |
 | pairs | `prompts`: prompt + chosen, then prompt + rejected; `chosen_tokens`: where it is cut |
-| labels | `prompts`: prompt + answer; `desirable`: the label; `answers`: its tokens alone |
+| labels | `prompts`: prompt + answer; `desirable`: the label; `answers`: the answer's tokens |
 
-Examples may be conversations, in which every assistant turn is learnt; with
-`data.rows_per_conversation=answers` each of these turns is a row of its own.
+Examples may be conversations, in which every assistant turn is learnt. With
+`data.rows_per_conversation=answers` each of these turns is a separate row.
 
 The last three have `loss_mask`, True at the learnt tokens, and empty `responses`: the tokens of a
-row count once, as prompt tokens. In pairs and labels the answer of a conversation is its last turn
-alone: earlier assistant turns are part of the prompt, written as the template writes them there.
+row count once, as prompt tokens. In pairs and labels only the last turn of a conversation is the
+answer. Earlier assistant turns are part of the prompt, as the template writes them there.
 
-Errors are `DataError`s that say what is wrong with one row; the caller adds file and line.
+Errors are `DataError`s about one row; the caller adds file and line.
 """
 
 from __future__ import annotations
@@ -48,31 +48,33 @@ Marked = tuple[list[int], list[bool]]
 
 
 def row_of(line: bytes, source: DataSource) -> Row:
-    """The JSON object of a line, with the columns renamed that its source renames.
+    """The JSON object of a line, with columns renamed as its source says.
 
-    Rows of a mixture also get the source's name. The order of the fields is kept.
+    Rows of a mixture also get the source's name. Fields keep their order. Raises DataError if the
+    line is no JSON object, a column is missing, or a new name is already taken.
     """
-    row = _json_of(line)
+    row = _parse_json(line)
     names: dict[str, list[str]] = {}
     for name, column in source.columns:
         names.setdefault(column, []).append(name)
         _check_column(row, column)
-    found = []
+    fields = []
     for old, value in row.items():
         for new in names.get(old, [old]):
-            found.append((new, value))
-    found += [(SOURCE_COLUMN, source.name)] if source.name else []
-    renamed = dict(found)
-    if len(renamed) < len(found):
-        twice = next(name for name in renamed if [new for new, _ in found].count(name) > 1)
+            fields.append((new, value))
+    fields += [(SOURCE_COLUMN, source.name)] if source.name else []
+    renamed = dict(fields)
+    if len(renamed) < len(fields):
+        twice = next(name for name in renamed if [new for new, _ in fields].count(name) > 1)
         raise DataError(
-            f"has {twice!r} besides the column that gets this name; expected one; rename its own "
-            f"too, as in (own_{twice}={twice})"
+            f"has {twice!r} in addition to the column that gets this name; expected one; rename "
+            f"the existing one too, as in (own_{twice}={twice})"
         )
     return renamed
 
 
-def _json_of(line: bytes) -> Row:
+def _parse_json(line: bytes) -> Row:
+    """The JSON object of a line; DataError if it is not UTF-8, not JSON or not an object."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as err:
@@ -96,7 +98,7 @@ class PromptEncoder:
     """Turns the prompt column of rows into text and token ids."""
 
     def __init__(self, tokenizer: Any, data: DataSettings) -> None:
-        """Any: a transformers tokenizer. ConfigError if it lacks what the settings ask for."""
+        """Any: a transformers tokenizer. ConfigError if data.chat_template needs one it lacks."""
         if data.chat_template and not tokenizer.chat_template:
             raise ConfigError(
                 f"data.chat_template: got true, but the tokenizer {tokenizer.name_or_path!r} has "
@@ -112,7 +114,7 @@ class PromptEncoder:
         self._tools_column = data.tools_column
 
     def num_texts(self, row: Row) -> int:
-        """How many rows of a batch the row becomes."""
+        """Number of batch rows that this row produces."""
         return 1
 
     def text(self, row: Row, number: int = 0) -> Any:
@@ -131,11 +133,11 @@ class PromptEncoder:
             value = self._template.render(_messages_of(value, column), tools=self.tools(row))
         elif not isinstance(value, str):
             hint = "; chat messages need data.chat_template=true"
-            raise _wrong(row, column, "text" + (hint if isinstance(value, list) else ""))
-        return _sound(value, column)
+            raise _column_error(row, column, "text" + (hint if isinstance(value, list) else ""))
+        return _check_text(value, column)
 
     def tools(self, row: Row) -> list[Any] | None:
-        """The tools that the chat template shows; None without a column of tools, or if empty."""
+        """The tools that the chat template shows; None if the column is missing or empty."""
         column = self._tools_column
         if column is None:
             return None
@@ -148,24 +150,24 @@ class PromptEncoder:
                     f"has {column!r} that is no JSON ({err}), expected a list of tools"
                 ) from err
         if value and not isinstance(value, list):
-            raise _wrong(row, column, "a list of tools, or its JSON as text")
+            raise _column_error(row, column, "a list of tools, or its JSON as text")
         return value or None
 
     def num_characters(self, text: Any) -> int:
-        """How many characters of a text are tokenised."""
-        return len(self._template.plain(text))
+        """Number of characters of a text that are tokenised."""
+        return len(self._template.remove_placeholders(text))
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
-        """Token ids of each text; a row with an empty list cannot be used."""
+        """Token ids of each text. A text with no ids cannot be used."""
         if self._chat:
             return self._template.ids(texts)
         return plain_ids(self._tokenizer, texts)
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
-        """`prompts`, the ids as a ragged column, and this kind's other columns."""
+        """`prompts` (ids as a ragged column) and the other columns of this kind of rows."""
         return {
-            "prompts": _ragged(self.ids(texts), torch.int64),
-            "prompt_text": [self._template.plain(text) for text in texts],
+            "prompts": _ragged_from_lists(self.ids(texts), torch.int64),
+            "prompt_text": [self._template.remove_placeholders(text) for text in texts],
         }
 
     def other_fields(self, row: Row) -> str:
@@ -174,12 +176,14 @@ class PromptEncoder:
 
 
 class AnswerEncoder(PromptEncoder):
-    """Rows that hold their answers. A row's text: (segments of its one or two sequences, label).
+    """Encodes rows that contain their answers.
 
-    Rows without a label column have the label True.
+    A row's text is (segments of its one or two sequences, label). The label is True for rows
+    without a label column.
     """
 
     def __init__(self, tokenizer: Any, data: DataSettings) -> None:
+        """Any: a transformers tokenizer. ConfigError if it has no end-of-sequence token."""
         super().__init__(tokenizer, data)
         self._kind = data.rows
         self._answers = tuple(data.answer_columns)
@@ -190,11 +194,11 @@ class AnswerEncoder(PromptEncoder):
         self._read = kinds[data.rows]
 
     def num_texts(self, row: Row) -> int:
-        """One; or, with data.rows_per_conversation=answers, the number of the assistant's turns."""
+        """Number of assistant turns with data.rows_per_conversation=answers, otherwise one."""
         if not (self._one_answer and self._chat):
             return 1
         messages, column = self._conversation(row)
-        count = len(_answers_in(messages))
+        count = len(_answer_positions(messages))
         if count > MAX_TEXTS_PER_LINE:
             raise DataError(
                 f"has {count} answers in {column!r}, expected at most {MAX_TEXTS_PER_LINE}"
@@ -208,22 +212,22 @@ class AnswerEncoder(PromptEncoder):
         return self._read(row)
 
     def num_characters(self, text: tuple[tuple[Segments, ...], bool]) -> int:
-        """How many characters of a row's sequences are tokenised."""
+        """Number of characters of a row's sequences that are tokenised."""
         sequences, _ = text
         parts = [part for segments in sequences for part, _ in segments]
-        return sum(len(self._template.plain(part)) for part in parts)
+        return sum(len(self._template.remove_placeholders(part)) for part in parts)
 
     def ids(self, texts: list[Any]) -> list[list[int]]:
-        """Token ids of each row; those of a pair are both sequences, joined."""
-        return [ids for ids, _ in self._tokens(texts)[0]]
+        """Token ids of each row. A pair's ids are both sequences, concatenated."""
+        return [ids for ids, _ in self._encode_rows(texts)[0]]
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
         """The columns of this kind of rows (module docstring)."""
-        rows, first = self._tokens(texts)
+        rows, first = self._encode_rows(texts)
         columns: dict[str, Tensor | list[str]] = {
-            "prompts": _ragged([ids for ids, _ in rows], torch.int64),
+            "prompts": _ragged_from_lists([ids for ids, _ in rows], torch.int64),
             "responses": ragged(torch.zeros(0, dtype=torch.int64), torch.zeros(len(rows)).long()),
-            "loss_mask": _ragged([mask for _, mask in rows], torch.bool),
+            "loss_mask": _ragged_from_lists([mask for _, mask in rows], torch.bool),
         }
         if self._kind == "pairs":
             lengths = [len(ids) for ids, _ in first]
@@ -233,22 +237,24 @@ class AnswerEncoder(PromptEncoder):
             for row in rows:
                 answers.append([token for token, own in zip(*row) if own])
             columns["desirable"] = torch.tensor([good for _, good in texts], dtype=torch.bool)
-            columns["answers"] = _ragged(answers, torch.int64)
+            columns["answers"] = _ragged_from_lists(answers, torch.int64)
         return columns
 
-    def _tokens(self, texts: list[Any]) -> tuple[list[Marked], list[Marked]]:
-        """(each row's sequences joined, each row's first sequence alone)."""
-        made = self._encoded([segments for sequences, _ in texts for segments in sequences])
+    def _encode_rows(self, texts: list[Any]) -> tuple[list[Marked], list[Marked]]:
+        """(each row's sequences concatenated, each row's first sequence)."""
+        encoded = self._encode_segments(
+            [segments for sequences, _ in texts for segments in sequences]
+        )
         if self._kind != "pairs":
-            return made, made
-        chosen = made[::2]
-        rejected = made[1::2]
+            return encoded, encoded
+        chosen = encoded[::2]
+        rejected = encoded[1::2]
         both = []
         for (a, m), (b, n) in zip(chosen, rejected, strict=True):
             both.append((a + b, m + n))
         return both, chosen
 
-    def _encoded(self, sequences: list[Segments]) -> list[Marked]:
+    def _encode_segments(self, sequences: list[Segments]) -> list[Marked]:
         """Token ids of each sequence and which of them are learnt."""
         first_texts = [head for (head, _), *_ in sequences]
         other_texts = [text for _, *following in sequences for text, _ in following]
@@ -258,7 +264,7 @@ class AnswerEncoder(PromptEncoder):
         else:
             heads = plain_ids(self._tokenizer, first_texts)
             following = iter(template_ids(self._tokenizer, other_texts))
-        made = []
+        marked_rows = []
         for segments, head in zip(sequences, heads, strict=True):
             tokens = list(head)
             mask = [False] * len(head)
@@ -266,40 +272,40 @@ class AnswerEncoder(PromptEncoder):
                 more = next(following) + ([] if self._chat else [self._eos])
                 tokens = tokens + more
                 mask = mask + [learnt] * len(more)
-            made.append((tokens, mask) if head else ([], []))  # no prompt to predict from
-        return made
+            marked_rows.append((tokens, mask) if head else ([], []))  # no prompt to predict from
+        return marked_rows
 
     def _example(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
-        """Prompt and response; or a conversation, whose assistant turns are learnt."""
+        """Segments of prompt and answer, or of a conversation whose assistant turns are learnt."""
         if not self._chat:
-            return (self._answered(row, self._answers[0]),), True
+            return (self._answer_segments(row, self._answers[0]),), True
         messages, column = self._conversation(row)
-        return (self._turns(messages, column, self.tools(row)),), True
+        return (self._turn_segments(messages, column, self.tools(row)),), True
 
     def _conversation(self, row: Row) -> tuple[Messages, str]:
-        """The messages of a chat with its answers, and the column that holds them.
+        """The messages of a chat including its answers, and the column that holds them.
 
-        They are the prompt column's; a column of answers, if there is one, adds the last.
+        They are the prompt column's. If there is a column of answers, it adds the last message.
         """
         column = self._column
         _check_column(row, column)
         messages = _messages_of(row[column], column)
         if not self._answers:
             return messages, column
-        said = _answer_of(row, self._answers[0])
-        return [*messages, {"role": "assistant", "content": said}], column
+        answer = _answer_of(row, self._answers[0])
+        return [*messages, {"role": "assistant", "content": answer}], column
 
     def _answer_in(self, row: Row, number: int) -> Segments:
-        """The answer of that number in a conversation, after all that comes before it."""
+        """Segments up to answer `number` of a conversation; only this answer is learnt."""
         messages, column = self._conversation(row)
-        places = _answers_in(messages)
-        if not places:
-            raise _no_answer(column)
-        return self._last_turn(messages[: places[number] + 1], column, self.tools(row))
+        positions = _answer_positions(messages)
+        if not positions:
+            raise _no_answer_error(column)
+        return self._last_turn_segments(messages[: positions[number] + 1], column, self.tools(row))
 
     def _pair(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
-        """A prompt with the better and with the worse answer."""
-        chosen, rejected = (self._judged(row, answer) for answer in self._answers)
+        """Segments of a prompt with the better and with the worse answer."""
+        chosen, rejected = (self._last_answer_segments(row, answer) for answer in self._answers)
         names = " and ".join(map(repr, self._answers))
         if chosen == rejected:
             raise DataError(f"has the same answer in {names}, expected two that differ")
@@ -308,43 +314,43 @@ class AnswerEncoder(PromptEncoder):
         return (chosen, rejected), True
 
     def _label(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
-        """A single answer with a label."""
+        """Segments of a prompt with an answer, and the answer's label."""
         answer, label = self._answers
         if row.get(label) not in (True, False):  # 1 and 0 are allowed; a missing label is None
-            raise _wrong(row, label, "true or false (whether the answer is good)")
-        return (self._judged(row, answer),), bool(row[label])
+            raise _column_error(row, label, "true or false (whether the answer is good)")
+        return (self._last_answer_segments(row, answer),), bool(row[label])
 
-    def _answered(self, row: Row, answer: str) -> Segments:
-        """The prompt column, and the answer in that column."""
-        said = _answer_of(row, answer)
+    def _answer_segments(self, row: Row, answer: str) -> Segments:
+        """Segments of the prompt column and of the answer in column `answer`."""
+        text = _answer_of(row, answer)
         if not self._chat:
-            return ((self.prompt(row), False), (_sound(said, answer), True))
+            return ((self.prompt(row), False), (_check_text(text, answer), True))
         _check_column(row, self._column)
-        asked = _messages_of(row[self._column], self._column)
-        messages = [*asked, {"role": "assistant", "content": said}]
-        return self._last_turn(messages, self._column, self.tools(row))
+        prompt = _messages_of(row[self._column], self._column)
+        messages = [*prompt, {"role": "assistant", "content": text}]
+        return self._last_turn_segments(messages, self._column, self.tools(row))
 
-    def _judged(self, row: Row, answer: str) -> Segments:
-        """The prompt, and the answer in that column as the only learnt segment, at the end.
+    def _last_answer_segments(self, row: Row, answer: str) -> Segments:
+        """Segments of the prompt and of the answer in column `answer`, which alone is learnt.
 
-        Without a prompt column, answers begin with the prompt, up to the last data.prompt_end.
+        Without a prompt column, answers start with the prompt, up to the last data.prompt_end.
         """
         if self._chat and (not self._column or isinstance(row.get(answer), list)):
-            return self._last_turn(self._dialogue(row, answer), answer, self.tools(row))
+            return self._last_turn_segments(self._dialogue(row, answer), answer, self.tools(row))
         if self._column:
-            return self._answered(row, answer)
-        return self._divided(row, answer)
+            return self._answer_segments(row, answer)
+        return self._cut_text(row, answer)
 
     def _dialogue(self, row: Row, answer: str) -> Messages:
-        """The messages of the prompt and of the answer, which the assistant gives."""
+        """Messages of the prompt followed by the assistant's answer; DataError if it has none."""
         if not isinstance(row.get(answer), list):
-            raise _wrong(row, answer, "messages (the prompt and the answer)")
+            raise _column_error(row, answer, "messages (the prompt and the answer)")
         messages = _messages_of(row[answer], answer)
         if self._column:
             if len(messages) != 1:
                 raise DataError(
-                    f"has {answer!r} with {len(messages)} messages beside {self._column!r}, "
-                    f"expected one (the answer); set data.prompt_column=null for whole "
+                    f"has {answer!r} with {len(messages)} messages next to {self._column!r}, "
+                    f"expected one (the answer); set data.prompt_column=null for complete "
                     f"conversations"
                 )
             _check_column(row, self._column)
@@ -356,91 +362,93 @@ class AnswerEncoder(PromptEncoder):
             )
         return messages
 
-    def _divided(self, row: Row, answer: str) -> Segments:
-        """The text in a column, cut where the prompt ends."""
-        text = _sound(_answer_of(row, answer), answer)
-        place = text.rfind(self._prompt_end)
-        if place < 0:
+    def _cut_text(self, row: Row, answer: str) -> Segments:
+        """Segments of the text in column `answer`, cut where the prompt ends."""
+        text = _check_text(_answer_of(row, answer), answer)
+        cut = text.rfind(self._prompt_end)
+        if cut < 0:
             raise DataError(
                 f"has no {self._prompt_end!r} in {answer!r}, expected one before the answer; set "
-                f"data.prompt_end, or data.prompt_column for prompts of their own"
+                f"data.prompt_end, or data.prompt_column for separate prompts"
             )
-        end = place + len(self._prompt_end)
+        end = cut + len(self._prompt_end)
         if not text[end:].strip():
-            raise DataError(f"has an empty answer in {answer!r}, expected text behind the prompt")
+            raise DataError(f"has an empty answer in {answer!r}, expected text after the prompt")
         return ((text[:end], False), (text[end:], True))
 
-    def _turns(self, messages: Messages, column: str, tools: list[Any] | None) -> Segments:
+    def _turn_segments(self, messages: Messages, column: str, tools: list[Any] | None) -> Segments:
         """Segments of messages: each assistant turn (learnt), and the text before it (not)."""
         segments: list[tuple[str, bool]] = []
         done = ""
-        for place in _answers_in(messages):
-            before, answer = self._answer_at(messages, place, column, tools)
+        for position in _answer_positions(messages):
+            before, answer = self._answer_at(messages, position, column, tools)
             if not before.startswith(done):
                 raise DataError(
-                    f"has message {place + 1} of {column!r}, before which the chat template "
+                    f"has message {position + 1} of {column!r}, before which the chat template "
                     f"writes earlier messages differently, expected them to stay; set "
-                    f"data.rows_per_conversation=answers, which makes each answer a row of its own"
+                    f"data.rows_per_conversation=answers, which makes each answer a separate row"
                 )
             segments += [(before[len(done) :], False), (answer, True)]
             done = before + answer
         if not segments:
-            raise _no_answer(column)
-        return tuple((_sound(text, column), learnt) for text, learnt in segments)
+            raise _no_answer_error(column)
+        return tuple((_check_text(text, column), learnt) for text, learnt in segments)
 
-    def _last_turn(self, messages: Messages, column: str, tools: list[Any] | None) -> Segments:
-        """The last message as the only learnt segment, after all messages before it."""
+    def _last_turn_segments(
+        self, messages: Messages, column: str, tools: list[Any] | None
+    ) -> Segments:
+        """Segments of the last message (learnt) and of all messages before it (not learnt)."""
         before, answer = self._answer_at(messages, len(messages) - 1, column, tools)
-        return ((_sound(before, column), False), (_sound(answer, column), True))
+        return ((_check_text(before, column), False), (_check_text(answer, column), True))
 
     def _answer_at(
-        self, messages: Messages, place: int, column: str, tools: list[Any] | None
+        self, messages: Messages, position: int, column: str, tools: list[Any] | None
     ) -> tuple[str, str]:
-        """Text of the messages before messages[place], and what that one adds to it."""
-        before = self._template.render(messages[:place], tools=tools)
-        after = self._template.render(messages[: place + 1], answered=True, tools=tools)
+        """Text of the messages before messages[place], and the text that this one adds."""
+        before = self._template.render(messages[:position], tools=tools)
+        after = self._template.render(messages[: position + 1], answered=True, tools=tools)
         if not after.startswith(before):
             raise DataError(
-                f"has message {place + 1} of {column!r}, which the chat template does not write "
-                f"behind its own generation prompt, expected the prompt to stay; set "
+                f"has message {position + 1} of {column!r}, which the chat template does not write "
+                f"after its own generation prompt, expected the prompt to stay; set "
                 f"data.chat_template_arguments so that the two fit, or change the template"
             )
         return before, after[len(before) :]
 
 
-def _answers_in(messages: Messages) -> list[int]:
-    """Places of the messages that the assistant gives as answers, so not of a first message."""
+def _answer_positions(messages: Messages) -> list[int]:
+    """Indices of the assistant's messages, except a first message, which answers nothing."""
     result = []
-    for place, message in enumerate(messages):
-        if place and message["role"] == "assistant":
-            result.append(place)
+    for position, message in enumerate(messages):
+        if position and message["role"] == "assistant":
+            result.append(position)
     return result
 
 
-def _no_answer(column: str) -> DataError:
+def _no_answer_error(column: str) -> DataError:
     return DataError(f"has no answer in {column!r}, expected a turn of an assistant")
 
 
 def encoder_of(tokenizer: Any, data: DataSettings) -> PromptEncoder:
-    """The encoder of the rows of a data section. Any: a transformers tokenizer."""
+    """The encoder for the rows of a data section. Any: a transformers tokenizer."""
     return (PromptEncoder if data.rows == "prompts" else AnswerEncoder)(tokenizer, data)
 
 
 def _answer_of(row: Row, column: str) -> str:
-    """The text in a column; DataError unless there is one."""
+    """The text in a column; DataError if it is missing or empty."""
     value = row.get(column)
     if not isinstance(value, str):
-        raise _wrong(row, column, "text (the answer)")
+        raise _column_error(row, column, "text (the answer)")
     if not value:
         raise DataError(f"has an empty {column!r}, expected text (the answer)")
     return value
 
 
 def _messages_of(value: object, column: str) -> Messages:
-    """The messages that a column holds; a text is one message of the user."""
+    """The messages in a column (a text is one of the user); DataError if they are invalid."""
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
-        raise _wrong({column: value}, column, "text or messages")
+        raise _column_error({column: value}, column, "text or messages")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise DataError(
@@ -461,13 +469,14 @@ def _messages_of(value: object, column: str) -> Messages:
     return messages
 
 
-def _sound(text: str, column: str) -> str:
+def _check_text(text: str, column: str) -> str:
     if _SURROGATE.search(text):
         raise DataError(f"has half a character (a lone surrogate) in {column!r}")
     return text
 
 
-def _wrong(row: Row, column: str, expected: str) -> DataError:
+def _column_error(row: Row, column: str, expected: str) -> DataError:
+    """Error for a column that is missing or holds a value of the wrong type."""
     if column in row:
         got = f"{column!r} = {_kind_of(row[column])}"
     else:
@@ -476,12 +485,12 @@ def _wrong(row: Row, column: str, expected: str) -> DataError:
 
 
 def _kind_of(value: object) -> str:
-    """The type of a JSON value in words, and the keys of an object."""
+    """The type of a JSON value in words, with the keys of an object."""
     if isinstance(value, dict):
         return f"object with {', '.join(map(repr, value)) or 'nothing'}"
     names = {list: "list", str: "text", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
 
 
-def _ragged(rows: list[Any], dtype: torch.dtype) -> Tensor:
+def _ragged_from_lists(rows: list[Any], dtype: torch.dtype) -> Tensor:
     return ragged_from_rows([torch.tensor(row, dtype=dtype) for row in rows], dtype=dtype)

@@ -1,9 +1,9 @@
-"""A file of rows as lines of JSON that can be read in one pass or by number. Knows no columns.
+"""A file of rows as lines of JSON that can be read in one pass or by number, whatever its columns.
 
 Compressed files (gzip, zstd), Parquet and data sets are converted once into an unnamed temporary
-file, never into memory. The only file that uses pyarrow (extra `parquet`) and `datasets` (extra
-`datasets`), both imported late. A data set's folder is one that `save_to_disk` wrote, or files as
-on the hub (Parquet, JSON, CSV, text) with the configs and splits of its README.md.
+file, never into memory. Only this file uses pyarrow (extra `parquet`) and `datasets` (extra
+`datasets`), and it imports them late. A data set's folder was written by `save_to_disk`, or has
+files like on the hub (Parquet, JSON, CSV, text) with the configs and splits of its README.md.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ _ROWS_AT_A_TIME = 1024
 class LineFile:
     """Lines of JSON: of a JSONL file (compressed or not), a Parquet file or a data set.
 
-    Numbered from 0, blank ones included.
+    Lines are numbered from 0, including blank ones.
     """
 
-    def __init__(self, place: str | Path) -> None:
-        """place: a file, or FOLDER[:[config/]split]. DataError if there is no such file or folder,
-        its extension is unknown, or it is damaged; ConfigError if a library is missing."""
-        self.path = Path(place)
-        path, split = split_place(str(place))
+    def __init__(self, location: str | Path) -> None:
+        """Open the file, or convert it to lines in a temporary file.
+
+        location: a file, or FOLDER[:[config/]split]. Raises DataError if there is no such file or
+        folder, its extension is unknown, or it is damaged; ConfigError if a library is missing.
+        """
+        self.path = Path(location)
+        path, split = split_place(str(location))
         if Path(path).is_dir() and not path.endswith(FILE_ENDINGS):
             self._file: BinaryIO = tempfile.TemporaryFile()
             write_data_set(path, split, self._file)
@@ -51,30 +54,30 @@ class LineFile:
         return len(self._index()) - 1
 
     def lines(self) -> Iterator[bytes]:
-        """All lines in order; several passes and reads may run at once."""
+        """All lines in order. Several passes and reads may run at the same time."""
         position = 0
-        begun: list[bytes] = []  # blocks of a line whose end is not read yet; joined once
+        incomplete: list[bytes] = []  # blocks of a line whose end is not read yet
         while block := os.pread(self._file.fileno(), _BLOCK_BYTES, position):
             position += len(block)
             *lines, rest = block.split(b"\n")
             if lines:
-                first = b"".join([*begun, lines[0], b"\n"])
-                begun = []
+                first = b"".join([*incomplete, lines[0], b"\n"])
+                incomplete = []
                 yield first
                 del first  # it may be large
                 for line in lines[1:]:
                     yield line + b"\n"
             if rest:
-                begun.append(rest)
-        if begun:
-            yield b"".join(begun)
+                incomplete.append(rest)
+        if incomplete:
+            yield b"".join(incomplete)
 
     def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """These lines, in the order given."""
+        """The lines with these numbers, in this order; DataError if the file has fewer lines."""
         starts = self._index()
         last = max(numbers, default=0)
         if numbers and not 0 <= min(numbers) <= last < len(starts) - 1:
-            got = f"{len(starts) - 1} lines, of which line {last + 1} is wanted"
+            got = f"{len(starts) - 1} lines, but line {last + 1} was requested"
             do = "it has changed since it was scanned, or differs on this node: restore it"
             raise DataError.of(self.path, got, "the lines that were scanned", do)
         result = []
@@ -85,7 +88,7 @@ class LineFile:
         return result
 
     def _index(self) -> array[int]:
-        """Where each line starts, and where the last one ends; 8 bytes per line."""
+        """Offset of each line's start, and of the end; 8 bytes per line. Computed at first use."""
         if self._starts is None:
             starts = array("q", [0])
             for line in self.lines():
@@ -95,7 +98,7 @@ class LineFile:
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file, or an unnamed temporary file with its rows as lines."""
+    """Open a file of lines, or convert its rows to lines in an unnamed temporary file."""
     ending = next((ending for ending in FILE_ENDINGS if path.name.endswith(ending)), None)
     if ending is None:
         got = f"the extension {path.suffix!r}"
@@ -121,20 +124,23 @@ def unzip(path: Path, target: BinaryIO) -> None:
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target)
     except (OSError, EOFError, zlib.error) as err:
-        raise _damaged(path, "gzip", err) from err
+        raise _damage_error(path, "gzip", err) from err
 
 
 def unpack_zstd(path: Path, target: BinaryIO) -> None:
-    """The same for zstd. ConfigError if pyarrow is not installed."""
-    pyarrow = _pyarrow(path, "a zstd file")
+    """Decompress a zstd file and append it to target; DataError if it is damaged.
+
+    ConfigError if pyarrow is not installed.
+    """
+    pyarrow = _import_pyarrow(path, "a zstd file")
     try:
         with pyarrow.input_stream(str(path), compression="zstd") as packed:
             shutil.copyfileobj(packed, target)
     except (pyarrow.ArrowException, OSError) as err:
-        raise _damaged(path, "zstd", err) from err
+        raise _damage_error(path, "zstd", err) from err
 
 
-def _damaged(path: Path, form: str, err: BaseException) -> DataError:
+def _damage_error(path: Path, form: str, err: BaseException) -> DataError:
     return DataError(
         f"{path}: got a damaged or cut-off {form} file ({err}); expected {form}; copy it again"
     )
@@ -145,7 +151,7 @@ def write_as_lines(path: Path, target: BinaryIO) -> None:
 
     ConfigError if pyarrow is not installed, DataError if the file is no Parquet.
     """
-    pyarrow = _pyarrow(path, "a Parquet file")
+    pyarrow = _import_pyarrow(path, "a Parquet file")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
@@ -162,7 +168,8 @@ def _write_rows(rows: Iterable[dict[str, Any]], target: BinaryIO) -> None:
         target.write(json.dumps(row, default=str).encode() + b"\n")
 
 
-def _pyarrow(path: Path, what: str) -> Any:  # the module; its package has no types
+def _import_pyarrow(path: Path, what: str) -> Any:  # the module; its package has no types
+    """Import pyarrow; ConfigError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -177,40 +184,45 @@ _SAVED_SPLITS = "dataset_dict.json"
 
 
 def write_data_set(path: str, split: str, target: BinaryIO) -> None:
-    """Append one JSON object per row of a folder to target; values that JSON lacks become text.
+    """Append one JSON object per row of a folder to target. Values that JSON lacks become text.
 
-    split: ":split", ":config/split" or "" (train, or all that was saved). ConfigError if
-    `datasets` is not installed, DataError if the folder cannot be read or has no such split.
+    split: ":split", ":config/split" or "" (train, or the only one that was saved). Raises
+    ConfigError if `datasets` is not installed, and DataError if the folder cannot be read or has no
+    such split.
     """
-    library = _library(path)
+    library = _import_datasets(path)
     config, _, name = split.removeprefix(":").rpartition("/")
     errors = (OSError, ValueError, KeyError, library.exceptions.DatasetsError)
     try:
-        _write_rows(_rows(library, path, config, name), target)
+        _write_rows(_load_rows(library, path, config, name), target)
     except errors as err:
-        said = f"{type(err).__name__}: {' '.join(str(err).split())}"
+        cause = f"{type(err).__name__}: {' '.join(str(err).split())}"
         where = f"{path}{split}"
-        got = f"a folder that datasets cannot read ({said})"
-        do = "correct the config and the split behind the colon, or download it again"
+        got = f"a folder that datasets cannot read ({cause})"
+        do = "correct the config and the split after the colon, or download it again"
         raise DataError.of(where, got, "a data set with that split", do) from err
 
 
-def _rows(library: Any, path: str, config: str, split: str) -> Iterable[dict[str, Any]]:
+def _load_rows(library: Any, path: str, config: str, split: str) -> Iterable[dict[str, Any]]:
+    """The rows of a folder's split; ValueError if a saved data set has no such split."""
     folder = Path(path)
     if not any((folder / name).is_file() for name in (_SAVED, _SAVED_SPLITS)):
-        found = library.load_dataset(path, config or None, split=split or "train", streaming=True)
-        return found  # type: ignore[no-any-return]
-    found = library.load_from_disk(path)
-    if isinstance(found, dict):
-        if (split or "train") not in found:
-            raise ValueError(f"its splits are {', '.join(found)}")
-        return found[split or "train"]  # type: ignore[no-any-return]
+        data_set = library.load_dataset(
+            path, config or None, split=split or "train", streaming=True
+        )
+        return data_set  # type: ignore[no-any-return]
+    data_set = library.load_from_disk(path)
+    if isinstance(data_set, dict):
+        if (split or "train") not in data_set:
+            raise ValueError(f"its splits are {', '.join(data_set)}")
+        return data_set[split or "train"]  # type: ignore[no-any-return]
     if split:
         raise ValueError("it was saved without splits")
-    return found
+    return data_set
 
 
-def _library(path: str) -> Any:  # the module; it is imported late
+def _import_datasets(path: str) -> Any:  # the module
+    """Import datasets; ConfigError if it is not installed."""
     try:
         import datasets
     except ImportError as err:

@@ -1,6 +1,6 @@
-"""Files of rows: scanned once on rank 0, then read by number on every rank.
+"""Files of rows, which rank 0 scans once and every rank then reads by row number.
 
-A scan finds out which rows are good, too long or unreadable. `PromptSource` turns row numbers into
+A scan determines which rows are good, too long or unreadable. `PromptSource` turns row numbers into
 columns.
 """
 
@@ -32,25 +32,25 @@ logger = logging.getLogger(__name__)
 
 _TOKENISED_AT_A_TIME = 256
 _CHARACTERS_AT_A_TIME = 1 << 20
-_SHOWN = 5  # bad rows named in a message
+_SHOWN = 5  # bad rows listed in a message
 
 
 @dataclass(frozen=True)
 class ScannedFile(DataSource):
-    """What a scan found out about one source; plain data."""
+    """Scan results of one source; plain data."""
 
     num_bytes: int = 0
-    """Size of the file, or of a data set's rows as lines; it must be the same on every rank."""
+    """Size of the file, or of a data set's rows as lines. It must be the same on every rank."""
     first: int = 0
-    """Number of its first row; the rows of a mixture are numbered through all files.
+    """Number of its first row. The rows of a mixture are numbered across all files.
 
-    A row's number is first + line x data.texts_per_line + the place of its text in the line.
+    A row's number is first + line x data.texts_per_line + the index of its text in the line.
     """
 
 
 @dataclass(frozen=True)
 class ScanReport:
-    """What a scan found in a file, or in the files of a mixture; plain data."""
+    """Scan results of a file, or of the files of a mixture; plain data."""
 
     path: str
     num_bytes: int
@@ -62,7 +62,7 @@ class ScanReport:
     token_lengths: np.ndarray
     """(n,) int32: prompt tokens of each good row, aligned with rows."""
     num_too_long: int
-    """Rows left out because they are longer than data.max_prompt_tokens."""
+    """Rows skipped because they are longer than data.max_prompt_tokens."""
     longest_tokens: int
     """Tokens of the longest good prompt."""
     bad_rows: list[str]
@@ -73,17 +73,17 @@ class ScanReport:
     """The sources; empty if no file was read (spmdflow.plan)."""
 
     def file_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """(n,) int64: index in `files` of the file that has each of the rows `numbers`."""
+        """(n,) int64: for each of these row numbers, the index in `files` of its file."""
         first = [file.first for file in self.files]
         return np.searchsorted(first, numbers, side="right") - 1
 
     def tokens_of(self, numbers: Sequence[int]) -> np.ndarray:
-        """(n,) int64: prompt tokens of the good rows `numbers`."""
-        places = np.searchsorted(self.rows, numbers)
-        return self.token_lengths[places].astype(np.int64)
+        """(n,) int64: prompt tokens of the good rows with these numbers."""
+        indices = np.searchsorted(self.rows, numbers)
+        return self.token_lengths[indices].astype(np.int64)
 
     def part(self, start: int, stop: int) -> ScanReport:
-        """The same with the good rows start to stop alone: a report travels in such parts."""
+        """The report with only the good rows start to stop; reports are sent in such parts."""
         lengths = self.token_lengths[start:stop]
         return replace(self, rows=self.rows[start:stop], token_lengths=lengths)
 
@@ -92,29 +92,30 @@ class ScanReport:
         parts = [f"{self.path}: {len(self.rows)} prompts of at most {self.longest_tokens} tokens"]
         if len(self.files) > 1:
             counts = np.bincount(self.file_of(self.rows), minlength=len(self.files)).tolist()
-            whole = sum(file.weight for file in self.files)
+            total_weight = sum(file.weight for file in self.files)
             parts += [
-                f"{file.name} {count} (drawn {file.weight / whole:.0%})"
+                f"{file.name} {count} (drawn {file.weight / total_weight:.0%})"
                 for file, count in zip(self.files, counts, strict=True)
             ]
         if self.num_too_long:
-            parts.append(f"{self.num_too_long} too long, left out")
+            parts.append(f"{self.num_too_long} too long, skipped")
         if self.bad_rows:
             parts.append(f"{len(self.bad_rows)} unreadable, skipped")
         return ", ".join(parts)
 
 
 def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
-    """Read, check and tokenise every row once (rank 0); texts are not kept.
+    """Read, check and tokenise every row once (on rank 0), without storing texts.
 
-    setting: data.train_path or data.eval_path. Any: a transformers tokenizer. DataError if a file
-    cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or if none is left.
+    setting: data.train_path or data.eval_path. Any: a transformers tokenizer. Raises DataError if a
+    file cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or if no usable
+    row remains.
     """
     encoder = encoder_of(tokenizer, cfg)
-    passes: list[_Pass] = []
+    passes: list[_FileScan] = []
     for source in data_sources("data", str(setting) if isinstance(setting, Path) else setting):
         first = passes[-1].end if passes else 0
-        passes.append(_Pass(source, encoder, cfg, first=first, tokenizer=tokenizer))
+        passes.append(_FileScan(source, encoder, cfg, first=first, tokenizer=tokenizer))
         passes[-1].run()
     return ScanReport(
         path=" + ".join(str(one.file.path) for one in passes),
@@ -134,7 +135,7 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
 
 
 def join_reports(parts: Sequence[ScanReport]) -> ScanReport:
-    """The report of which `ScanReport.part` made these, one after the other."""
+    """Join consecutive parts made by `ScanReport.part` to the complete report."""
     return replace(
         parts[0],
         rows=np.concatenate([part.rows for part in parts]),
@@ -142,8 +143,8 @@ def join_reports(parts: Sequence[ScanReport]) -> ScanReport:
     )
 
 
-class _Pass:
-    """What is found in one file; lines, and the rows of a line, are counted from 0."""
+class _FileScan:
+    """The scan of one file. Lines, and the rows of a line, are counted from 0."""
 
     def __init__(
         self,
@@ -168,14 +169,14 @@ class _Pass:
         self._bad: list[tuple[int, str]] = []
 
     def run(self) -> None:
-        """Read the file once; DataError for more than max_bad_rows bad rows, or if no row is left.
+        """Read the file once and log every bad row.
 
-        Every bad row is logged.
+        Raises DataError for more than max_bad_rows bad rows, or if no usable row remains.
         """
         for texts in self._batches():
             self._measure(texts)
         if len(self._bad) > self._cfg.max_bad_rows:
-            raise self._too_many("")
+            raise self._bad_rows_error("")
         for number in self.rows:
             self.digest.update(number.to_bytes(8, "little"))
         for bad in self.bad_rows():
@@ -193,7 +194,7 @@ class _Pass:
 
     @property
     def end(self) -> int:
-        """Number behind that of its last row."""
+        """One more than the number of its last row."""
         return self.first + self.num_lines * self._cfg.texts_per_line
 
     def bad_rows(self) -> list[str]:
@@ -205,22 +206,22 @@ class _Pass:
 
     @cached_property
     def _most_characters(self) -> float:
-        """A text with more is longer than max_prompt_tokens, whatever it says."""
+        """A text with more characters than this has more than max_prompt_tokens tokens."""
         longest = longest_token(self._tokenizer)
         if longest is None:
             return inf
         return self._cfg.max_prompt_tokens * longest
 
     def _batches(self) -> Iterator[list[tuple[int, Any]]]:
-        """Texts that are tokenised together, so that a long one does not take the memory of many.
+        """Batches of texts to tokenise together, limited in number and characters.
 
-        Those that cannot fit into max_prompt_tokens are counted and never tokenised.
+        Texts that cannot fit into max_prompt_tokens are counted and never tokenised.
         """
         batch: list[tuple[int, Any]] = []
         num_characters = 0
         for number, text in self._texts():
             size = self._encoder.num_characters(text)
-            # asked only for long texts: it looks at the whole vocabulary
+            # only for long texts: _most_characters reads the complete vocabulary
             if size > self._cfg.max_prompt_tokens and size > self._most_characters:
                 self.num_too_long += 1
                 continue
@@ -244,7 +245,7 @@ class _Pass:
                 texts = self._texts_in(line)
             except DataError as err:
                 self.num_rows += 1
-                self._note(number, str(err))
+                self._add_bad_row(number, str(err))
                 continue
             self.num_rows += len(texts)
             start = number * self._cfg.texts_per_line
@@ -259,24 +260,26 @@ class _Pass:
         return result
 
     def _measure(self, texts: list[tuple[int, Any]]) -> None:
+        """Tokenise texts and record which are good, too long or empty."""
         all_ids = self._encoder.ids([text for _, text in texts])
         for (number, _), ids in zip(texts, all_ids):
             if not ids:
                 column = self._cfg.prompt_column or self._cfg.answer_columns[0]
                 line = number // self._cfg.texts_per_line
-                self._note(line, f"has no tokens in {column!r}")
+                self._add_bad_row(line, f"has no tokens in {column!r}")
             elif len(ids) > self._cfg.max_prompt_tokens:
                 self.num_too_long += 1
             else:
                 self.rows.append(number)
                 self.token_lengths.append(len(ids))
 
-    def _note(self, line: int, reason: str) -> None:
+    def _add_bad_row(self, line: int, reason: str) -> None:
         self._bad.append((line, reason))
-        if len(self._bad) >= self._cfg.max_bad_rows + _SHOWN:  # enough to show: read no further
-            raise self._too_many("at least ")
+        if len(self._bad) >= self._cfg.max_bad_rows + _SHOWN:  # enough to report: stop reading
+            raise self._bad_rows_error("at least ")
 
-    def _too_many(self, how: str) -> DataError:
+    def _bad_rows_error(self, how: str) -> DataError:
+        """Error for too many bad rows, with the first of them. how: a prefix of their number."""
         lines = self.bad_rows()[:_SHOWN]
         more = len(self._bad) - _SHOWN
         lines += [f"... and {more} more"] if more > 0 else []
@@ -288,10 +291,10 @@ class _Pass:
 
 
 class PromptSource:
-    """Rows of scanned files by number. Safe to use from two threads."""
+    """Reads rows of scanned files by number. Safe to use from two threads."""
 
     def __init__(self, files: Sequence[ScannedFile], data: DataSettings) -> None:
-        """DataError if a file here is not as long as the one that was scanned."""
+        """Raises DataError if a file on this node is not as long as the one that was scanned."""
         self._files = [(facts, LineFile(facts.place)) for facts in files]
         for facts, file in self._files:
             if file.num_bytes != facts.num_bytes:
@@ -304,9 +307,10 @@ class PromptSource:
         self._encoder = encoder_of(load_tokenizer(data.tokenizer_path), data)
 
     def read_rows(self, numbers: Sequence[int]) -> TensorDict:
-        """The rows `numbers`, in this order: `prompts` (ragged int64), `row` (text), and others.
+        """Columns of the rows with these numbers, in this order.
 
-        Others: columns of this kind of rows (`encode`). DataError if the file has changed.
+        The columns are `prompts` (ragged int64), `row` (text) and those of this kind of rows
+        (`encode`). Raises DataError if the file has changed.
         """
         rows = [self._row(number) for number in numbers]
         columns = self._encoder.columns([text for text, _ in rows])
@@ -314,27 +318,27 @@ class PromptSource:
         assert isinstance(prompts, Tensor), type(prompts)
         for number, length in zip(numbers, lengths_of(prompts).tolist()):
             if not 0 < length <= self._max_prompt_tokens:
-                raise self._changed(number, f"has {length} tokens")
+                raise self._change_error(number, f"has {length} tokens")
         batch = TensorDict({}, batch_size=[len(numbers)])
         for name, column in (columns | {"row": [others for _, others in rows]}).items():
             set_column(batch, name, column)
         return batch
 
     def _row(self, number: int) -> tuple[Any, str]:
-        """The encoder's text and the other fields."""
+        """The encoder's text of a row, and the row's other fields as JSON."""
         facts, file = self._file_of(number)
-        place, text_number = divmod(number - facts.first, self._texts_per_line)
-        (line,) = file.read([place])
+        line_number, text_number = divmod(number - facts.first, self._texts_per_line)
+        (line,) = file.read([line_number])
         try:
             row = row_of(line, facts)
             return self._encoder.text(row, text_number), self._encoder.other_fields(row)
         except DataError as err:
-            raise self._changed(number, str(err)) from err
+            raise self._change_error(number, str(err)) from err
 
     def _file_of(self, number: int) -> tuple[ScannedFile, LineFile]:
         return self._files[bisect_right(self._files, number, key=lambda item: item[0].first) - 1]
 
-    def _changed(self, number: int, what: str) -> DataError:
+    def _change_error(self, number: int, what: str) -> DataError:
         facts, file = self._file_of(number)
         line = (number - facts.first) // self._texts_per_line
         return DataError(

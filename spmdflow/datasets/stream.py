@@ -1,11 +1,11 @@
 """The order in which rows are drawn: epochs of row numbers with a cursor. Integers only.
 
 An epoch is a permutation of the good rows, derived from (seed, epoch), and from the stream's name
-if it is a second one. A step takes the next
-prompts_per_step numbers and may span two epochs: no row is lost, none repeated within an epoch.
-In a mixture the source of every prompt is drawn by weight, derived from (seed, step); each source
-gives its rows in an order of its own, derived from (seed, epoch, its name), whatever the others
-are. Two sources of equal length are permuted differently. Knows no texts and no tokens.
+if it is a second one. A step takes the next prompts_per_step numbers and may span two epochs: no
+row is lost, and none is repeated within an epoch. In a mixture the source of every prompt is drawn
+by weight, derived from (seed, step). Each source has its own order of rows, derived from (seed,
+epoch, its name), which does not depend on the other sources. Two sources of equal length are
+permuted differently. This module does not know texts or tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PromptOrder:
         shuffle: bool = True,
         name: str = "",
     ) -> None:
-        """name: of a second stream; another name gives another order.
+        """name: name of a second stream; another name gives another order.
 
-        DataError if the file has fewer good rows than one step takes.
+        Raises DataError if the file has fewer good rows than one step takes.
         """
         if len(report.rows) < prompts_per_step:
             got = f"{len(report.rows)} usable prompts of {report.num_rows} rows"
@@ -61,11 +61,11 @@ class PromptOrder:
 
     @property
     def epoch(self) -> int:
-        """Passes over the file, or over every file of a mixture, that are complete."""
+        """Number of complete passes over the file, or over every file of a mixture."""
         return min(epochs.number for epochs in self._epochs)
 
     def next_rows(self) -> list[int]:
-        """Row numbers of the next step, prompts_per_step of them."""
+        """Take the prompts_per_step row numbers of the next step."""
         if len(self._epochs) == 1:
             return self._epochs[0].take(self._prompts_per_step)
         self._step += 1
@@ -75,7 +75,7 @@ class PromptOrder:
         return [epochs.take(1)[0] for epochs in drawn]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what identifies the stream; plain data."""
+        """The position and the identity of the stream; plain data."""
         files = [epochs.state_dict() for epochs in self._epochs]
         state = self._identity() | {"has_own_orders": all(each.name for each in self._epochs)}
         if len(files) == 1:
@@ -83,10 +83,10 @@ class PromptOrder:
         return state | {"step": self._step, "files": files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was saved; CheckpointError if it is another stream's.
+        """Continue at the saved position; CheckpointError if it belongs to another stream.
 
-        What an earlier version saved goes on in that version's order, in which all sources and
-        streams were permuted alike: no row is lost or repeated within an epoch.
+        A state of an earlier version continues in that version's order, in which all sources and
+        streams had the same permutation, so no row is lost or repeated within an epoch.
         """
         for key, mine in self._identity().items():
             if state.get(key) != mine:
@@ -101,7 +101,7 @@ class PromptOrder:
             epochs.load_state_dict(saved)
 
     def _identity(self) -> dict[str, Any]:
-        """Everything that the order depends on; not the path, as files may be moved."""
+        """Everything that the order depends on. The path is not part of it: files may be moved."""
         weights = {}
         for file in self._report.files:
             weights[file.name] = file.weight
@@ -117,7 +117,7 @@ class _Epochs:
     """Endless row numbers of one file."""
 
     def __init__(self, rows: np.ndarray, seed: int, *, name: str, shuffle: bool) -> None:
-        """name: of the source in its mixture; empty: the order does not depend on it."""
+        """name: the source in its mixture. If it is empty, the order does not depend on it."""
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
@@ -125,22 +125,22 @@ class _Epochs:
         self.load_state_dict({"epoch": 0, "position": 0})
 
     def take(self, count: int) -> list[int]:
-        """The next `count` rows."""
+        """Take the next `count` row numbers, across epochs if necessary."""
         rows: list[int] = []
         while len(rows) < count:
-            taken = self._order[self._position : self._position + count - len(rows)]
-            rows += taken
-            self._position += len(taken)
+            next_rows = self._order[self._position : self._position + count - len(rows)]
+            rows += next_rows
+            self._position += len(next_rows)
             if self._position == len(self._order):
                 self.load_state_dict({"epoch": self.number + 1, "position": 0})
         return rows
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor."""
+        """Epoch and position in it."""
         return {"epoch": self.number, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a cursor."""
+        """Go to a saved epoch and position."""
         self.number = int(state["epoch"])
         self._position = int(state["position"])
         self._order: list[int] = self._rows.tolist()

@@ -1,8 +1,8 @@
-"""A limit of processor time for code of others that runs in this thread, such as chat templates.
+"""A limit of CPU time for foreign code that runs in this thread, such as chat templates.
 
-A template is a program that may never end. Python has no other way to stop one than an exception
-that another thread raises in it, so a daemon thread looks at the processor time of those that run.
-Code that is inside one long operation of C (`"a" * 10**12`) is not stopped before that ends.
+A template is a program that may never end. Python can only stop it by an exception that another
+thread raises in it, so a daemon thread watches the CPU time of threads that run one. Code inside
+one long C operation (`"a" * 10**12`) is not stopped before that operation ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _LOOK_EVERY_SECONDS = 0.5
 _AGAIN_SECONDS = 1.0
-"""Of processor time, from one stop to the next."""
+"""CPU time between two attempts to stop the same function."""
 
 
 class OutOfTime(Exception):
@@ -25,18 +25,18 @@ class OutOfTime(Exception):
 
 
 class TimeLimit:
-    """Runs functions and stops those that take too much processor time. Safe from all threads."""
+    """Runs functions and stops those that take too much CPU time. Thread-safe."""
 
     def __init__(self, seconds: float) -> None:
-        """seconds: of the thread that runs the function; other load does not count."""
+        """seconds: CPU time of the thread that runs the function, so other load does not count."""
         self.seconds = seconds
         self._lock = threading.Lock()
         self._ends: dict[int, float] = {}
-        """Thread -> its processor time at which its function is stopped."""
+        """Thread -> its CPU time at which its function is stopped."""
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], T]) -> T:
-        """The function's result; OutOfTime if it was stopped. Not to be nested."""
+        """The function's result; OutOfTime if it was stopped. Calls must not be nested."""
         thread = threading.get_ident()
         with self._lock:
             self._ends[thread] = time.thread_time() + self.seconds
@@ -48,11 +48,11 @@ class TimeLimit:
         try:
             return function()
         finally:
-            with self._lock:  # a stop that comes at this very moment is raised here
+            with self._lock:  # a stop at this very moment is raised here
                 self._ends.pop(thread, None)
 
     def _watch(self) -> None:
-        """Stop the functions that are out of time, for as long as the process lives."""
+        """Stop functions that exceed their limit, as long as the process lives."""
         while True:
             time.sleep(_LOOK_EVERY_SECONDS)
             with self._lock:
@@ -60,13 +60,13 @@ class TimeLimit:
                 for thread, end in self._ends.items():
                     if _used_by(thread) > end:
                         late.append(thread)
-                for thread in late:  # again, while it runs: a finalizer would swallow the stop
+                for thread in late:  # repeated, because a finalizer may swallow the exception
                     self._ends[thread] = _used_by(thread) + _AGAIN_SECONDS
                     _raise_in(thread)
 
 
 def _used_by(thread: int) -> float:
-    """Processor time of a thread that is inside of `call`, in seconds."""
+    """CPU time in seconds of a thread that is in `call`."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 

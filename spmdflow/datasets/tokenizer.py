@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from spmdflow.data.ragged import rows_of
 from spmdflow.errors import ConfigError
 
-# Any stands for a transformers tokenizer: its base class is untyped and imported late.
+# Tokenizers of transformers are typed Any: their base class is untyped and imported late.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -52,7 +52,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def eos_token_id(tokenizer: Any) -> int:
-    """Id that ends a response; ConfigError if the tokenizer names none. May equal bos."""
+    """Id that ends a response; it may equal bos. ConfigError if the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"data.tokenizer_path: got {tokenizer.name_or_path!r}, which names no end-of-sequence "
@@ -62,7 +62,7 @@ def eos_token_id(tokenizer: Any) -> int:
 
 
 def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids with special tokens that the tokenizer puts before a text, not those after it."""
+    """Token ids, with special tokens that the tokenizer adds before a text but not those after."""
     if not texts:
         return []
     rows = tokenizer(texts, verbose=False).input_ids  # over-long ones are counted, not warned of
@@ -71,10 +71,10 @@ def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Most characters of a text that one token can stand for; None if there is no known limit.
+    """The most characters that one token can represent; None if there is no known limit.
 
-    Byte-level BPE and BPE with byte fallback have one. An unknown word, which is one token however
-    long it is, has none, nor has white space that a tokenizer drops. White space that a special
+    Byte-level BPE and BPE with byte fallback have a limit. There is none if an unknown word is one
+    token whatever its length, or if the tokenizer drops white space. White space that a special
     token swallows (lstrip, rstrip) is not counted.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -117,26 +117,26 @@ def _keeps_characters(step: dict[str, Any]) -> bool:
     return kind in ("NFC", "Prepend", "ByteLevel", "Digits", "Metaspace")
 
 
-def encode_again(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Ids by the tokenizer `other` of the texts of rows (ids), special tokens as it adds them.
+def reencode(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Decode rows of ids with `tokenizer` and encode the texts with `other`.
 
-    A text that is empty becomes its end-of-sequence token.
+    `other` adds its special tokens. An empty text becomes its end-of-sequence token.
     """
     if not rows:
         return []
-    found = other(_decode(tokenizer, rows), verbose=False).input_ids
-    return [ids or [eos_token_id(other)] for ids in found]
+    rows_of_ids = other(_decode(tokenizer, rows), verbose=False).input_ids
+    return [ids or [eos_token_id(other)] for ids in rows_of_ids]
 
 
 def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids of rendered chats: the template has written the special tokens already."""
+    """Token ids of rendered chats, in which the template already wrote the special tokens."""
     if texts:
         return tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     return []
 
 
 def _num_trailing(tokenizer: Any) -> int:
-    """How many tokens (an end-of-sequence) the tokenizer puts after every text."""
+    """Number of tokens (such as an end-of-sequence) that the tokenizer adds after every text."""
     bare = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
     for start in range(len(full) - len(bare) + 1):
@@ -154,53 +154,58 @@ _CUT = "\ufffd"
 def response_texts(
     tokenizer: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> list[str]:
-    """The text of each response behind its prompt (token ids); all are decoded together."""
+    """The text of each response when it follows its prompt; all are decoded in one batch."""
     texts = _texts_after(tokenizer, [prompt[-_CONTEXT:] for prompt in prompts], responses)
-    left = []
-    for place, text in enumerate(texts):
+    unknown = []
+    for index, text in enumerate(texts):
         if text is None:
-            left.append(place)
-    behind = [prompts[place] for place in left]
-    after = [responses[place] for place in left]
+            unknown.append(index)
+    behind = [prompts[index] for index in unknown]
+    after = [responses[index] for index in unknown]
     alone = _decode(tokenizer, after)
-    for place, text, own in zip(left, _texts_after(tokenizer, behind, after), alone, strict=True):
-        texts[place] = own if text is None else text
+    for index, text, own in zip(
+        unknown, _texts_after(tokenizer, behind, after), alone, strict=True
+    ):
+        texts[index] = own if text is None else text
     return [text or "" for text in texts]
 
 
 def token_lengths(
     tokenizer: Any, rows: Sequence[Sequence[int]], texts: Sequence[str]
 ) -> list[list[int]]:
-    """Characters of each row's text that each of its tokens (ids) shows; each row sums to its text.
+    """For each token of each row (ids), the number of characters of the row's text that it shows.
 
-    0: a special token, or a part of a character that a later token completes.
+    Each row's numbers sum to the length of its text. A special token shows 0 characters, and so
+    does a part of a character that a later token completes.
     """
     ids = list(dict.fromkeys(each for row in rows for each in row))
     decoded = tokenizer.batch_decode([[each] for each in ids], clean_up_tokenization_spaces=False)
     pieces = dict(zip(ids, decoded, strict=True))
     result = []
     for row, text in zip(rows, texts):
-        result.append(_lengths(map(pieces.__getitem__, row), text))
+        result.append(_shown_lengths(map(pieces.__getitem__, row), text))
     return result
 
 
-def _lengths(pieces: Iterable[str], text: str) -> list[int]:
-    found = []
+def _shown_lengths(pieces: Iterable[str], text: str) -> list[int]:
+    """For each piece (a token decoded alone), the number of characters of text that it shows."""
+    lengths = []
     at = 0
     hidden = 0
     for piece in pieces:
-        # decoded alone, a piece may lack its leading space; hidden ones left characters before it
-        place = text.find(piece, at, at + len(piece) + 2 + hidden) if piece else -1
-        found.append(0 if place < 0 else place + len(piece) - at)
-        at = at + found[-1]
-        hidden = hidden + 1 if place < 0 else 0
-    if found:
-        found[-1] += len(text) - at
-    return found
+        # decoded alone, a piece may lack its leading space, and pieces that show nothing leave
+        # characters before it
+        start = text.find(piece, at, at + len(piece) + 2 + hidden) if piece else -1
+        lengths.append(0 if start < 0 else start + len(piece) - at)
+        at = at + lengths[-1]
+        hidden = hidden + 1 if start < 0 else 0
+    if lengths:
+        lengths[-1] += len(text) - at
+    return lengths
 
 
 def decode_responses(batch: TensorDict, tokenizer: Any) -> list[str]:
-    """The text of each response of a batch with prompts and responses, such as a map function's."""
+    """The text of each response of a batch with the columns prompts and responses."""
     ids = ([row.tolist() for row in rows_of(batch[name])] for name in ("prompts", "responses"))
     return response_texts(tokenizer, *ids)
 
@@ -209,6 +214,7 @@ class StopStrings:
     """Finds where a response ends because its text contains a stop string."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        """strings: the stop strings, at least one. Any: a transformers tokenizer."""
         self._tokenizer = tokenizer
         self._strings = strings
         self._special = frozenset(tokenizer.all_special_ids)
@@ -216,8 +222,11 @@ class StopStrings:
         """Most tokens that a string can span: each holds at least one byte of it."""
 
     def first_ends(self, rows: Sequence[tuple[list[int], list[int], int]]) -> list[int | None]:
-        """For each (prompt, response, number of tokens checked before): the response's length up to
-        the token that completed a string, or None. Texts are decoded in one batch first."""
+        """For each row, the response's length up to the token that completed a string, or None.
+
+        rows: (prompt, response, number of response tokens that were checked before). All texts are
+        first decoded in one batch.
+        """
         windows = []
         for prompt, response, known in rows:
             shown = []
@@ -227,10 +236,14 @@ class StopStrings:
             windows.append(shown[-(len(response) - known + self._window + 2 * _CONTEXT) :])
         texts = self._tokenizer.batch_decode(windows, clean_up_tokenization_spaces=False)
         result = []
-        for (prompt, said, known), text in zip(rows, texts, strict=True):
+        for (prompt, response, known), text in zip(rows, texts, strict=True):
             result.append(
                 next(
-                    (n for n in range(known + 1, len(said) + 1) if self.ends(prompt, said[:n])),
+                    (
+                        n
+                        for n in range(known + 1, len(response) + 1)
+                        if self.ends(prompt, response[:n])
+                    ),
                     None,
                 )
                 if any(string in text for string in self._strings)
@@ -241,7 +254,7 @@ class StopStrings:
     def ends(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
         """Whether the last token of response completed a string.
 
-        The tokens before it must not have: call it after each token.
+        The tokens before it must not have completed one, so call this after each token.
         """
         if response[-1] in self._special:
             return False
@@ -258,7 +271,7 @@ class StopStrings:
 def _texts_after(
     tokenizer: Any, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
 ) -> list[str | None]:
-    """The text that the tokens `after` add to those `before`, row by row; None: unknown.
+    """The text that the tokens `after` add to those `before`, for each row; None if unknown.
 
     Prompts that several samples share are decoded once.
     """
@@ -268,18 +281,19 @@ def _texts_after(
         both.append([*head, *ids])
     shown = dict(zip(heads, _decode(tokenizer, heads), strict=True))
     pairs = zip(map(shown.__getitem__, map(tuple, before)), _decode(tokenizer, both), strict=True)
-    return [_without_head(head, whole) for head, whole in pairs]
+    return [_remove_prefix(head, full_text) for head, full_text in pairs]
 
 
-def _without_head(head: str, whole: str) -> str | None:
+def _remove_prefix(head: str, text: str) -> str | None:
+    """text without `head`, which may lack an incomplete last character; None if it does not fit."""
     for shown in (head, head.rstrip(_CUT)):
-        if shown and whole.startswith(shown):
-            return whole[len(shown) :]
+        if shown and text.startswith(shown):
+            return text[len(shown) :]
     return None
 
 
 def _decode(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Texts without special tokens; a tokenizer of the library `tokenizers` takes all at once."""
+    """Decode rows without special tokens, in one batch if the tokenizer has a fast backend."""
     rows = list(map(list, ids))
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         texts: list[str] = backend.decode_batch(rows, skip_special_tokens=True)

@@ -1,10 +1,10 @@
-"""Bridges: environments that play other libraries' games, or a class with tools, as an agent would.
+"""Ready-made environments: other libraries' games, and a class whose methods are tools.
 
 Each is `async def episode(row, *, base_url, model, api_key, ...)`, named in
-actor.rollout.episode.environment like one of your own. They run in worker processes and import a
-library only when it is used. Knows no tokens and no ranks.
+actor.rollout.episode.environment like a custom one. They run in worker processes and import a
+library only when it is used. This package does not know tokens or ranks.
 
-  client    asks an OpenAI-compatible endpoint, with the standard library alone
+  client    a client of an OpenAI-compatible endpoint that needs only the standard library
   textarena games of TextArena
   tools     a class with `reset(**row)`, public methods as tools and `get_reward()`
 """

@@ -3,7 +3,7 @@
     async with ChatClient(base_url, model=model, api_key=api_key) as client:
         message = await client.chat([{"role": "user", "content": "Guess."}], max_tokens=4)
 
-Any other client does as well. One connection, one request at a time.
+Any other client works, too. This one has one connection and sends one request at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 
 class EndpointError(Exception):
-    """The endpoint refused a request; `code` says why, such as context_length_exceeded."""
+    """The endpoint refused a request. `code` is the reason, such as context_length_exceeded."""
 
     def __init__(self, text: str, code: str) -> None:
         super().__init__(text)
@@ -24,17 +24,18 @@ class EndpointError(Exception):
 
 
 class ChatClient:
-    """Keeps a connection; to be used in `async with`."""
+    """A client with one connection, for use in `async with`."""
 
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter | None = None
-    """None: not connected; the endpoint closes connections that are silent at first."""
+    """None if not connected. The endpoint closes connections that send nothing at first."""
 
     def __init__(self, base_url: str, *, model: str, api_key: str) -> None:
-        place = urlsplit(base_url)
-        self._host = place.hostname
-        self._port = place.port
-        self._path = place.path.rstrip("/")
+        """Does not connect yet."""
+        url = urlsplit(base_url)
+        self._host = url.hostname
+        self._port = url.port
+        self._path = url.path.rstrip("/")
         self._model = model
         self._key = api_key
 
@@ -47,14 +48,17 @@ class ChatClient:
         self._disconnect()
 
     async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """The assistant's message. fields: of the request; Any, as JSON has. EndpointError."""
+        """The assistant's reply to the messages; EndpointError if the request is refused.
+
+        fields: further fields of the request (any JSON values).
+        """
         body = {"model": self._model, "messages": messages, **fields}
         answer = await self.post("chat/completions", body)
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
     async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON that answers a POST; EndpointError for a status other than 200."""
+        """The JSON response to a POST; EndpointError for a status other than 200."""
         data = json.dumps(body).encode()
         head = [f"POST {self._path}/{route} HTTP/1.1", f"host: {self._host}:{self._port}"]
         head += [f"authorization: Bearer {self._key}", "content-type: application/json"]
@@ -72,7 +76,7 @@ class ChatClient:
         return answer
 
     async def _connect(self) -> asyncio.StreamWriter:
-        """The connection, opened if there is none."""
+        """The connection, which is opened if there is none."""
         if self._writer is None or self._reader.at_eof():
             self._disconnect()
             self._reader, self._writer = await asyncio.open_connection(self._host, self._port)

@@ -2,8 +2,9 @@
 
     environment: spmdflow.envs.reasoning:episode(task='chain_sum')
 
-A row's "seed" decides its problem, and it may name its own "task"; the data file needs nothing else
-(but a prompt, which is not shown). One turn. What follows the last "<answer>" of the reply counts.
+A row's "seed" selects its problem, and a row may set its own "task". The data file needs nothing
+else but a prompt, which is not shown. An episode has one turn. The answer is the text after the
+last "<answer>" of the reply.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ async def episode(
     task: str = "chain_sum",
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """One problem, and reasoning-gym's own score of the reply, in [0, 1]."""
+    """Pose one problem and return reasoning-gym's score of the reply, in [0, 1]."""
     data, entry = _problem(str(row.get("task", task)), int(row["seed"]))
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
     ask = [{"role": "user", "content": entry["question"] + _FORM}]
     async with ChatClient(base_url, model=model, api_key=api_key) as client:
         reply = await client.chat(ask, **limit)
-    said = str(reply["content"]).rpartition("<answer>")[2].partition("</answer>")[0].strip()
-    score = float(data.score_answer(said, entry))
-    return {"score": score, "accuracy": float(score >= 1), "answer": said}
+    answer = str(reply["content"]).rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    score = float(data.score_answer(answer, entry))
+    return {"score": score, "accuracy": float(score >= 1), "answer": answer}
 
 
 @lru_cache(maxsize=1024)

@@ -2,8 +2,8 @@
 
     environment: spmdflow.envs.textarena:episode(game='TowerOfHanoi-v0')
 
-A row may name its own "game" and "seed"; without a seed its prompt decides. All players are the
-policy, each with a conversation of its own: games of more than one player need
+A row may set its own "game" and "seed". Without a seed, it is derived from the prompt. All players
+are the policy, each with a separate conversation, so games of more than one player need
 actor.rollout.episode.segments=longest. The score is the first player's reward.
 """
 
@@ -27,13 +27,13 @@ async def episode(
     num_players: int = 1,
     max_tokens: int | None = None,
 ) -> dict[str, float]:
-    """One game; it ends early, with the reward so far (0), when the context is full."""
+    """Play one game. If the context is full it ends early, with the reward so far (0)."""
     seed = int(row.get("seed", zlib.crc32(str(row.get("prompt", "")).encode())))
     noise = _Noise(seed)
     with noise:
         env = import_module("textarena").make(str(row.get("game", game)))
         env.reset(num_players=num_players, seed=seed)
-    heard: dict[int, list[dict[str, Any]]] = {}
+    conversations: dict[int, list[dict[str, Any]]] = {}
     turns = 0
     done = False
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
@@ -41,8 +41,8 @@ async def episode(
         while not done:
             with noise:
                 player, observation = env.get_observation()
-            messages = heard.setdefault(player, [])
-            # wrappers show the whole game each time, or what is new
+            messages = conversations.setdefault(player, [])
+            # some wrappers show the complete game each time, others only the new part
             messages.append({"role": "user", "content": _new_part(messages, str(observation))})
             try:
                 reply = await client.chat(messages, **limit)
@@ -59,7 +59,7 @@ async def episode(
 
 
 def _new_part(messages: list[dict[str, Any]], observation: str) -> str:
-    """The observation without what the player was shown before."""
+    """The observation without the text that the player was shown before."""
     shown = ""
     for message in messages:
         shown += str(message["content"]) if message["role"] == "user" else ""
@@ -67,7 +67,7 @@ def _new_part(messages: list[dict[str, Any]], observation: str) -> str:
 
 
 class _Noise:
-    """The process-wide random numbers of one game: games in a process do not share them."""
+    """State of the process-wide random numbers, one per game, so that games do not share them."""
 
     def __init__(self, seed: int) -> None:
         self._state = random.Random(seed).getstate()

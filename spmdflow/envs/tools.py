@@ -8,9 +8,9 @@
             "The sum of two numbers."
         def get_reward(self) -> float: ...
 
-`reset` gets the row's fields; without a text from it, the row's prompt is the first message. A tool
-may be async. What it raises is told to the policy as the tool's answer. The episode ends with a
-reply that calls no tool; if the class has `answer(text)`, it is given that reply.
+`reset` gets the row's fields. If it returns no text, the row's prompt is the first message. A tool
+may be async. An exception of a tool is sent to the policy as the tool's answer. The episode ends
+with a reply that calls no tool. If the class has `answer(text)`, it is called with that reply.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ async def episode(
     tools: str,
     max_calls: int = 16,
 ) -> float:
-    """A conversation until the policy calls no tool, or max_calls replies have."""
-    thing = find_function(tools, "tools")()
-    opening = thing.reset(**row)
-    told = str(row.get("prompt", "") if opening is None else opening)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": told}]
-    schemas = schemas_of(type(thing))
+    """Run a conversation until a reply calls no tool, or for max_calls replies.
+
+    Returns the class's get_reward().
+    """
+    toolbox = find_function(tools, "tools")()
+    opening = toolbox.reset(**row)
+    first_message = str(row.get("prompt", "") if opening is None else opening)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": first_message}]
+    schemas = schemas_of(type(toolbox))
     async with ChatClient(base_url, model=model, api_key=api_key) as client:
         for _ in range(max_calls):
             try:
@@ -51,30 +54,30 @@ async def episode(
                 raise
             messages.append(reply)
             if not reply.get("tool_calls"):
-                if hasattr(thing, "answer"):
-                    thing.answer(reply["content"])
+                if hasattr(toolbox, "answer"):
+                    toolbox.answer(reply["content"])
                 break
             for call in reply["tool_calls"]:
-                said = await _call(thing, call["function"])
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
-    return float(thing.get_reward())
+                result = await _call_tool(toolbox, call["function"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return float(toolbox.get_reward())
 
 
-async def _call(thing: Any, function: dict[str, Any]) -> str:
-    """The tool's answer, or its error, as text."""
+async def _call_tool(toolbox: Any, function: dict[str, Any]) -> str:
+    """Call a tool; return its result, or its error, as text."""
     name = function["name"]
-    if name.startswith("_") or name in _NOT_TOOLS or not callable(getattr(thing, name, None)):
+    if name.startswith("_") or name in _NOT_TOOLS or not callable(getattr(toolbox, name, None)):
         return f"error: no tool {name!r}"
     try:
-        said = getattr(thing, name)(**json.loads(function["arguments"]))
-        return str(await said if inspect.isawaitable(said) else said)
+        result = getattr(toolbox, name)(**json.loads(function["arguments"]))
+        return str(await result if inspect.isawaitable(result) else result)
     except Exception as err:
         return f"error: {type(err).__name__}: {err}"
 
 
 def schemas_of(cls: type) -> list[dict[str, Any]]:
-    """OpenAI's description of each public method, from its signature and docstring."""
-    found = []
+    """OpenAI tool schemas of the public methods, from their signatures and docstrings."""
+    schemas = []
     for name, method in inspect.getmembers(cls, inspect.isfunction):
         if name.startswith("_") or name in _NOT_TOOLS:
             continue
@@ -86,7 +89,7 @@ def schemas_of(cls: type) -> list[dict[str, Any]]:
             },
             "required": [p.name for p in parameters if p.default is p.empty],
         }
-        said = inspect.getdoc(method) or ""
-        function = {"name": name, "description": said, "parameters": schema}
-        found.append({"type": "function", "function": function})
-    return found
+        description = inspect.getdoc(method) or ""
+        function = {"name": name, "description": description, "parameters": schema}
+        schemas.append({"type": "function", "function": function})
+    return schemas

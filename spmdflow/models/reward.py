@@ -18,7 +18,7 @@ from spmdflow.config.model_folder import own_vocabulary
 from spmdflow.config.reward import MODEL, RewardTerm, on_error_of, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged, rows_of
-from spmdflow.datasets.tokenizer import decode_responses, encode_again, load_tokenizer
+from spmdflow.datasets.tokenizer import decode_responses, load_tokenizer, reencode
 from spmdflow.errors import RewardError
 from spmdflow.models.base import EngineWorker, axis_groups
 from spmdflow.objectives.log_prob import ScalarOutput
@@ -272,7 +272,7 @@ class _ModelScorer(EngineWorker):
         path = self.cfg.model.path
         most = self._max_positions
         own = load_tokenizer(path)
-        found = encode_again(load_tokenizer(self.cfg.tokenizer_path), own, tokens)
+        found = reencode(load_tokenizer(self.cfg.tokenizer_path), own, tokens)
         lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
         if most and bool((lengths > most).any()):
             got = f"a text of {int(lengths.max())} tokens by the tokenizer of {path}"

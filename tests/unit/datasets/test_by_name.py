@@ -200,7 +200,10 @@ def test_renamed_columns_give_the_rows_of_a_file_with_those_names(tmp_path: Path
             "(prompt=text)",
             "old.jsonl:1 has no column 'text' (it has 'question', 'prompt', 'label')",
         ),
-        ("(prompt=question)", "old.jsonl:1 has 'prompt' besides the column that gets this name"),
+        (
+            "(prompt=question)",
+            "old.jsonl:1 has 'prompt' in addition to the column that gets this name",
+        ),
     ],
 )
 def test_column_that_cannot_be_renamed_is_refused_with_its_row(

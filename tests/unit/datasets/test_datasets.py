@@ -201,7 +201,7 @@ def test_scan_reports_good_over_long_and_unreadable_rows(tmp_path):
     assert (report.num_rows, report.num_too_long, report.longest_tokens) == (4, 1, 3)
     assert report.bad_rows == [f"{path}:2 has 'prompt' = number, expected text"]
     assert report.describe() == (
-        f"{path}: 2 prompts of at most 3 tokens, 1 too long, left out, 1 unreadable, skipped"
+        f"{path}: 2 prompts of at most 3 tokens, 1 too long, skipped, 1 unreadable, skipped"
     )
 
 

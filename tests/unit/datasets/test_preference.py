@@ -142,7 +142,7 @@ def test_only_the_last_turn_of_a_conversation_is_the_answer(tmp_path: Path, apar
         (
             {"chosen": "1=2", "rejected": "1="},
             {"prompt_column": None, "prompt_end": "="},
-            "has an empty answer in 'rejected', expected text behind the prompt",
+            "has an empty answer in 'rejected', expected text after the prompt",
         ),
         (
             {"chosen": "1=2", "rejected": "2=2"},
@@ -177,7 +177,7 @@ def test_unusable_preference_is_named_with_file_line_and_field(
         (
             {"prompt": "1", "chosen": [user("1"), assistant("1")], "rejected": [assistant("2")]},
             "prompt",
-            "has 'chosen' with 2 messages beside 'prompt', expected one (the answer)",
+            "has 'chosen' with 2 messages next to 'prompt', expected one (the answer)",
         ),
     ],
 )

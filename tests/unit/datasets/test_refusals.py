@@ -104,8 +104,8 @@ def test_row_of_brackets_without_end_is_refused(tmp_path):
         ),
         (
             [{"role": "user", "content": "1", "more": DEEP}],
-            "has lists or objects in a message, or in a tool, that are too deep to read; "
-            "take them out",
+            "has lists or objects in a message, or in a tool, that are nested too deeply; "
+            "remove them",
         ),
         (
             [{"role": "user", "content": "1"}, "2"],
