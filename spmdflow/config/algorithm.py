@@ -277,6 +277,8 @@ class DistillAdvantageConfig(RewardToGoConfig):
 class DistillConfig(CriticFreeConfig):
     """Everything `algos/distill.py` reads."""
 
+    reader_of_old_log_probs: ClassVar[str | None] = "compute_teacher_rewards"
+
     # The teacher is the only model that the student is compared with.
     reference: ClassVar[None] = None  # type: ignore[assignment, misc]
 

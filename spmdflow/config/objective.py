@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from spmdflow.config.leaf import follows, part, setting
+from spmdflow.config.leaf import follows, part, parts_of, setting
 
 KL_ESTIMATES = ("k1", "k2", "k3", "abs")
 TOKEN_MEAN = "token-mean"
@@ -132,10 +133,32 @@ class PolicyUpdateConfig(UpdateConfig):
     """The updates of a policy that learns from its own samples."""
 
     old_log_probs: str = setting(
-        "Log-probs of before the update: recompute: by a forward of their own; rollout: the "
-        "generator's; auto: of the update's own forward if a batch is one optimizer step and "
-        "nothing reads them before, else the generator's while they hardly differ.",
+        "Where the log-probs of before the update come from. recompute: a forward of their own; "
+        "rollout: the generator; own: the update's forward, so nothing else can read them; auto: "
+        "own if a batch is one optimizer step and no setting reads them, otherwise the generator's "
+        "while they hardly differ.",
         "auto",
-        one_of=("auto", "recompute", "rollout"),
+        one_of=("auto", "own", "recompute", "rollout"),
     )
     correction: UpdateCorrectionConfig = part(UpdateCorrectionConfig)
+
+
+def readers_of_old_log_probs(cfg: Any) -> dict[str, bool]:
+    """What makes a script read old_log_probs before its update, by settings alone.
+
+    Returns reader -> whether the generator's log-probs may serve it while they hardly differ:
+    they may for weights of single tokens, not for a KL or the product over a response.
+    """
+    readers: dict[str, bool] = {}
+    for key, advantage in parts_of(cfg, AdvantageConfig):
+        if advantage.kl_coef > 0:
+            readers[f"{key}.kl_coef"] = False
+    weighs_rows = getattr(cfg, "max_staleness", 1) > 0  # grpo_async weighs no fresh rows
+    for key, correction in parts_of(cfg, CorrectionConfig):
+        is_of_update = isinstance(correction, UpdateCorrectionConfig)
+        if correction.kind != "none" and (is_of_update or weighs_rows):
+            readers[f"{key}.kind"] = correction.kind != "sequence"
+    by_script = getattr(cfg, "reader_of_old_log_probs", None)
+    if by_script is not None:
+        readers[by_script] = True
+    return readers

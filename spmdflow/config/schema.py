@@ -433,6 +433,9 @@ class RewardConfig:
 class ScriptConfig:
     """What every script that trains has."""
 
+    # Not a setting: the map function of the script that reads old_log_probs before the update.
+    reader_of_old_log_probs: ClassVar[str | None] = None
+
     run: RunConfig = part(RunConfig)
     # Any: a preset's name or a map; config/placement.py reads it
     placement: Any = setting(

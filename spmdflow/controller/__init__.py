@@ -28,7 +28,7 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | step, evaluation, saving, transcript | what a step measures and writes, evaluation, checkpoints |
 | call, assignment, caller | a call: planned once, as integers, and sent |
 | guarding, capsule | what is done when a guard holds; a step that is kept to be run again |
-| waiting | calls that are delayed until something reads their result |
+| old_log_probs | where the log-probs of before an update come from |
 | result | what is known of rows, and how they move |
 | script | builds all of this and runs `main` |
 """

@@ -40,6 +40,9 @@ class BatchCaller(Protocol):
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """What the calls that made the results reported."""
 
+    def why_missing(self, column: str) -> str:
+        """Why no call has written a column that one may be expected to write; empty: unknown."""
+
     def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
         """Columns of rows that several calls made."""
 
@@ -71,9 +74,13 @@ class Batch:
         if name not in self._columns:
             raise ColumnError(
                 f"column {name!r}: the batch has {sorted(self._columns)}, expected it too; "
-                f"call the method that writes it first"
+                f"{self.how_to_get(name)}"
             )
         return self._columns[name]
+
+    def how_to_get(self, name: str) -> str:
+        """What a script can do about a missing column, for the end of an error."""
+        return self._caller.why_missing(name) or f"call the method that writes {name!r} first"
 
     def __or__(self, other: Batch) -> Batch:
         """Columns of both; rows are matched by id and keep the order of self."""

@@ -8,7 +8,7 @@ one ends the run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -121,7 +121,7 @@ def plan_method(
             for rank, i in _items(label, spec, target, given):
                 told[rank] = head | {"item": i}
         return CallPlan(label, spec, ranks, told)
-    inputs = _inputs_of(given, _columns_read(spec, given, label))
+    inputs = _inputs_of(given, columns_read(spec, given, label))
     if spec.extends:
         check_extended(label, spec, given)
     assignment = _assign_rows(target, spec, given, inputs, seed=seed, step=step)
@@ -165,10 +165,9 @@ def plan_map(
     label = f"map.{function.__name__}"
     _check_arguments(label, function, [batch], arguments, marks.given)
     reads = marks.reads_with(arguments)
-    spared = _waiting(batch, marks.spares(arguments) if marks.spares else ())
-    optional = tuple(name for name in marks.optional if name not in {*reads, *spared})
+    optional = tuple(name for name in marks.optional if name not in reads)
     spec = MethodSpec("rows", reads, optional, marks.writes, False, False)
-    inputs = _inputs_of(batch, _columns_read(spec, batch, label))
+    inputs = _inputs_of(batch, columns_read(spec, batch, label))
     given = _positions_held(_home(batch, inputs, label, busy))
     head = {
         "operation": "map",
@@ -184,19 +183,6 @@ def plan_map(
         numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
         head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
     return _plan_rows(label, spec, head, batch.ids, inputs, assignment, numbers)
-
-
-def _waiting(batch: Batch, names: Iterable[str]) -> list[str]:
-    """Those of the names whose columns are made by a call that waits."""
-    results = {}
-    for name in names:
-        if name in batch.columns:
-            results[name] = batch.column(name).result
-    result = []
-    for name, made in results.items():
-        if getattr(made, "make", None) is not None:
-            result.append(name)
-    return result
 
 
 def _plan_rows(
@@ -366,7 +352,7 @@ def _positions_held(given: Input) -> dict[int, np.ndarray]:
 # What makes a call impossible
 
 
-def _columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
+def columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
     """Columns that travel to the call; ColumnError if the batch lacks one."""
     missing = []
     for name in spec.reads:
@@ -375,7 +361,7 @@ def _columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
     if missing:
         raise ColumnError(
             f"{label}: the batch has {sorted(batch.columns)}, expected {missing} too; "
-            f"call the method that writes {missing[0]!r} first"
+            f"{batch.how_to_get(missing[0])}"
         )
     return [*spec.reads, *(name for name in spec.optional if name in batch.columns)]
 

@@ -21,27 +21,29 @@ from spmdflow.config.leaf import call_limit_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.call import CallPlan, plan_map, plan_method
+from spmdflow.controller.call import CallPlan, columns_read, plan_map, plan_method
 from spmdflow.controller.draw_count import DrawCounts
 from spmdflow.controller.extending import carried_columns
+from spmdflow.controller.old_log_probs import RECOMPUTE, ROLLOUT, OldLogProbs
 from spmdflow.controller.result import (
     CallRecord,
     ColumnRef,
+    ReportedMetrics,
     Result,
     RowResult,
     SourceRows,
     Transfers,
+    cut_rows,
     input_of,
     nothing,
 )
-from spmdflow.controller.waiting import Waiting, is_rollout
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import ColumnError, MessageError
 from spmdflow.runtime.failure import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.register import map_spec, method_spec
+from spmdflow.transfer.register import method_spec
 
 PIECE_BYTES = 32 << 20
 """Rows that the controller fetches travel in pieces of at most this size."""
@@ -82,7 +84,7 @@ class Caller:
         """Asked before an update: whether to leave it out (guarding.py)."""
         self.fetched_bytes: Counter[str] = Counter()
         self.row_ids = RowIds()
-        self.waiting = Waiting()
+        self.old_log_probs = OldLogProbs()
         self._draws = DrawCounts()
         self._last_number = 0
         self._freed: deque[int] = deque()
@@ -109,79 +111,94 @@ class Caller:
     ) -> Batch | Result:
         """Call a registered method of a worker group (paper section 4.1).
 
-        The call may be delayed until something reads its result (waiting.py).
+        `compute_log_prob` need not run: see old_log_probs.py.
         """
         spec = method_spec(target.worker_class, method)
-        waiting = self.waiting
-        batch = given if isinstance(given, Batch) else None
-        if batch is not None and is_rollout(target, spec):
-            columns = {}
+        if not isinstance(given, Batch):
+            return self._run(self._plan(target, method, given, arguments), None)
+        made: Batch | Result | None = None
+        if spec.instead and spec.writes:
+            made = self._without_running(target, method, given)
+        if made is None and spec.minibatches and not spec.writes:
+            made = self._update(target, method, given, arguments)
+        if made is None:
+            made = self._run(self._plan(target, method, given, arguments), given)
+        following = spec.followed_by(target.settings) if spec.followed_by else None
+        if following is not None and isinstance(made, Batch):
+            function, settings = following
+            made |= self.map(given | made, function, settings)
+        return made
+
+    def _without_running(self, target: Target, method: str, batch: Batch) -> Batch | None:
+        """The answer of `compute_log_prob` where nothing has to be computed; None: run it."""
+        spec = method_spec(target.worker_class, method)
+        columns_read(spec, batch, f"{target.name}.{method}")  # as where it runs
+        source = self.old_log_probs.source(target, spec, batch)
+        if source == RECOMPUTE:
+            return None
+        columns = {}
+        if source == ROLLOUT:
             for name, other in spec.instead.items():
                 columns[name] = batch.column(other)
-            return Batch(self, batch.ids, batch.parents, columns)
-        if batch is not None and spec.minibatches and not spec.writes:
-            if self.is_skipped is not None and self.is_skipped(batch):
-                return nothing(f"{target.name}.{method}")
-            self.learnt = batch
-            self.num_updates[target.name] += 1
-        taken, instead = (given, {}) if batch is None else waiting.offer(target, spec, batch)
-        plan = plan_method(
+        else:
+            self.old_log_probs.omit(target, batch, self.num_updates[target.name])
+        return Batch(self, batch.ids, batch.parents, columns)
+
+    def _update(
+        self, target: Target, method: str, batch: Batch, arguments: Mapping[str, Any]
+    ) -> Batch | Result:
+        """Let a model learn from the rows, unless a guard skips them."""
+        if self.is_skipped is not None and self.is_skipped(batch):
+            return nothing(f"{target.name}.{method}")
+        spec = method_spec(target.worker_class, method)
+        num_updates = self.num_updates[target.name]
+        instead = self.old_log_probs.replacements(target, spec, batch, num_updates)
+        plan = self._plan(target, method, batch, arguments, instead=instead)
+        for command in plan.commands.values():
+            command["total_steps"] = self.total_steps
+        self.learnt = batch
+        self.num_updates[target.name] += 1
+        return self._run(plan, batch)
+
+    def _plan(
+        self,
+        target: Target,
+        method: str,
+        given: Batch | list[Any] | None,
+        arguments: Mapping[str, Any],
+        *,
+        instead: Mapping[str, str] | None = None,
+    ) -> CallPlan:
+        return plan_method(
             target,
             method,
-            taken,
+            given,
             arguments,
             seed=self._seed,
             step=self.step,
             draw=partial(self._draws.take, self.step, self.phase),
-            instead=instead,
+            instead=instead or {},
         )
-        if spec.minibatches:
-            for command in plan.commands.values():
-                command["total_steps"] = self.total_steps
-        if batch is None:
-            served = []
-        else:
-            served = waiting.serve(target, spec, batch, instead)
-        if batch is not None and waiting.is_worthwhile(target, spec, batch):
-            made = self._run(plan, batch, wait=partial(waiting.add, target))
-        else:
-            if not spec.may_wait:
-                waiting.make(target.name, f"{plan.label} comes first")
-            made = self._run(plan, batch)
-        if isinstance(made, Result):
-            waiting.updates.update(dict.fromkeys(served, made))
-        following = spec.followed_by(target.settings) if spec.followed_by else None
-        if following is not None and batch is not None and isinstance(made, Batch):
-            function, settings = following
-            made |= self.map(batch | made, function, settings)
-        return made
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
-        instead = map_spec(function).instead
-        taken = self.waiting.offer_map(batch, instead(settings) if instead else {})
-        made = self._run(plan_map(taken, function, settings, step=self.step, busy=self.busy), batch)
+        made = self._run(plan_map(batch, function, settings, step=self.step, busy=self.busy), batch)
         assert isinstance(made, Batch)
         return made
 
-    def _run(
-        self, plan: CallPlan, batch: Batch | None, *, wait: Callable[..., None] | None = None
-    ) -> Batch | Result:
-        """Send the transfers of missing rows and the commands; return the result, still lazy.
-
-        wait(result, send): delays the call; send() sends all this later.
-        """
+    def _run(self, plan: CallPlan, batch: Batch | None) -> Batch | Result:
+        """Send the transfers of missing rows and the commands; return the result, still lazy."""
         writes = plan.spec.writes
         result = None
         if batch is not None and writes:
             result = plan.result(self.next_number(), self.free)
-        send = partial(self._send, plan, batch, result, (self.phase, script_line()))
+        for given, names, rows in plan.needs:  # first: the rows are under way before the call
+            self.transfers.need(given, names, rows)
+        pending = self.submit(
+            plan.label, plan.commands, result=result, kept=batch, answering=plan.answering
+        )
         if batch is None or result is None:
-            return Result(plan.label, send(), plan.answering)
-        if wait is None:
-            send()
-        else:
-            wait(result, send)
+            return Result(plan.label, pending, plan.answering)
         columns = {}
         for name in writes:
             columns[name] = ColumnRef(result, batch.ids, name)
@@ -191,21 +208,6 @@ class Caller:
         if "response_text" in writes and "prompt_text" in batch.columns:
             self.scored[self.phase] = made | batch.drop(*set(writes) & set(batch.columns))
         return made
-
-    def _send(
-        self, plan: CallPlan, batch: Batch | None, result: RowResult | None, place: tuple[str, str]
-    ) -> Pending:
-        for given, names, rows in plan.needs:  # first: the rows are under way before the call
-            given.be_made(plan.label)
-            self.transfers.need(given, names, rows)
-        return self.submit(
-            plan.label,
-            plan.commands,
-            result=result,
-            kept=batch,
-            answering=plan.answering,
-            place=place,
-        )
 
     # Orders
 
@@ -227,14 +229,13 @@ class Caller:
         kept: object = None,
         answering: tuple[int, ...] = (),
         seconds: float | None = None,
-        place: tuple[str, str] | None = None,
         lane: str = "compute",
     ) -> Pending:
         """Send one numbered command to each rank of `commands`; metrics of answering count.
 
         result: what the command makes, which learns from the replies. kept: its inputs, which live
-        until then. seconds: the limit of each command, by default that of calls. place: phase and
-        line of a call that has waited. MessageError: nothing was sent.
+        until then. seconds: the limit of each command, by default that of calls. MessageError if
+        nothing was sent.
         """
 
         def done(replies: Replies, _kept: object = kept) -> None:
@@ -251,8 +252,8 @@ class Caller:
             if rank in self._unsent:
                 command["free"] = self._unsent.pop(rank)
         limit = self._seconds if seconds is None else seconds
-        phase, line = place or (self.phase, script_line())
-        order = Order(number, lane, label, commands, limit, done, phase=phase, line=line)
+        phase = self.phase
+        order = Order(number, lane, label, commands, limit, done, phase=phase, line=script_line())
         try:
             pending = self.transport.submit(order)
         except MessageError:  # the script may go on
@@ -267,7 +268,6 @@ class Caller:
 
     def wait_for(self, result: RowResult) -> None:
         """Block until the call that makes the result has replied."""
-        result.be_made("the script")
         for record in self.records:
             if record.number == result.number:
                 record.pending.result()
@@ -364,14 +364,13 @@ class Caller:
         """What the calls that made the results reported, merged; waits for them."""
         metrics = []
         for result in results:
-            update = self.waiting.updates.get(result)
-            if update is not None:
-                replies = update.pending.result()
-                metrics += [replies[rank].get("metrics", {}) for rank in update.ranks]
-            else:
-                self.wait_for(result)
-                metrics += result.metrics
-        return merge(metrics)
+            self.wait_for(result)
+            metrics += result.metrics
+        return ReportedMetrics(merge(metrics), self.old_log_probs.omitted_metrics())
+
+    def why_missing(self, column: str) -> str:
+        """Why no call has written a column that one may be expected to write; empty: unknown."""
+        return self.old_log_probs.why_missing(column)
 
     # Rows of several calls as rows of one result
 
@@ -429,7 +428,6 @@ class Caller:
             start += len(part.ids)
             names = {name: parts[place].stored for name, parts in columns.items()}
             if isinstance(part.result, RowResult):
-                part.result.be_made("concatenate")
                 owner = part.result.owners(part.ids)
             else:
                 shares = np.array_split(part.ids, len(readers))
@@ -469,17 +467,3 @@ def _results_of_calls(name: str, parts: Sequence[ColumnRef]) -> list[RowResult]:
             f"least one part that a call has made, or one data file; drop the column first"
         )
     return results
-
-
-def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:
-    """Where to cut rows of these sizes, so that each piece has at most piece_bytes, or one row."""
-    ends = np.cumsum(row_bytes)
-    cuts: list[int] = []
-    start = 0
-    while start < len(ends):
-        taken = ends[start - 1] if start else 0
-        fitting = int(np.searchsorted(ends, taken + piece_bytes, side="right"))
-        start = max(fitting, start + 1)
-        if start < len(ends):
-            cuts.append(start)
-    return cuts

@@ -25,6 +25,7 @@ from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
 from spmdflow.controller.guarding import Guarding
+from spmdflow.controller.old_log_probs import OldLogProbs, readers_of
 from spmdflow.controller.prompts import MAIN_STREAM, PromptStream, no_held_out_prompts
 from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
@@ -91,6 +92,7 @@ class Flow:
         self._is_step_open = False
         """Whether the script is inside of `step`."""
         self._evaluation = Evaluation(caller, self._links, config)
+        caller.old_log_probs = OldLogProbs(readers_of(config))
         self._first_evaluation: Callable[[int], dict[str, float]] | None = None
         self._counted: Counter[str] = Counter()
         self._metrics: Mapping[str, float] = {}
@@ -394,7 +396,6 @@ class Flow:
     def _finish(self, step: Step) -> None:
         """Wait for every call of the step, then write what it measured."""
         caller = self.caller
-        caller.waiting.make_all()
         for link in self._links:
             link.halt()
         for record in caller.records:
@@ -410,7 +411,7 @@ class Flow:
         if self._guarding is not None:
             metrics |= self._guarding.metrics()
         self._counted = counted
-        caller.waiting.learn(metrics)
+        caller.old_log_probs.end_step(metrics, caller.num_updates)
         self._show.step(step.number, metrics)
         if self._transcript is not None:
             moved = caller.transfers.moved_bytes
@@ -438,7 +439,7 @@ class Flow:
         if self._transcript is not None:
             self._transcript.continue_from(state)
         self.caller.row_ids.next_id = state["next_id"]
-        self.caller.waiting.drift = state.get("drift", ())
+        self.caller.old_log_probs.mismatch = state.get("drift", ())
         if self._guarding is not None and "guards" in state:
             self._guarding.load_state_dict(state["guards"])
         self._load_kept(state["kept"])
@@ -483,7 +484,7 @@ class Flow:
             if hasattr(thing, "state_dict"):
                 kept[name] = thing.state_dict()
         state = {"step": number, "next_id": self.caller.row_ids.next_id, "kept": kept}
-        state["drift"] = list(self.caller.waiting.drift)
+        state["drift"] = list(self.caller.old_log_probs.mismatch)
         if self._guarding is not None:
             state["guards"] = self._guarding.state_dict()
         check_plain(state, "flow")

@@ -56,9 +56,7 @@ class Guarding:
             for ref in refs:
                 if isinstance(ref.result, RowResult):
                     made.add(ref.result)
-            metrics = self._caller.metrics_of(each for each in made if each.make is None)
-            if self._skips - metrics.keys():  # calls that wait may report the others
-                metrics = batch.metrics
+            metrics = self._caller.metrics_of(made)
             self._known |= metrics.keys()
             trips = self._guards.trips(metrics, skipping=True)
             self._decided[rows] = bool(trips)
@@ -121,10 +119,10 @@ class Guarding:
             refs[name] = batch.column(name)
         sizes = np.ones(len(batch))
         for name, ref in list(refs.items()):
-            if isinstance(ref.result, RowResult) and ref.result.make is None:
+            if isinstance(ref.result, RowResult):
                 self._caller.wait_for(ref.result)
                 sizes += ref.row_bytes()
-            else:  # of the data file, or never made
+            else:  # of the data file
                 del refs[name]
         fitting = np.flatnonzero(np.cumsum(sizes) <= MOST_BYTES)
         columns = {}

@@ -102,13 +102,6 @@ class RowResult:
     """Releases of transfers that wait for the producer (io thread)."""
     spans_pools: bool = False
     """Whether its rows were made on several pools and concatenated: no group has all its ranks."""
-    make: Callable[[str, str], None] | None = None
-    """Set while the call is delayed (waiting.py): makes it; arguments as of `be_made`."""
-
-    def be_made(self, reader: str, why: str = "") -> None:
-        """Make the call now if it is delayed (script thread); why: a reason other than a read."""
-        if self.make is not None:
-            self.make(reader, why)
 
     def learn(self, replies: Replies) -> None:
         """Take over what the ranks said of the rows, and release what waited for it (io thread)."""
@@ -198,6 +191,20 @@ class ColumnRef:
         return same and np.array_equal(self.ids, other.ids)
 
 
+def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:
+    """Where to cut rows of these sizes, so that each piece has at most piece_bytes, or one row."""
+    ends = np.cumsum(row_bytes)
+    cuts: list[int] = []
+    start = 0
+    while start < len(ends):
+        taken = ends[start - 1] if start else 0
+        fitting = int(np.searchsorted(ends, taken + piece_bytes, side="right"))
+        start = max(fitting, start + 1)
+        if start < len(ends):
+            cuts.append(start)
+    return cuts
+
+
 def input_of(
     result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids
 ) -> dict[str, Any]:
@@ -229,6 +236,18 @@ class CallRecord(NamedTuple):
     def replies(self) -> Replies:
         """By rank; waits for them."""
         return self.pending.result()
+
+
+class ReportedMetrics(dict[str, float]):
+    """What calls reported; KeyError with the setting to change for a metric of an omitted call."""
+
+    def __init__(self, metrics: Mapping[str, float], omitted: Mapping[str, str]) -> None:
+        """omitted: why a metric was not reported."""
+        super().__init__(metrics)
+        self._omitted = omitted
+
+    def __missing__(self, name: str) -> float:
+        raise KeyError(f"{name}: {self._omitted.get(name, f'the calls reported {sorted(self)}')}")
 
 
 class Result(Mapping[str, float]):

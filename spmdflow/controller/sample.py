@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.result import RowResult
 from spmdflow.data.ragged import rows_of
 from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.datasets.tokenizer import load_tokenizer, token_lengths
@@ -48,7 +47,7 @@ def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
     groups = batch.group_numbers()[places].tolist()
     names = []
     for name in (*_TEXTS, *_ROWS, *_TOKENS):
-        if _is_made(batch, name):
+        if name in batch.columns:
             names.append(name)
     if {_OWN, _OLD} <= {*names} and batch.column(_OWN).equals(batch.column(_OLD)):
         names.remove(_OLD)
@@ -93,14 +92,6 @@ def spread(parents: Ids, *, per_group: int, most: int) -> list[int]:
     np.minimum.at(first, groups, np.arange(len(groups)))
     order = np.lexsort((first[groups], turn // per_group))
     return sorted(order[:most].tolist())
-
-
-def _is_made(batch: Batch, name: str) -> bool:
-    """Whether the batch has the column, and no call that nothing waited for would make it."""
-    if name not in batch.columns:
-        return False
-    result = batch.column(name).result
-    return not (isinstance(result, RowResult) and result.make is not None)
 
 
 def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:

@@ -42,7 +42,7 @@ UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advan
 UPDATE_MAY = ("ref_log_probs", "rollout_weights", "covariant", "pretrain_ids", *VALID)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
 INSTEAD = {"old_log_probs": "rollout_log_probs"}
-"""Column that may replace old_log_probs if only the update reads them (controller/waiting.py)."""
+"""Column that may replace old_log_probs (controller/old_log_probs.py)."""
 
 
 def _correction(settings: Any) -> tuple[Callable[..., TensorDict], dict[str, Any]] | None:
@@ -204,7 +204,7 @@ class PolicyWorker(EngineWorker):
         before: PreUpdateMetrics | None = None
         loss: Loss = self.loss
         if "rollout_log_probs" in batch.keys() or "old_log_probs" not in batch.keys():
-            before = PreUpdateMetrics(with_reference=not self.loss.truncates)
+            before = PreUpdateMetrics(with_reference="old_log_probs" not in batch.keys())
         if "pretrain_ids" in batch.keys():
             batch, self.call = with_text_rows(batch, self.call)
             loss = PretrainedPolicyLoss(self.loss, self.cfg.loss.pretrain_coef)

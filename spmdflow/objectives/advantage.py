@@ -50,23 +50,12 @@ from spmdflow.transfer.register import map_function
 from spmdflow.transfer.worker import Mean, Metric
 
 
-def _not_weighted(cfg: AdvantageConfig) -> tuple[str, ...]:
-    """Columns that only metrics read because kl_coef is 0.
-
-    If they are missing, the update reports these metrics instead.
-    """
-    if cfg.kl_coef == 0:
-        return ("old_log_probs",)
-    return ()
-
-
 @map_function(
     reads=("response_mask", "token_level_rewards"),
     reads_for=lambda arguments: ESTIMATORS.find(arguments["estimator"]).reads,
     optional=("old_log_probs", "ref_log_probs", "rollout_weights", *VALID),
     writes=("advantages", "returns"),
     groups=True,
-    spares=lambda arguments: _not_weighted(arguments["cfg"]),
 )
 def compute_advantages(
     batch: TensorDict,
@@ -199,7 +188,6 @@ def advantage_metrics(
     reads=("response_mask", "token_level_rewards", "token_level_costs", "values", "cost_values"),
     optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns", "cost_returns"),
-    spares=lambda arguments: _not_weighted(arguments["cfg"]),
 )
 def compute_safe_advantages(
     batch: TensorDict, *, multiplier: float, cfg: AdvantageConfig, reduce: Reduce, report: Report
@@ -255,7 +243,6 @@ class LagrangeMultiplier(ResumableNumber):
 @map_function(
     reads=("response_mask", "old_log_probs", "ref_log_probs"),
     writes=("token_level_rewards",),
-    instead=lambda arguments: {"old_log_probs": "rollout_log_probs"},
 )
 def compute_teacher_rewards(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
     """Column token_level_rewards: r_t = log pi_teacher(y_t) - log pi(y_t), ragged.

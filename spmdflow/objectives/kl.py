@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -161,22 +161,10 @@ class AdaptiveKL(ResumableNumber):
         return replace(cfg, kl_coef=self.value)
 
 
-def _choose_substitutes(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Columns that may replace others: rollout_log_probs for old_log_probs, with weights per token.
-
-    Such weights are near 1. The product over a response needs recomputed log-probabilities.
-    """
-    by_token = getattr(arguments.get("cfg"), "kind", "sequence") != "sequence"
-    if by_token:
-        return {"old_log_probs": "rollout_log_probs"}
-    return {}
-
-
 @map_function(
     reads=("response_mask", "old_log_probs", "rollout_log_probs"),
     optional=VALID,
     writes=("rollout_weights",),
-    instead=_choose_substitutes,
 )
 def compute_rollout_weights(
     batch: TensorDict, *, cfg: CorrectionConfig, reduce: Reduce, report: Report

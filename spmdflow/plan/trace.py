@@ -155,7 +155,7 @@ class _TracedFlow(Flow):
         """The first steps of the run, or of its continuation."""
         settings = self._trace_settings
         first = int(settings.start["step"]) if settings.start else 0
-        self.caller.waiting.learn(self._transport.answers.examples.metrics())
+        self.caller.old_log_probs.end_step(self._transport.answers.examples.metrics(), {})
         for step in super().steps(min(total, first + settings.num_steps)):
             self._transport.begin_step(step.number)
             self._transport.is_looking = True
@@ -173,7 +173,9 @@ class _TracedFlow(Flow):
     def _finish(self, step: Step) -> None:
         super()._finish(step)
         if self._replay is not None:
-            self.caller.waiting.learn(self._replay.metrics(step.number))
+            self.caller.old_log_probs.end_step(
+                self._replay.metrics(step.number), self.caller.num_updates
+            )
         self._transport.end_step(step.number, self.caller.transfers.planned_bytes)
 
     def _before_first_step(self) -> None:
@@ -202,7 +204,7 @@ class _TracedFlow(Flow):
                 *(f"column {name}: float32, one a row" for name in guessed),
             ),
             edges_by_step=transport.edges,
-            choices=tuple(self.caller.waiting.choices.values()),
+            choices=tuple(self.caller.old_log_probs.choices.values()),
             batches=self._batches,
         )
 

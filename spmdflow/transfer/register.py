@@ -51,17 +51,13 @@ class MethodSpec:
     early: str | None = None
     """Method that runs before the call's turn, in a thread, as soon as its rows are here."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """Column -> substitute. Of a method that writes: a written column and what may replace it;
-    the call may then wait until its column is read. Of an update: a column of `reads` that it
-    can do without, and the column that it gets in its place if the batch has it."""
+    """Column -> substitute, for old_log_probs and the generator's rollout_log_probs
+    (controller/old_log_probs.py). Of a method that writes: a written column and what may replace
+    it, so that the call need not be made. Of an update: a column of `reads` that it can do
+    without, and the column that it gets in its place if the batch has it."""
     followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None
     """From the model's settings: a map function and its arguments. It is run on the rows and the
     answer, and what it writes joins the answer. None: no such function."""
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether a call may be made later, when somebody reads what it writes."""
-        return bool(self.instead and self.writes)
 
 
 def register(
@@ -92,11 +88,11 @@ def register(
     early: the name of a method `early(batch, call)` that needs neither the device nor other ranks;
     it runs beside other calls as soon as the rows are here, and the method finds what it returned
     in `self.begun`. Several calls may be under way at once, so it returns all that it found out and
-    leaves nothing in an attribute. instead: column -> substitute, for own forms of
+    leaves nothing in an attribute. instead: column -> substitute, for custom forms of
     `compute_log_prob` and `update_actor`: a written column that another may replace, so that the
-    call waits until somebody reads it (it must depend on the model and its rows alone, and change
-    neither); of an update, a column of `reads` that it can do without. followed_by: from the
-    model's settings, a map function and its arguments, whose columns join the answer.
+    call need not be made (actor.update.old_log_probs); of an update, a column of `reads` that it
+    can do without. followed_by: from the model's settings, a map function and its arguments, whose
+    columns join the answer.
     """
     columns = (tuple(reads), tuple(optional), tuple(writes))
     marks = (minibatches, extends, draws)
@@ -156,11 +152,6 @@ class MapSpec:
     """Arguments that the ranks give: those of reduce, report and groups that it takes."""
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     """Further columns that must be there, from the arguments of a call."""
-    spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
-    """From the arguments of a call: optional columns for which no waiting call is made."""
-    instead: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
-    """From the arguments of a call: column of a waiting call -> substitute while the two hardly
-    differ (controller/waiting.py)."""
 
     def reads_with(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Columns that a call with these arguments needs."""
@@ -175,17 +166,13 @@ def map_function(
     writes: Iterable[str],
     groups: bool = False,
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
-    spares: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
-    instead: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None,
 ) -> Callable[[F], F]:
     """Mark a module-level function for `batch.map`; ProtocolError for a lambda or local one.
 
     optional: columns that it gets if the batch has them: `batch.get("valid")`. groups: it also
     takes `groups`, a `RowGroups`: sums and means over the samples of a prompt, also
     of those on other ranks. The others take a call's arguments by name. reads_for: further
-    columns that it needs. spares: optional columns for which no delayed call (`compute_log_prob`)
-    is made. instead: column of a delayed call -> column that may replace it where the two hardly
-    differ.
+    columns that it needs.
     """
 
     def mark(fn: F) -> F:
@@ -199,7 +186,7 @@ def map_function(
             )
         known = ("reduce", "report", "groups") if groups else ("reduce", "report")
         given = tuple(name for name in known if name in signature(fn).parameters)
-        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, given, reads_for, spares, instead))
+        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, given, reads_for))
         return fn
 
     return mark

@@ -37,7 +37,7 @@ def test_learning_rate_of_a_million_ends_the_run_with_a_word(tmp_path: Path) -> 
     assert not list((tmp_path / "accuracy" / "checkpoints").glob("step-*"))
     assert [path.name for path in (tmp_path / "kl" / "checkpoints").glob("step-*")] == ["step-1"]
     rows = read_rows(tmp_path / "kl" / "guards" / "step-2.safetensors")
-    assert {"responses", "scores", "old_log_probs", "advantages", "response_text"} <= set(rows)
+    assert {"responses", "scores", "advantages", "response_text"} <= set(rows)
 
 
 def test_skip_by_drift_computes_log_probs_first_and_changes_no_weight(

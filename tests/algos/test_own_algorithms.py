@@ -108,8 +108,8 @@ def test_two_rewards_are_weighted_by_step(tmp_path: Path) -> None:
     steps = run("two_rewards", tmp_path / "run")
 
     assert [step["reward/second_weight"] for step in steps] == [0.5, 1.0]
-    assert all({"reward/mean", "second/mean", "entropy"} <= set(step) for step in steps)
-    assert all(step["entropy"] == step["actor/entropy"] > 0 for step in steps)
+    assert all({"reward/mean", "second/mean", "first_mean"} <= set(step) for step in steps)
+    assert all(step["first_mean"] == step["reward/mean"] > 0 for step in steps)
     assert all(step["actor/grad_norm"] > 0 for step in steps)
 
 

@@ -94,7 +94,7 @@ from spmdflow.checkpoint.tensors import model_hash, write_state
 from spmdflow.config.offline import ExampleDataConfig
 from spmdflow.config.schema import MAX_TEXTS_PER_LINE, DataConfig
 from spmdflow.controller import guarding, transcript
-from spmdflow.controller.caller import cut_rows
+from spmdflow.controller.result import cut_rows
 from spmdflow.controller.sample import samples_of
 from spmdflow.controller.transcript import Transcript, read_transcript
 from spmdflow.data import row_id

@@ -222,7 +222,9 @@ def rank_of_one(run_dir: Path, *, guards: Sequence[str] = (), **data: Any) -> It
     state = RankState(settings, groups, CountedTransport(None, seconds=60))
     show = Show(config, run_dir, last_step=0, script=Path(__file__))
     try:
-        yield Rank(state, _flow(state, show, run_dir, config), config)
+        flow = _flow(state, show, run_dir, config)
+        with flow._saving.finishing():
+            yield Rank(state, flow, config)
     finally:
         show.close()
         state.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spmdflow.config.load import load
+from spmdflow.config.objective import PolicyUpdateConfig
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.draw_count import DrawCounts
@@ -36,6 +37,7 @@ def spawned(rank: Rank, **rollout: Any) -> tuple[Any, Batch]:
         model=ModelConfig(path=str(TASK / "model")),
         engine=EngineConfig(),
         rollout=RolloutConfig(tokenizer_path=str(TASK / "model"), **rollout),
+        update=PolicyUpdateConfig(old_log_probs="recompute"),
     )
     actor = rank.flow.spawn(ActorWorker, cfg, pool=rank.flow.pool("all"))
     prompts = rank.flow.prompts(rank.config.data)

@@ -27,12 +27,12 @@ SETTINGS = (
 def run(
     run_dir: Path, *settings: str, stop_in: int | None = None, leave_in: int | None = None
 ) -> int:
-    """Steps without a model. In stop_in the terminal is closed; in leave_in main returns."""
+    """Steps without a model. In stop_in the run is asked to end; in leave_in main returns."""
 
     def main(flow: Flow, cfg: object) -> None:
         for step in flow.steps(cfg.total_steps):  # type: ignore[attr-defined]
             if step.number == stop_in:
-                signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGTERM)
             if step.number == leave_in:
                 return
 

@@ -61,6 +61,7 @@ def test_stop_ends_the_run_before_its_step_is_saved_and_keeps_the_batch(tmp_path
         "run.guards: got x 2 in step 2, expected at most 1, by 'x > 1: stop'; check"
     )
     assert f"{ROWS} of its {ROWS} rows are in {tmp_path}" in str(caught.value)
+    # rank_of_one has waited until the checkpoint of step 1 is sealed
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-1"]
     assert set(rows) == {"number", "text", "ragged", "share"}
     assert isinstance(rows["number"], torch.Tensor)

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow import Batch, WorkerGroup, decode_responses, load_tokenizer, map_function, rows_of
+from spmdflow.config.objective import PolicyUpdateConfig
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
 from spmdflow.errors import ColumnError, RowError, SpmdflowError
 from spmdflow.models.policy import ActorWorker
@@ -40,7 +41,8 @@ def actor(rank: Rank) -> WorkerGroup:
     tokenizer = str(TASK / "model")
     rollout = RolloutConfig(max_new_tokens=MOST, temperature=3.0, tokenizer_path=tokenizer)
     model = ModelConfig(path=str(TASK / "model"))
-    cfg = ActorConfig(model=model, engine=EngineConfig(), rollout=rollout)
+    update = PolicyUpdateConfig(old_log_probs="recompute")
+    cfg = ActorConfig(model=model, engine=EngineConfig(), rollout=rollout, update=update)
     group = rank.flow.spawn(ActorWorker, cfg, pool=rank.flow.pool("all"))
     next(rank.flow.steps(1))
     return group

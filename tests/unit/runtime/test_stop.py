@@ -120,6 +120,15 @@ def taken_within(seconds: float, signals: Signals, expected: set[int]) -> set[in
     return taken
 
 
+@pytest.fixture(autouse=True)
+def in_the_foreground() -> Iterator[None]:
+    """Stop signals act, also where the tests run under nohup or in the background of a shell."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def nohup() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -12,16 +12,18 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.config.algorithm import CorrectionConfig
+from spmdflow.config.load import load
 from spmdflow.config.objective import (
     AdvantageConfig,
     PolicyUpdateConfig,
     UpdateCorrectionConfig,
 )
 from spmdflow.config.schema import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
-from spmdflow.controller import waiting
+from spmdflow.controller import old_log_probs
 from spmdflow.controller.batch import Batch, concatenate
+from spmdflow.controller.old_log_probs import OldLogProbs, readers_of
 from spmdflow.data.ragged import pad, ragged_from_padded
-from spmdflow.errors import ColumnError
+from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.models.policy import ActorWorker
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.objectives.kl import compute_rollout_weights
@@ -73,10 +75,15 @@ def run(
     *,
     body: Body = update,
     steps: int = 2,
+    readers: Mapping[str, bool] | None = None,
     **settings: Any,
 ) -> Ran:
-    """Steps of generation, log-probs, advantages (in body) and update, in this process."""
+    """Steps of generation, log-probs, advantages (in body) and update, in this process.
+
+    readers: what reads old_log_probs before the update, by the settings of a script.
+    """
     with rank_of_one(folder, prompts_per_step=ROWS) as rank:
+        rank.flow.caller.old_log_probs = OldLogProbs(readers)
         return _ran(rank, body, steps, settings)
 
 
@@ -112,11 +119,12 @@ def _ran(rank: Rank, body: Body, steps: int, settings: dict[str, Any]) -> Ran:
             step.log(result)  # type: ignore[arg-type]
     engine = rank.state._workers["actor"].engine  # type: ignore[attr-defined]
     weights = {name: live.detach().clone() for name, live, _ in engine.blocks()}
-    choices = "; ".join(f"{c.value}: {c.why}" for c in flow.caller.waiting.choices.values())
+    choices = "; ".join(f"{c.value}: {c.why}" for c in flow.caller.old_log_probs.choices.values())
     return Ran(labels, found, weights, choices)
 
 
 CALL = "actor.compute_log_prob"
+OWN_CHOICE = "own: a batch is one optimizer step and no setting reads them before it"
 NO_NUMBERS = ("time/", "perf/", "transfer/", "rollout/sync")
 
 
@@ -145,7 +153,7 @@ def test_update_of_one_step_learns_the_same_without_a_forward_before(tmp_path: P
 
     assert all(CALL in labels for labels in recomputed.labels)
     assert not any(CALL in labels for labels in chosen.labels)
-    assert chosen.choices.startswith("of the update's own forward: a batch is one optimizer step")
+    assert chosen.choices == OWN_CHOICE
     for name in ("actor/entropy", "actor/reference_kl", "rollout/drift", "rollout/drift_max"):
         assert name in chosen.metrics[0]
     names = recomputed.metrics[0].keys() - chosen.metrics[0].keys()
@@ -160,26 +168,26 @@ def test_kl_in_the_reward_reads_them_so_they_are_recomputed(
     def penalised(actor: Any, batch: Batch) -> Any:
         return update(actor, batch, kl_coef=0.1)
 
+    readers = {"advantage.kl_coef": False}
     recomputed = run(tmp_path / "a", body=penalised, old_log_probs="recompute", **settings)
-    chosen = run(tmp_path / "b", body=penalised, **settings)
+    chosen = run(tmp_path / "b", body=penalised, readers=readers, **settings)
 
     assert [labels.count(CALL) for labels in chosen.labels] == [1, 1]
     assert_same(recomputed, chosen)
-    if not settings:
-        assert chosen.choices == ("recompute: map.compute_advantages reads them before the update")
+    assert chosen.choices == "recompute: advantage.kl_coef reads them before the update"
 
 
-def test_map_function_that_uses_them_if_there_is_given_them(tmp_path: Path) -> None:
+def test_map_function_that_can_do_without_them_is_given_none_under_own(tmp_path: Path) -> None:
     seen = []
 
     def looking(actor: Any, batch: Batch) -> Any:
         seen.append(batch.map(look).mean("seen"))
         return update(actor, batch)
 
-    ran = run(tmp_path, body=looking)
+    run(tmp_path / "own", body=looking, steps=1)
+    run(tmp_path / "recompute", body=looking, steps=1, old_log_probs="recompute")
 
-    assert seen == [1.0, 1.0]
-    assert [labels.count(CALL) for labels in ran.labels] == [1, 1]
+    assert seen == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("settings", [{"mini_batch_size": 4}, {"num_epochs": 2}])
@@ -218,9 +226,10 @@ def test_weights_of_tokens_do_without_a_forward_once_the_mismatch_is_known(
     tmp_path: Path, settings: dict[str, int]
 ) -> None:
     body = corrected("token")
+    readers = {"correction.kind": True}
 
     recomputed = run(tmp_path / "a", body=body, steps=3, old_log_probs="recompute", **settings)
-    chosen = run(tmp_path / "b", body=body, steps=3, **settings)
+    chosen = run(tmp_path / "b", body=body, steps=3, readers=readers, **settings)
 
     assert [labels.count(CALL) for labels in chosen.labels] == [1, 0, 0]
     assert [metrics["rollout/weight_mean"] for metrics in chosen.metrics[1:]] == [1.0, 1.0]
@@ -228,7 +237,9 @@ def test_weights_of_tokens_do_without_a_forward_once_the_mismatch_is_known(
 
 
 def test_weights_of_whole_responses_have_them_recomputed(tmp_path: Path) -> None:
-    ran = run(tmp_path, body=corrected("sequence"), mini_batch_size=4)
+    readers = {"correction.kind": False}
+
+    ran = run(tmp_path, body=corrected("sequence"), readers=readers, mini_batch_size=4)
 
     assert [labels.count(CALL) for labels in ran.labels] == [1, 1]
 
@@ -236,121 +247,156 @@ def test_weights_of_whole_responses_have_them_recomputed(tmp_path: Path) -> None
 def test_generators_log_probs_do_not_serve_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "MOST_MEAN", 1e-9)
+    monkeypatch.setattr(old_log_probs, "MOST_MEAN", 1e-9)
 
     recomputed = run(tmp_path / "a", old_log_probs="recompute", mini_batch_size=4)
     chosen = run(tmp_path / "b", mini_batch_size=4)
-    weighted = run(tmp_path / "c", body=corrected("token"))
+    readers = {"correction.kind": True}
+    weighted = run(tmp_path / "c", body=corrected("token"), readers=readers)
 
     assert [labels.count(CALL) for labels in chosen.labels + weighted.labels] == [1, 1, 1, 1]
     assert "generator and trainer differ by more than" in chosen.choices
     assert_same(recomputed, chosen)
 
 
-def test_log_probs_that_no_update_takes_are_made_when_the_step_ends(tmp_path: Path) -> None:
-    ran = run(tmp_path, body=lambda actor, batch: None)
-
-    assert [labels.count(CALL) for labels in ran.labels] == [1, 1]
-    assert "actor/entropy" in ran.metrics[0]
+def by_halves(actor: Any, batch: Batch) -> Any:
+    update(actor, batch[: ROWS // 2])
+    return update(actor, batch[ROWS // 2 :])
 
 
-def test_update_of_some_of_the_rows_has_them_made(tmp_path: Path) -> None:
-    def halves(actor: Any, batch: Batch) -> Any:
-        update(actor, batch[: ROWS // 2])
-        return update(actor, batch[ROWS // 2 :])
-
-    recomputed = run(tmp_path / "a", body=halves, old_log_probs="recompute")
-    chosen = run(tmp_path / "b", body=halves)
-
-    assert [labels.count(CALL) for labels in chosen.labels] == [1, 0]  # then it is several steps
-    assert chosen.choices.startswith("rollout:")
-    assert_near(chosen, recomputed)
+def twice(actor: Any, batch: Batch) -> Any:
+    update(actor, batch)
+    return update(actor, batch)
 
 
-def test_joined_rows_have_them_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [by_halves, twice])
+def test_second_optimizer_step_on_rows_without_their_log_probs_is_refused_with_the_setting(
+    tmp_path: Path, body: Body
+) -> None:
+    with pytest.raises(
+        ColumnError, match=r"a second optimizer step .*; set actor\.update\.old_log_probs=recompute"
+    ):
+        run(tmp_path / "own", body=body)
+    assert run(tmp_path / "recompute", body=body, old_log_probs="recompute").labels
+
+
+def test_update_of_more_rows_than_a_mini_batch_is_refused_where_each_part_was_one_step(
+    tmp_path: Path,
+) -> None:
     def joined(actor: Any, batch: Batch) -> Any:
-        bare = batch.drop("old_log_probs")
-        halves = [bare[: ROWS // 2], bare[ROWS // 2 :]]
+        halves = [batch[: ROWS // 2], batch[ROWS // 2 :]]
         return update(actor, concatenate([half | actor.compute_log_prob(half) for half in halves]))
 
-    recomputed = run(tmp_path / "a", body=joined, old_log_probs="recompute")
-    chosen = run(tmp_path / "b", body=joined)
-
-    assert [labels.count(CALL) for labels in chosen.labels] == [3, 3]
-    assert_same(recomputed, chosen)
+    with pytest.raises(ColumnError, match="a second optimizer step"):
+        run(tmp_path / "two steps", body=joined, mini_batch_size=ROWS // 2, old_log_probs="own")
+    assert not any(CALL in labels for labels in run(tmp_path / "one", body=joined).labels)
 
 
-def test_call_that_may_change_the_model_has_them_made_first(tmp_path: Path) -> None:
-    def again(actor: Any, batch: Batch) -> Any:
-        actor.generate_sequences(batch.only("prompts"))
-        return update(actor, batch)
+def test_rows_that_are_learnt_a_step_later_need_no_log_probs_unless_the_policy_has_changed(
+    tmp_path: Path,
+) -> None:
+    kept: list[Batch] = []
 
-    ran = run(tmp_path, body=again)
+    def later(actor: Any, batch: Batch) -> Any:
+        kept.append(batch)
+        return update(actor, kept[0]) if len(kept) == 2 else None
 
-    for labels in ran.labels:
-        assert (
-            labels.index(CALL)
-            < [place for place, label in enumerate(labels) if label == "actor.generate_sequences"][
-                1
-            ]
-        )
+    def too_late(actor: Any, batch: Batch) -> Any:
+        kept.append(batch)
+        return update(actor, kept[-2] if len(kept) > 1 else batch)
+
+    assert not any(CALL in labels for labels in run(tmp_path / "later", body=later).labels)
+    kept.clear()
+    with pytest.raises(ColumnError, match="old_log_probs"):
+        run(tmp_path / "too late", body=too_late)
 
 
-def test_metrics_of_the_call_have_it_made(tmp_path: Path) -> None:
-    found = []
-
+@pytest.mark.parametrize("is_learnt", [False, True])
+def test_reading_them_is_refused_with_the_setting_before_and_after_the_update(
+    tmp_path: Path, is_learnt: bool
+) -> None:
     def reading(actor: Any, batch: Batch) -> Any:
-        found.append(batch.only("old_log_probs").metrics["actor/entropy"])
-        return update(actor, batch)
-
-    ran = run(tmp_path, body=reading)
-
-    assert found == [metrics["actor/entropy"] for metrics in ran.metrics]
-
-
-def test_metrics_of_a_call_that_was_not_needed_are_those_of_the_update(tmp_path: Path) -> None:
-    found = []
-
-    def reading(actor: Any, batch: Batch) -> Any:
-        result = update(actor, batch)
-        found.append(batch.metrics["actor/entropy"])
-        return result
-
-    ran = run(tmp_path, body=reading)
-
-    assert not any(CALL in labels for labels in ran.labels)
-    assert found == [metrics["actor/entropy"] for metrics in ran.metrics]
-
-
-def test_reading_them_after_the_update_is_refused_with_the_setting(tmp_path: Path) -> None:
-    def late(actor: Any, batch: Batch) -> Any:
-        result = update(actor, batch)
+        if is_learnt:
+            update(actor, batch)
         batch.fetch("old_log_probs")
-        return result
 
     with pytest.raises(
-        ColumnError,
-        match=r"got old_log_probs of rows that an update has learnt from since, .*; "
-        r"set actor\.update\.old_log_probs=recompute",
+        ColumnError, match=r"column 'old_log_probs': .*; set actor\.update\.old_log_probs=recompute"
     ):
-        run(tmp_path / "a", body=late)
-    assert run(tmp_path / "b", body=late, old_log_probs="recompute").labels
+        run(tmp_path / "own", body=reading)
+    assert run(tmp_path / "recompute", body=reading, old_log_probs="recompute").labels
 
 
-def test_update_that_lacks_a_column_leaves_the_call_waiting(tmp_path: Path) -> None:
-    def corrected(actor: Any, batch: Batch) -> Any:
+def test_metric_that_only_the_update_reports_is_missed_with_the_setting(tmp_path: Path) -> None:
+    def reading(actor: Any, batch: Batch) -> Any:
+        return batch.metrics["actor/entropy"]
+
+    with pytest.raises(KeyError, match=r"actor/entropy: .*set actor\.update\.old_log_probs=recomp"):
+        run(tmp_path, body=reading)
+
+
+def test_update_that_a_script_repeats_with_the_missing_column_is_the_first_step(
+    tmp_path: Path,
+) -> None:
+    def repeated(actor: Any, batch: Batch) -> Any:
         with pytest.raises(ColumnError, match="advantages"):
             actor.update_actor(batch)
         return update(actor, batch)
 
-    assert not any(CALL in labels for labels in run(tmp_path, body=corrected).labels)
+    assert not any(CALL in labels for labels in run(tmp_path, body=repeated).labels)
 
 
-def test_settings_without_the_choice_recompute(tmp_path: Path) -> None:
+def test_update_without_log_probs_of_any_kind_is_refused(tmp_path: Path) -> None:
+    def bare(actor: Any, batch: Batch) -> Any:
+        return update(actor, batch.drop("old_log_probs"))
+
+    with pytest.raises(ColumnError, match="old_log_probs"):
+        run(tmp_path, body=bare, old_log_probs="recompute")
+
+
+def test_settings_without_the_choice_recompute() -> None:
     cfg = ActorConfig(model=ModelConfig(path="none"))
     bare = replace(cfg, update=type("Plain", (), {"mini_batch_size": 4})())
 
-    assert waiting._mode_of(type("T", (), {"settings": bare})()) == "recompute"  # type: ignore[arg-type]
+    assert old_log_probs._setting_of(type("T", (), {"settings": bare})()) == "recompute"  # type: ignore[arg-type]
+
+
+def settings_of(script: str, *words: str) -> Any:
+    return load(script, None, words).cfg
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {}),
+        (["advantage.kl_coef=0.1"], {"advantage.kl_coef": False}),
+        (
+            ["advantage.estimator=optimal_token_baseline"],
+            {"advantage.estimator=optimal_token_baseline": False},
+        ),
+        (["actor.update.correction.kind=token"], {"actor.update.correction.kind": True}),
+        (["actor.update.correction.kind=sequence"], {"actor.update.correction.kind": False}),
+        (["run.guards=[actor/entropy < 0.1: skip]"], {"the guard of actor/entropy": False}),
+        (["run.guards=[actor/entropy < 0.1: warn]"], {}),
+    ],
+)
+def test_settings_that_read_them_before_the_update_are_known(
+    words: list[str], expected: dict[str, bool]
+) -> None:
+    assert readers_of(settings_of("grpo", *words)) == expected
+
+
+def test_script_that_reads_them_by_a_function_says_so_in_its_settings() -> None:
+    assert readers_of(settings_of("distill")) == {"compute_teacher_rewards": True}
+    assert readers_of(settings_of("grpo_async")) == {"correction.kind": True}
+    assert readers_of(settings_of("grpo_async", "max_staleness=0")) == {}
+
+
+def test_own_log_probs_are_refused_beside_a_setting_that_reads_them() -> None:
+    cfg = settings_of("grpo", "actor.update.old_log_probs=own", "advantage.kl_coef=0.1")
+
+    with pytest.raises(ConfigError, match=r"advantage\.kl_coef, which reads them .*=auto"):
+        readers_of(cfg)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "mask"])
@@ -390,4 +436,9 @@ def test_update_refuses_rows_without_the_weights_that_its_settings_ask_for(tmp_p
         return update(actor, batch.drop("rollout_weights"))
 
     with pytest.raises(Exception, match="no column rollout_weights, with correction.kind=token"):
-        run(tmp_path, body=weightless, correction=UpdateCorrectionConfig("token"))
+        run(
+            tmp_path,
+            body=weightless,
+            readers={"actor.update.correction.kind": True},
+            correction=UpdateCorrectionConfig("token"),
+        )
