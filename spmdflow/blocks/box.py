@@ -1,7 +1,8 @@
-"""`Box`: a product of half-open ranges, and what can be done with boxes. Integers only.
+"""`Box`: a product of half-open ranges, and operations on boxes. Integers only.
 
-`describe` turns what one rank holds into an array, so that thousands of ranks can exchange theirs
-in one collective. `own_boxes` divides what several ranks hold: every element then has one owner.
+`describe_boxes` turns the boxes of one rank into an array, so that thousands of ranks can exchange
+theirs in one collective. `own_boxes` divides boxes that several ranks hold, so that every element
+has one owner.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Box:
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> Box:
-        """The whole of a tensor of that shape."""
+        """The box of a complete tensor of that shape."""
         return cls(tuple((0, size) for size in shape))
 
     @property
@@ -58,7 +59,7 @@ class Box:
         )
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of other is in this box."""
+        """Whether every element of `other` is in this box."""
         return not other.size or all(
             start <= low and high <= stop
             for (start, stop), (low, high) in zip(self.bounds, other.bounds, strict=True)
@@ -102,37 +103,37 @@ class Box:
 
 
 def subtract_all(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
-    """What is in boxes and in none of the others; disjoint if boxes are."""
+    """The elements in `boxes` that are in none of `others`; disjoint if `boxes` are."""
     rest = list(boxes)
     for other in others:
         rest = [part for box in rest for part in box.subtract(other)]
     return rest
 
 
-def disjoint(boxes: Iterable[Box]) -> list[Box]:
+def make_disjoint(boxes: Iterable[Box]) -> list[Box]:
     """Disjoint, non-empty boxes with the same elements."""
-    found: list[Box] = []
+    parts: list[Box] = []
     for box in boxes:
-        found += subtract_all([box] if box.size else [], found)
-    return found
+        parts += subtract_all([box] if box.size else [], parts)
+    return parts
 
 
-def merged(boxes: Iterable[Box]) -> list[Box]:
-    """The same elements in as few boxes as joining neighbours gives; sorted. boxes: disjoint."""
-    found = sorted(boxes)
-    num_dims = len(found[0].bounds) if found else 0
-    before = len(found) + 1
-    while len(found) < before:
-        before = len(found)
+def merge_neighbours(boxes: Iterable[Box]) -> list[Box]:
+    """Join neighbouring boxes until none can be joined; sorted. boxes: disjoint."""
+    joined = sorted(boxes)
+    num_dims = len(joined[0].bounds) if joined else 0
+    before = len(joined) + 1
+    while len(joined) < before:
+        before = len(joined)
         for dim in reversed(range(num_dims)):
-            found = _merged_along(found, dim)
-    return sorted(found)
+            joined = _merge_along_dim(joined, dim)
+    return sorted(joined)
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Boxes of the row-major elements start .. stop - 1 of a tensor; at most 2 * ndim - 1.
 
-    A flat optimizer shard of a matrix is a part of a row, whole rows, and a part of a row.
+    A flat optimizer shard of a matrix is a part of a row, complete rows, and a part of a row.
     """
     assert 0 <= start <= stop <= prod(shape), f"range {start}:{stop} of shape {tuple(shape)}"
     if start == stop:
@@ -143,35 +144,36 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
     if first == last:
-        return _at(first, flat_range(shape[1:], head, tail))
-    boxes = _at(first, flat_range(shape[1:], head, inner)) if head else []
-    whole = Box(((first + bool(head), last), *((0, size) for size in shape[1:])))
-    if whole.size:
-        boxes.append(whole)
-    return boxes + (_at(last, flat_range(shape[1:], 0, tail)) if tail else [])
+        return _prepend_index(first, flat_range(shape[1:], head, tail))
+    boxes = _prepend_index(first, flat_range(shape[1:], head, inner)) if head else []
+    full_rows = Box(((first + bool(head), last), *((0, size) for size in shape[1:])))
+    if full_rows.size:
+        boxes.append(full_rows)
+    return boxes + (_prepend_index(last, flat_range(shape[1:], 0, tail)) if tail else [])
 
 
-def _at(index: int, boxes: list[Box]) -> list[Box]:
+def _prepend_index(index: int, boxes: list[Box]) -> list[Box]:
+    """The boxes with a new first dimension, in which they cover only `index`."""
     result = []
     for box in boxes:
         result.append(Box(((index, index + 1), *box.bounds)))
     return result
 
 
-def _merged_along(boxes: list[Box], dim: int) -> list[Box]:
-    """Join boxes that touch along dim and agree in every other dimension."""
+def _merge_along_dim(boxes: list[Box], dim: int) -> list[Box]:
+    """Join boxes that are adjacent along dim and equal in every other dimension."""
 
     def others_first(box: Box) -> tuple[Bounds, tuple[int, int]]:
         return (*box.bounds[:dim], *box.bounds[dim + 1 :]), box.bounds[dim]
 
-    found: list[Box] = []
+    joined: list[Box] = []
     for box in sorted(boxes, key=others_first):
         others, (start, stop) = others_first(box)
-        if found and others_first(found[-1])[0] == others and found[-1].bounds[dim][1] == start:
-            low = found.pop().bounds[dim][0]
+        if joined and others_first(joined[-1])[0] == others and joined[-1].bounds[dim][1] == start:
+            low = joined.pop().bounds[dim][0]
             box = Box((*box.bounds[:dim], (low, stop), *box.bounds[dim + 1 :]))
-        found.append(box)
-    return found
+        joined.append(box)
+    return joined
 
 
 Description = npt.NDArray[np.int64]
@@ -180,10 +182,10 @@ dimensions are (0, 1)."""
 _DIMS = 5
 
 
-def describe(held: Iterable[tuple[str, Box]]) -> Description:
-    """Description of the (name, box) pairs that one rank holds: one row each, in their order."""
+def describe_boxes(boxes: Iterable[tuple[str, Box]]) -> Description:
+    """Encode the (name, box) pairs of one rank: one row each, in their order."""
     rows = []
-    for name, box in held:
+    for name, box in boxes:
         num_dims = len(box.bounds)
         assert num_dims <= _DIMS, (name, box)
         starts, stops = zip(*box.bounds, *[(0, 1)] * (_DIMS - num_dims), strict=True)
@@ -192,27 +194,27 @@ def describe(held: Iterable[tuple[str, Box]]) -> Description:
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2 + 2 * _DIMS)
 
 
-def own_boxes(everyone: Sequence[Description], place: int) -> list[list[Box]]:
-    """For each box that everyone[place] describes, the parts of it that this rank owns.
+def own_boxes(everyone: Sequence[Description], index: int) -> list[list[Box]]:
+    """For each box that everyone[index] describes, the parts of it that this rank owns.
 
-    What several ranks hold as the same box is divided evenly among them; where boxes overlap
-    otherwise, the first holder owns the common part.
+    A box that several ranks hold is divided evenly among them. Where different boxes overlap, the
+    first holder owns the common part.
     """
     rows = np.concatenate(everyone)
-    first = sum(len(each) for each in everyone[:place])
+    first = sum(len(each) for each in everyone[:index])
     order = np.argsort(rows[:, 0], kind="stable")
     keys = rows[order, 0]
-    mine = range(first, first + len(everyone[place]))
+    mine = range(first, first + len(everyone[index]))
     starts = np.searchsorted(keys, rows[mine, 0], "left")
     stops = np.searchsorted(keys, rows[mine, 0], "right")
     result = []
     for number, start, stop in zip(mine, starts, stops, strict=True):
-        result.append(_own(rows, order[start:stop], number))
+        result.append(_owned_parts(rows, order[start:stop], number))
     return result
 
 
-def _own(rows: Description, same_name: npt.NDArray[Any], number: int) -> list[Box]:
-    """What row `number` owns; same_name: all rows of its tensor, ascending."""
+def _owned_parts(rows: Description, same_name: npt.NDArray[Any], number: int) -> list[Box]:
+    """The boxes that row `number` owns. same_name: all rows of its tensor, ascending."""
     starts = rows[:, 2 : 2 + _DIMS]
     stops = rows[:, 2 + _DIMS :]
     mine = _box(rows[number])
@@ -229,7 +231,10 @@ def _own(rows: Description, same_name: npt.NDArray[Any], number: int) -> list[Bo
 
 
 def _part(box: Box, number: int, count: int, turn: int) -> list[Box]:
-    """Part `number` of `count`, along the first dimension long enough; else `turn` has all."""
+    """Part `number` of `count`, along the first dimension that is long enough.
+
+    If no dimension is, part `turn` is the complete box and the others are empty.
+    """
     for dim, (start, stop) in enumerate(box.bounds):
         if stop - start >= count:
             low, high = (start + (stop - start) * each // count for each in (number, number + 1))

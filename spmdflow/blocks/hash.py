@@ -1,13 +1,13 @@
-"""An additive hash of a tensor's bits and their places. Knows no ranks and no names.
+"""An additive hash of a tensor's bits and their positions. It does not know ranks or names.
 
-The hash of a tensor is the sum over its elements of weight(place) * (spread(bits) + 1), modulo
-2**64. Because it adds up, ranks hash the boxes that they hold and sum: the result does not depend
-on how the tensor is cut. The weight of a place is the product of an odd number for each index,
+The hash of a tensor is the sum over its elements of weight(position) * (spread(bits) + 1), modulo
+2**64. Because it is additive, ranks hash the boxes that they hold and sum the results, which do not
+depend on how the tensor is cut. The weight of a position is the product of an odd number per index,
 drawn by the finaliser of splitmix64 (Steele, Lea, Flood 2014): rows are summed with one vector of
 weights, and their sums with another. This is multilinear hashing (Carter and Wegman 1979).
 
 One altered element always changes the hash, as an odd weight has an inverse. Several altered,
-moved, lost or repeated ones go unseen with a probability of at most 2**-32, and 2**-47 where only
+moved, lost or repeated ones go undetected with a probability of at most 2**-32, and 2**-47 if only
 the upper or only the lower halves of their bits differ (signs, exponents, the end of a mantissa).
 """
 
@@ -26,7 +26,7 @@ Key = TypeVar("Key", bound=Hashable)
 MODULUS = 2**64
 _CPU_CHUNK = 1 << 16
 _CHUNK = 1 << 22
-"""Elements that are hashed together: what fits into a core's cache, and what fills a device."""
+"""Elements hashed together: enough to fit into a core's cache, and enough to fill a device."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
@@ -34,7 +34,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def positional_hash(values: Tensor) -> int:
-    """Hash in [0, 2**64) of a whole tensor of any dtype. Waits for the device."""
+    """Hash in [0, 2**64) of a complete tensor of any dtype. Waits for the device."""
     return box_hash(values, Box.of_shape(values.shape))
 
 
@@ -55,8 +55,8 @@ def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
 def box_sum(values: Tensor, box: Box) -> Tensor:
     """Hash of the elements `box` of a tensor, as an int64 scalar on their device.
 
-    values: of the box's shape, any dtype and strides. Over disjoint boxes that cover a tensor the
-    hashes add up, modulo 2**64, to that of the whole; int64 wraps at 2**64.
+    values: of the box's shape, any dtype and strides. The hashes of disjoint boxes that cover a
+    tensor add up, modulo 2**64, to the hash of the tensor. int64 wraps at 2**64.
     """
     assert tuple(values.shape) == box.shape, f"values {tuple(values.shape)} for box {box.shape}"
     values = values.detach()
@@ -97,6 +97,6 @@ def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     return (word ^ _shift_right(word, 31)) | 1
 
 
-def _shift_right(word: Tensor, places: int) -> Tensor:
-    """Logical shift: torch shifts int64 arithmetically, so the sign's copies are masked out."""
-    return (word >> places) & ((1 << (64 - places)) - 1)
+def _shift_right(word: Tensor, num_bits: int) -> Tensor:
+    """Logical shift right. torch shifts int64 arithmetically, so copies of the sign are masked."""
+    return (word >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -3,9 +3,9 @@
 The index space is divided into cells. All elements of a cell are held by the same ranks and lacked
 by the same ranks, so a cell is planned once. Cells with the same possible senders form a class. The
 boxes of a class, in the order (destination, box), are cut into one stretch per sender, sized to
-level the senders' loads (in whole slabs along the first dimension that can be cut). With
-`through_nodes`, an element that several ranks of a node lack is sent to one, which passes it on.
-Integers only; a second function moves the bytes.
+level the senders' loads (in complete slabs along the first dimension that can be cut). With
+`redistribute_through_nodes`, an element that several ranks of a node lack is sent to one of them,
+which forwards it. Integers only; another function moves the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from spmdflow.blocks.box import Bounds, Box, disjoint, merged, subtract_all
+from spmdflow.blocks.box import Bounds, Box, make_disjoint, merge_neighbours, subtract_all
 from spmdflow.errors import PlanError
 
 
@@ -32,61 +32,63 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent, and what stays where it is."""
+    """What is sent, and what ranks retain."""
 
     moves: tuple[Move, ...]
     """Sorted."""
-    kept: Mapping[int, tuple[Box, ...]]
-    """By rank: disjoint boxes that the rank needs and has. Every rank of `need` is there."""
+    retained: Mapping[int, tuple[Box, ...]]
+    """By rank: disjoint boxes that the rank needs and has. It has every rank of `need`."""
 
 
 Some = TypeVar("Some")
 """Elements: a box, or ids of rows."""
 Senders = tuple[int, ...]
 Classes = Mapping[Senders, Sequence[tuple[int, Some]]]
-"""By possible senders: each destination and what it lacks, in order."""
+"""By possible senders: each destination and the elements that it lacks, in order."""
 Ranks = tuple[int, ...]
 BoxesOf = Mapping[int, Sequence[Box]]
 """Boxes of one index space by rank; boxes of one rank may overlap."""
 
 
 def redistribute(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf | None = None) -> Plan:
-    """Plan that brings every rank the elements it needs and lacks, each exactly once.
+    """Plan that sends every rank the elements that it needs and lacks, each exactly once.
 
-    Holders on the destination's node are preferred; among equals the load is levelled. PlanError
-    if no rank holds a needed element.
+    Holders on the destination's node are preferred. Among equals the load is levelled. Raises
+    PlanError if no rank holds a needed element.
     """
     classes: dict[Senders, dict[Ranks, list[Box]]] = {}
     for boxes, holders, lackers in _cells(have, need):
-        for senders, ranks in _by_senders(holders, lackers, node_of).items():
+        for senders, ranks in _group_by_senders(holders, lackers, node_of).items():
             classes.setdefault(senders, {}).setdefault(ranks, []).extend(boxes)
     loads = dict.fromkeys(have, 0)
     moves: list[Move] = []
     shared: dict[Senders, list[tuple[int, Box]]] = {}
     for senders, lacking in classes.items():
         if len(senders) > 1:
-            shared[senders] = _stretches(lacking)
+            shared[senders] = _list_by_destination(lacking)
             continue
         for ranks, boxes in lacking.items():
-            moves += [Move(senders[0], box, ranks) for box in merged(boxes)]
+            moves += [Move(senders[0], box, ranks) for box in merge_neighbours(boxes)]
             loads[senders[0]] += len(ranks) * sum(box.size for box in boxes)
     for sent in share_classes(shared, loads, _take, lambda box: box.size):
         to: dict[tuple[int, Box], list[int]] = {}
         for (source, rank), parts in sent.items():
-            for box in merged(parts):
+            for box in merge_neighbours(parts):
                 to.setdefault((source, box), []).append(rank)
         moves += [Move(source, box, tuple(sorted(ranks))) for (source, box), ranks in to.items()]
-    kept = {}
+    retained = {}
     for rank in sorted(need):
-        kept[rank] = _kept(tuple(need[rank]), tuple(have.get(rank, ())))
-    return Plan(tuple(sorted(moves)), kept)
+        retained[rank] = _retained_boxes(tuple(need[rank]), tuple(have.get(rank, ())))
+    return Plan(tuple(sorted(moves)), retained)
 
 
-def through_nodes(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf) -> tuple[Plan, Plan]:
+def redistribute_through_nodes(
+    have: BoxesOf, need: BoxesOf, *, node_of: NodeOf
+) -> tuple[Plan, Plan]:
     """`redistribute` in two rounds, so that elements from other nodes enter a node once.
 
-    Ranks of a node that lack the same elements, which no rank there holds, are a team. In the first
-    round each member receives a part of them; in the second the members exchange their parts.
+    Ranks of a node that lack the same elements, which no rank there holds, form a team. In the
+    first round each member receives a part of them. In the second, members exchange their parts.
     """
     teams: dict[Ranks, list[Box]] = {}
     for boxes, holders, lackers in _cells(have, need):
@@ -97,19 +99,19 @@ def through_nodes(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf) -> tuple[Pla
         for node, ranks in by_node.items():
             if len(ranks) > 1 and node not in near:
                 teams.setdefault(tuple(ranks), []).extend(boxes)
-    passed: list[Move] = []
+    forwards: list[Move] = []
     first: dict[int, list[Box]] = {rank: list(boxes) for rank, boxes in need.items()}
     for team, boxes in sorted(teams.items()):
-        whole = merged(boxes)
+        team_boxes = merge_neighbours(boxes)
         for rank in team:
-            first[rank] = subtract_all(disjoint(first[rank]), whole)
-        everyone = {team: [(team[0], box) for box in whole]}
+            first[rank] = subtract_all(make_disjoint(first[rank]), team_boxes)
+        everyone = {team: [(team[0], box) for box in team_boxes]}
         for sent in share_classes(everyone, dict.fromkeys(team, 0), _take, lambda box: box.size):
             for (rank, _), parts in sent.items():
                 first[rank] += parts
                 others = tuple(other for other in team if other != rank)
-                passed += [Move(rank, box, others) for box in merged(parts)]
-    return redistribute(have, first, node_of=node_of), Plan(tuple(sorted(passed)), {})
+                forwards += [Move(rank, box, others) for box in merge_neighbours(parts)]
+    return redistribute(have, first, node_of=node_of), Plan(tuple(sorted(forwards)), {})
 
 
 def share_classes(
@@ -121,34 +123,34 @@ def share_classes(
     """For each class, fewest senders first, yields (source, destination) -> pieces to send.
 
     A class's pieces, in order, are cut into one stretch per sender, sized to level the loads.
-    loads: elements that each rank sends so far; updated. take(piece, count): (about `count`
-    elements of the piece, the remainder); None for an empty one.
+    loads: number of elements that each rank sends so far; it is updated. take(piece, count): (about
+    `count` elements of the piece, the remainder), with None for an empty part.
     """
     for senders in sorted(classes, key=lambda senders: (len(senders), senders)):
         sizes = [size_of(some) for _, some in classes[senders]]
-        ends = list(accumulate(share_out([loads[rank] for rank in senders], sum(sizes))))
+        ends = list(accumulate(level_loads([loads[rank] for rank in senders], sum(sizes))))
         sent: dict[tuple[int, int], list[Some]] = {}
         sender = 0
         done = 0
-        for destination, whole in classes[senders]:
-            rest: Some | None = whole
+        for destination, piece in classes[senders]:
+            rest: Some | None = piece
             while rest is not None:
                 while sender + 1 < len(senders) and done >= ends[sender]:
                     sender += 1
-                taken, rest = take(rest, ends[sender] - done)
-                if taken is None:
+                part, rest = take(rest, ends[sender] - done)
+                if part is None:
                     sender += 1
                     continue
                 source = senders[sender]
-                size = size_of(taken)
-                sent.setdefault((source, destination), []).append(taken)
+                size = size_of(part)
+                sent.setdefault((source, destination), []).append(part)
                 loads[source] += size
                 done += size
         yield sent
 
 
 def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
-    """(about `room` elements of a box, the remainder), in whole slabs; None for an empty one."""
+    """(about `room` elements of a box, the remainder), in complete slabs; None if one is empty."""
     if box.size <= room:
         return box, None
     dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
@@ -161,29 +163,31 @@ def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
     return box.cut(dim, box.bounds[dim][0] + num_slabs)
 
 
-def _stretches(lacking: Mapping[Ranks, Sequence[Box]]) -> list[tuple[int, Box]]:
-    """What each rank lacks of a class, in the order (destination, box)."""
-    found: dict[int, list[Box]] = {}
+def _list_by_destination(lacking: Mapping[Ranks, Sequence[Box]]) -> list[tuple[int, Box]]:
+    """The boxes of a class that each rank lacks, in the order (destination, box)."""
+    boxes_of_rank: dict[int, list[Box]] = {}
     for ranks, boxes in lacking.items():
         for rank in ranks:
-            found.setdefault(rank, []).extend(boxes)
+            boxes_of_rank.setdefault(rank, []).extend(boxes)
     stretches = []
-    for rank in sorted(found):
-        for box in merged(found[rank]):
+    for rank in sorted(boxes_of_rank):
+        for box in merge_neighbours(boxes_of_rank[rank]):
             stretches.append((rank, box))
     return stretches
 
 
 @lru_cache(maxsize=4096)
-def _kept(needed: Boxes, held: Boxes) -> Boxes:
-    wanted = disjoint(needed)
-    return tuple(merged(subtract_all(wanted, subtract_all(wanted, held))))
+def _retained_boxes(needed: Boxes, available: Boxes) -> Boxes:
+    disjoint_boxes = make_disjoint(needed)
+    return tuple(
+        merge_neighbours(subtract_all(disjoint_boxes, subtract_all(disjoint_boxes, available)))
+    )
 
 
 def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ranks]]:
-    """(disjoint boxes, who holds them, who needs and lacks them), ranks ascending.
+    """Yields (disjoint boxes, ranks that hold them, ranks that need and lack them), ascending.
 
-    PlanError if no rank holds a lacked element.
+    Raises PlanError if no rank holds a needed element.
     """
     ranks_of: dict[tuple[bool, Box], list[int]] = {}
     for is_held, side in ((True, have), (False, need)):
@@ -193,18 +197,18 @@ def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ran
                     ranks_of.setdefault((is_held, box), []).append(rank)
     keys = list(ranks_of)
     cells: dict[Ranks, list[Box]] = {}
-    for bounds, places in _sweep([(key[1].bounds, place) for place, key in enumerate(keys)]):
-        cells.setdefault(places, []).append(Box(bounds))
-    for places, boxes in cells.items():
+    for bounds, members in _sweep([(key[1].bounds, index) for index, key in enumerate(keys)]):
+        cells.setdefault(members, []).append(Box(bounds))
+    for members, boxes in cells.items():
         sides: tuple[set[int], set[int]] = (set(), set())
-        for place in places:
-            sides[keys[place][0]].update(ranks_of[keys[place]])
+        for index in members:
+            sides[keys[index][0]].update(ranks_of[keys[index]])
         needing, holding = sides
         lackers = needing - holding
         if not lackers:
             continue
         if not holding:
-            box = merged(boxes)[0]
+            box = merge_neighbours(boxes)[0]
             where = f"rank {min(lackers)}"
             got = f"box {box.bounds} ({box.size} elements) that no rank holds"
             raise PlanError.of(where, got, "a holder", "add it to what ranks have")
@@ -214,37 +218,39 @@ def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ran
 def _sweep(
     boxes: Sequence[tuple[Bounds, int]], before: Bounds = ()
 ) -> Iterator[tuple[Bounds, Ranks]]:
-    """Bounds of disjoint cells that make up all boxes, and which boxes each lies in."""
+    """Bounds of disjoint cells that cover all boxes, and the boxes that contain each cell."""
     if not boxes[:1] or not boxes[0][0]:
         if boxes:
-            yield before, tuple(place for _, place in boxes)
+            yield before, tuple(index for _, index in boxes)
         return
     starting: dict[int, list[tuple[Bounds, int]]] = {}
     ending: dict[int, list[int]] = {}
-    for ((start, stop), *rest), place in boxes:
-        starting.setdefault(start, []).append((tuple(rest), place))
-        ending.setdefault(stop, []).append(place)
+    for ((start, stop), *rest), index in boxes:
+        starting.setdefault(start, []).append((tuple(rest), index))
+        ending.setdefault(stop, []).append(index)
     inside: dict[int, Bounds] = {}
     for low, high in pairwise(sorted({*starting, *ending})):
-        for place in ending.get(low, ()):
-            del inside[place]
-        inside |= {place: rest for rest, place in starting.get(low, ())}
-        here = [(inside[place], place) for place in sorted(inside)]
+        for index in ending.get(low, ()):
+            del inside[index]
+        inside |= {index: rest for rest, index in starting.get(low, ())}
+        here = [(inside[index], index) for index in sorted(inside)]
         yield from _sweep(here, (*before, (low, high)))
 
 
-def _by_senders(holders: Ranks, lackers: Ranks, node_of: NodeOf | None) -> Mapping[Senders, Ranks]:
-    """Who may send to which of those that lack a cell."""
+def _group_by_senders(
+    holders: Ranks, lackers: Ranks, node_of: NodeOf | None
+) -> Mapping[Senders, Ranks]:
+    """Group the ranks that lack a cell by the ranks that may send it to them."""
     if node_of is None:
         return {holders: lackers}
     near: dict[int, list[int]] = {}
     for rank in holders:
         near.setdefault(node_of(rank), []).append(rank)
-    found: dict[Senders, list[int]] = {}
+    ranks_by_senders: dict[Senders, list[int]] = {}
     for rank in lackers:
-        found.setdefault(tuple(near.get(node_of(rank), holders)), []).append(rank)
+        ranks_by_senders.setdefault(tuple(near.get(node_of(rank), holders)), []).append(rank)
     result = {}
-    for senders, ranks in found.items():
+    for senders, ranks in ranks_by_senders.items():
         result[senders] = tuple(ranks)
     return result
 
@@ -254,67 +260,67 @@ NodeOf = Callable[[int], int]
 
 
 def candidates(holders: Sequence[int], destination: int, node_of: NodeOf | None) -> tuple[int, ...]:
-    """Holders on the destination's node if there are any, else all; ascending."""
+    """Holders on the destination's node, or all holders if there are none; ascending."""
     if node_of is not None:
         node = node_of(destination)
         holders = [rank for rank in holders if node_of(rank) == node] or holders
     return tuple(sorted(holders))
 
 
-def share_out(loads: Sequence[int], total: int) -> list[int]:
-    """Parts of total, one for each load, that make loads + parts as level as can be.
+def level_loads(loads: Sequence[int], total: int) -> list[int]:
+    """Divide total into one part per load, so that loads + parts are as equal as possible.
 
-    The least loaded are filled first, like water; what does not divide goes to the first of
-    them. Receivers end within 1 of one another, and no lower load than theirs is passed over.
+    The lowest loads are filled first. A remainder goes to the first of them. Loads that receive a
+    part end within 1 of one another, and no lower load remains.
     """
-    order = sorted(range(len(loads)), key=lambda place: (loads[place], place))
+    order = sorted(range(len(loads)), key=lambda index: (loads[index], index))
     filled = 0
     num_receivers = 0
-    for place in order:
+    for index in order:
         # elements that raise all receivers so far to this load
-        if num_receivers * loads[place] - filled > total:
+        if num_receivers * loads[index] - filled > total:
             break
-        filled += loads[place]
+        filled += loads[index]
         num_receivers += 1
     base, extra = divmod(total + filled, num_receivers)
     parts = [0] * len(loads)
-    for number, place in enumerate(sorted(order[:num_receivers])):
-        parts[place] = base - loads[place] + (number < extra)
+    for number, index in enumerate(sorted(order[:num_receivers])):
+        parts[index] = base - loads[index] + (number < extra)
     return parts
 
 
 Boxes = tuple[Box, ...]
 MISSING = "missing"
-TWICE = "twice"
-THERE = "there"
-STRANGE = "strange"
-FALSE = "false"
-"""What `find_cover_error` finds: nobody sends it, sent twice, sent where it is already, sent where
-it is not needed, kept though not held and needed once."""
+SENT_TWICE = "twice"
+ALREADY_HELD = "there"
+NOT_NEEDED = "strange"
+WRONGLY_RETAINED = "false"
+"""Errors of `find_cover_error`: no rank sends the box; it is sent twice, to a rank that already
+holds it, or to a rank that does not need it; it is retained, but not held and needed once."""
 
 
 @lru_cache(maxsize=4096)
 def find_cover_error(
-    need: Boxes, held: Boxes, kept: Boxes, arriving: Boxes
+    need: Boxes, available: Boxes, retained: Boxes, arriving: Boxes
 ) -> tuple[str, Box] | None:
-    """What is wrong with the boxes of one tensor on one rank, and the first such box; else None.
+    """(error, first box with it) for one tensor on one rank; None if its boxes are right.
 
-    What the rank needs must be what it keeps of what it held, and what arrives, each element once.
-    Checked from this definition alone: shares only the algebra of `Box` with `redistribute`.
-    Cached, because the layers of a model repeat the same arguments.
+    The elements that the rank needs must be those it retains of what it held plus those that
+    arrive, each once. The check shares only the algebra of `Box` with `redistribute`. Cached,
+    because the layers of a model repeat the same arguments.
     """
-    for place, box in enumerate(arriving):
-        if any(box.intersect(other) for other in arriving[:place]):
-            return TWICE, box
-        if any(box.intersect(other) for other in held):
-            return THERE, box
+    for index, box in enumerate(arriving):
+        if any(box.intersect(other) for other in arriving[:index]):
+            return SENT_TWICE, box
+        if any(box.intersect(other) for other in available):
+            return ALREADY_HELD, box
         if subtract_all([box], need):
-            return STRANGE, box
-    for place, box in enumerate(kept):
-        is_twice = any(box.intersect(other) for other in kept[:place])
-        if is_twice or subtract_all([box], held) or subtract_all([box], need):
-            return FALSE, box
-    missing = subtract_all(disjoint(need), [*kept, *arriving])
+            return NOT_NEEDED, box
+    for index, box in enumerate(retained):
+        is_repeated = any(box.intersect(other) for other in retained[:index])
+        if is_repeated or subtract_all([box], available) or subtract_all([box], need):
+            return WRONGLY_RETAINED, box
+    missing = subtract_all(make_disjoint(need), [*retained, *arriving])
     if missing:
         return (MISSING, missing[0])
     return None
@@ -324,15 +330,16 @@ _READER = -1
 
 
 @lru_cache(maxsize=4096)
-def plan_reads(held: Boxes, needed: Boxes) -> tuple[tuple[int, Box], ...]:
-    """(place in held, part of that box): `redistribute` for one reader that holds nothing of what
-    lies in files. Each needed element once, proved by `find_cover_error`.
+def plan_reads(available: Boxes, needed: Boxes) -> tuple[tuple[int, Box], ...]:
+    """Which parts of which available boxes to read: (index in available, part of that box).
 
-    PlanError if nobody holds one. Cached, because the layers of a model repeat the arguments.
+    This is `redistribute` for one reader that holds nothing yet. Each needed element is read once,
+    checked by `find_cover_error`. Raises PlanError if an element is in no available box. Cached,
+    because the layers of a model repeat the arguments.
     """
-    plan = redistribute({place: (box,) for place, box in enumerate(held)}, {_READER: needed})
+    plan = redistribute({index: (box,) for index, box in enumerate(available)}, {_READER: needed})
     reads = tuple((move.source, move.box) for move in plan.moves)
     error = find_cover_error(needed, (), (), tuple(part for _, part in reads))
-    assert error is None, (error, held, needed)
-    assert all(held[place].contains(part) for place, part in reads), (reads, held)
+    assert error is None, (error, available, needed)
+    assert all(available[index].contains(part) for index, part in reads), (reads, available)
     return reads

@@ -1,8 +1,8 @@
 """Row transfers: `redistribute` for 1-D blocks of single rows, vectorised. Integers only.
 
 Rows with the same possible senders form a class. A class's rows, in the order (destination, id),
-are cut into one stretch for each sender, in the order of ranks, sized to level the senders'
-loads. So peers with the same rows send equal parts and edges are few.
+are cut into one stretch per sender, in the order of ranks, sized to level the senders' loads. So
+peers with the same rows send equal parts, and there are few edges.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REMEMBERED_IDS = 1 << 13
 class RowEdge:
     """`source` sends the rows `ids` (ascending, at least one) to `destination`.
 
-    ids may be a view of an array that was handed in, or shared between edges: do not write to it.
+    ids may be a view of an argument, or shared between edges: do not write to it.
     """
 
     source: int
@@ -38,11 +38,12 @@ class RowEdge:
 def redistribute_rows(
     have: Mapping[int, Ids], need: Mapping[int, Ids], *, node_of: NodeOf | None = None
 ) -> list[RowEdge]:
-    """Edges that bring every rank the rows it needs and lacks, each exactly once.
+    """Edges that send every rank the rows that it needs and lacks, each exactly once.
 
     have, need: by rank, int64 ids (n,), in any order, unique within a rank. Holders on the
-    destination's node are preferred; among equals the load is levelled. The edges are sorted by
-    (source, destination), at most one per pair. RowError for a repeated id or one nobody has.
+    destination's node are preferred. Among equals the load is levelled. The edges are sorted by
+    (source, destination), at most one per pair. Raises RowError for an id that is repeated or that
+    no rank holds.
     """
     if sum(map(len, have.values())) + sum(map(len, need.values())) > _REMEMBERED_IDS:
         return _redistribute(have, need, node_of)
@@ -57,9 +58,9 @@ def redistribute_rows(
     else:
         nodes = tuple((rank, node_of(rank)) for rank in sorted(ranks))
     try:
-        edges = _redistribute_again(*keys, nodes)
+        edges = _redistribute_cached(*keys, nodes)
     except RowError:
-        return _redistribute(have, need, node_of)  # whose message names the true ids
+        return _redistribute(have, need, node_of)  # its error reports the original ids
     result = []
     for edge in edges:
         result.append(RowEdge(edge.source, edge.destination, edge.ids + base))
@@ -69,17 +70,17 @@ def redistribute_rows(
 def plan_rounds(
     have: Mapping[int, Ids], need: Mapping[int, Ids], *, node_of: NodeOf | None = None
 ) -> list[list[RowEdge]]:
-    """As `redistribute_rows`, with a broadcast inside a replica: one list of edges, or two.
+    """Like `redistribute_rows`, with a broadcast inside a replica: one list of edges, or two.
 
-    Ranks of one node that lack the same rows are a team, unless so many ranks there hold them that
-    none needs to send a row twice. Each of a team is sent a part of the rows in the first round,
-    and in the second they send their parts to one another: rows enter a node once, no holder sends
-    a row twice, and everybody sends. (A broadcast as scatter and all-gather, van de Geijn 1994.)
+    Ranks of one node that lack the same rows form a team, unless so many ranks there hold them that
+    none has to send a row twice. In the first round each member receives a part of the rows. In the
+    second the members exchange their parts. So rows enter a node once, no holder sends a row twice,
+    and every member sends. (A broadcast as scatter and all-gather, van de Geijn 1994.)
     """
     direct = redistribute_rows(have, need, node_of=node_of)
     parts: dict[int, Ids] = {}
     lacking: dict[int, Ids] = {}
-    for team, ids in _teams(direct, node_of):
+    for team, ids in _find_teams(direct, node_of):
         parts |= zip(team, np.array_split(ids, len(team)), strict=True)
         lacking |= dict.fromkeys(team, ids)
     if not parts:
@@ -88,15 +89,17 @@ def plan_rounds(
     return [first, redistribute_rows(parts, lacking, node_of=node_of)]
 
 
-def _teams(direct: Sequence[RowEdge], node_of: NodeOf | None) -> Iterator[tuple[list[int], Ids]]:
-    """Ranks of a node that lack the same rows, sent by fewer ranks of that node; and the rows."""
+def _find_teams(
+    direct: Sequence[RowEdge], node_of: NodeOf | None
+) -> Iterator[tuple[list[int], Ids]]:
+    """Yields (ranks of a node that lack the same rows, the rows) for each team of `plan_rounds`."""
     arriving: dict[int, list[RowEdge]] = {}
     for edge in direct:
         arriving.setdefault(edge.destination, []).append(edge)
     teams: dict[tuple[int, bytes], tuple[list[int], set[int], Ids]] = {}
     for rank, edges in arriving.items():
         node = node_of(rank) if node_of else 0
-        ids = _joined([edge.ids for edge in edges])
+        ids = _join_ids([edge.ids for edge in edges])
         team, sources, _ = teams.setdefault((node, ids.tobytes()), ([], set(), ids))
         team.append(rank)
         sources |= {e.source for e in edges if node_of is None or node_of(e.source) == node}
@@ -106,28 +109,32 @@ def _teams(direct: Sequence[RowEdge], node_of: NodeOf | None) -> Iterator[tuple[
 
 
 @lru_cache(maxsize=128)
-def _redistribute_again(
+def _redistribute_cached(
     have: _Key, need: _Key, nodes: tuple[tuple[int, int], ...] | None
 ) -> list[RowEdge]:
-    """Cached: a step repeats the transfers of the step before, with all ids shifted.
+    """`_redistribute`, cached: a step repeats the previous step's transfers with shifted ids.
 
-    nodes: (rank, its node) of every rank. Plain numbers: the cache keeps no session alive.
+    nodes: (rank, its node) of every rank, as plain numbers, so that the cache keeps no session
+    alive.
     """
-    held, needed = ({rank: np.frombuffer(ids, np.int64) for rank, ids in k} for k in (have, need))
-    return _redistribute(held, needed, None if nodes is None else dict(nodes).__getitem__)
+    available, required = (
+        {rank: np.frombuffer(ids, np.int64) for rank, ids in k} for k in (have, need)
+    )
+    return _redistribute(available, required, None if nodes is None else dict(nodes).__getitem__)
 
 
 def _redistribute(
     have: Mapping[int, Ids], need: Mapping[int, Ids], node_of: NodeOf | None
 ) -> list[RowEdge]:
-    classes = _classes(_Holders(have), need, node_of)
+    """The edges of `redistribute_rows`."""
+    classes = _group_by_senders(_Holders(have), need, node_of)
     pieces: dict[tuple[int, int], list[Ids]] = {}
     for sent in share_classes(classes, dict.fromkeys(have, 0), _take, len):
         for pair, parts in sent.items():
             pieces.setdefault(pair, []).extend(parts)
     result = []
     for pair, parts in sorted(pieces.items()):
-        result.append(RowEdge(*pair, _joined(parts)))
+        result.append(RowEdge(*pair, _join_ids(parts)))
     return result
 
 
@@ -135,9 +142,11 @@ def _take(ids: Ids, room: int) -> tuple[Ids, Ids | None]:
     return ids[:room], ids[room:] if room < len(ids) else None
 
 
-def _classes(holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None) -> Classes[Ids]:
-    """What is lacking, by possible senders; destinations in order."""
-    found: dict[Senders, list[tuple[int, Ids]]] = {}
+def _group_by_senders(
+    holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None
+) -> Classes[Ids]:
+    """Lacking ids by possible senders, with destinations in order."""
+    classes: dict[Senders, list[tuple[int, Ids]]] = {}
     senders_of: dict[tuple[int, int | None], Senders] = {}
     for destination in sorted(need):
         node = None if node_of is None else node_of(destination)
@@ -148,11 +157,11 @@ def _classes(holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None)
                 senders_of[label, node] = candidates(ranks, destination, node_of)
             lacking.setdefault(senders_of[label, node], []).append(ids)
         for senders, parts in lacking.items():
-            found.setdefault(senders, []).append((destination, _joined(parts)))
-    return found
+            classes.setdefault(senders, []).append((destination, _join_ids(parts)))
+    return classes
 
 
-def _joined(parts: list[Ids]) -> Ids:
+def _join_ids(parts: list[Ids]) -> Ids:
     if len(parts) == 1:
         return parts[0]
     return np.sort(np.concatenate(parts))
@@ -162,10 +171,11 @@ class _Holders:
     """Which ranks hold each id: ids held by the same ranks share a label.
 
     Labels are refined rank by rank: the ids of one rank that share a label move to a new one.
-    Equal arrays are looked at once, as peers hold the same rows.
+    Equal arrays are processed once, because peers hold the same rows.
     """
 
     def __init__(self, have: Mapping[int, Ids]) -> None:
+        """Label all ids. Raises RowError if a rank holds an id twice."""
         self._key_of: dict[int, bytes] = {}
         self._ids: dict[bytes, Ids] = {}
         self._split: dict[tuple[bytes, bytes], list[tuple[int, Ids]]] = {}
@@ -174,7 +184,7 @@ class _Holders:
             ids = np.ascontiguousarray(have[rank], dtype=np.int64)
             key = self._key_of[rank] = ids.tobytes()
             if key not in self._ids:
-                self._ids[key] = _ascending(ids, rank)
+                self._ids[key] = _sort_ids(ids, rank)
             ranks_of.setdefault(key, []).append(rank)
         self._all = np.unique(np.concatenate([*self._ids.values(), _NO_IDS]))
         self._labels = np.zeros(len(self._all), dtype=np.int64)
@@ -191,21 +201,25 @@ class _Holders:
         return tuple(sorted(held_by))
 
     def split(self, rank: int, ids: Ids) -> list[tuple[int, Ids]]:
-        """(label, ids ascending): those of `ids` that rank lacks. RowError if nobody has one."""
+        """(label, ids ascending) for those of `ids` that the rank lacks.
+
+        Raises RowError if no rank holds one.
+        """
         ids = np.ascontiguousarray(ids, dtype=np.int64)
         key = (self._key_of.get(rank, b""), ids.tobytes())
         if key not in self._split:
-            self._split[key] = self._split_fresh(rank, _ascending(ids, rank))
+            self._split[key] = self._find_lacking_ids(rank, _sort_ids(ids, rank))
         return self._split[key]
 
-    def _split_fresh(self, rank: int, ids: Ids) -> list[tuple[int, Ids]]:
-        held = self._ids.get(self._key_of.get(rank, b""), _NO_IDS)
-        lacking = ids[~_among(ids, held)] if len(held) else ids
-        unknown = lacking[~_among(lacking, self._all)]
+    def _find_lacking_ids(self, rank: int, ids: Ids) -> list[tuple[int, Ids]]:
+        """`split` without its cache; ids: ascending."""
+        own_ids = self._ids.get(self._key_of.get(rank, b""), _NO_IDS)
+        lacking = ids[~_is_member(ids, own_ids)] if len(own_ids) else ids
+        unknown = lacking[~_is_member(lacking, self._all)]
         if len(unknown):
             got = f"{len(unknown)} of {len(ids)} needed rows that no rank holds (first "
             got += f"id {unknown[0]})"
-            do = "was the batch freed, or does the protocol's holds leave rows out?"
+            do = "was the batch freed, or does the protocol's holds omit rows?"
             raise RowError.of(f"transfer to rank {rank}", got, "a holder of each", do)
         labels = self._labels[np.searchsorted(self._all, lacking)]
         order = np.argsort(labels, kind="stable")
@@ -218,16 +232,18 @@ class _Holders:
         return fresh
 
     def _refine(self, ids: Ids, ranks: list[int]) -> None:
-        places = np.searchsorted(self._all, ids)
-        old, inverse = np.unique(self._labels[places], return_inverse=True)
-        self._labels[places] = len(self._origin) + inverse
+        """Give the ids that these ranks hold new labels, one per label that they had."""
+        indices = np.searchsorted(self._all, ids)
+        old, inverse = np.unique(self._labels[indices], return_inverse=True)
+        self._labels[indices] = len(self._origin) + inverse
         self._origin += [(label, ranks) for label in old.tolist()]
 
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
 
-def _ascending(ids: Ids, rank: int) -> Ids:
+def _sort_ids(ids: Ids, rank: int) -> Ids:
+    """The ids in ascending order; RowError if one is repeated."""
     if (ids[1:] > ids[:-1]).all():
         return ids
     ascending = np.sort(ids)
@@ -239,10 +255,10 @@ def _ascending(ids: Ids, rank: int) -> Ids:
     return ascending
 
 
-def _among(ids: Ids, ascending: Ids) -> np.ndarray:
+def _is_member(ids: Ids, ascending: Ids) -> np.ndarray:
     """(n,) bool: which ids are in the ascending array."""
-    places = np.searchsorted(ascending, ids)
-    places[places == len(ascending)] = 0
+    indices = np.searchsorted(ascending, ids)
+    indices[indices == len(ascending)] = 0
     if len(ascending):
-        return ascending[places] == ids
+        return ascending[indices] == ids
     return np.zeros(len(ids), dtype=bool)

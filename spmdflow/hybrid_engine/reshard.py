@@ -33,7 +33,7 @@ from itertools import chain
 from typing import Any
 
 from spmdflow.blocks.box import Box, subtract_all
-from spmdflow.blocks.plan import Boxes, Move, NodeOf, redistribute, through_nodes
+from spmdflow.blocks.plan import Boxes, Move, NodeOf, redistribute, redistribute_through_nodes
 from spmdflow.errors import PlanError
 from spmdflow.hybrid_engine.bucket import (
     Bucket,
@@ -379,6 +379,6 @@ def _plan_of_places(
     held, needed = (dict(enumerate(side)) for side in (have, need))
     if nodes is None:
         plan = redistribute(held, needed)
-        return plan.moves, (), plan.kept
-    plan, after = through_nodes(held, needed, node_of=nodes.__getitem__)
-    return plan.moves, after.moves, plan.kept
+        return plan.moves, (), plan.retained
+    plan, after = redistribute_through_nodes(held, needed, node_of=nodes.__getitem__)
+    return plan.moves, after.moves, plan.retained

@@ -17,7 +17,7 @@ Generation tp groups are strided and micro-dp groups are neighbours, so that eac
 lies inside its own rank's generation shard. Training 1-4-2, generation 1-2-2-2: generation tp
 [0,2][1,3][4,6][5,7], micro-dp [0,1][2,3][4,5][6,7].
 
-`layout` holds the integers and needs no torch; `group` turns rank tuples into process groups,
-once, while models are spawned. `device` says what this process computes on. `message` turns plain
-data into bytes, for commands and for what ranks tell one another.
+`layout` has the integers and needs no torch. `group` turns rank tuples into process groups, once,
+while models are spawned. `device` chooses the device of this process. `message` turns plain data
+into bytes, for commands and for messages between ranks. `product` multiplies matrices on a CPU.
 """

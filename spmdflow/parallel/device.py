@@ -1,6 +1,6 @@
-"""Which device this process computes on, and the backend that joins such devices.
+"""Chooses the device of this process, and the backend of process groups on such devices.
 
-Any kind of accelerator that torch knows; where there is none, the CPU. No other module chooses it.
+It is any accelerator that torch supports, or the CPU if there is none. No other module chooses it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 _ALIGNED = 16
-"""Bytes; kernels read several elements at once."""
+"""Alignment in bytes: kernels read several elements at once."""
 
 
 def own_device() -> torch.device:
     """The current accelerator of this process, with its index; the CPU if it has none.
 
-    MPS does not count: it has no float64, in which metrics are summed.
+    MPS is not used, because it has no float64, in which metrics are summed.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type == "mps":
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":
         return CPU
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def backend_of(device: torch.device) -> str:
@@ -33,7 +33,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def to_device(column: Tensor, device: torch.device) -> Tensor:
-    """A tensor of host memory on the device: from pinned memory, so that the host does not wait."""
+    """Copy a host tensor to the device, from pinned memory, so that the host does not wait."""
     if device == CPU:
         return column
     if not column.numel():  # nothing to copy
@@ -42,7 +42,7 @@ def to_device(column: Tensor, device: torch.device) -> Tensor:
 
 
 def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of host memory on the device, all in one copy."""
+    """Copy host tensors to the device in a single transfer."""
     if device == CPU:
         return list(columns)
     sizes = []
@@ -50,8 +50,9 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
         sizes.append(-(-column.nbytes // _ALIGNED) * _ALIGNED)
     joined = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
 
-    def parts(whole: Tensor) -> list[Tensor]:  # .data: own version counters
-        pairs = zip(whole.split(sizes), columns, strict=True)
+    def parts(packed: Tensor) -> list[Tensor]:
+        """Views of the packed bytes, one per column. `.data` gives them own version counters."""
+        pairs = zip(packed.split(sizes), columns, strict=True)
         result = []
         for each, x in pairs:
             result.append(each[: x.nbytes].view(x.dtype).view(x.shape).data)
@@ -63,8 +64,11 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 
 def to_host(column: Tensor) -> Tensor:
-    """A copy in pinned host memory, valid once the host has waited for the device; CPU: itself."""
+    """A copy in pinned host memory, valid after the host has waited for the device.
+
+    A CPU tensor is returned as it is.
+    """
     if column.device == CPU:
         return column
-    found = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
-    return found.copy_(column, non_blocking=True)
+    copy = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    return copy.copy_(column, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Process groups by (ranks, lane, backend), made once by a command that every rank runs.
+"""Process groups by (ranks, lane, backend), created once by a command that every rank runs.
 
-The only place that calls `new_group`. All ranks of the default world must call `make` with the
-same specs in the same order, members or not: a `new_group` that some ranks leave out poisons
-the ones after it.
+Only this module calls `new_group`. All ranks of the default world must call `make` with the same
+specs in the same order, whether they are members or not: a `new_group` call that some ranks skip
+breaks all later ones.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class GroupSpec:
     lane: str
     """compute or transfer: the thread that uses the group."""
     backend: str
-    """gloo, nccl, or what else torch has."""
+    """gloo, nccl, or another backend of torch."""
 
     def __post_init__(self) -> None:
+        """Raises ProtocolError unless ranks ascend and lane and backend exist."""
         object.__setattr__(self, "ranks", tuple(self.ranks))
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)):
             expected = "at least one rank, ascending, each once"
@@ -51,84 +52,86 @@ class GroupSpec:
 
 
 _PIECE_BYTES = 32 << 20
-"""Of what `broadcast_plain` sends at once."""
+"""Size of the pieces that `broadcast_plain` sends."""
 COLLECTIVE_SECONDS = 7 * 86400.0
-"""The timeout of process groups. It must never be what ends a call: a rank may wait in a collective
-for one that waits for rows. The controller ends calls (runtime/limit.py), then all processes."""
+"""The timeout of process groups. It must never end a call: a rank may wait in a collective for a
+rank that waits for rows. The controller ends calls (runtime/limit.py), then all processes."""
 
 
 class GroupTable:
     """The process groups of one rank."""
 
     def __init__(self, rank: int, timeout_seconds: float = COLLECTIVE_SECONDS) -> None:
+        """rank: this process's global rank. Creates no group yet."""
         self._rank = rank
         self.timeout_seconds = timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._known: dict[GroupSpec, dist.ProcessGroup | None] = {}
+        self._groups: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
     def make(self, specs: Iterable[GroupSpec]) -> None:
-        """Make the groups that do not exist yet (collective over the default world).
+        """Create the groups that do not exist yet (collective over the default world).
 
-        Groups of one rank are left out: `get` makes them when they are first asked for.
+        Groups of one rank are skipped: `get` creates them at first use.
         """
         for spec in specs:
-            if spec in self._known or len(spec.ranks) == 1:
+            if spec in self._groups or len(spec.ranks) == 1:
                 continue
             group = dist.new_group(list(spec.ranks), timeout=self._timeout, backend=spec.backend)
-            self._known[spec] = group if self._rank in spec.ranks else None
+            self._groups[spec] = group if self._rank in spec.ranks else None
 
     def destroy(self) -> None:
-        """Destroy all groups; nothing may run in them any more."""
-        for group in self._known.values():
+        """Destroy all groups. No operation may be running in them."""
+        for group in self._groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
-        self._known.clear()
+        self._groups.clear()
         _forget_meshes()
 
     def specs(self) -> list[GroupSpec]:
-        """Every group made in the world, in order; this rank need not be a member."""
-        return list(self._known)
+        """Every group that was created, in order, including those without this rank."""
+        return list(self._groups)
 
     def get(
         self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
     ) -> dist.ProcessGroup:
-        """The group over ranks; ProtocolError if it was not made or this rank is outside it.
+        """The group over ranks; ProtocolError if it does not exist or this rank is not in it.
 
-        backend None: the group that was made first, with the device's own backend; ranks in the
-        worker's host_groups also have a gloo group.
-        A group of this rank alone is made here if it does not exist: no other rank takes part.
+        backend None: the group that was created first, with the device's backend; ranks in the
+        worker's host_groups also have a gloo group. A group of only this rank is created here if it
+        does not exist, without other ranks.
         """
         ranks = tuple(ranks)
         if ranks == (self._rank,):
-            return self._alone(lane, backend or backend_of(own_device()))
+            return self._single_rank_group(lane, backend or backend_of(own_device()))
         if self._rank not in ranks:
             expected = f"a group that rank {self._rank} is in"
-            do = "ask for its own group, e.g. layout.axis_group(rank, 'dp')"
+            do = "use this rank's own group, e.g. layout.axis_group(rank, 'dp')"
             raise ProtocolError.of("group", f"ranks {ranks} on rank {self._rank}", expected, do)
-        found = self.get_or_none(ranks, lane, backend)
-        if found is None:
-            made = sorted(spec.ranks for spec in self._known if spec.lane == lane)
+        group = self.get_or_none(ranks, lane, backend)
+        if group is None:
+            known = sorted(spec.ranks for spec in self._groups if spec.lane == lane)
             raise ProtocolError(
                 f"group {ranks}, lane {lane}, backend {backend or 'any'}: not made; expected one "
-                f"of {made}; add {ranks} to the worker's needed_groups, for gloo its host_groups"
+                f"of {known}; add {ranks} to the worker's needed_groups, for gloo its host_groups"
             )
-        return found
+        return group
 
     def get_or_none(
         self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """The same, but None if there is no such group or this rank is outside it."""
+        """Like `get`, but None if there is no such group or this rank is not in it."""
         key = tuple(ranks), lane
-        for spec, group in self._known.items():
+        for spec, group in self._groups.items():
             if (spec.ranks, spec.lane) == key and backend in (None, spec.backend):
                 return group
         return None
 
-    def _alone(self, lane: str, backend: str) -> dist.ProcessGroup:
+    def _single_rank_group(self, lane: str, backend: str) -> dist.ProcessGroup:
+        """The group of only this rank, which is created at first use."""
         spec = GroupSpec((self._rank,), lane, backend)
-        group = self._known.get(spec)
+        group = self._groups.get(spec)
         if group is None:
-            group = self._known[spec] = dist.new_group(
+            group = self._groups[spec] = dist.new_group(
                 [self._rank],
                 timeout=self._timeout,
                 backend=backend,
@@ -139,8 +142,8 @@ class GroupTable:
     def reducer(self, ranks: Iterable[int]) -> Callable[[Tensor], Tensor]:
         """Function that sums a tensor over the compute-lane group of ranks, in float64.
 
-        Every rank of the group must call the function equally often; each gets the same bits.
-        The argument is left as it is. One rank needs no group: its sum is its own tensor.
+        Every rank of the group must call the function equally often. Each gets the same bits, and
+        the argument is not changed. A single rank needs no group: its sum is its own tensor.
         """
         ranks = tuple(ranks)
         if len(ranks) == 1:
@@ -155,42 +158,44 @@ class GroupTable:
         return reduce
 
 
-class _Told(NamedTuple):
-    """What a rank tells others; in the fields of a record tuples stay tuples."""
+class _Payload(NamedTuple):
+    """Envelope of a value that a rank sends. In the fields of a record, tuples stay tuples."""
 
     value: Any
 
 
 def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of the group passes, in order: plain data, never unpickled. Collective."""
+    """The values that the ranks of the group pass, in order: plain data, no pickle. Collective."""
     if dist.get_backend(group) == "gloo":
         device = torch.device("cpu")
     else:
         device = own_device()
-    data = torch.frombuffer(bytearray(encode(_Told(mine))), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(encode(_Payload(mine))), dtype=torch.uint8)
     sizes = []
     for _ in range(group.size()):
         sizes.append(torch.zeros(1, dtype=torch.int64, device=device))
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=group)
-    told = (each[: int(size)].cpu().numpy().data for each, size in zip(found, sizes))
-    return [decode(data).value for data in told]
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    payloads = (each[: int(size)].cpu().numpy().data for each, size in zip(gathered, sizes))
+    return [decode(data).value for data in payloads]
 
 
 def broadcast_plain(mine: Any, group: dist.ProcessGroup) -> Any:
-    """What the group's first rank passes: plain data of any size, in pieces. Collective (gloo).
+    """The value that the group's first rank passes: plain data of any size. Collective (gloo).
 
-    The others pass None.
+    The other ranks pass None. The data is sent in pieces.
     """
     first = dist.get_global_rank(group, 0)
     is_first = group.rank() == 0
     size = torch.zeros(1, dtype=torch.int64)
     data = torch.zeros(0, dtype=torch.uint8)
     if is_first:
-        data = torch.frombuffer(bytearray(encode(_Told(mine), max_bytes=None)), dtype=torch.uint8)
+        data = torch.frombuffer(
+            bytearray(encode(_Payload(mine), max_bytes=None)), dtype=torch.uint8
+        )
         size[0] = len(data)
     dist.broadcast(size, first, group=group)
     if not is_first:
@@ -203,10 +208,10 @@ def broadcast_plain(mine: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _forget_meshes() -> None:
-    """Drop the meshes that torch's caches of DTensor operations keep, and their groups with them.
+    """Drop the meshes in torch's caches of DTensor operations, and with them their groups.
 
-    There is no public call for it. The caches compare by value: an equal mesh of a later
-    launch would get the cached one, whose groups are destroyed.
+    There is no public call for it. The caches compare by value, so an equal mesh of a later launch
+    would get the cached one, whose groups are destroyed.
     """
     debug._clear_sharding_prop_cache()
     for name, module in list(sys.modules.items()):

@@ -29,11 +29,11 @@ _AXES = {
 """Axis -> dimensions of the grid (replicate, shard, gen_pp, micro pp, gen_tp, micro tp)."""
 
 _GENERATION_AXES = {"gen_pp": (1,), "gen_tp": (2,), "gen_replica": (1, 2), "micro_dp": (0, 1, 2)}
-"""The same on the grid (generation replica, gen_pp, gen_tp) of sizes that do not nest."""
+"""Axis -> dimensions of the grid (generation replica, gen_pp, gen_tp), if sizes do not nest."""
 
 
 class Coordinate(NamedTuple):
-    """Place of a rank in the training grid."""
+    """Coordinates of a rank in the training grid."""
 
     pp: int
     dp: int
@@ -41,7 +41,7 @@ class Coordinate(NamedTuple):
 
 
 class GenerationCoordinate(NamedTuple):
-    """Place of a rank in its training replica's generation grid."""
+    """Coordinates of a rank in its training replica's generation grid."""
 
     pp: int
     micro_dp: int
@@ -52,10 +52,11 @@ class GenerationCoordinate(NamedTuple):
 class Layout:
     """Grid of a model's ranks: p*d*t of them, tp fastest, then pp, then dp.
 
-    Generation sizes that divide the training sizes *nest*: each training replica is split. Others
-    divide the pool anew, tp fastest, then pp; weights then cross training replicas.
-    ConfigError if the sizes do not multiply to the number of ranks, a rank repeats or is out of
-    order, a shard does not divide dp, or generation replicas do not fill the pool.
+    Generation sizes that divide the training sizes *nest*: each training replica is split.
+    Otherwise the pool is divided independently of training, tp fastest, then pp, and weights move
+    between training replicas. Raises ConfigError if the sizes do not multiply to the number of
+    ranks, a rank repeats or is out of order, a shard does not divide dp, or generation replicas do
+    not fill the pool.
     """
 
     ranks: tuple[int, ...]
@@ -64,7 +65,7 @@ class Layout:
     dp_size: int = 1
     tp_size: int = 1
     shard_size: int = 0
-    """Neighbouring dp ranks that share one copy of what an engine shards; 0 becomes dp_size."""
+    """Number of neighbouring dp ranks that shard one copy of the model; 0 becomes dp_size."""
     virtual_size: int = 1
     """Model chunks of each pipeline stage, p chunks apart (Megatron's interleaved schedule)."""
     gen_tp_size: int = 0
@@ -73,15 +74,16 @@ class Layout:
     """Pipeline size while generating; 0 becomes pp_size."""
 
     def __post_init__(self) -> None:
+        """Fill in default sizes and check all of them."""
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "shard_size", self.shard_size or self.dp_size)
         object.__setattr__(self, "gen_tp_size", self.gen_tp_size or self.tp_size)
         object.__setattr__(self, "gen_pp_size", self.gen_pp_size or self.pp_size)
-        _check(self)
+        _check_sizes(self)
 
     @classmethod
     def data_parallel(cls, ranks: tuple[int, ...], *, shard_size: int = 0) -> Layout:
-        """Plain data parallelism: every rank is a dp rank of its own."""
+        """Layout of plain data parallelism: every rank is a separate dp rank."""
         return cls(tuple(ranks), dp_size=len(ranks), shard_size=shard_size)
 
     @property
@@ -91,34 +93,34 @@ class Layout:
 
     @property
     def nests(self) -> bool:
-        """Whether every generation replica lies inside one training replica."""
+        """Whether every generation replica is inside one training replica."""
         return self.tp_size % self.gen_tp_size == 0 and self.pp_size % self.gen_pp_size == 0
 
     @property
     def num_generation_replicas(self) -> int:
-        """d_g: generation replicas inside one training replica, where they nest."""
+        """d_g: number of generation replicas inside one training replica, if they nest."""
         assert self.nests, f"layout {self}: generation replicas lie across training replicas"
         return self.pp_size * self.tp_size // (self.gen_pp_size * self.gen_tp_size)
 
     @property
     def generation_dp_size(self) -> int:
-        """Generation replicas of the whole pool: d * d_g where they nest."""
+        """Number of generation replicas in the pool: d * d_g if they nest."""
         return self.size // (self.gen_pp_size * self.gen_tp_size)
 
     def generation_replica(self, rank: int) -> int:
-        """Which generation replica of the pool a global rank is in: dp * d_g + micro_dp."""
+        """Index of a global rank's generation replica in the pool: dp * d_g + micro_dp."""
         if not self.nests:
             return self.group_rank(rank) // (self.gen_pp_size * self.gen_tp_size)
         return self.coordinate(rank).dp * self.num_generation_replicas + self.micro_dp(rank)
 
     def group_rank(self, rank: int) -> int:
         """Position of a global rank in the pool; ConfigError if it is not in it."""
-        place = self._places.get(rank)
-        if place is None:
-            expected = f"one of {_shown(self.ranks)}"
-            do = "ask only about ranks of the pool"
+        position = self._positions.get(rank)
+        if position is None:
+            expected = f"one of {_format_ranks(self.ranks)}"
+            do = "pass a rank of the pool"
             raise ConfigError.of("layout", f"rank {rank}", expected, do)
-        return place
+        return position
 
     def coordinate(self, rank: int) -> Coordinate:
         """Training coordinate of a global rank."""
@@ -140,16 +142,17 @@ class Layout:
         return GenerationCoordinate(pp // pp_ratio, micro_dp, tp // tp_ratio)
 
     def micro_dp(self, rank: int) -> int:
-        """Which generation replica of its training replica a global rank belongs to."""
+        """Index of a global rank's generation replica in its training replica."""
         return self.generation_coordinate(rank).micro_dp
 
     def axis_groups(self, axis: str) -> list[tuple[int, ...]]:
         """The groups of an axis: they partition the ranks, each ascending.
 
         Axes: tp, pp, dp; replica (tp and pp together); shard and replicate (inside dp);
-        gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a replica; the whole pool
-        if generation does not nest). `embedding` alone has fewer ranks: first and last stage.
-        Groups are ordered by the other axes, dp slowest: gen_replica's by dp * d_g + micro_dp.
+        gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a replica; the complete
+        pool if generation does not nest). Only `embedding` omits ranks: it has the first and last
+        stage. Groups are ordered by the other axes, dp slowest, gen_replica's by
+        dp * d_g + micro_dp.
         """
         if axis == "embedding":
             result = []
@@ -193,15 +196,19 @@ class Layout:
         return np.array(self.ranks, dtype=np.int64).reshape(-1, self.gen_pp_size, self.gen_tp_size)
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        places = {}
-        for place, rank in enumerate(self.ranks):
-            places[rank] = place
-        return places
+    def _positions(self) -> dict[int, int]:
+        """Position of each global rank in the pool."""
+        positions = {}
+        for position, rank in enumerate(self.ranks):
+            positions[rank] = position
+        return positions
 
     def __str__(self) -> str:
-        """Short name, such as t2p1d4. v: model chunks of a stage, if several; s: shard size, if
-        less than d; -g(t1p1x8): generation's t_g, p_g and number of replicas, if they differ."""
+        """Short name, such as t2p1d4.
+
+        v: model chunks of a stage, if several; s: shard size, if less than d; -g(t1p1x8):
+        generation's t_g, p_g and number of replicas, if they differ.
+        """
         virtual = f"v{self.virtual_size}" if self.virtual_size > 1 else ""
         name = f"t{self.tp_size}p{self.pp_size}{virtual}d{self.dp_size}"
         name += f"s{self.shard_size}" if self.shard_size < self.dp_size else ""
@@ -219,7 +226,8 @@ def divisors(number: int) -> list[int]:
     return result
 
 
-def _check(layout: Layout) -> None:
+def _check_sizes(layout: Layout) -> None:
+    """Raise ConfigError if the ranks or sizes of a layout are invalid."""
     ranks = layout.ranks
     pp_size = layout.pp_size
     dp_size = layout.dp_size
@@ -227,12 +235,12 @@ def _check(layout: Layout) -> None:
     usable = tuple(sorted({rank for rank in ranks if rank >= 0}))
     if not ranks or ranks != usable:
         expected = "at least one, none negative, ascending, each once"
-        do = f"list them as {_shown(usable or (0,))}"
-        raise ConfigError.of("layout", f"ranks {_shown(ranks)}", expected, do)
+        do = f"list them as {_format_ranks(usable or (0,))}"
+        raise ConfigError.of("layout", f"ranks {_format_ranks(ranks)}", expected, do)
     product = pp_size * dp_size * tp_size
     if min(pp_size, dp_size, tp_size) < 1 or product != layout.size:
         got = f"pp_size {pp_size} * dp_size {dp_size} * tp_size {tp_size} = {product}"
-        expected = f"{layout.size}, the number of ranks {_shown(ranks)}"
+        expected = f"{layout.size}, the number of ranks {_format_ranks(ranks)}"
         do = "change a size or the pool, each size at least 1"
         raise ConfigError.of("layout", got, expected, do)
     if layout.shard_size < 1 or dp_size % layout.shard_size:
@@ -243,13 +251,13 @@ def _check(layout: Layout) -> None:
     gen_pp_size = layout.gen_pp_size
     if min(gen_tp_size, gen_pp_size) < 1 or layout.size % (gen_tp_size * gen_pp_size):
         got = f"gen_tp_size {gen_tp_size} * gen_pp_size {gen_pp_size}"
-        expected = f"a divisor of the {layout.size} ranks {_shown(ranks)}"
+        expected = f"a divisor of the {layout.size} ranks {_format_ranks(ranks)}"
         do = f"choose a product among {divisors(layout.size)}"
         raise ConfigError.of("layout", got, expected, do)
 
 
-def _shown(ranks: tuple[int, ...]) -> str:
-    """Ranks as text, the middle left out when there are many."""
+def _format_ranks(ranks: tuple[int, ...]) -> str:
+    """Ranks as text, shortened in the middle if there are many."""
     if len(ranks) <= 8:
         return str(tuple(ranks))
     head = ranks[:3]

@@ -1,13 +1,13 @@
-"""Commands and replies as bytes: msgpack of plain data. Knows no sockets and no tensors.
+"""Commands and replies as bytes: msgpack of plain data. It does not know sockets or tensors.
 
-Plain data: None, bool, int (64 bit), float, str, bytes, list, tuple (comes back as list), dict
-with str or int keys, `Path` (comes back as str), numpy arrays of bool, int or float, NamedTuples
-and dataclasses. The last two travel as their import name and fields. They are rebuilt only from
-modules that are already imported, and without running a line of theirs: fields are set, `__init__`
-and `__post_init__` are not called. So decoding can neither load nor run foreign code; nothing is
-unpickled. Tuples *inside* them stay tuples: a dataclass comes back equal.
+Plain data: None, bool, int (64 bit), float, str, bytes, list, tuple (decoded as list), dict with
+str or int keys, `Path` (decoded as str), numpy arrays of bool, int or float, NamedTuples and
+dataclasses. The last two are sent as their import name and fields. They are decoded only from
+modules that are already imported, and without running their code: fields are set, `__init__` and
+`__post_init__` are not called. So decoding can neither load nor run foreign code, and nothing is
+unpickled. Tuples *inside* them stay tuples: a decoded dataclass equals the original.
 
-Classes and functions of workers and scripts travel as "module:qualname" (`name_of`, `find`).
+Classes and functions of workers and scripts are sent as "module:qualname" (`name_of`, `find`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from spmdflow.errors import MessageError, ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Larger messages are refused: data of that size belongs into the transfer lane."""
+"""Larger messages are refused: data of that size belongs in the transfer lane."""
 
 _ARRAY = 1
 _RECORD = 2
@@ -37,10 +37,12 @@ _PLAIN: tuple[Any, ...] = (str, int, float, dict, list)
 
 
 def encode(obj: Any, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> bytes:
-    """obj as bytes. MessageError for anything but plain data and beyond max_bytes (None: no limit,
-    for what does not travel as one message)."""
+    """Encode plain data as bytes. MessageError for other data, or for more than max_bytes.
+
+    max_bytes None: no limit, for data that is not sent as one message.
+    """
     try:
-        data = _pack(obj, _extension)
+        data = _pack(obj, _encode_extension)
     except (TypeError, ValueError, OverflowError) as err:
         raise MessageError(
             f"message: {err}; expected plain data (None, bool, int, float, str, bytes, list, "
@@ -49,13 +51,13 @@ def encode(obj: Any, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> bytes:
     if max_bytes is not None and len(data) > max_bytes:
         raise MessageError(
             f"message: {len(data)} bytes; expected at most {max_bytes}; "
-            f"let rows travel as columns of a batch, or cut the value into smaller ones"
+            f"send rows as columns of a batch, or cut the value into smaller ones"
         )
     return data
 
 
 def decode(data: bytes | memoryview, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> Any:
-    """The object that `encode` turned into data. MessageError for anything else."""
+    """Decode the bytes of `encode`. MessageError for anything else."""
     if max_bytes is not None and len(data) > max_bytes:
         raise MessageError(
             f"message: {len(data)} bytes arrived; expected at most {max_bytes}; "
@@ -77,24 +79,24 @@ def _pack(obj: Any, extension: Any) -> bytes:
 
 
 def _unpack(data: bytes | memoryview) -> Any:
-    return msgpack.unpackb(data, ext_hook=_restored, strict_map_key=False)
+    return msgpack.unpackb(data, ext_hook=_decode_extension, strict_map_key=False)
 
 
-def _extension(obj: Any) -> Any:
-    """What msgpack shall pack instead of obj."""
+def _encode_extension(obj: Any) -> Any:
+    """Replacement that msgpack packs for an object of another type."""
     if type(obj) is tuple:
         return list(obj)
-    return _extension_with_tuples(obj)
+    return _encode_field(obj)
 
 
-def _extension_with_tuples(obj: Any) -> Any:
-    """As `_extension`, for the fields of dataclasses, where a tuple must stay a tuple."""
+def _encode_field(obj: Any) -> Any:
+    """Like `_encode_extension`, for fields of dataclasses, where a tuple must stay a tuple."""
     if type(obj) is tuple:
-        return msgpack.ExtType(_TUPLE, _pack(list(obj), _extension_with_tuples))
+        return msgpack.ExtType(_TUPLE, _pack(list(obj), _encode_field))
     if isinstance(obj, np.ndarray):
-        return msgpack.ExtType(_ARRAY, _array_bytes(obj))
+        return msgpack.ExtType(_ARRAY, _encode_array(obj))
     if _is_record(type(obj)):
-        return msgpack.ExtType(_RECORD, _record_bytes(obj))
+        return msgpack.ExtType(_RECORD, _encode_record(obj))
     if isinstance(obj, PurePath):
         return str(obj)
     if isinstance(obj, np.bool_ | np.integer | np.floating):
@@ -105,7 +107,8 @@ def _extension_with_tuples(obj: Any) -> Any:
     raise TypeError(f"got {type(obj).__module__}.{type(obj).__qualname__}")
 
 
-def _array_bytes(array: np.ndarray) -> bytes:
+def _encode_array(array: np.ndarray) -> bytes:
+    """dtype, shape and little-endian bytes of an array; TypeError for another kind of dtype."""
     if array.dtype.kind not in _ARRAY_KINDS:
         raise TypeError(f"got a numpy array of dtype {array.dtype}")
     if array.dtype.str[0] == ">":
@@ -114,12 +117,13 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _is_record(cls: type) -> bool:
-    """Whether cls is a dataclass or a NamedTuple whose objects can be made from their fields."""
+    """Whether cls is a dataclass or NamedTuple whose instances can be rebuilt from their fields."""
     is_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
     return (dataclasses.is_dataclass(cls) or is_tuple) and not hasattr(cls, "__del__")
 
 
-def _record_bytes(obj: Any) -> bytes:
+def _encode_record(obj: Any) -> bytes:
+    """Import name and field values of a dataclass or NamedTuple; TypeError for a local class."""
     cls = type(obj)
     name = f"{cls.__module__}:{cls.__qualname__}"
     if _find_class(name) is not cls:
@@ -127,30 +131,31 @@ def _record_bytes(obj: Any) -> bytes:
     values = []
     for field in _field_names(cast(Any, cls)):
         values.append(getattr(obj, field))
-    return _pack([name, values], _extension_with_tuples)
+    return _pack([name, values], _encode_field)
 
 
 @cache
 def _field_names(cls: Any) -> tuple[str, ...]:
-    """Fields of cls, in order."""
+    """Names of the fields of cls, in order."""
     if dataclasses.is_dataclass(cls):
         return tuple(field.name for field in dataclasses.fields(cls))
     return cast(tuple[str, ...], cls._fields)
 
 
 def _find_class(name: str) -> type | None:
-    """The class called "module:Class" if its module is imported; never imports."""
+    """The class "module:Class" if its module is already imported; None otherwise."""
     module, _, qualname = name.partition(":")
     if module in sys.modules:
-        found = vars(sys.modules[module]).get(qualname)
+        member = vars(sys.modules[module]).get(qualname)
     else:
-        found = None
-    if isinstance(found, type):
-        return found
+        member = None
+    if isinstance(member, type):
+        return member
     return None
 
 
-def _restored(code: int, data: bytes) -> Any:
+def _decode_extension(code: int, data: bytes) -> Any:
+    """The array, tuple or record that was encoded as a msgpack extension."""
     if code == _ARRAY:
         dtype, shape, raw = msgpack.unpackb(data)
         kind = np.dtype(dtype)
@@ -161,11 +166,15 @@ def _restored(code: int, data: bytes) -> Any:
         return tuple(_unpack(data))
     if code == _RECORD:
         name, values = _unpack(data)
-        return _record(str(name), list(values))
+        return _decode_record(str(name), list(values))
     raise ValueError(f"extension type {code}")
 
 
-def _record(name: str, values: list[Any]) -> Any:
+def _decode_record(name: str, values: list[Any]) -> Any:
+    """An instance of the class with these field values, without running its code.
+
+    MessageError if this process has not imported the class, or it has other fields.
+    """
     cls = _find_class(name)
     if cls is None or not _is_record(cls):
         raise MessageError(
@@ -180,14 +189,14 @@ def _record(name: str, values: list[Any]) -> Any:
         )
     if issubclass(cls, tuple):
         return tuple.__new__(cls, values)
-    made = object.__new__(cls)
+    instance = object.__new__(cls)
     for name, value in zip(fields, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def name_of(thing: Callable[..., Any]) -> str:
-    """The name under which every rank finds a module-level class or function."""
+    """The name by which every rank finds a module-level class or function."""
     name = f"{thing.__module__}:{thing.__qualname__}"
     if "<" in name:
         raise ProtocolError(
@@ -203,14 +212,14 @@ HOMES = frozenset(
     [f"spmdflow.models.{name}" for name in _MODELS.split()]
     + [f"spmdflow.objectives.{name}" for name in _OBJECTIVES.split()]
 )
-"""Modules of spmdflow's own workers and map functions: imported if a command names one of them, as
-a script may use their public names, which import the module at first use, on one rank."""
+"""Modules of spmdflow's own workers and map functions. They are imported when a command names one,
+because a script may use their public names, which import the module late, on one rank only."""
 
 
 def find(name: str, is_marked: Callable[[Any], bool], expected: str) -> Any:
-    """The class or function of that `name_of`; ProtocolError unless is_marked says that it may be.
+    """The class or function that has this `name_of`; ProtocolError unless is_marked accepts it.
 
-    Imports nothing but `HOMES`, and runs nothing that a module or class does on access.
+    Imports only modules of `HOMES`, and runs no code of a module or class for attribute access.
     """
     module, _, path = name.partition(":")
     if module not in sys.modules and module in HOMES:

@@ -1,7 +1,7 @@
-"""Products of float32 matrices on a CPU by oneDNN, with which PyTorch is built.
+"""Products of float32 matrices on a CPU by oneDNN, which is part of PyTorch's build.
 
-PyTorch itself calls MKL there, which leaves half of the speed of processors that are not Intel's
-unused. Everywhere else PyTorch's own product is taken. Both add in float32.
+PyTorch itself calls MKL for them, which reaches only half of the speed of CPUs that are not
+Intel's. In all other cases PyTorch's own product is used. Both add in float32.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from torch import Tensor, nn
 from spmdflow.parallel.derivative import differentiable_once
 
 _PIECES = (1024, 128, 32)
-"""Rows that oneDNN takes at once. It compiles code for every new shape (milliseconds and 0.6 MB
-each), so numbers of tokens, which are never the same, are cut into pieces of these, or padded to
-one of eight numbers between two powers of two. A row's bits are the same in each of them."""
+"""Numbers of rows per call of oneDNN. It compiles code for every new shape (milliseconds and 0.6 MB
+each), so rows, whose number always differs, are cut into pieces of these sizes, or padded to one of
+eight sizes between two powers of two. A row's bits do not depend on the size of its piece."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """(n, k) @ (k, m) -> (n, m), for any n and few different k and m; any strides.
+    """(n, k) @ (k, m) -> (n, m), with any n, few different k and m, and any strides.
 
     A row of the result does not depend on the other rows. Not differentiable: see `Linear`.
     """
-    if not _fits(left, right):
+    if not _can_use_onednn(left, right):
         return left @ right
     if len(left) > _PIECES[0] and left.shape[1] < right.shape[1]:  # less to copy than the result
         unit = 1 << (len(left).bit_length() - 4)
         padded = nn.functional.pad(left, (0, 0, 0, -len(left) % unit))
-        return _by_onednn(padded, right)[: len(left)]
-    pieces, start = _pieces(len(left))
-    found = left.new_empty(len(left), right.shape[1])
+        return _multiply_with_onednn(padded, right)[: len(left)]
+    pieces, start = _split_rows(len(left))
+    result = left.new_empty(len(left), right.shape[1])
     for piece in pieces:
-        found[piece] = _by_onednn(left[piece], right)
+        result[piece] = _multiply_with_onednn(left[piece], right)
     if rest := len(left) - start:
         padded = left.new_zeros(_PIECES[-1], left.shape[1])
         padded[:rest] = left[start:]
-        found[start:] = _by_onednn(padded, right)[:rest]
-    return found
+        result[start:] = _multiply_with_onednn(padded, right)[:rest]
+    return result
 
 
 def product_over(left: Tensor, right: Tensor) -> Tensor:
-    """(n, k)^T @ (n, m) -> (k, m), for any n and few different k and m; any strides."""
-    pieces, start = _pieces(len(left)) if _fits(left, right) else ([], 0)
-    found = left[start:].T @ right[start:]
+    """(n, k)^T @ (n, m) -> (k, m), with any n, few different k and m, and any strides."""
+    pieces, start = _split_rows(len(left)) if _can_use_onednn(left, right) else ([], 0)
+    result = left[start:].T @ right[start:]
     for piece in pieces:
-        found += _by_onednn(left[piece].T, right[piece])
-    return found
+        result += _multiply_with_onednn(left[piece].T, right[piece])
+    return result
 
 
-def _fits(left: Tensor, right: Tensor) -> bool:
+def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
     is_single = left.dtype == right.dtype == torch.float32
     return is_single and left.is_cpu and min(left.shape[1], *right.shape) > 0 and _has_onednn()
 
 
-def _pieces(num_rows: int) -> tuple[list[slice], int]:
-    """The pieces of so many rows, and where the rest begins."""
+def _split_rows(num_rows: int) -> tuple[list[slice], int]:
+    """Slices of num_rows rows in the sizes of _PIECES, and the start of the remainder."""
     pieces = list[slice]()
     start = 0
     for size in _PIECES:
@@ -66,20 +66,20 @@ def _pieces(num_rows: int) -> tuple[list[slice], int]:
     return pieces, start
 
 
-def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
-    return found
+def _multiply_with_onednn(left: Tensor, right: Tensor) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+    return result
 
 
 def use_products(module: nn.Module) -> None:
-    """Let every linear layer below module multiply by `product`."""
+    """Make every linear layer in the module multiply with `product`, by changing its class."""
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.__class__ = Linear
 
 
 class Linear(nn.Linear):
-    """PyTorch's, by `product`."""
+    """PyTorch's linear layer, with `product`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -96,15 +96,15 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (n, in), weight (out, in), bias (out,) -> (n, out)."""
         ctx.save_for_backward(x, weight)
-        found = product(x, weight.T)
+        result = product(x, weight.T)
         if bias is None:
-            return found
-        return found.add_(bias)
+            return result
+        return result.add_(bias)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight and bias, where asked for."""
+        """Gradients of x, weight and bias; None for those that are not needed."""
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         to_weight = None

@@ -15,7 +15,15 @@ from math import prod
 import numpy as np
 
 from spmdflow.blocks.box import Box, subtract_all
-from spmdflow.blocks.plan import FALSE, MISSING, STRANGE, THERE, TWICE, Boxes, find_cover_error
+from spmdflow.blocks.plan import (
+    ALREADY_HELD,
+    MISSING,
+    NOT_NEEDED,
+    SENT_TWICE,
+    WRONGLY_RETAINED,
+    Boxes,
+    find_cover_error,
+)
 from spmdflow.data.row_id import Ids
 from spmdflow.hybrid_engine.bucket import Moves
 from spmdflow.hybrid_engine.reshard import BoxesByRank, Copies, Shards
@@ -361,16 +369,16 @@ def _cover_text(
                 some.append(peer)
         either = " or ".join(map(str, whole or some)) or "?"
         return f"edge {either} -> {rank}: got no {where}, expected it before the generation"
-    if what == FALSE:
+    if what == WRONGLY_RETAINED:
         return f"rank {rank}: keeps {where}, expected a box that it has and needs"
     senders = []
     for source, other in comes:
         if other.intersect(box):
             senders.append(source)
     said = {
-        TWICE: "twice, expected each element once",
-        THERE: "which is there already, expected only what is missing",
-        STRANGE: "which is not needed there, expected only what is needed",
+        SENT_TWICE: "twice, expected each element once",
+        ALREADY_HELD: "which is there already, expected only what is missing",
+        NOT_NEEDED: "which is not needed there, expected only what is needed",
     }[what]
     return f"edge {senders[-1]} -> {rank}: got {where} {said}"
 

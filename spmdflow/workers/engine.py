@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.blocks.box import Box, describe, own_boxes
+from spmdflow.blocks.box import Box, describe_boxes, own_boxes
 from spmdflow.blocks.hash import MODULUS, box_sum
 from spmdflow.config.schema import EngineConfig, UpdateConfig
 from spmdflow.data.micro import num_micro_batches
@@ -297,7 +297,7 @@ class TrainEngine(ABC):
         several ranks hold is divided equally among them. The first call is collective."""
         held = list(self.state_blocks())
         if self._own_boxes is None:
-            everyone = self.from_all(describe((name, box) for name, _, box in held))
+            everyone = self.from_all(describe_boxes((name, box) for name, _, box in held))
             self._own_boxes = own_boxes(everyone, self.layout.group_rank(self.rank))
         return own_parts(held, self._own_boxes)
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from spmdflow.blocks.box import Box, describe, own_boxes
+from spmdflow.blocks.box import Box, describe_boxes, own_boxes
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
@@ -72,7 +72,7 @@ class MegatronEngine(TrainEngine):
         tables = ([p for x in every[rank].values() for p in x.pieces] for rank in replica)
         held = []
         for table in tables:
-            held.append(describe((piece.name, piece.box) for piece in table))
+            held.append(describe_boxes((piece.name, piece.box) for piece in table))
         self._counted = own_boxes(held, replica.index(self.rank))
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spmdflow.blocks.box import Box, disjoint, subtract_all
+from spmdflow.blocks.box import Box, make_disjoint, subtract_all
 from spmdflow.hybrid_engine.reshard import BoxesByRank, boxes_of, plan_reshard
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
@@ -161,7 +161,7 @@ def lacking_of(have: BoxesByRank, need: BoxesByRank, node: tuple[int, ...]) -> l
     """What the ranks of a node need, and none of them trains."""
     found: list[Box] = []
     for name in need[node[0]]:
-        wanted = disjoint(box for rank in node for box in need[rank].get(name, ()))
+        wanted = make_disjoint(box for rank in node for box in need[rank].get(name, ()))
         found += subtract_all(wanted, [box for rank in node for box in have[rank].get(name, ())])
     return found
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import (
-    FALSE,
+    ALREADY_HELD,
     MISSING,
-    STRANGE,
-    THERE,
-    TWICE,
+    NOT_NEEDED,
+    SENT_TWICE,
+    WRONGLY_RETAINED,
     NodeOf,
     Plan,
     find_cover_error,
@@ -32,10 +32,10 @@ from spmdflow.errors import PlanError
 
 _SAID = {
     MISSING: "that nobody sends",
-    TWICE: "sent twice",
-    THERE: "sent that is already there",
-    STRANGE: "sent that is not needed",
-    FALSE: "kept that is not held and needed, once",
+    SENT_TWICE: "sent twice",
+    ALREADY_HELD: "sent that is already there",
+    NOT_NEEDED: "sent that is not needed",
+    WRONGLY_RETAINED: "kept that is not held and needed, once",
 }
 
 
@@ -57,7 +57,7 @@ class Edges(NamedTuple):
     """A plan of boxes with single edges, which a test may spoil."""
 
     edges: tuple[Edge, ...]
-    kept: Mapping[int, tuple[Box, ...]]
+    retained: Mapping[int, tuple[Box, ...]]
 
 
 def verify(
@@ -70,7 +70,7 @@ def verify(
     """PlanError with the exact problem unless plan is right for have and need."""
     edges = plan.edges if isinstance(plan, Edges) else edges_of(plan)
     _check_order([(edge.source, edge.destination, edge.box.bounds) for edge in edges])
-    _require(set(plan.kept) == set(need), "kept", sorted(plan.kept), sorted(need))
+    _require(set(plan.retained) == set(need), "kept", sorted(plan.retained), sorted(need))
     received: dict[int, list[Box]] = {}
     for edge in edges:
         name = f"edge {edge.source} -> {edge.destination}, box {edge.box.bounds}"
@@ -80,7 +80,7 @@ def verify(
         _require(not lacking, f"{name}: boxes that the source lacks", lacking, "none")
         received.setdefault(edge.destination, []).append(edge.box)
     for rank in dict.fromkeys([*received, *need]):
-        sides = (need.get(rank, ()), have.get(rank, ()), plan.kept.get(rank, ()))
+        sides = (need.get(rank, ()), have.get(rank, ()), plan.retained.get(rank, ()))
         error = find_cover_error(*map(tuple, sides), tuple(received.get(rank, ())))
         if error is not None:
             what, box = error

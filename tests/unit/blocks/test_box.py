@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.blocks.box import Box, disjoint, flat_range, merged, subtract_all
+from spmdflow.blocks.box import Box, flat_range, make_disjoint, merge_neighbours, subtract_all
 from tests.unit.block_reference import elements
 
 
@@ -53,7 +53,7 @@ def test_difference_has_the_other_elements_in_at_most_two_boxes_a_dimension(some
 
 @given(box_lists())
 def test_disjoint_boxes_have_the_same_elements(some):
-    parts = disjoint(some)
+    parts = make_disjoint(some)
 
     assert_disjoint(parts)
     assert elements(parts) == elements(some)
@@ -61,9 +61,9 @@ def test_disjoint_boxes_have_the_same_elements(some):
 
 @given(box_lists())
 def test_merging_keeps_the_elements_sorts_and_never_adds_boxes(some):
-    parts = disjoint(some)
+    parts = make_disjoint(some)
 
-    joined = merged(parts)
+    joined = merge_neighbours(parts)
 
     assert_disjoint(joined)
     assert elements(joined) == elements(parts)
@@ -73,7 +73,7 @@ def test_merging_keeps_the_elements_sorts_and_never_adds_boxes(some):
 
 @given(box_lists())
 def test_difference_of_lists_has_the_other_elements(some):
-    rest = subtract_all(disjoint(some[:2]), some[2:])
+    rest = subtract_all(make_disjoint(some[:2]), some[2:])
 
     assert_disjoint(rest)
     assert elements(rest) == elements(some[:2]) - elements(some[2:])
@@ -103,7 +103,7 @@ def test_flat_range_of_a_matrix_is_part_of_a_row_whole_rows_part_of_a_row():
 def test_quarters_of_a_matrix_merge_to_the_whole():
     quarters = [Box(((i, i + 2), (j, j + 3))) for i in (0, 2) for j in (0, 3)]
 
-    assert merged(quarters) == [Box.of_shape((4, 6))]
+    assert merge_neighbours(quarters) == [Box.of_shape((4, 6))]
 
 
 def test_slices_find_a_box_inside_a_shard():

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.blocks.box import Box, describe, own_boxes
+from spmdflow.blocks.box import Box, describe_boxes, own_boxes
 
 Held = list[tuple[str, Box]]
 bounds = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: tuple(sorted(pair)))
@@ -24,7 +24,7 @@ def elements(held: Held) -> list[tuple[str, int, int]]:
 
 
 def owned(ranks: list[Held]) -> list[Held]:
-    everyone = [describe(held) for held in ranks]
+    everyone = [describe_boxes(held) for held in ranks]
     return [
         [
             (name, part)
@@ -60,7 +60,7 @@ def test_a_box_of_many_holders_is_divided_evenly(num_ranks: int, rows: int, cols
 def test_small_tensors_go_to_ranks_in_turn_and_scalars_to_one():
     held = [(f"layer.{number}.norm", Box(((0, 2),))) for number in range(64)]
     held.append(("steps", Box(())))
-    everyone = [describe(held)] * 4
+    everyone = [describe_boxes(held)] * 4
 
     found = [own_boxes(everyone, place) for place in range(4)]
 
@@ -75,7 +75,7 @@ def test_a_thousand_ranks_are_divided_in_a_second():
     rows = list(accumulate([8] * 1024, initial=0))
     names = [f"model.layers.{number}.weight" for number in range(200)]
     shards = [[(name, Box(((low, low + 8), (0, 64)))) for name in names] for low in rows[:-1]]
-    everyone = [describe(held) for held in shards]
+    everyone = [describe_boxes(held) for held in shards]
 
     mine = own_boxes(everyone, 700)
 

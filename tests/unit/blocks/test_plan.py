@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdflow.blocks.box import Box, flat_range
-from spmdflow.blocks.plan import redistribute, through_nodes
+from spmdflow.blocks.plan import redistribute, redistribute_through_nodes
 from spmdflow.errors import PlanError
 from spmdflow.parallel.layout import Layout
 from tests.unit.block_proof import Edge, edges_of, verify
@@ -46,7 +46,7 @@ def test_random_plan_is_right_element_by_element(problem, nodes):
     verify(plan, have, need, node_of=nodes)
     held = {rank: elements(parts) for rank, parts in have.items()}
     for rank, parts in need.items():
-        kept = elements(plan.kept[rank])
+        kept = elements(plan.retained[rank])
         wanted = elements(parts)
         assert kept == wanted & held.get(rank, frozenset())
         assert (
@@ -66,7 +66,7 @@ def test_what_comes_through_a_node_is_right_element_by_element_and_enters_it_onc
     have, need = problem
     held = {rank: elements(parts) for rank, parts in have.items()}
 
-    first, second = through_nodes(have, need, node_of=node_of_4)
+    first, second = redistribute_through_nodes(have, need, node_of=node_of_4)
 
     arrived = {}
     for number, plan in enumerate((first, second)):
@@ -157,7 +157,7 @@ def test_generation_shards_are_gathered_within_micro_dp_groups_only(size):
         d_g = layout.num_generation_replicas
         moved = num_elements(plan)
         assert moved * layout.tp_size == (d_g - 1) * 16 * 3 * layout.size
-        assert all(have[r][0].contains(part) for r in layout.ranks for part in plan.kept[r])
+        assert all(have[r][0].contains(part) for r in layout.ranks for part in plan.retained[r])
 
 
 def _rows(shape, part, parts):

@@ -106,16 +106,16 @@ def box_mutations(plan: Plan) -> Iterator[tuple[str, Edges]]:
                 yield f"swap {fact}", _plan(plan, swapped)
                 if sorted(swapped) != list(edges):
                     yield f"swap {fact} and sort", _plan(plan, sorted(swapped))
-    for rank, boxes in plan.kept.items():
-        yield "forget a rank", Edges(edges, {r: b for r, b in plan.kept.items() if r != rank})
+    for rank, boxes in plan.retained.items():
+        yield "forget a rank", Edges(edges, {r: b for r, b in plan.retained.items() if r != rank})
         for place, box in enumerate(boxes):
             for new in ((), (box, box)):
                 kept = tuple(with_edge(boxes, place, *new))
-                yield "drop or repeat what is kept", Edges(edges, {**plan.kept, rank: kept})
+                yield "drop or repeat what is kept", Edges(edges, {**plan.retained, rank: kept})
 
 
 def _plan(plan: Plan, edges: Sequence[Edge]) -> Edges:
-    return Edges(tuple(edges), plan.kept)
+    return Edges(tuple(edges), plan.retained)
 
 
 def assert_refused(verifier: Callable[[], None], name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.blocks.plan import share_out
+from spmdflow.blocks.plan import level_loads
 from spmdflow.blocks.rows import plan_rounds, redistribute_rows
 from spmdflow.errors import RowError
 from spmdflow.parallel.layout import Layout
@@ -155,7 +155,7 @@ def test_equal_holders_send_within_one_row_of_each_other_over_few_edges(
 
 @given(loads=st.lists(st.integers(0, 30), min_size=1, max_size=12), total=st.integers(0, 99))
 def test_loads_are_levelled_like_water(loads, total):
-    parts = share_out(loads, total)
+    parts = level_loads(loads, total)
 
     after = [load + part for load, part in zip(loads, parts, strict=True)]
     assert sum(parts) == total and min(parts) >= 0

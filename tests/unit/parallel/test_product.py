@@ -73,13 +73,13 @@ def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shapes = set()
-    stock = products._by_onednn
+    stock = products._multiply_with_onednn
 
     def counted(left: Tensor, right: Tensor) -> Tensor:
         shapes.add((left.shape, left.stride(), right.shape, right.stride()))
         return stock(left, right)
 
-    monkeypatch.setattr(products, "_by_onednn", counted)
+    monkeypatch.setattr(products, "_multiply_with_onednn", counted)
     narrow = draw(16, 8)
     wide = draw(8, 16)
     for rows in range(1, 8192, 97):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.blocks.box import Box, describe, own_boxes
+from spmdflow.blocks.box import Box, describe_boxes, own_boxes
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.weights.adapter import ALL_LINEAR, Adapters
@@ -76,7 +76,7 @@ def test_whole_tensors_survive_being_filled_into_shards_and_gathered(replica):
 def owned(tables):
     """What each rank owns of each of its pieces."""
     pieces = [[piece for x in table.values() for piece in x.pieces] for table in tables]
-    held = [describe((piece.name, piece.box) for piece in each) for each in pieces]
+    held = [describe_boxes((piece.name, piece.box) for piece in each) for each in pieces]
     return [own_boxes(held, place) for place in range(len(tables))]
 
 
