@@ -268,7 +268,7 @@ def run_prepared(
 
 def _log_trained_models(cfg: Any) -> None:
     """The last line of a run: where its models are. Nothing if it has saved none."""
-    from spmdflow.checkpoint.left import trained_models_text  # late, as above
+    from spmdflow.checkpoint.summary import trained_models_text  # late, as above
 
     has_data = getattr(getattr(cfg, "data", None), "eval_path", None) is not None
     has_evaluation = (

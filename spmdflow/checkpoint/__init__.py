@@ -15,9 +15,9 @@ After a kill or a power cut between any two of these, the old or the new checkpo
 every file and every folder is fsynced before the next name points to it, metrics before `latest`.
 
 `run_dir` has the rules of RUN_DIR itself: who may start a run, from which checkpoint it continues,
-and with which settings. `disk` checks at the start that every rank sees RUN_DIR. Frozen models are
-not saved: the manifest has their folders and hashes (`tensors.model_hash`), and a resumed run reads
-them again.
+and with which settings. `disk` checks at the start that every rank sees RUN_DIR. `summary` has the
+message at the end of a run. Frozen models are not saved: the manifest has their folders and hashes
+(`tensors.model_hash`), and a resumed run reads them again.
 
 Import from the modules. The package itself imports none of them, so that `lock` and `disk` can be
 imported before torch, and an error in the settings is reported without waiting for torch.

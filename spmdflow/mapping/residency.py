@@ -98,7 +98,7 @@ def _sort_key(residency: Residency) -> tuple[float, float]:
     return (0.0 if residency.fits else residency.peak_bytes), residency.seconds
 
 
-def residencies(model: Model, cut: Strategy) -> list[Model]:
+def offload_variants(model: Model, cut: Strategy) -> list[Model]:
     """Variants of a model, one for each choice of offloaded parts, as in `choose_residency`."""
     if not model.engine.may_move:
         return [model]

@@ -33,7 +33,7 @@ from spmdflow.mapping.memory import (
     save_bytes,
     sync_bytes,
 )
-from spmdflow.mapping.residency import residencies
+from spmdflow.mapping.residency import offload_variants
 from spmdflow.mapping.search import ModelSet, Options, pareto, select_unbeaten
 from spmdflow.mapping.seconds import generation_parts, pass_parts, total, transition_seconds
 
@@ -240,7 +240,7 @@ class CostTable:
     def _entries_of(self, model: Model) -> Entries:
         """Entries of the strategies that fit if the model has its pool alone."""
         sizes, cut = strategies_on(model, self.sizes.tolist(), self.hardware)
-        variants = residencies(model, cut) if self._offloads else [model]
+        variants = offload_variants(model, cut) if self._offloads else [model]
         simulated = zip(*(self._simulate_strategies(variant, cut) for variant in variants))
         costs, *memory = (np.concatenate(parts) for parts in simulated)
         resident, needed, _, _, generation, cache, _ = memory

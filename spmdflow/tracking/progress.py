@@ -31,7 +31,7 @@ def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     for name, label, form in FIELDS:
         if name in metrics:
             value = metrics[name]
-            shown = format(value, form) if form else _small(value)
+            shown = format(value, form) if form else _format_number(value)
             parts.append(f"{label} {shown if isfinite(value) else 'nan'}")
     if "perf/tokens_per_second" in metrics:
         rate = metrics["perf/tokens_per_second"]
@@ -41,11 +41,11 @@ def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
         stages = []
         for name, seconds in stage_seconds(metrics).items():
             if seconds >= SHOWN_SHARE * step_seconds:
-                stages.append(f"{name} {_small(seconds)}")
+                stages.append(f"{name} {_format_number(seconds)}")
         parts.append(
-            f"{_small(step_seconds)}s: {', '.join(stages)}"
+            f"{_format_number(step_seconds)}s: {', '.join(stages)}"
             if stages
-            else f"{_small(step_seconds)}s"
+            else f"{_format_number(step_seconds)}s"
         )
     return "  ".join(parts)
 
@@ -63,7 +63,7 @@ def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return stages
 
 
-def _small(value: float) -> str:
+def _format_number(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.2g}"

@@ -71,11 +71,11 @@ class TensorBoardSink(Sink):
     def _write_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
         """Write a Markdown table in which texts of a model are escaped."""
         lines = [columns, ["---"] * len(columns), *rows]
-        text = "\n".join("|".join(map(_cell, line)) for line in lines)
+        text = "\n".join("|".join(map(_markdown_cell, line)) for line in lines)
         self._writer.add_text(name, text, step)
 
 
-def _cell(value: object) -> str:
+def _markdown_cell(value: object) -> str:
     """A value as a cell of a Markdown table, with an entity for every ASCII punctuation mark."""
     text = printable(str("" if value is None else value))
     return re.sub(r"[^\w\s-]", lambda match: f"&#{ord(match[0])};", escape(text, quote=False))

@@ -1,4 +1,4 @@
-// Predicted beside measured: seconds by stage, row bytes by edge, weights by step.
+// Predicted and measured: seconds by stage, row bytes by edge, weights by step.
 
 function stageTraces(stages) {
   const bars = (name, color) => ({type: "bar", orientation: "h", name, y: stages.map(({stage}) => plain(stage)), x: stages.map((stage) => stage[name]),

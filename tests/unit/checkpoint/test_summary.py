@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from spmdflow.checkpoint.left import trained_models_text
 from spmdflow.checkpoint.run_dir import Checkpoints
+from spmdflow.checkpoint.summary import trained_models_text
 from spmdflow.config.load import load
 from spmdflow.controller.flow import Flow
 from spmdflow.program import run_prepared
