@@ -774,7 +774,7 @@ def test_trace_takes_spans_up_to_its_last_byte(
         assert path.stat().st_size <= most and isinstance(json.loads(path.read_text()), list)
 
     assert sizes[0] < num_bytes and sizes[-1] == num_bytes
-    assert "later spans are left out" in caplog.text
+    assert "later spans are dropped" in caplog.text
 
 
 # Checkpoints and weights
