@@ -106,7 +106,7 @@ def run(folder: str, num_shards: int, batches: int) -> dict[str, Any]:
     if num_shards:
         shards = shards_of(folder, num_shards)
         generator.share(shards, tp_size=num_shards, vocab_multiple=64)
-        generator.shared(0)
+        generator.mark_shared(0)
     ids = torch.arange(NUM_ROWS * PROMPT_TOKENS).view(NUM_ROWS, PROMPT_TOKENS)
     prompts = ragged_from_rows(list(ids * 7 % 2048), dtype=torch.int64)
     sampling = Sampling(NEW_TOKENS, greedy=True)

@@ -33,7 +33,7 @@ from spmdflow.episodes.connections import (
 from spmdflow.episodes.fields import Refusal, Reply, answer, ask_of, error
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.errors import DataError
-from spmdflow.rollout.lasting import Lasted
+from spmdflow.rollout.resumable import VersionedResponse
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Draw(NamedTuple):
     ids: list[int]
     turn: int
     max_new_tokens: int
-    done: Callable[[Lasted | None], None]
+    done: Callable[[VersionedResponse | None], None]
     """To be called, from any thread, with what was drawn, or None if it was aborted."""
     fail: Callable[[Exception], None]
     """To be called instead, from any thread, if the request cannot be added."""
@@ -366,9 +366,9 @@ class Endpoint:
         """Have a reply drawn, and record it if the client is still there."""
         ask = ask_of(json.loads(body), chat=chat, told=self._told)
         turn = episode.recorder.begin(ask)
-        future: asyncio.Future[Lasted | None] = self._loop.create_future()
+        future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
 
-        def done(drawn: Lasted | None) -> None:
+        def done(drawn: VersionedResponse | None) -> None:
             self._loop.call_soon_threadsafe(
                 lambda: None if future.done() else future.set_result(drawn)
             )

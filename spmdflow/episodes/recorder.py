@@ -15,7 +15,7 @@ from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.conversation import Message, NotAppendOnly, Template, for_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal
-from spmdflow.rollout.lasting import Lasted
+from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import CallReader
 
 Call = list[str]
@@ -149,7 +149,9 @@ class Recorder:
                 f"has; encode the prompt with the model's own tokenizer, or send it as text"
             )
 
-    def finish(self, ask: Ask, turn: Turn, drawn: Lasted) -> tuple[Message, Lasted, str]:
+    def finish(
+        self, ask: Ask, turn: Turn, drawn: VersionedResponse
+    ) -> tuple[Message, VersionedResponse, str]:
         """Record a reply: its message, what is kept of the drawn tokens, and why it ended."""
         tokens = drawn.tokens.tolist()
         reason = "length"
@@ -157,7 +159,7 @@ class Recorder:
             (end,) = StopStrings(self._tokenizer, ask.stop).first_ends([(turn.ids, tokens, 0)])
             tokens, reason = (tokens[:end], "stop") if end is not None else (tokens, reason)
         columns = (drawn.tokens, drawn.log_probs, drawn.versions)
-        kept = Lasted(drawn.id, *(values[: len(tokens)] for values in columns))
+        kept = VersionedResponse(drawn.id, *(values[: len(tokens)] for values in columns))
         (text,) = response_texts(self._tokenizer, [turn.ids], [tokens])
         if tokens[-1] in self._ends:
             reason = "stop"

@@ -26,7 +26,7 @@ from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
 from spmdflow.errors import ColumnError
 from spmdflow.parallel.group import broadcast_plain
 from spmdflow.rollout.generator import Replica, Request
-from spmdflow.rollout.lasting import Lasted, LastingRequests
+from spmdflow.rollout.resumable import ResumableRequests, VersionedResponse
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_tools import vllm_call_reader
 
@@ -61,7 +61,7 @@ class EpisodeRunner:
         self,
         cfg: EpisodeConfig,
         limits: Limits,
-        requests: LastingRequests,
+        requests: ResumableRequests,
         *,
         chat: ChatTemplate,
         end_tokens: tuple[int, ...],
@@ -80,7 +80,7 @@ class EpisodeRunner:
         self._begun: dict[int, tuple[Sampling, Callable[[int], int]]] = {}
         """Sampling and seed(turn) of each episode that was begun and not taken."""
         self._lead: _Lead | None = None
-        if replica.place == 0:
+        if replica.replica_rank == 0:
             pool = EnvironmentPool(cfg)
             endpoint = Endpoint(tokenizer)
             self._lead = _Lead(pool, endpoint, self._new_recorder, self._check)
@@ -294,7 +294,7 @@ class _Lead:
         """The generator has taken the next request."""
         self._drawing[request] = self._asked.popleft()
 
-    def drawn(self, drawn: Lasted) -> None:
+    def drawn(self, drawn: VersionedResponse) -> None:
         """A reply has ended."""
         self._drawing.pop(drawn.id).done(drawn)
 

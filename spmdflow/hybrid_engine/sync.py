@@ -199,7 +199,7 @@ class SharedSync(WeightSync):
 
     def _move(self, version: int) -> int:
         received = self._storage.fill()
-        self._shared.shared(version)
+        self._shared.mark_shared(version)
         return received
 
     def release(self) -> None:

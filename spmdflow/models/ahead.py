@@ -2,7 +2,7 @@
 
 A call begins rows, a later one finishes them, and every call that draws goes on with all rows that
 were begun, oldest first. Before the weights change, what was drawn is set aside; it goes on with
-the new ones (rollout/lasting.py). The controller's side is controller/queue.py.
+the new ones (rollout/resumable.py). The controller's side is controller/queue.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.episodes.run import Episode, EpisodeRunner
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.rollout.generator import Replica, Request
-from spmdflow.rollout.lasting import Lasted, LastingRequests
+from spmdflow.rollout.resumable import ResumableRequests, VersionedResponse
 from spmdflow.rollout.sampling import Sampling
 
 
@@ -29,7 +29,7 @@ class RowsAhead:
     """Rows under way and finished ones, by row id; all ranks of a replica make the same calls."""
 
     def __init__(
-        self, requests: LastingRequests, replica: Replica, runner: EpisodeRunner | None
+        self, requests: ResumableRequests, replica: Replica, runner: EpisodeRunner | None
     ) -> None:
         """runner: of episodes, with the same requests; None: rows are single responses."""
         self._requests = requests
@@ -37,7 +37,7 @@ class RowsAhead:
         self._runner = runner
         self._numbers: dict[int, int] = {}
         """Request or episode of each row that was begun and not yet taken."""
-        self._ended: dict[int, Lasted] = {}
+        self._ended: dict[int, VersionedResponse] = {}
         """Responses that have ended, by request."""
         self._saved: dict[int, dict[str, Tensor]] = {}
         """What was drawn of rows before the run was resumed."""
@@ -49,7 +49,7 @@ class RowsAhead:
             row = ids[place]
             self._numbers[row] = self._requests.add(requests[place], self._saved.pop(row, None))
 
-    def finish_sequences(self, ids: Sequence[int]) -> list[Lasted]:
+    def finish_sequences(self, ids: Sequence[int]) -> list[VersionedResponse]:
         """Draw until these rows have ended; forgets them."""
         numbers = [self._numbers.pop(row) for row in ids]
         while not all(number in self._ended for number in numbers):
@@ -87,9 +87,9 @@ class RowsAhead:
         if self._runner is not None:
             self._runner.wake()
 
-    def set_aside(self, version: int | None = None) -> None:
+    def suspend_all(self, version: int | None = None) -> None:
         """Take rows under way out of the generator; version: of the weights that come."""
-        self._requests.set_aside()
+        self._requests.suspend_all()
         if version is not None:
             self._requests.version = version
 
@@ -98,7 +98,7 @@ class RowsAhead:
 
         Episodes are not saved: their environments cannot be.
         """
-        self.set_aside()
+        self.suspend_all()
         if self._runner is not None or not self._numbers:
             return None
         found = {}

@@ -31,7 +31,7 @@ from spmdflow.errors import ConfigError, RewardError
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
 from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
-from spmdflow.rollout.lasting import LastingRequests
+from spmdflow.rollout.resumable import ResumableRequests
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import CallInfo, Max, Mean, Metric, Sum, Worker
@@ -65,13 +65,13 @@ def check_environment(label: str, cfg: Any, arguments: Mapping[str, Any]) -> Non
     environment_of(episode.environment)
 
 
-def requests_of(generator: Generator, model_path: str, what: str) -> LastingRequests:
+def requests_of(generator: Generator, model_path: str, what: str) -> ResumableRequests:
     """Requests of a generator; ConfigError if it takes none, as `what` needs."""
     if not isinstance(generator, RequestGenerator):
         got = type(generator).__name__
         do = "choose another actor.rollout.engine"
         raise ConfigError.of(what, got, "a generator that takes requests", do)
-    return LastingRequests(generator, end_tokens(model_path))
+    return ResumableRequests(generator, end_tokens(model_path))
 
 
 class EpisodeWorker(Worker):
@@ -79,7 +79,7 @@ class EpisodeWorker(Worker):
 
     generator: Generator
     sampling: Sampling
-    requests: LastingRequests
+    requests: ResumableRequests
     """Of the episodes; a generator's sequences that are made ahead go through it, too."""
     _runner: EpisodeRunner | None = None
     _errors: OnError

@@ -236,7 +236,7 @@ class GeneratorWorker(SamplingWorker):
                 f"weights.sync()"
             )
         if self._ahead is not None:
-            self._ahead.set_aside(version)
+            self._ahead.suspend_all(version)
         self.report(self._receiver.receive())
 
     @register(transfer_mode="ONE_TO_ALL")
@@ -364,7 +364,7 @@ class GeneratorWorker(SamplingWorker):
         """Responses that were begun ahead, once for each replica; see RowsAhead.save."""
         ahead = self._ahead
         context = self.context
-        if ahead is None or Replica.of(context.layout, context.rank, context.groups).place:
+        if ahead is None or Replica.of(context.layout, context.rank, context.groups).replica_rank:
             return None
         return ahead.save(folder / f"ahead-{context.rank}.safetensors")
 
@@ -377,7 +377,7 @@ class GeneratorWorker(SamplingWorker):
     def make_room(self, *, trains: bool) -> None:
         """Set rows under way aside, then free the KV cache."""
         if self._ahead is not None:
-            self._ahead.set_aside()
+            self._ahead.suspend_all()
         super().make_room(trains=trains)
 
     @register(transfer_mode="ONE_TO_ALL")
@@ -395,6 +395,6 @@ class GeneratorWorker(SamplingWorker):
             do += "sync() first, or call load_weights() for those of the folder"
             raise WeightSyncError.of("generate", got, "those of the policy", do)
         if self._ahead is not None:
-            self._ahead.set_aside()
+            self._ahead.suspend_all()
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
         return self.generator

@@ -1,13 +1,13 @@
 """The built-in generator: rows decoded together over a KV cache, on a copy of the full weights.
 
-At most `max_batch_size` rows are decoded together. Rows that have ended leave, and others take
-their place once enough have (continuous batching, Yu et al. 2022). Samples of one prompt are
-prefilled once. A row of a conversation is parked when it ends: it keeps its keys and values for the
-next request that begins with its tokens, and only what is new is computed. Parked rows, one for a
-conversation, are among the `max_batch_size`; the oldest make room. The host checks which rows have
-ended after every token on a CPU without stop strings, else after every few; until then an ended row
-is decoded on, and those tokens are dropped. Needs no inference engine; the forward pass is in
-rollout.forward.
+At most `max_batch_size` rows are decoded together. New rows join once enough rows have ended
+(continuous batching, Yu et al. 2022). Samples of one prompt are prefilled once. A row of a
+conversation is parked when it ends: it keeps its keys and values for the next request that begins
+with its tokens, and only the new tokens are computed. Each conversation has at most one parked row.
+Parked rows count towards `max_batch_size`, and the oldest are evicted first. On a CPU without stop
+strings, the host checks after every token which rows have ended, otherwise after every few tokens.
+Until the check, an ended row is still decoded, and those tokens are dropped. No inference engine is
+needed; the forward pass is in rollout.forward.
 """
 
 from __future__ import annotations
@@ -33,59 +33,59 @@ from spmdflow.rollout.generator import (
     WakePart,
     loads_folder,
 )
-from spmdflow.rollout.parked import Parked, find_parked, newest_parked, order_rows
+from spmdflow.rollout.parked import ParkedRow, find_parked, newest_parked, order_rows
 from spmdflow.rollout.sampling import draw
 from spmdflow.weights.move import Block, Storages
 
 _REFILL = 8
-"""New rows are prefilled when 1/8 of the rows is free: a prefill costs about as much as a step."""
+"""New rows are prefilled once 1/8 of the rows are free: a prefill costs about as much as a step."""
 _PREFILL_TOKENS = 8192
-_LOOK_EVERY = 8
-"""Tokens between two checks by the host, where it would wait for the device or decode text."""
+_CHECK_EVERY = 8
+"""Tokens between two checks for ended rows, where a check waits for the device or decodes text."""
 
 
 @dataclass(frozen=True)
-class _Live:
+class _LiveRow:
     """A request that is being decoded."""
 
     id: int
     request: Request
-    born: int
-    """The clock (draws so far) when it joined."""
-    head: int = 0
-    """Tokens of its prompt that lie in its own slots, behind the shared ones."""
+    joined_at: int
+    """The generator's clock (number of draws so far) when the request joined."""
+    num_own_tokens: int = 0
+    """Prompt tokens in the row's own cache slots, after the shared prefix."""
 
     @property
     def limit(self) -> int:
-        """Most tokens of the response."""
+        """Maximum number of tokens of the response."""
         return self.request.sampling.max_new_tokens
 
 
 @dataclass
 class _Rows:
-    """State of the rows being decoded, on the device: (n,), or (n, N + 1) with N the most tokens of
-    a response."""
+    """State of the rows being decoded, on the device. Each tensor is (n,) or (n, N + 1), where N is
+    the largest response limit."""
 
     starts: Tensor
     """Prompt lengths."""
     seeds: Tensor
     limits: Tensor
     drawn: Tensor
-    """Tokens that were drawn before the request."""
+    """Response tokens drawn before this request (see Request.num_drawn)."""
     counts: Tensor
-    """Tokens drawn so far; no longer changes once the row has ended."""
+    """Tokens drawn so far. Constant once the row has ended."""
     running: Tensor
     """False once the last token is drawn."""
     tokens: Tensor
-    """A row that has ended keeps writing to the slot after its last token."""
+    """Drawn tokens. An ended row keeps overwriting the slot after its last token."""
     log_probs: Tensor
 
     def pick(self, rows: Tensor) -> _Rows:
-        """Some rows, in this order."""
+        """The state of the rows with these indices, in this order."""
         return _Rows(*(value[rows] for value in vars(self).values()))
 
     def join(self, other: _Rows) -> _Rows:
-        """These rows, then others; both padded to the larger N."""
+        """These rows followed by the other ones, both padded to the larger N."""
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return _Rows(
@@ -97,20 +97,21 @@ class _Rows:
 
 
 class BuiltinGenerator(RequestGenerator):
-    """Generator over a cached forward; see rollout.generator.Generator for the promises."""
+    """Generator on a cached forward pass. rollout.generator.Generator documents its guarantees."""
 
     def __init__(self, cfg: RolloutConfig, model_path: str, device: torch.device) -> None:
+        """Builds the forward pass of the model folder. The KV cache is allocated on first use."""
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.precision)
         self.device = device
         self.replica = Replica.alone()
         self.has_folder_weights = loads_folder(model_path)
-        """False: all are zeros until they are synced, or read by `take_folder_weights`."""
+        """False: all weights are zeros until a sync, or until `take_folder_weights` reads them."""
         self._forward = forward_of(
             model_path, dtype=self.dtype, device=device, empty=not self.has_folder_weights
         )
         self._max_batch_size = cfg.max_batch_size
-        # a row alone in its batch has bits that depend on no other: none waits for another's place
+        # max_batch_size=1 decodes each row alone, for bits that depend on no other row: no parking
         self._parks = self._forward.refills and cfg.max_batch_size > 1
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
@@ -119,10 +120,10 @@ class BuiltinGenerator(RequestGenerator):
         self._oldest = 0
         self._slots = 0
         self._waiting: list[tuple[int, Request]] = []
-        self._parked: list[Parked] = []
-        """The cache's first rows; those of self._live come behind them."""
-        self._live: list[_Live] = []
-        self._rows: _Rows  # of self._live, as self._logits are
+        self._parked: list[ParkedRow] = []
+        """The first rows of the cache. The rows of self._live follow."""
+        self._live: list[_LiveRow] = []
+        self._rows: _Rows  # same order as self._live and self._logits
         self._logits: Tensor
 
     @property
@@ -143,11 +144,11 @@ class BuiltinGenerator(RequestGenerator):
             if pair[0] == request_id:
                 self._waiting.remove(pair)
                 return Finished(request_id, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
-        for place, row in enumerate(self._live):
+        for index, row in enumerate(self._live):
             if row.id == request_id:
-                drawn = self._finished(row, self._rows, place, int(self._rows.counts[place]))
+                drawn = self._to_finished(row, self._rows, index, int(self._rows.counts[index]))
                 with torch.inference_mode():
-                    self._leave({place: 0})
+                    self._remove_rows({index: 0})
                 return drawn
         return None
 
@@ -159,10 +160,10 @@ class BuiltinGenerator(RequestGenerator):
                 parked[r] = x
         if len(parked) < len(self._parked):
             with torch.inference_mode():
-                self._settle(parked, self._places())
+                self._compact(parked, self._live_indices())
 
     def step(self) -> list[Finished]:
-        """See RequestGenerator.step: draws tokens until the host's next check."""
+        """See RequestGenerator.step. Draws tokens until the host's next check for ended rows."""
         self.wake()
         with torch.inference_mode():
             free = self._max_batch_size - len(self._live)
@@ -172,65 +173,67 @@ class BuiltinGenerator(RequestGenerator):
             if not self._live:
                 return []
             waits = self.device.type != "cpu" or self.stop is not None
-            left = max(row.born + row.limit for row in self._live) - self._clock
-            draws = min(_LOOK_EVERY if waits else 1, left)
+            remaining = max(row.joined_at + row.limit for row in self._live) - self._clock
+            draws = min(_CHECK_EVERY if waits else 1, remaining)
             for number in range(draws):
-                chosen = self._draw()
+                chosen = self._draw_tokens()
                 if number + 1 < draws:
                     self._advance(chosen)
             counts = self._counts_of_ended(draws)
             ended = []
-            for place, size in counts.items():
-                ended.append((self._live[place], place, size))
+            for index, size in counts.items():
+                ended.append((self._live[index], index, size))
             rows = self._rows
             if counts:
-                chosen = chosen[self._leave(counts)]
+                chosen = chosen[self._remove_rows(counts)]
             if self._live:
                 self._advance(chosen)
         result = []
-        for row, place, size in ended:
-            result.append(self._finished(row, rows, place, size))
+        for row, index, size in ended:
+            result.append(self._to_finished(row, rows, index, size))
         return result
 
     @staticmethod
-    def _finished(row: _Live, rows: _Rows, place: int, size: int) -> Finished:
-        """The first tokens of a row."""
-        tokens = rows.tokens[place, :size]
-        log_probs = rows.log_probs[place, :size]
+    def _to_finished(row: _LiveRow, rows: _Rows, index: int, size: int) -> Finished:
+        """Copies the first `size` tokens of the row at this index into a finished response."""
+        tokens = rows.tokens[index, :size]
+        log_probs = rows.log_probs[index, :size]
         return Finished(row.id, tokens.clone(), log_probs.clone())
 
     def _refill(self, free: int) -> None:
-        """Prefill waiting requests, as many as there are free rows; samples of a prompt once, and
-        of a parked conversation what is new."""
-        coming = self._waiting[:free]
+        """Moves waiting requests into the `free` rows and computes their keys and values. Samples
+        of one prompt are prefilled once. If a conversation has a parked row, only its new tokens
+        are computed. Parked rows are evicted to make room, the oldest first."""
+        admitted = self._waiting[:free]
         self._waiting = self._waiting[free:]
-        found = find_parked(self._parked, [request for _, request in coming])
-        resumed: dict[int, _Live] = {}
-        groups: dict[bytes, list[_Live]] = {}
-        for place, (request_id, request) in enumerate(coming):
-            if place in found:
-                head = len(request.prompt) - self._parked[found[place]].num_shared
-                resumed[found[place]] = _Live(request_id, request, self._clock, head)
+        parked_rows = find_parked(self._parked, [request for _, request in admitted])
+        resumed: dict[int, _LiveRow] = {}
+        groups: dict[bytes, list[_LiveRow]] = {}
+        for index, (request_id, request) in enumerate(admitted):
+            if index in parked_rows:
+                head = len(request.prompt) - self._parked[parked_rows[index]].num_shared
+                resumed[parked_rows[index]] = _LiveRow(request_id, request, self._clock, head)
             else:
                 key = request.prompt.numpy().tobytes()
-                groups.setdefault(key, []).append(_Live(request_id, request, self._clock))
+                groups.setdefault(key, []).append(_LiveRow(request_id, request, self._clock))
         waiting = list(groups.values())
         rows = [*self._live, *resumed.values(), *(row for group in waiting for row in group)]
-        self._slots = max(row.head + row.limit for row in rows)
+        self._slots = max(row.num_own_tokens + row.limit for row in rows)
         if self._parked:
-            busy = {request.conversation for _, request in coming}
+            busy = {request.conversation for _, request in admitted}
             idle = []
             for n, row in enumerate(self._parked):
                 if row.conversation not in busy:
                     idle.append(n)
-            most = self._max_batch_size - len(rows)
-            self._resume(resumed, newest_parked(self._parked, idle, most))
+            room = self._max_batch_size - len(rows)
+            self._resume_parked(resumed, newest_parked(self._parked, idle, room))
         self._forward.reserve(len(self._parked) + len(rows), self._slots)
         for chunk in _chunks([len(group[0].request.prompt) for group in waiting]):
-            self._join(waiting[chunk])
+            self._prefill(waiting[chunk])
 
-    def _resume(self, resumed: dict[int, _Live], idle: list[int]) -> None:
-        """Decode these parked rows on, and keep of the others only `idle`."""
+    def _resume_parked(self, resumed: dict[int, _LiveRow], idle: list[int]) -> None:
+        """Extends the parked rows in `resumed` by the new tokens of their requests and decodes
+        them. Of the other parked rows, only those in `idle` stay in the cache."""
         before = self._parked
         rows = list(resumed)
         live = list(resumed.values())
@@ -242,28 +245,33 @@ class BuiltinGenerator(RequestGenerator):
             known = []
             for parked, request in pairs:
                 known.append(parked.num_known(request))
-            more = []
+            new_tokens = []
             for (_, r), size in zip(pairs, known, strict=True):
-                more.append(r.prompt[size:])
-            logits = self._forward.extend(rows[chunk], more, known)
-            self._append(live[chunk], logits)
-        kept = {row: before[row] for row in idle}
-        if len(kept) < len(before):
+                new_tokens.append(r.prompt[size:])
+            logits = self._forward.extend(rows[chunk], new_tokens, known)
+            self._append_rows(live[chunk], logits)
+        still_parked = {row: before[row] for row in idle}
+        if len(still_parked) < len(before):
             first = len(self._live) - len(rows)
-            self._settle(kept, self._places(first) | dict(zip(rows, range(first, len(self._live)))))
+            self._compact(
+                still_parked,
+                self._live_indices(first) | dict(zip(rows, range(first, len(self._live)))),
+            )
 
-    def _join(self, groups: list[list[_Live]]) -> None:
-        """Prefill the rows of some prompts, and append them to those being decoded."""
+    def _prefill(self, groups: list[list[_LiveRow]]) -> None:
+        """Prefills each group's prompt once and appends one row per member to the rows being
+        decoded."""
         source = []
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             for _ in group:
-                source.append(place)
+                source.append(index)
         prompts = [group[0].request.prompt for group in groups]
         logits = self._forward.prefill(prompts, source)
-        self._append([row for group in groups for row in group], logits)
+        self._append_rows([row for group in groups for row in group], logits)
 
-    def _append(self, new: list[_Live], logits: Tensor) -> None:
-        """More rows behind those that are decoded."""
+    def _append_rows(self, new: list[_LiveRow], logits: Tensor) -> None:
+        """Adds rows, with the logits after their prompts, to the state of the rows being
+        decoded."""
         facts = []
         for r in new:
             facts.append((len(r.request.prompt), r.request.seed, r.limit, r.request.num_drawn, 0))
@@ -285,10 +293,10 @@ class BuiltinGenerator(RequestGenerator):
         self._rows = rows
         self._logits = logits
         self._live += new
-        self._oldest = min(row.born - row.head for row in self._live)
+        self._oldest = min(row.joined_at - row.num_own_tokens for row in self._live)
 
-    def _draw(self) -> Tensor:
-        """Draw one token (n,) for every row, and record it."""
+    def _draw_tokens(self) -> Tensor:
+        """Draws one token for every row and records it in self._rows. Returns the tokens (n,)."""
         rows = self._rows
         sampling = self._live[0].request.sampling
         chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.drawn + rows.counts)
@@ -302,81 +310,90 @@ class BuiltinGenerator(RequestGenerator):
         return chosen
 
     def _advance(self, chosen: Tensor) -> None:
-        """Compute logits after these tokens (n,); an ended row overwrites its last cache slot."""
+        """Computes self._logits after these tokens (n,). An ended row overwrites its last cache
+        slot."""
         rows = self._rows
-        places = rows.starts + rows.counts - 1
+        positions = rows.starts + rows.counts - 1
         span = min(self._clock - self._oldest, self._slots)  # the oldest row may have ended
-        self._logits = self._forward.step(chosen, places, span)
+        self._logits = self._forward.step(chosen, positions, span)
 
     def _counts_of_ended(self, draws: int) -> dict[int, int]:
-        """Rows that have ended since the last check, and the number of tokens of each."""
+        """Number of tokens of each row that has ended since the last check, by its index in
+        self._live. A stop string can end a row before the last token that was drawn."""
         rows = self._rows
         if self.stop is None and bool(rows.running.all()):
             return {}
         counts = rows.counts.tolist()
         running = rows.running.tolist()
         ended = {}
-        for place, runs in enumerate(running):
+        for index, runs in enumerate(running):
             if not runs:
-                ended[place] = counts[place]
+                ended[index] = counts[index]
         if self.stop is not None:
-            said = []
+            responses = []
             for row, tokens, size in zip(self._live, rows.tokens.tolist(), counts, strict=True):
-                said.append(
+                responses.append(
                     (
                         row.request.prompt.tolist(),
                         tokens[:size],
-                        max(0, self._clock - draws - row.born),
+                        max(0, self._clock - draws - row.joined_at),
                     )
                 )
-            ends = self.stop.first_ends(said)
-            ended |= {place: end for place, end in enumerate(ends) if end is not None}
+            ends = self.stop.first_ends(responses)
+            ended |= {index: end for index, end in enumerate(ends) if end is not None}
         return ended
 
-    def _leave(self, ended: dict[int, int]) -> Tensor:
-        """End these rows: place -> its tokens, 0 if it was aborted; a row of a conversation is
-        parked. Gives the old places of the others, in their new order."""
+    def _remove_rows(self, ended: dict[int, int]) -> Tensor:
+        """Removes ended rows from the batch and parks those that belong to a conversation.
+
+        ended: number of tokens by index in self._live; 0 for an aborted row, which is not parked.
+        Returns the old indices of the remaining rows, in their new order.
+        """
         parked = dict(enumerate(self._parked))
-        live = self._places()
-        for row, place in list(live.items()):
-            if place not in ended:
+        live = self._live_indices()
+        for row, index in list(live.items()):
+            if index not in ended:
                 continue
             del live[row]
-            request = self._live[place].request
-            size = ended[place]
+            request = self._live[index].request
+            size = ended[index]
             if self._parks and size and request.conversation is not None:
-                said = self._rows.tokens[place, : size - 1].cpu()  # the last one was never read
-                ids = torch.cat([request.prompt, said])
+                response = self._rows.tokens[index, : size - 1].cpu()  # the last one was never read
+                ids = torch.cat([request.prompt, response])
                 shared = len(request.prompt)
-                shared -= self._live[place].head
-                parked[row] = Parked(request.conversation, shared, ids, self._clock)
-        return self._settle(parked, live)
+                shared -= self._live[index].num_own_tokens
+                parked[row] = ParkedRow(request.conversation, shared, ids, self._clock)
+        return self._compact(parked, live)
 
-    def _places(self, most: int | None = None) -> dict[int, int]:
-        """Row of the cache -> place in self._live, of the first `most` that are decoded."""
-        places = range(len(self._live))[:most]
+    def _live_indices(self, most: int | None = None) -> dict[int, int]:
+        """Cache row -> index in self._live, for the first `most` rows that are decoded (default:
+        all)."""
+        indices = range(len(self._live))[:most]
         result = {}
-        for place in places:
-            result[len(self._parked) + place] = place
+        for index in indices:
+            result[len(self._parked) + index] = index
         return result
 
-    def _settle(self, parked: dict[int, Parked], live: dict[int, int]) -> Tensor:
-        """Go on with these rows of the cache: parked ones, and those of these places of self._live;
-        rows that need not move stay. Gives the old places, in the new order."""
+    def _compact(self, parked: dict[int, ParkedRow], live: dict[int, int]) -> Tensor:
+        """Compacts the KV cache to these rows: parked rows first, then live rows by index.
+
+        parked, live: by cache row. Rows that need not move stay where they are. Returns the old
+        indices of the live rows, in their new order.
+        """
         order = order_rows(list(parked), list(live))
         count = len(parked)
         self._forward.keep(order, count)
         self._parked = [parked[row] for row in order[:count]]
-        places = [live[row] for row in order[count:]]
-        kept = torch.tensor(places, dtype=torch.int64, device=self.device)
-        self._rows = self._rows.pick(kept)
-        self._logits = self._logits[kept]
-        self._live = [self._live[place] for place in places]
-        self._oldest = min((row.born - row.head for row in self._live), default=0)
-        return kept
+        indices = [live[row] for row in order[count:]]
+        selection = torch.tensor(indices, dtype=torch.int64, device=self.device)
+        self._rows = self._rows.pick(selection)
+        self._logits = self._logits[selection]
+        self._live = [self._live[index] for index in indices]
+        self._oldest = min((row.joined_at - row.num_own_tokens for row in self._live), default=0)
+        return selection
 
     def blocks(self) -> list[Block]:
-        """Every tensor whole; see Generator.blocks."""
+        """Every tensor, not cut; see Generator.blocks."""
         self.wake("weights")
         weights = self._forward.weights.items()
         result = []
@@ -385,7 +402,7 @@ class BuiltinGenerator(RequestGenerator):
         return result
 
     def renew(self, version: int) -> None:
-        """See Generator.renew: what is parked is forgotten."""
+        """See Generator.renew. Parked rows are dropped: the old weights computed them."""
         self.forget({row.conversation for row in self._parked})
         self.weights_version = version
 
@@ -396,7 +413,7 @@ class BuiltinGenerator(RequestGenerator):
         return read_sums({name: box_sum(x, Box.of_shape(x.shape)) for name, x in weights})
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the KV cache, and the weights if asked."""
+        """Frees the KV cache, and the weights if `weights` is set."""
         self._release()
         if weights and self._asleep is None:
             self._asleep = Storages(self._forward.weights.values())
@@ -410,7 +427,7 @@ class BuiltinGenerator(RequestGenerator):
             self._asleep = None
 
     def close(self) -> None:
-        """Free the KV cache; the weights go with the object."""
+        """Frees the KV cache. The weights are freed with the object."""
         self._release()
 
     def _release(self) -> None:
@@ -419,7 +436,8 @@ class BuiltinGenerator(RequestGenerator):
 
 
 def _chunks(sizes: list[int]) -> Iterator[slice]:
-    """Consecutive rows of these sizes, of about _PREFILL_TOKENS tokens with their padding."""
+    """Slices of consecutive rows of these sizes, each of about _PREFILL_TOKENS tokens with
+    padding."""
     start = 0
     while start < len(sizes):
         longest = 0

@@ -1,9 +1,10 @@
 """The forwards of the built-in generator: a causal LM with a KV cache, rows coming and going.
 
 `LlamaForward` (rollout.llama) covers the Llama, Mistral, Qwen2 and Qwen3 families;
-`HuggingFaceForward` runs every other one, and takes new rows only when the others have left.
+`HuggingFaceForward` runs every other family, and takes new rows only when it has no others.
 
-transformers is imported late and, of the rollout package, only here. Knows no sampling.
+Of the rollout package, only this file imports transformers, inside its functions. It does not know
+sampling.
 """
 
 from __future__ import annotations
@@ -20,38 +21,42 @@ from spmdflow.weights.folder import attention_of
 
 
 class CachedForward(Protocol):
-    """Rows of a KV cache, the parked ones first, and the passes that generation needs."""
+    """Rows of a KV cache, parked ones first, and the forward passes that generation needs."""
 
     weights: dict[str, Tensor]
-    """Every tensor that the forward reads, by Hugging Face name; tied ones once."""
+    """Every tensor that the forward reads, by Hugging Face name. Tied tensors appear once."""
     max_positions: int
     refills: bool
-    """Whether rows can join others that are under way, and be parked."""
+    """Whether new rows can join rows that are being decoded, and rows can be parked."""
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Make room for `rows` rows with `slots` tokens each after the prompt; keep the content."""
+        """Makes room for `rows` rows with `slots` tokens each after the prompt. Keeps the
+        content."""
 
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
-        """Logits (n, V) after the prompts of n new rows, which come behind those there are.
+        """Logits (n, V) after the prompts of n new rows, which are appended to the cache.
 
-        prompts: different ones, on the host; source: which one each new row begins with.
+        prompts: distinct prompts, on the host. source: index of each new row's prompt.
         """
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        """Logits (B, V) after more tokens of B rows, from these positions on; later ones are lost.
+        """Logits (B, V) after more tokens of B rows. Cache entries from `starts` on are
+        overwritten.
 
-        rows: their numbers, of rows not parked; more: on the host, each of at least one token.
+        rows: cache rows that are not parked. more: tokens of each row, at least one, on the host.
+        starts: position of each row's first new token.
         """
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
-        """Logits (n, V) after one more token (n,) of every row not parked, at its position (n,).
+        """Logits (n, V) after one more token (n,) of every row that is not parked.
 
-        span: at least the tokens that any row has after its prompt, this one included.
+        positions (n,): of these tokens. span: upper bound of the tokens that any row has after its
+        prompt, including this one.
         """
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
-        """Go on with these rows only, in this order; the first ones are parked: they only keep
-        their keys and values."""
+        """Keeps only these rows, in this order. The first `num_parked` of them only keep their keys
+        and values; they are not decoded."""
 
     def release(self) -> None:
         """Free the KV cache."""
@@ -62,7 +67,7 @@ def forward_of(
 ) -> CachedForward:
     """The fastest forward for the model of a folder.
 
-    empty: its weights may be zeros, as a sync or `take_folder_weights` fills them.
+    empty: the weights may be zeros, because a sync or `take_folder_weights` fills them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,11 +82,11 @@ def forward_of(
 
 
 def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """The transformers module of a folder (config.json, *.safetensors), in eval mode."""
+    """The transformers module of a folder (config.json, *.safetensors), in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one bar per rank and model would bury the run's own lines
+    logging.disable_progress_bar()  # one bar per rank and model would hide the run's log lines
     attention = attention_of(
         AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     )
@@ -92,24 +97,24 @@ def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def end_tokens(path: str) -> tuple[int, ...]:
-    """Token ids that end a response: generation_config.json's, else config.json's; may be none."""
+    """Token ids that end a response; may be none. generation_config.json overrides config.json."""
     from transformers import AutoConfig, GenerationConfig
 
-    found = AutoConfig.from_pretrained(
+    end_ids = AutoConfig.from_pretrained(
         path, local_files_only=True, trust_remote_code=False
     ).eos_token_id
     if (Path(path) / "generation_config.json").exists():
-        chosen = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-        found = found if chosen is None else chosen
-    if found is None:
+        override = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        end_ids = end_ids if override is None else override
+    if end_ids is None:
         return ()
-    if isinstance(found, list | tuple):
-        return tuple(found)
-    return (int(found),)
+    if isinstance(end_ids, list | tuple):
+        return tuple(end_ids)
+    return (int(end_ids),)
 
 
 def vocab_size(path: str) -> int:
-    """Rows of the embedding, as config.json says: token ids of the model are below."""
+    """Number of rows of the embedding according to config.json. Token ids are smaller."""
     from transformers import AutoConfig
 
     cfg = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -117,21 +122,23 @@ def vocab_size(path: str) -> int:
 
 
 class HuggingFaceForward:
-    """Any family: transformers' own module and cache."""
+    """Forward of any model family, with transformers' own module and cache."""
 
     refills = False
 
     def __init__(self, module: Any) -> None:
+        """module: a transformers causal LM in evaluation mode."""
         self._module = module
         self._cache: Any = None
         self.weights: dict[str, Tensor] = {n: p.detach() for n, p in module.named_parameters()}
         self.max_positions: int = module.config.max_position_embeddings
 
     def reserve(self, rows: int, slots: int) -> None:
-        """The cache grows by itself."""
+        """Does nothing, because the cache grows on its own."""
 
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
-        """See CachedForward; left-padded, because sliding windows count cache slots."""
+        """See CachedForward.prefill. Pads on the left, because sliding windows count cache
+        slots."""
         from transformers import DynamicCache
 
         ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -145,20 +152,20 @@ class HuggingFaceForward:
         return logits[source]
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        """See CachedForward; never asked for, as no row is parked."""
+        """See CachedForward.extend. Never called, because no row is parked."""
         raise NotImplementedError(rows)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
-        """See CachedForward."""
+        """See CachedForward.step."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         return self._forward(tokens[:, None], positions[:, None])
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
-        """See CachedForward; no row is parked, as none could join the others again."""
+        """See CachedForward.keep. No row is parked, because it could not join the others again."""
         assert not num_parked, num_parked
-        chosen = torch.tensor(rows, dtype=torch.int64, device=self._mask.device)
-        self._cache.batch_select_indices(chosen)
-        self._mask = self._mask[chosen]
+        selection = torch.tensor(rows, dtype=torch.int64, device=self._mask.device)
+        self._cache.batch_select_indices(selection)
+        self._mask = self._mask[selection]
 
     def release(self) -> None:
         """Free the KV cache."""

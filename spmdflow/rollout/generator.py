@@ -1,10 +1,10 @@
 """The interface of a generator: prompts in, responses out, weights replaced between calls.
 
-`Replica`: the ranks that hold one copy of its weights and generate the same rows together. Their
-groups are the trainer's: made by GroupTable before, strided or contiguous, of some ranks.
+`Replica`: the ranks that hold one copy of the weights and generate the same rows together. Their
+process groups are the trainer's (from GroupTable), over strided or contiguous ranks.
 
-`weights_version` is the version of the trainer's weights that it has, NEVER before the first sync.
-hybrid_engine.sync compares it with the trainer's own before it generates.
+`weights_version` is the version of the trainer's weights that the generator has, and NEVER before
+the first sync. hybrid_engine.sync compares it with the trainer's version before it generates.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Replica:
 
     @classmethod
     def alone(cls) -> Replica:
-        """This rank by itself; needs no group."""
+        """The replica of this rank only. It needs no process group."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return cls(rank, (rank,), (rank,), (rank,))
 
@@ -77,7 +77,7 @@ class Replica:
         return len(self.ranks)
 
     @property
-    def place(self) -> int:
+    def replica_rank(self) -> int:
         """Index of this rank in `ranks`."""
         return self.ranks.index(self.rank)
 
@@ -93,7 +93,7 @@ class Replica:
 
     @property
     def tp_rank(self) -> int:
-        """Place in the tensor-parallel group."""
+        """Rank in the tensor-parallel group."""
         return self.tp_ranks.index(self.rank)
 
     @property
@@ -102,7 +102,8 @@ class Replica:
         return self.pp_ranks.index(self.rank)
 
     def group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-        """The group over some of the replica's ranks; ProtocolError if it was not made."""
+        """The process group over some of the replica's ranks. ProtocolError if it does not
+        exist."""
         if self.groups is None:
             got = f"ranks {ranks} without process groups"
             do = "build it with Replica.of(layout, rank, groups)"
@@ -110,29 +111,31 @@ class Replica:
         return self.groups.get(ranks, backend=backend)
 
     def gather(self, values: Tensor, ranks: tuple[int, ...] = ()) -> list[Tensor]:
-        """All-gather over these ranks (default: all): their values in order, of one shape."""
+        """All-gathers a tensor of one shape over these ranks (default: all), in the order of the
+        ranks."""
         ranks = ranks or self.ranks
         if len(ranks) == 1:
             return [values]
-        found = [torch.empty_like(values) for _ in ranks]
-        dist.all_gather(found, values, group=self.group(ranks, backend_of(values.device)))
-        return found
+        gathered = [torch.empty_like(values) for _ in ranks]
+        dist.all_gather(gathered, values, group=self.group(ranks, backend_of(values.device)))
+        return gathered
 
     def check_equal(self, what: str, facts: Callable[[], object], device: torch.device) -> None:
-        """ProtocolError unless all ranks have equal facts; compares hashes of their repr."""
+        """ProtocolError unless `facts()` is equal on all ranks. Compares hashes of its repr
+        (collective)."""
         if self.size == 1:
             return
         digest = hashlib.blake2b(repr(facts()).encode(), digest_size=8).digest()
         number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
-        everyone = torch.cat(self.gather(number)).tolist()
+        numbers = torch.cat(self.gather(number)).tolist()
         others = []
-        for rank, x in zip(self.ranks, everyone):
-            if x != everyone[0]:
+        for rank, number_of_rank in zip(self.ranks, numbers):
+            if number_of_rank != numbers[0]:
                 others.append(rank)
         if others:
-            got = f"other {what} on ranks {others} than on rank {self.ranks[0]}"
+            got = f"{what} on ranks {others} that differ from rank {self.ranks[0]}"
             expected = f"the same on all ranks {self.ranks} of a generation replica"
-            do = "hand every rank of a replica the same rows (transfer_mode "
+            do = "send every rank of a replica the same rows (transfer_mode "
             do += "3D_ALL_MICRO_DP does) and the same weights"
             raise ProtocolError.of("generate", got, expected, do)
 
@@ -144,24 +147,24 @@ class Request:
     prompt: Tensor
     """(P,) int64, at least one token."""
     seed: int
-    """Below 2**63; the response depends on it, the prompt and the weights only."""
+    """Below 2**63. The response depends only on the seed, the prompt and the weights."""
     sampling: Sampling
-    """Requests under way together differ in max_new_tokens at most."""
+    """Requests that are generated together may differ only in max_new_tokens."""
     conversation: int | None = None
-    """Of a turn: a later request with this number, whose prompt begins with this one and its
-    response, may be answered from the keys and values that were kept."""
+    """Number of the conversation that this turn belongs to. A later request with the same number,
+    whose prompt begins with this prompt and its response, may reuse their keys and values."""
     num_drawn: int = 0
-    """Tokens at the end of the prompt that were drawn before: the noise goes on behind theirs."""
+    """Response tokens at the end of the prompt. Random numbers continue after their positions."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A response that has ended."""
+    """A finished response."""
 
     id: int
-    """As `add` gave it."""
+    """The number that `add` returned."""
     tokens: Tensor
-    """(n,) int64; the end token is kept."""
+    """(n,) int64, including the end token."""
     log_probs: Tensor
     """(n,) float32."""
 
@@ -174,11 +177,12 @@ class Generator(Protocol):
 
     weights_version: int
     dtype: torch.dtype
-    """Precision of the weights; the trainer's are rounded to it."""
+    """Precision of the weights. The trainer's weights are rounded to it."""
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """Columns `responses` (ragged int64, the end token kept), `response_mask` (ragged bool,
-        all True) and `rollout_log_probs` (ragged float32) for B rows, in the order of prompts.
+        """Responses of B rows, in the order of prompts. Columns: `responses` (ragged int64,
+        including the end token), `response_mask` (ragged bool, all True), `rollout_log_probs`
+        (ragged float32).
 
         prompts: ragged int64 (B rows, each of at least one token); seeds: one per row, below
         2**63. A row's response depends on its prompt, its seed and the weights, never on the
@@ -188,32 +192,33 @@ class Generator(Protocol):
     def blocks(self) -> Sequence[Block]:
         """(Hugging Face name, live view, its box) of what this rank's forward reads.
 
-        Reallocates freed weights first. A caller that overwrites them sets weights_version to
-        NEVER before and calls `renew` afterwards.
+        Reallocates freed weights first. A caller that overwrites them sets weights_version to NEVER
+        before, and calls `renew` afterwards.
         """
 
     def renew(self, version: int) -> None:
-        """The weights were overwritten in place, with that version; drop what was computed from
-        the old ones."""
+        """Called after the weights were overwritten in place with this version. Drops everything
+        that the old weights computed."""
 
     def hashes(self) -> dict[str, int]:
-        """positional_hash of every whole tensor that the replica reads, by Hugging Face name."""
+        """positional_hash of every complete tensor that the replica reads, by Hugging Face name."""
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the KV cache until `wake`, or until generate needs it.
+        """Frees the KV cache until `wake`, or until generate needs it.
 
         weights: free the weights too. The generator then counts as never synced.
         """
 
     def wake(self, part: WakePart | None = None) -> None:
-        """Undo `sleep`, for one part or for all; freed weights are there but must be synced."""
+        """Undoes `sleep` for one part or for all. Freed weights are reallocated, but must be
+        synced."""
 
     def close(self) -> None:
-        """Free everything."""
+        """Frees all memory."""
 
 
 class RequestGenerator(ABC):
-    """A generator whose rows come and go one by one, and `generate` on top of that.
+    """A generator whose rows come and go one by one, with `generate` built on top.
 
     All ranks of a replica make the same calls in the same order.
     """
@@ -221,38 +226,45 @@ class RequestGenerator(ABC):
     replica: Replica
     device: torch.device
     stop: StopStrings | None = None
-    """Stop strings of the requests that are being generated."""
+    """Stop strings of the requests that are being generated. None: they have none."""
 
     @property
     @abstractmethod
     def max_positions(self) -> int:
-        """Most tokens of a prompt and its response together."""
+        """Maximum number of tokens of a prompt and its response together."""
 
     @abstractmethod
     def add(self, request: Request) -> int:
-        """Take a request; its id. ConfigError if it draws otherwise than those under way, or is
-        longer than the model's context."""
+        """Accepts a request and returns its id. ConfigError if its sampling settings differ from
+        those of the requests being generated, or if it is longer than the model's context."""
 
     @abstractmethod
     def abort(self, request_id: int) -> Finished | None:
-        """Drop a request: `step` will not give it. What was drawn of it; None if it has ended."""
+        """Drops a request, so that `step` never returns it. Returns its tokens so far, or None if
+        it has ended."""
 
     def forget(self, conversations: Collection[int]) -> None:  # noqa: B027 not all keep something
-        """These conversations have ended; what was kept of them is freed."""
+        """Frees the keys and values that were retained for these conversations, which have
+        ended."""
 
     @abstractmethod
     def step(self) -> list[Finished]:
-        """Draw a few tokens for what is under way; the responses that have ended, maybe none."""
+        """Draws a few tokens for all requests. Returns the responses that have ended, possibly
+        none."""
 
     def admit(self, request: Request, others: Sequence[Request]) -> None:
-        """What `add` checks; others: some that are under way, none if none is."""
+        """Does the checks of `add`, and sets `stop` from the request if there are no others.
+
+        others: some of the requests being generated; empty if there are none.
+        """
         self.check_size(request)
         size = request.sampling.max_new_tokens
         for other in others:
             if replace(other.sampling, max_new_tokens=size) != request.sampling:
                 raise ConfigError(
-                    f"generate: got {request.sampling} beside requests of {other.sampling}, "
-                    f"expected the same but for max_new_tokens; wait until those have ended"
+                    f"generate: got {request.sampling} while requests with {other.sampling} are "
+                    f"being generated, expected the same apart from max_new_tokens; wait until "
+                    f"those have ended"
                 )
         if not others:
             path = request.sampling.tokenizer_path
@@ -260,7 +272,8 @@ class RequestGenerator(ABC):
             self.stop = StopStrings(load_tokenizer(path), stop) if stop else None
 
     def check_size(self, request: Request) -> None:
-        """ColumnError or ConfigError unless its prompt has tokens, and room for a response."""
+        """ColumnError for an empty prompt, ConfigError if prompt and response exceed the
+        context."""
         if not len(request.prompt):
             do = "begin prompts with a bos token"
             raise ColumnError.of("generate", "a prompt of no tokens", "at least 1", do)
@@ -279,34 +292,37 @@ class RequestGenerator(ABC):
         *,
         conversations: Sequence[int] | None = None,
     ) -> TensorDict:
-        """Responses to B prompts, the longest first; see Generator.generate.
+        """Responses to B prompts, in their order; see Generator.generate. Starts with the longest
+        prompts.
 
-        limits (B,): most tokens of each response, in the place of sampling.max_new_tokens.
-        conversations (B,): see Request; different ones.
+        limits (B,): max_new_tokens of each response, instead of sampling.max_new_tokens.
+        conversations (B,): see Request; all different.
         """
         self.wake()
-        each = [sampling] * len(seeds)
+        samplings = [sampling] * len(seeds)
         if limits is not None:
-            each = []
+            samplings = []
             for limit in limits:
-                each.append(replace(sampling, max_new_tokens=limit))
-        least = min(each, key=lambda one: one.max_new_tokens, default=sampling)
-        check_prompts(prompts, least, seeds=seeds, max_positions=self.max_positions)
+                samplings.append(replace(sampling, max_new_tokens=limit))
+        shortest = min(samplings, key=lambda one: one.max_new_tokens, default=sampling)
+        check_prompts(prompts, shortest, seeds=seeds, max_positions=self.max_positions)
         rows = [row.cpu() for row in rows_of(prompts)]
         self.replica.check_equal(
             "prompts, seeds or settings",
-            lambda: ([row.tolist() for row in rows], list(seeds), each),
+            lambda: ([row.tolist() for row in rows], list(seeds), samplings),
             self.device,
         )
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        kept: Sequence[int | None] = conversations or [None] * len(rows)
-        places = {}
+        conversation_of: Sequence[int | None] = conversations or [None] * len(rows)
+        row_of_request = {}
         for i in order:
-            places[self.add(Request(rows[i], seeds[i], each[i], kept[i]))] = i
+            row_of_request[
+                self.add(Request(rows[i], seeds[i], samplings[i], conversation_of[i]))
+            ] = i
         done: list[Finished | None] = [None] * len(rows)
         while None in done:
             for finished in self.step():
-                done[places[finished.id]] = finished
+                done[row_of_request[finished.id]] = finished
         tokens, log_probs = (
             torch.cat([getattr(row, name) for row in done] or [torch.zeros(0, dtype=dtype)])
             for name, dtype in (("tokens", torch.int64), ("log_probs", torch.float32))
@@ -323,21 +339,21 @@ def generator_of(
 ) -> Generator:
     """This rank's part of the generator `cfg.engine`, with the weights of model_path.
 
-    replica: the ranks that generate together and their groups; none: this rank alone. All of its
-    ranks build the generator together. Its weights_version is NEVER: a sync must come before the
-    first generation. It takes no seed, as responses depend on the seeds of their rows only.
+    replica: the ranks that generate together and their groups; None: this rank only. All of its
+    ranks build the generator together. Its weights_version is NEVER: it must be synced before the
+    first generation. It takes no seed, because each response depends on the seed of its row.
     """
     kind = generator_kind(cfg.generator)
     replica = replica or Replica.alone()
     if replica.size > 1 and not kind.cuts_model:
         raise ConfigError(
             f"rollout.engine={kind.name}: got generation replicas of {replica.size} ranks "
-            f"(t{replica.tp_size}p{replica.pp_size}), expected 1, as it decodes on single ranks; "
+            f"(t{replica.tp_size}p{replica.pp_size}), expected 1 (it decodes on single ranks); "
             f"set actor.rollout.layout=t1 or actor.rollout.engine="
             f"{' or '.join(generators_that_cut())}"
         )
-    cut = (replica,) if kind.cuts_model else ()
-    generator: Generator = resolve(kind.implementation)(cfg, model_path, device, *cut)
+    replica_arguments = (replica,) if kind.cuts_model else ()
+    generator: Generator = resolve(kind.implementation)(cfg, model_path, device, *replica_arguments)
     return generator
 
 
@@ -355,14 +371,14 @@ def check_prompts(
     if int(lengths.min()) < 1:
         row = int(lengths.argmin())
         raise ColumnError(
-            f"generate: prompt {row} got no tokens, expected at least 1; begin prompts with a "
+            f"generate: prompt {row} has 0 tokens, expected at least 1; begin prompts with a "
             f"bos token"
         )
     check_room(int(lengths.max()), sampling, max_positions)
 
 
 def check_room(longest: int, sampling: Sampling, max_positions: int) -> None:
-    """ConfigError if a prompt of so many tokens and its response exceed the model's context."""
+    """ConfigError if a prompt of this length and its response exceed the model's context."""
     if longest + sampling.max_new_tokens > max_positions:
         raise ConfigError(
             f"generate: got a prompt of {longest} tokens and rollout.max_new_tokens="
@@ -373,9 +389,9 @@ def check_room(longest: int, sampling: Sampling, max_positions: int) -> None:
 
 
 def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> TensorDict:
-    """The three columns from flat tokens and log-probs (sum of lengths,) in row order.
+    """The three response columns from flat tokens and log-probs (sum of lengths,) in row order.
 
-    SpmdflowError for a log-probability of nan; see `check_drawn`.
+    SpmdflowError if a log-probability is nan; see `check_drawn`.
     """
     if bool(log_probs.isnan().any()):
         for row, part in enumerate(log_probs.split(lengths.tolist())):
@@ -391,30 +407,32 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
 
 
 def check_drawn(log_probs: Tensor, row: str) -> None:
-    """SpmdflowError if a token of a response (n,) has a log-probability of nan: then the model's
-    logits were not finite, and what was drawn means nothing."""
-    wrong = log_probs.isnan().nonzero()
-    if len(wrong):
+    """SpmdflowError if a token of a response (n,) has a log-probability of nan.
+
+    The model's logits were then not finite, and the drawn token is meaningless.
+    """
+    invalid = log_probs.isnan().nonzero()
+    if len(invalid):
         raise SpmdflowError.of(
             f"generate, {row}",
-            f"a log-probability of nan for token {int(wrong[0])} of its response",
+            f"a log-probability of nan for token {int(invalid[0])} of its response",
             "a number: the model's logits are not finite",
-            "look at the weights that it had: the model folder, or the last updates "
+            "check the generator's weights: the model folder, or the last updates "
             "(actor/grad_norm; a lower optimizer.lr), and rollout.dtype",
         )
 
 
 def loads_folder(model_path: str) -> bool:
-    """Whether a generator must read the folder itself: without a table of its tensors, nothing
-    tells whether a sync has covered them all."""
+    """Whether a generator must read the folder itself. Without a weight table of the family,
+    nothing verifies that a sync covers all tensors."""
     return bool(Architecture.sizes_from_folder(model_path).obstacle)
 
 
 def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int:
-    """Give a generator that nothing trains the weights of the folder that it was built from.
+    """Loads the weights of `path` into a generator that has no trainer, and sets its version to 0.
 
-    verify: compare the hash of each tensor that both know by name. Returns how many were
-    compared. All ranks of a generation replica call it. WeightSyncError for one that differs.
+    verify: compare the hash of each tensor that both know by name; WeightSyncError if one differs.
+    Returns how many were compared. All ranks of a generation replica call it.
     """
     if not getattr(generator, "has_folder_weights", True):
         read = HuggingFaceFolder(path, Architecture.from_folder(path)).read
@@ -422,17 +440,17 @@ def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int
             for name, view, box in generator.blocks():
                 copy_box(view, name, box, read)
     compared = 0
-    found = generator.hashes() if verify else {}
+    hashes = generator.hashes() if verify else {}
     for name, tensor in folder_tensors(path) if verify else ():
-        if name not in found:
+        if name not in hashes:
             continue
         expected = positional_hash(tensor.to(generator.dtype))
-        if found[name] != expected:
+        if hashes[name] != expected:
             raise WeightSyncError(
-                f"weights of {path}: got rollout tensor {name} with hash {found[name]:#018x}, "
+                f"weights of {path}: got rollout tensor {name} with hash {hashes[name]:#018x}, "
                 f"expected the file's {expected:#018x}; set "
                 f"actor.rollout.engine={generator_names()[0]} to see "
-                f"whether it is the generator, and report this message"
+                f"whether the generator is the cause, and report this message"
             )
         compared += 1
     generator.renew(0)

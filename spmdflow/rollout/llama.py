@@ -1,14 +1,14 @@
 """A Llama with a KV cache as one flat function over a few large tensors.
 
-A transformers module spends most of a small model's decode step in Python; this does the same
-arithmetic with fewer, larger operations (one product for q, k and v, one for gate and up). Equal to
-transformers within 1e-5 in float32, which tests/unit/rollout/test_builtin_generator.py checks.
+A transformers module spends most of a small model's decode step in Python. This file does the same
+arithmetic with fewer, larger operations (one product for q, k and v, one for gate and up). The
+results equal transformers within 1e-5 in float32 (tests/unit/rollout/test_builtin_generator.py).
 
-Every row has its own cache slots for what follows its prompt, filled from 0, so that rows of any
-age are decoded together and a row that has ended makes room for another. A parked row keeps its
-slots while it is not decoded; `extend` writes what comes behind them. Keys and values of a prompt
-are computed, kept and read once for all rows that begin with it: their queries go through one
-product (as in Hydragen, Juravsky et al. 2024). A decode step reads little but the cache.
+Every row has its own cache slots for the tokens after its prompt, filled from 0. Rows of any age
+are therefore decoded together, and an ended row makes room for another. A parked row keeps its
+slots while it is not decoded; `extend` writes the tokens that follow. Keys and values of a prompt
+are computed, stored and read once for all rows that begin with it: their queries go through one
+product (as in Hydragen, Juravsky et al. 2024). A decode step reads little more than the cache.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def covers(module: Any) -> bool:
 
 
 def _layer_types(config: Any) -> list[str]:
-    given = getattr(config, "layer_types", None)
+    layer_types = getattr(config, "layer_types", None)
     windowed = config.model_type == "mistral" and config.sliding_window is not None
-    return list(given or [_WINDOW if windowed else "full_attention"])
+    return list(layer_types or [_WINDOW if windowed else "full_attention"])
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """One matrix product; weight and bias may stack the rows of several layers."""
+    """One matrix product. Weight and bias may stack the rows of several layers."""
 
     weight: Tensor
     bias: Tensor | None
@@ -61,7 +61,7 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What one layer's forward reads."""
+    """The tensors that the forward of one layer reads."""
 
     attention_norm: Tensor
     qkv: _Linear
@@ -80,20 +80,21 @@ class LlamaForward:
 
     refills = True
     _cache: list[Tensor]
-    """(2, rows, KV, slots, head_dim) of each layer: keys and values behind the prompts."""
+    """(2, rows, KV, slots, head_dim) of each layer: keys and values after the prompts."""
     _shared: list[Tensor]
-    """(2, G, KV, P, head_dim) of each layer: those of the prompts, padded on the right."""
+    """(2, G, KV, P, head_dim) of each layer: keys and values of the prompts, right-padded."""
     _lengths: list[int]
     """Tokens of each prompt."""
-    _of_row: list[int]
+    _prompt_of_row: list[int]
     """The prompt of each row, parked ones first."""
     _num_parked: int
     _prompts: SharedPrompts | None
-    """Of the rows behind the parked ones; None: rows have come or gone since the last step."""
+    """Of the rows that are not parked. None: the rows have changed since the last step."""
     _most_slots: int
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        """module: of transformers, on the device, or on the meta device: weights are then zeros."""
+        """module: from transformers, on the device or the meta device (then all weights are
+        zeros)."""
         config = module.config
         self.weights: dict[str, Tensor] = {}
         """Every tensor the forward reads, by Hugging Face name; views where stored fused."""
@@ -111,16 +112,17 @@ class LlamaForward:
         for name, tensor in module.named_parameters():
             state[name] = tensor.detach()
         self._layers = [self._layer_of(state, i) for i in range(config.num_hidden_layers)]
-        self._embedding = self._fused(state, "model.embed_tokens").weight
-        self._norm = self._fused(state, "model.norm").weight
+        self._embedding = self._fuse_layers(state, "model.embed_tokens").weight
+        self._norm = self._fuse_layers(state, "model.norm").weight
         tied = config.tie_word_embeddings
-        self._head = _Linear(self._embedding, None) if tied else self._fused(state, "lm_head")
+        self._head = _Linear(self._embedding, None) if tied else self._fuse_layers(state, "lm_head")
         rotary = type(module.model.rotary_emb)(config=config).to(device)
         self._rotations = _rotations(rotary, self.max_positions, self._embedding.dtype)
         self.release()
 
     def reserve(self, rows: int, slots: int) -> None:
-        """See CachedForward. The cache grows towards `slots` in steps: unused slots cost time."""
+        """See CachedForward.reserve. The cache grows to `slots` in steps: unused slots cost
+        time."""
         self._most_slots = max(slots, self._most_slots)
         self._grow(max(rows, self._cache[0].shape[1]), self._cache[0].shape[3])
 
@@ -129,7 +131,8 @@ class LlamaForward:
             self._grow(self._cache[0].shape[1], min(span + _MORE_SLOTS, self._most_slots))
 
     def _grow(self, rows: int, slots: int) -> None:
-        """Caches (2, rows, KV, slots, head_dim) of this size, layer by layer; values stay."""
+        """Enlarges each layer's cache (2, rows, KV, slots, head_dim) to this size. Values are
+        preserved."""
         for number, old in enumerate(self._cache):
             if rows > old.shape[1] or slots > old.shape[3]:
                 new = self._embedding.new_zeros(2, rows, old.shape[2], slots, self._head_dim)
@@ -137,56 +140,61 @@ class LlamaForward:
                 self._cache[number] = new
 
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
-        """See CachedForward; right-padded: a token never attends to later ones."""
+        """See CachedForward.prefill. Right-padded: a token never attends to later ones."""
         ids = to_device(pad_sequence(prompts, batch_first=True), self._device)
         sizes = [len(prompt) for prompt in prompts]
         batch, width = ids.shape
-        places = torch.arange(width, device=ids.device)
+        positions = torch.arange(width, device=ids.device)
         seen = None
         if self._window is not None:
-            seen = (places <= places[:, None]) & (places > places[:, None] - self._window)
+            seen = (positions <= positions[:, None]) & (
+                positions > positions[:, None] - self._window
+            )
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self._share(number, torch.stack([key, value]))
+            self._append_prompts(number, torch.stack([key, value]))
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=True
             )
 
-        logits = self._pass(ids, places.repeat(batch, 1), sizes, source, attend)
-        self._of_row += [len(self._lengths) + prompt for prompt in source]
+        logits = self._run_layers(ids, positions.repeat(batch, 1), sizes, source, attend)
+        self._prompt_of_row += [len(self._lengths) + prompt for prompt in source]
         self._lengths += sizes
         self._prompts = None
         return logits
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        """See CachedForward; right-padded. What is new attends to what is kept, and to itself."""
+        """See CachedForward.extend. Right-padded. New tokens attend to cached ones and to
+        themselves."""
         ids = to_device(pad_sequence(more, batch_first=True), self._device)
         sizes = [len(part) for part in more]
-        prompts = [self._of_row[row] for row in rows]
+        prompts = [self._prompt_of_row[row] for row in rows]
         firsts = [self._lengths[prompt] for prompt in prompts]
-        facts = [rows, prompts, starts, firsts]
-        row, prompt, start, first = to_device(torch.tensor(facts), ids.device)
+        row_facts = [rows, prompts, starts, firsts]
+        row, prompt, start, first = to_device(torch.tensor(row_facts), ids.device)
         positions = start[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (B, F)
         positions.clamp_(max=self.max_positions - 1)
         span = max(at + size - first for at, size, first in zip(starts, sizes, firsts))
         self._make_slots(span)
-        seen = self._seen(first, positions, span)[:, None]
+        seen = self._attention_mask(first, positions, span)[:, None]
         new = [(i, n) for i, size in enumerate(sizes) for n in range(size)]  # not the padding
         at, number = to_device(torch.tensor(new), ids.device).T
         slots = positions[at, number] - first[at]
 
-        def attend(layer: int, query: Tensor, *fresh: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, *new_pair: Tensor) -> Tensor:
+            """Writes the new keys and values of one layer into the cache, then attends over the
+            cache."""
             cache = self._cache[layer]
-            for part, x in zip(cache, fresh, strict=True):
+            for part, x in zip(cache, new_pair, strict=True):
                 part[row[at], :, slots] = x[at, :, number]
             key, value = torch.cat([self._shared[layer][:, prompt], cache[:, row, :, :span]], 3)
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=seen, enable_gqa=True
             )
 
-        return self._pass(ids, positions, sizes, list(range(len(rows))), attend)
+        return self._run_layers(ids, positions, sizes, list(range(len(rows))), attend)
 
-    def _pass(
+    def _run_layers(
         self,
         ids: Tensor,
         positions: Tensor,
@@ -194,8 +202,10 @@ class LlamaForward:
         source: list[int],
         attend: Callable[..., Tensor],
     ) -> Tensor:
-        """Logits (n, V) after the last tokens of B right-padded rows (B, F), row by row of source.
+        """Runs all layers. Returns logits (n, V): row i holds those of the last token of padded row
+        source[i].
 
+        ids, positions (B, F): right-padded rows of these sizes.
         attend: (layer, query, key, value), each (B, heads, F, head_dim) -> (B, H, F, head_dim).
         """
         batch, width = ids.shape
@@ -210,14 +220,14 @@ class LlamaForward:
                 for x in self._heads(layer, hidden, cos, sin)
             )
             mixed = attend(number, *parts).transpose(1, 2).reshape(batch * width, -1)
-            if number == len(self._layers) - 1:  # only the last tokens are read further on
+            if number == len(self._layers) - 1:  # later code reads only the last tokens
                 mixed = mixed[ends]
                 hidden = hidden[ends]
-            hidden = self._finish(layer, hidden, mixed)
+            hidden = self._finish_layer(layer, hidden, mixed)
         return self._logits(hidden).index_select(0, rows)
 
-    def _share(self, number: int, fresh: Tensor) -> None:
-        """Append keys and values (2, B, KV, P, head_dim) of new prompts to those of a layer."""
+    def _append_prompts(self, number: int, fresh: Tensor) -> None:
+        """Appends keys and values (2, B, KV, P, head_dim) of new prompts to those of a layer."""
         known = self._shared[number]
         width = max(known.shape[3], fresh.shape[3])
         parts = []
@@ -226,77 +236,82 @@ class LlamaForward:
         self._shared[number] = torch.cat(parts, 1)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
-        """See CachedForward."""
+        """See CachedForward.step."""
         rows = len(tokens)
         kv_heads = self._num_kv_heads
         parked = self._num_parked
         self._make_slots(span)
         if self._prompts is None:
-            live = self._of_row[parked:]
+            live = self._prompt_of_row[parked:]
             self._prompts = SharedPrompts.of(self._lengths, live, self._query_heads, self._device)
         starts = self._prompts.starts
-        seen = self._seen(starts, positions[:, None], span)
+        seen = self._attention_mask(starts, positions[:, None], span)
         bias = self._embedding.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
         hidden = F.embedding(tokens, self._embedding)  # (n, D)
         cos, sin = (t.index_select(0, positions)[:, None] for t in self._rotations)
         heads = torch.arange(parked * kv_heads, (parked + rows) * kv_heads, device=tokens.device)
-        places = heads * self._cache[0].shape[3]
-        places += (positions - starts).repeat_interleave(kv_heads)
+        slot_rows = heads * self._cache[0].shape[3]
+        slot_rows += (positions - starts).repeat_interleave(kv_heads)
         for layer, shared, cache in zip(self._layers, self._shared, self._cache, strict=True):
             query, *fresh = self._heads(layer, hidden, cos, sin)
             for part, x in zip(cache, fresh, strict=True):
-                part.view(-1, self._head_dim).index_copy_(0, places, x.reshape(-1, self._head_dim))
+                part.view(-1, self._head_dim).index_copy_(
+                    0, slot_rows, x.reshape(-1, self._head_dim)
+                )
             # the query heads that share a kv head are rows of one query: no repeated keys
             query = (query * self._head_dim**-0.5).view(rows, kv_heads, -1, self._head_dim)
             own = cache[:, parked : parked + rows, :, :span]
             mixed = self._prompts.attend(query, shared, own, bias)
-            hidden = self._finish(layer, hidden, mixed)
+            hidden = self._finish_layer(layer, hidden, mixed)
         return self._logits(hidden)
 
-    def _seen(self, starts: Tensor, positions: Tensor, span: int) -> Tensor:
-        """(n, F, P + span): which of the prompt's tokens, and of its own, a row's tokens at
-        positions (n, F) see; starts (n,)."""
+    def _attention_mask(self, starts: Tensor, positions: Tensor, span: int) -> Tensor:
+        """(n, F, P + span) bool: which prompt tokens and own tokens the queries of each row attend
+        to.
+
+        starts (n,): prompt lengths. positions (n, F): of the queries.
+        """
         starts = starts[:, None, None]
         width = self._shared[0].shape[3]
         slots = torch.arange(width + span, device=positions.device)
         behind = slots >= width
-        place = torch.where(behind, slots - width + starts, slots)  # (n, 1, P + span)
-        seen = (place <= positions[..., None]) & (behind | (slots < starts))
+        key_positions = torch.where(behind, slots - width + starts, slots)  # (n, 1, P + span)
+        seen = (key_positions <= positions[..., None]) & (behind | (slots < starts))
         if self._window is not None:
-            seen &= place > positions[..., None] - self._window
+            seen &= key_positions > positions[..., None] - self._window
         return seen
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
-        """See CachedForward; rows that stay where they are cost nothing."""
-        moved = []
-        for place, source in enumerate(rows):
-            if source != place:
-                moved.append((source, place))
-        if moved:
-            sources, places = to_device(torch.tensor(moved), self._device).T
+        """See CachedForward.keep. Rows that stay at their index cost nothing."""
+        moves = []
+        for target, source in enumerate(rows):
+            if source != target:
+                moves.append((source, target))
+        if moves:
+            sources, targets = to_device(torch.tensor(moves), self._device).T
             for cache in self._cache:
-                cache[:, places] = cache[:, sources]
-        self._of_row = [self._of_row[row] for row in rows]
+                cache[:, targets] = cache[:, sources]
+        self._prompt_of_row = [self._prompt_of_row[row] for row in rows]
         self._num_parked = num_parked
-        used = sorted(set(self._of_row))
-        if len(used) < len(self._lengths):
-            self._lengths = [self._lengths[prompt] for prompt in used]
-            self._of_row = [used.index(prompt) for prompt in self._of_row]
+        used_prompts = sorted(set(self._prompt_of_row))
+        if len(used_prompts) < len(self._lengths):
+            self._lengths = [self._lengths[prompt] for prompt in used_prompts]
+            self._prompt_of_row = [used_prompts.index(prompt) for prompt in self._prompt_of_row]
             width = max(self._lengths, default=0)
-            chosen = to_device(torch.tensor(used, dtype=torch.int64), self._device)
+            selection = to_device(torch.tensor(used_prompts, dtype=torch.int64), self._device)
             self._shared = [
-                cache[:, :, :, :width].index_select(1, chosen) for cache in self._shared
+                cache[:, :, :, :width].index_select(1, selection) for cache in self._shared
             ]
         self._prompts = None
 
     def release(self) -> None:
-        """Free the KV cache; the next batch allocates it again."""
+        """Frees the KV cache. The next batch allocates it again."""
         self._most_slots = 0
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
         self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
         self._shared = [self._embedding.new_zeros(shape) for _ in self._layers]
         self._lengths = []
-        self._of_row = []
+        self._prompt_of_row = []
         self._num_parked = 0
         self._prompts = None
 
@@ -317,8 +332,8 @@ class LlamaForward:
         query, key = turned.tensor_split([self._num_heads], 1)
         return query, key, value
 
-    def _finish(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """What a layer does after its attention."""
+    def _finish_layer(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """The part of a layer after its attention: output projection and MLP, with residuals."""
         hidden = hidden + layer.output(mixed)
         gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, -1)
         return hidden + layer.down(F.silu(gate).mul_(up))
@@ -330,42 +345,44 @@ class LlamaForward:
         return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
 
     def _layer_of(self, state: dict[str, Tensor], number: int) -> _Layer:
+        """The fused tensors of one layer, from a state dict by Hugging Face name."""
         prefix = f"model.layers.{number}"
         attention = f"{prefix}.self_attn"
         mlp = f"{prefix}.mlp"
         norms = []
         for part in "qk":
             if f"{attention}.{part}_norm.weight" in state:
-                norms.append(self._fused(state, f"{attention}.{part}_norm").weight)
+                norms.append(self._fuse_layers(state, f"{attention}.{part}_norm").weight)
         return _Layer(
-            self._fused(state, f"{prefix}.input_layernorm").weight,
-            self._fused(state, *(f"{attention}.{part}_proj" for part in "qkv")),
+            self._fuse_layers(state, f"{prefix}.input_layernorm").weight,
+            self._fuse_layers(state, *(f"{attention}.{part}_proj" for part in "qkv")),
             (norms[0], norms[1]) if norms else None,
-            self._fused(state, f"{attention}.o_proj"),
-            self._fused(state, f"{prefix}.post_attention_layernorm").weight,
-            self._fused(state, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            self._fused(state, f"{mlp}.down_proj"),
+            self._fuse_layers(state, f"{attention}.o_proj"),
+            self._fuse_layers(state, f"{prefix}.post_attention_layernorm").weight,
+            self._fuse_layers(state, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            self._fuse_layers(state, f"{mlp}.down_proj"),
         )
 
-    def _fused(self, state: dict[str, Tensor], *layers: str) -> _Linear:
-        """One product of several layers, their rows stacked; `weights` gets views of each."""
-        found: dict[str, Tensor | None] = {}
+    def _fuse_layers(self, state: dict[str, Tensor], *layers: str) -> _Linear:
+        """One product of several layers with their rows stacked. Adds views of each part to
+        `weights`."""
+        fused_of: dict[str, Tensor | None] = {}
         for kind in ("weight", "bias"):
             parts = []
             for x in layers:
                 if f"{x}.{kind}" in state:
                     parts.append(state[f"{x}.{kind}"])
             if not parts:
-                found[kind] = None
+                fused_of[kind] = None
                 continue
             fused = torch.cat(parts)
             if fused.is_meta:
                 fused = torch.zeros_like(fused, device=self._device)
             views = fused.split([len(part) for part in parts])
             self.weights.update(zip((f"{x}.{kind}" for x in layers), views, strict=True))
-            found[kind] = fused
-        assert found["weight"] is not None, layers
-        return _Linear(found["weight"], found["bias"])
+            fused_of[kind] = fused
+        assert fused_of["weight"] is not None, layers
+        return _Linear(fused_of["weight"], fused_of["bias"])
 
 
 def _rotations(rotary: Any, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@
 The token of a row is the inverse of the cumulative distribution softmax(logits / temperature)
 (truncated by top-k, top-p) at u in (0, 1). u is a hash of (seed, position), not taken from a
 stream: it does not depend on the batch, its order, the device or the engine. One u decides a
-draw, so that no pass over the vocabulary is needed beside those of the softmax.
+draw, so that only the softmax passes over the vocabulary.
 
-Knows no models and no generators.
+This file does not know models or generators.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _UNIFORM_BITS = 48
 _UNIFORM_MASK = (1 << _UNIFORM_BITS) - 1
 """u * total is below total in float64: a draw never lands beyond the last token."""
 _BLOCK = 256
-"""Tokens whose probabilities are summed before the search; float32 sums of so few are exact to
-1e-7."""
+"""Tokens whose probabilities are summed in float32 before the search. Sums of so few tokens are
+exact to 1e-7."""
 
 
 _SETTINGS = tuple(
@@ -38,15 +38,15 @@ _SETTINGS = tuple(
     for leaf in leaves(RolloutConfig())
     if leaf.key in ("max_new_tokens", "temperature", "top_p", "top_k")
 )
-"""The settings of a rollout that a call may replace, with their types and bounds."""
+"""The rollout settings that a call may override, with their types and bounds."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn; the same for every row of a call. ConfigError for a wrong value."""
+    """How responses are drawn, for all rows of a call. ConfigError if a value is invalid."""
 
     max_new_tokens: int
-    """Longest response, the end-of-sequence token included."""
+    """Longest response, including the end-of-sequence token."""
     temperature: float = 1.0
     """Divides the logits that tokens are drawn from."""
     top_p: float = 1.0
@@ -54,30 +54,31 @@ class Sampling:
     top_k: int = 0
     """Draw among the k likeliest tokens; 0: all."""
     greedy: bool = False
-    """Take the likeliest token; no noise, top_p and top_k have no effect."""
+    """Take the likeliest token. There is no noise; top_p and top_k have no effect."""
     policy_temperature: float | None = None
     """Divides the logits of the recorded log-probabilities; None: temperature does."""
     stop: tuple[str, ...] = ()
-    """A response whose text has one of these ends with the token that completed it."""
+    """Stop strings. A response ends with the token that completes one of them in its text."""
     tokenizer_path: str = field(default="", repr=False)
-    """Folder of the tokenizer that makes that text; needed with stop, and may differ by node."""
+    """Tokenizer folder for that text. Required with stop; the path may differ between nodes."""
 
     def __post_init__(self) -> None:
+        """ConfigError if a setting has a wrong type or is out of bounds."""
         for leaf in _SETTINGS:
             value = getattr(self, leaf.key)
-            if not _is_number(value, whole=leaf.hint is int):
+            if not _is_number(value, integer=leaf.hint is int):
                 raise ConfigError(
                     f"{leaf.key}: got {value!r}, expected {type_name(leaf.hint)}; give a number"
                 )
             if leaf.key == "temperature" and value == 0:
                 raise ConfigError(
-                    "temperature: got 0, expected more than 0; write greedy=True for the "
+                    "temperature: got 0, expected more than 0; set greedy=True for the "
                     "likeliest tokens"
                 )
             check_bounds(replace(leaf, value=value))
         if not isinstance(self.greedy, bool):
             raise ConfigError(
-                f"greedy: got {self.greedy!r}, expected True or False; give one of them"
+                f"greedy: got {self.greedy!r}, expected True or False; set one of them"
             )
 
     @classmethod
@@ -101,7 +102,7 @@ class Sampling:
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Sampling:
-        """These settings with those that a call replaces; None: as they are here.
+        """A copy with the settings that a call overrides. None keeps the setting.
 
         The recorded log-probabilities stay those of the policy at the settings' temperature, which
         the trainer recomputes and optimizes: a call changes how tokens are chosen, not the policy
@@ -130,18 +131,18 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Chosen tokens (B,) int64 and their log-probabilities (B,) float32.
 
-    logits (B, V) any float dtype; seeds (B,) int64, one per row; positions (B,) int64, the
-    token's place in its response. The log-probability is log softmax(logits / policy_temperature)
-    over the whole vocabulary, whatever temperature, top-k, top-p or greedy chose among.
+    logits (B, V) any float dtype; seeds (B,) int64, one per row; positions (B,) int64, the token's
+    position in its response. The log-probability is log softmax(logits / policy_temperature) over
+    the whole vocabulary, independent of temperature, top-k, top-p and greedy.
     """
     if sampling.greedy:
         tokens = logits.argmax(-1)
         return tokens, log_probs_of(logits, tokens, sampling)
     scaled = scale(logits, sampling.temperature)
-    kept = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
-    probs = kept.softmax(-1)
+    truncated = truncate(scaled, top_k=sampling.top_k, top_p=sampling.top_p)
+    probs = truncated.softmax(-1)
     tokens, total = invert(probs, uniform(seeds, positions))
-    if kept is not scaled or sampling.policy_temperature not in (None, sampling.temperature):
+    if truncated is not scaled or sampling.policy_temperature not in (None, sampling.temperature):
         return tokens, log_probs_of(logits, tokens, sampling)
     chosen = probs.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens, (chosen.double() / total).log().float()
@@ -164,7 +165,7 @@ def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The first tokens (B,) whose cumulative probability exceeds u times the total; the totals.
 
     probs (B, V) float32, u (B,) float64 in (0, 1). Searches blocks of tokens, then the block; sums
-    over blocks and inside of one are float64. A token of probability 0 is never chosen.
+    over blocks and within a block are float64. A token of probability 0 is never chosen.
     """
     size = probs.shape[-1] - probs.shape[-1] % _BLOCK
     sums = probs[:, :size].unflatten(-1, (-1, _BLOCK)).sum(-1)
@@ -177,18 +178,20 @@ def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     inside = sums.gather(-1, block)
     tokens = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)
     last = probs.shape[-1] - 1
-    found = probs.gather(-1, tokens.clamp(max=last)).double().masked_fill_(tokens > last, 0)
-    steps = found.cumsum(-1)  # (B, _BLOCK)
-    share = (1 - (end - target) / inside).clamp_(0, 1 - 2.0**-50)
-    place = torch.searchsorted(steps, share * steps[:, -1:], right=True)
-    return (block * _BLOCK + place).clamp_(max=last).squeeze(-1), ends[:, -1]
+    probs_in_block = (
+        probs.gather(-1, tokens.clamp(max=last)).double().masked_fill_(tokens > last, 0)
+    )
+    steps = probs_in_block.cumsum(-1)  # (B, _BLOCK)
+    fraction = (1 - (end - target) / inside).clamp_(0, 1 - 2.0**-50)
+    offset = torch.searchsorted(steps, fraction * steps[:, -1:], right=True)
+    return (block * _BLOCK + offset).clamp_(max=last).squeeze(-1), ends[:, -1]
 
 
 def truncate(scaled: Tensor, *, top_k: int, top_p: float) -> Tensor:
     """(B, V): -inf outside the k likeliest and then outside the nucleus (Holtzman et al. 2020).
 
     The nucleus is the shortest run of likeliest tokens that reaches top_p of the probability
-    that top-k left; the likeliest token always stays.
+    that remains after top-k. The likeliest token always stays.
     """
     limited = 0 < top_k < scaled.shape[-1]
     if not limited and top_p == 1:
@@ -202,9 +205,9 @@ def truncate(scaled: Tensor, *, top_k: int, top_p: float) -> Tensor:
     return torch.full_like(scaled, float("-inf")).scatter_(-1, index, values)
 
 
-def _is_number(value: object, *, whole: bool) -> bool:
-    """Whether value is a finite number, or an integer; True and False are neither."""
-    kinds = int if whole else (int, float)
+def _is_number(value: object, *, integer: bool) -> bool:
+    """Whether value is a finite number, or an integer if `integer` is set. A bool is neither."""
+    kinds = int if integer else (int, float)
     return isinstance(value, kinds) and not isinstance(value, bool) and isfinite(value)
 
 

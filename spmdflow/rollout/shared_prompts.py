@@ -1,6 +1,6 @@
 """Attention of a decode step over keys that rows share, as one product for each prompt.
 
-As in Hydragen (Juravsky et al. 2024); rollout.llama has the keys and values.
+As in Hydragen (Juravsky et al. 2024). rollout.llama holds the keys and values.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ class SharedPrompts:
     starts: Tensor
     """(n,) int64: length of the prompt of each row."""
     by_prompt: Tensor
-    """(G * KV * M * g,) int64: places of query heads (n * KV * g,), prompt by prompt. A prompt with
-    fewer rows than M repeats its first one, or row 0."""
+    """(G * KV * M * g,) int64: indices of query heads (n * KV * g,), prompt by prompt. A prompt
+    with fewer rows than M repeats its first row, or row 0."""
     by_row: Tensor
-    """(n * KV * g,) int64: places of query heads in by_prompt, row by row."""
+    """(n * KV * g,) int64: indices of query heads in by_prompt, row by row."""
 
     @classmethod
     def of(
         cls, lengths: list[int], of_row: list[int], heads: Tensor, device: torch.device
     ) -> SharedPrompts:
-        """heads (KV, g) int64: numbers of the query heads, on the host."""
+        """Builds the index tables.
+
+        lengths: of the prompts. of_row: the prompt of each row. heads (KV, g) int64: numbers of the
+        query heads, on the host.
+        """
         kv_heads, group = heads.shape
         members: list[list[int]] = [[] for _ in lengths]
         ranks = []
@@ -39,10 +43,10 @@ class SharedPrompts:
             ranks.append(len(members[prompt]))
             members[prompt].append(row)
         most = max(map(len, members), default=0)
-        filled = []
+        padded_rows = []
         for rows in members:
-            filled.append(rows + (rows[:1] or [0]) * (most - len(rows)))
-        table = torch.tensor(filled, dtype=torch.int64).view(len(lengths), 1, most, 1)
+            padded_rows.append(rows + (rows[:1] or [0]) * (most - len(rows)))
+        table = torch.tensor(padded_rows, dtype=torch.int64).view(len(lengths), 1, most, 1)
         prompts, rank = torch.tensor([of_row, ranks], dtype=torch.int64)[..., None, None]
         head = heads // group
         part = heads % group
@@ -51,24 +55,24 @@ class SharedPrompts:
             (table * heads.numel() + heads[:, None]).view(-1),
             (((prompts * kv_heads + head) * most + rank) * group + part).view(-1),
         ]
-        found = to_device(torch.cat(parts), device).split([len(x) for x in parts])
-        return cls(len(lengths), *found)
+        tables = to_device(torch.cat(parts), device).split([len(x) for x in parts])
+        return cls(len(lengths), *tables)
 
     def to_prompts(self, x: Tensor) -> Tensor:
         """(n, KV, g, c) -> (G, KV, M * g, c)."""
-        found = x.reshape(-1, x.shape[-1]).index_select(0, self.by_prompt)
-        return found.view(self.size, x.shape[1], -1, x.shape[-1])
+        by_prompt = x.reshape(-1, x.shape[-1]).index_select(0, self.by_prompt)
+        return by_prompt.view(self.size, x.shape[1], -1, x.shape[-1])
 
     def to_rows(self, x: Tensor) -> Tensor:
         """(G, KV, M * g, c) -> (n, KV, g, c)."""
-        found = x.reshape(-1, x.shape[-1]).index_select(0, self.by_row)
-        return found.view(len(self.starts), x.shape[1], -1, x.shape[-1])
+        by_row = x.reshape(-1, x.shape[-1]).index_select(0, self.by_row)
+        return by_row.view(len(self.starts), x.shape[1], -1, x.shape[-1])
 
     def attend(self, query: Tensor, prompts: Tensor, own: Tensor, bias: Tensor) -> Tensor:
-        """(n, H * head_dim) of a decode step; query (n, KV, g, head_dim), scaled.
+        """Attention output (n, H * head_dim) of a decode step.
 
-        prompts (2, G, KV, P, head_dim), own (2, n, KV, S, head_dim): keys and values; bias
-        (n, 1, 1, P + S).
+        query (n, KV, g, head_dim): scaled. prompts (2, G, KV, P, head_dim), own (2, n, KV, S,
+        head_dim): keys and values. bias (n, 1, 1, P + S).
         """
         widths = [prompts.shape[3], own.shape[3]]
         at_prompt = self.to_rows(self.to_prompts(query) @ prompts[0].transpose(2, 3))

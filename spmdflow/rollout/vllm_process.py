@@ -1,12 +1,12 @@
-"""vLLM beside a trainer in one process: its process groups, and restoring what it changes.
+"""vLLM in the trainer's process: its process groups, and restoring the state that it changes.
 
 vLLM creates its own world and groups. Here its coordinators are real ones, but the two process
-groups that each would create (device, host) are passed in: the trainer's tp and pp groups of
-the generation replica, a group of this rank alone for every axis of size 1. vLLM's world is the
-replica, whatever the default process group is; replicas know nothing of each other.
+groups that each would create (device, host) are passed in: the trainer's tp and pp groups of the
+generation replica, and a group of this rank alone for every axis of size 1. vLLM's world is the
+replica, whatever the default process group is. Replicas know nothing of each other.
 
-It also reseeds the random states, sets environment variables and, on CPU, replaces functions of
-torch. What it needs on CUDA was read in 0.32 and ran on simulated devices only.
+vLLM also reseeds the random states, sets environment variables and, on CPU, replaces functions of
+torch. The CUDA parts were written for 0.32 and ran on simulated devices only.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from spmdflow.parallel.group import GroupTable
 from spmdflow.rollout.generator import Replica
 
 _SINGLE = ("_DCP", "_PCP", "_DP")
-"""Axes that always have one rank here; some exist in some versions only."""
+"""Axes that always have one rank here. Some exist only in some versions."""
 _ALL = ("_WORLD", "_TP", "_ETP", "_PP", *_SINGLE, "_NODE_COUNT")
 _PREFIX = "spmdflow_"
-"""Of the coordinators' names: on CPU, names that begin with tp or pp get shared memory under a name
-that is the same in every job on a node."""
+"""Prefix of the coordinators' names. On CPU, names that begin with tp or pp use shared memory whose
+name is the same in every job on a node."""
 _REPLACED_IN_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("Event", "set_num_threads")),
     (torch.cuda, ("Event", "Stream", "set_stream", "current_stream", "stream")),
     (torch.Tensor, ("pin_memory", "record_stream")),
 )
-"""Functions that vLLM replaces on CPU for the whole process, though it works without that.
+"""Functions that vLLM replaces on CPU for the whole process, although it works without that.
 
-Those of torch.accelerator stay replaced: on CPU the originals only raise, and shutdown calls them.
-On CUDA vLLM replaces torch.cuda.set_stream to know the stream that it launches on: that stays.
+Functions of torch.accelerator stay replaced: on CPU the originals only raise, and shutdown calls
+them. On CUDA, vLLM replaces torch.cuda.set_stream to track the current stream; that also stays.
 """
 
 
 class Groups:
-    """The process groups of one replica, as vLLM needs them."""
+    """The process groups of one replica, in the form that vLLM needs."""
 
     def __init__(self, replica: Replica, device: torch.device) -> None:
-        """ConfigError if an engine lives in this process already; see `close`."""
+        """ConfigError if this process already has an engine; see `close`."""
         if _state()._WORLD is not None:
             got = "a second vLLM engine in one process"
-            expected = "one at a time, as its parallel state is global"
+            expected = "one at a time, because its parallel state is global"
             do = f"give one of the models rollout.engine={generator_names()[0]}"
             raise ConfigError.of("rollout.engine=vllm", got, expected, do)
         self.replica = replica
@@ -66,7 +66,7 @@ class Groups:
         self._alone = own.get((dist.get_rank(),), backend="gloo")
 
     def install(self) -> None:
-        """Fill vLLM's parallel state."""
+        """Fills vLLM's parallel state."""
         replica = self.replica
         state = _state()
         state._WORLD = self._coordinator("world", replica.ranks)
@@ -80,33 +80,33 @@ class Groups:
         state._NODE_COUNT = 1
 
     def close(self) -> None:
-        """Forget the coordinators; the trainer's groups stay."""
+        """Removes the coordinators. The trainer's groups stay."""
         release()
         if self.replica.groups is None:
             dist.destroy_process_group(self._alone)
 
     def _coordinator(self, name: str, ranks: tuple[int, ...]) -> Any:
-        """vLLM's coordinator of some ranks on our groups of them, device's and host's."""
-        given = [self._alone, self._alone]
+        """vLLM's coordinator of some ranks, built on our device group and host group."""
+        process_groups = [self._alone, self._alone]
         if len(ranks) > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            given = []
-            for each in (backend, "gloo"):
-                given.append(self.replica.group(ranks, each))
-        with replaced(dist, "new_group", lambda *_, **__: given.pop(0)):
+            process_groups = []
+            for group_backend in (backend, "gloo"):
+                process_groups.append(self.replica.group(ranks, group_backend))
+        with replace_attribute(dist, "new_group", lambda *_, **__: process_groups.pop(0)):
             coordinator = _state().GroupCoordinator(
                 group_ranks=[list(ranks)],
                 local_rank=self.device.index or 0,
-                torch_distributed_backend=dist.get_backend(given[0]),
+                torch_distributed_backend=dist.get_backend(process_groups[0]),
                 use_device_communicator=len(ranks) > 1 and name != "world",
                 group_name=_PREFIX + name,
             )
-        assert not given, f"vLLM's coordinator {name} did not take both groups"
+        assert not process_groups, f"vLLM's coordinator {name} did not take both groups"
         return coordinator
 
 
 def release(*_: Any, **__: Any) -> None:
-    """In place of vLLM's cleanup, which would end the default process group."""
+    """Replaces vLLM's cleanup, which would destroy the default process group."""
     state = _state()
     for name in _ALL:
         communicator = getattr(getattr(state, name, None), "device_communicator", None)
@@ -117,7 +117,7 @@ def release(*_: Any, **__: Any) -> None:
 
 
 def executor_class(groups: Groups) -> type:
-    """vLLM's one-process executor on `groups`; every rank of the replica schedules for itself.
+    """vLLM's one-process executor on `groups`. Every rank of the replica runs its own scheduler.
 
     The schedules are equal because all ranks get the same requests in the same order and have the
     same number of KV blocks.
@@ -132,24 +132,27 @@ def executor_class(groups: Groups) -> type:
         supports_pp = True
 
         def _init_executor(self) -> None:
+            """Installs our groups before vLLM initializes its worker."""
             groups.install()
             if replica.pp_size > 1:  # the last stage then broadcasts its logits to the others
                 self.vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
-            with replaced(worker, "init_distributed_environment", lambda *_, **__: None):
+            with replace_attribute(worker, "init_distributed_environment", lambda *_, **__: None):
                 super()._init_executor()
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            return "env://", replica.place, device.index or 0
+            return "env://", replica.replica_rank, device.index or 0
 
         def determine_available_memory(self) -> list[int]:
+            """Memory for the KV cache such that all ranks of the replica get equally many
+            blocks."""
             memory = super().determine_available_memory()
             if replica.size == 1:
                 return memory
             num_layers = len(self.get_kv_cache_specs()[0])
             facts = torch.tensor([memory[0], num_layers], device=device)
-            everyone = torch.stack(replica.gather(facts))
-            smallest = int(everyone[:, 0].min())
-            most_layers = int(everyone[:, 1].max())
+            facts_of_ranks = torch.stack(replica.gather(facts))
+            smallest = int(facts_of_ranks[:, 0].min())
+            most_layers = int(facts_of_ranks[:, 1].max())
             return [smallest * num_layers // most_layers]  # equal blocks on uneven stages
 
     return SpmdExecutor
@@ -160,11 +163,12 @@ def _state() -> Any:
 
 
 @contextmanager
-def process_state_kept(*, own_variables: str) -> Iterator[None]:
+def preserve_process_state(*, own_variables: str) -> Iterator[None]:
     """Restores random states, thread count, environment and torch's functions afterwards.
 
-    Environment variables that begin with own_variables keep what they were set to inside. Garbage
-    collection is off inside: it takes a fifth of the time to import vLLM and build an engine.
+    Environment variables that begin with own_variables keep the values that were set inside.
+    Garbage collection is off inside: it takes a fifth of the time to import vLLM and build an
+    engine.
     """
     with ExitStack() as stack:
         stack.callback(_restore_environment, dict(os.environ), own_variables)
@@ -184,8 +188,8 @@ def process_state_kept(*, own_variables: str) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """owner.name is value inside the block."""
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets owner.name to value inside the block."""
     stock = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -195,9 +199,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def keep_caches_apart(device: torch.device) -> None:
-    """Give each device its own folder of vLLM's compile cache; call before an engine is built.
+    """Gives each device its own folder of vLLM's compile cache. Call it before an engine is built.
 
-    Compiled code belongs to one device, but vLLM's cache tells engines apart by rank alone, and
+    Compiled code belongs to one device, but vLLM's cache distinguishes engines by rank only, and
     the ranks of every replica count from 0.
     """
     root = import_module("vllm.envs").VLLM_CACHE_ROOT
@@ -207,32 +211,35 @@ def keep_caches_apart(device: torch.device) -> None:
 
 
 class SleepingMemory:
-    """Memory with a tag in vLLM's sleep-mode allocator; freed and reallocated like `Storages`.
+    """Memory with a tag in vLLM's sleep-mode allocator, freed and reallocated like `Storages`.
 
-    vLLM's own sleep frees all tags at once, and keeps the scheduler from running.
+    vLLM's own sleep frees all tags at once, and prevents the scheduler from running.
     """
 
-    def __init__(self, tag: str, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:
-        """tensors: of that memory; kept: others, whose values are kept in host memory meanwhile."""
+    def __init__(
+        self, tag: str, tensors: Iterable[Tensor], preserved: Iterable[Tensor] = ()
+    ) -> None:
+        """tensors: of that memory. preserved: tensors whose values are copied to host memory
+        meanwhile."""
         self._tag = tag
         self._tensors = list(tensors)
-        self._kept = [(tensor, tensor.cpu()) for tensor in kept]
+        self._preserved = [(tensor, tensor.cpu()) for tensor in preserved]
 
     def free(self) -> None:
-        """Free the memory; the addresses stay."""
+        """Frees the memory. The addresses stay valid."""
         unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
         torch.accelerator.synchronize()
-        for held in _allocator().pointer_to_data.values():
-            if held.tag == self._tag and not held.is_asleep:
-                unmap(held.handle)
-                held.is_asleep = True
+        for allocation in _allocator().pointer_to_data.values():
+            if allocation.tag == self._tag and not allocation.is_asleep:
+                unmap(allocation.handle)
+                allocation.is_asleep = True
 
     def restore(self) -> None:
-        """Reallocate the memory: zeros, and the values of the kept tensors."""
+        """Reallocates the memory: zeros, then the values of the preserved tensors."""
         _allocator().wake_up([self._tag])
         for tensor in self._tensors:
             tensor.data.zero_()
-        for tensor, values in self._kept:
+        for tensor, values in self._preserved:
             tensor.data.copy_(values)
 
 
@@ -241,10 +248,10 @@ def _allocator() -> Any:
 
 
 def trim_weights() -> None:
-    """Make vLLM's sleep-mode allocator release the memory of weights that were freed.
+    """Makes vLLM's sleep-mode allocator release the memory of freed weights.
 
-    Their blocks return to a private pool, which torch keeps as long as the pool lives. The
-    allocator has one pool of weights in vLLM 0.30 and before, a list of them since.
+    Their blocks return to a private pool, which torch keeps as long as the pool exists. The
+    allocator has one pool of weights up to vLLM 0.30, and a list of pools in later versions.
     """
     unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
     allocator = _allocator()
@@ -257,6 +264,7 @@ def trim_weights() -> None:
 
 
 def _restore_environment(before: dict[str, str], own_variables: str) -> None:
+    """Resets all environment variables to `before`, except those that begin with own_variables."""
     for name in set(os.environ) | set(before):
         if name.startswith(own_variables):
             continue

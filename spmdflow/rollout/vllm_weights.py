@@ -2,7 +2,7 @@
 
 The boxes come from the tables of `weights`: `vllm_shards` for vLLM's own parameters, the
 trainer's `megatron_shards` where its shards replace them (`vllm_blocks`). A family without a
-table is read on one rank only, by its modules' attributes. Knows modules, not vLLM.
+table is supported on one rank only, by its modules' attributes. This file uses modules, not vLLM.
 """
 
 from __future__ import annotations
@@ -26,74 +26,76 @@ from spmdflow.weights.ranks import vllm_shards
 from spmdflow.weights.table import LocalTensor, ShardTable, parameters
 
 Slot = tuple[str, Box]
-"""(Hugging Face name, box): what is hashed as a unit."""
+"""(Hugging Face name, box): the unit of hashing."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the ranks of a replica read in their forward pass.
+    """The tensors that the ranks of a replica read in their forward pass.
 
-    A box is on one rank, or whole on several (norms, kv heads fewer than ranks, the embedding
-    of a tied model's two end stages); other overlaps do not occur.
+    A box is either on one rank, or completely on several (norms, kv heads fewer than ranks, the
+    embedding of a tied model's two end stages). Other overlaps do not occur.
     """
 
     shapes: Mapping[str, torch.Size]
-    """Shape of every whole tensor."""
+    """Shape of every complete tensor."""
     blocks: Sequence[Block]
     """This rank's live views."""
-    held: Sequence[frozenset[Slot]]
-    """What every rank of the replica reads, by its place in it."""
+    slots_of_ranks: Sequence[frozenset[Slot]]
+    """The slots that each rank of the replica reads, by its rank in the replica."""
 
     def hashes(self, replica: Replica, device: torch.device) -> dict[str, int]:
-        """Whole tensors' hashes: every box counted once; a collective over the replica.
+        """Hashes of complete tensors, in which every box counts once. A collective over the
+        replica.
 
-        WeightSyncError if ranks that hold the same box hold different values.
+        WeightSyncError if ranks that hold the same box have different values.
         """
         own = {}
         for name, view, box in self.blocks:
             own[(name, box)] = box_sum(view, box)
-        return joined_hashes(
+        return combine_hashes(
             read_sums(own),
             self.shapes,
-            self.held,
+            self.slots_of_ranks,
             ranks=replica.ranks,
             gather=lambda values: replica.gather(values.to(device)),
         )
 
 
-def joined_hashes(
+def combine_hashes(
     own: Mapping[Slot, int],
     names: Iterable[str],
-    held: Sequence[frozenset[Slot]],
+    slots_of_ranks: Sequence[frozenset[Slot]],
     *,
     ranks: Sequence[int],
     gather: Callable[[Tensor], Sequence[Tensor]],
 ) -> dict[str, int]:
-    """Hashes of whole tensors from those of each rank's boxes, every box counted once.
+    """Hashes of complete tensors from the hashes of each rank's boxes, every box counted once.
 
-    own: this rank's; held: every rank's boxes, in the order of ranks. gather: int64 values of one
-    rank to those of all, a collective. WeightSyncError if two ranks differ in the same box.
+    own: this rank's hashes. slots_of_ranks: the boxes of each rank, in the order of ranks. gather:
+    int64 values of one rank to those of all, a collective. WeightSyncError if two ranks have
+    different values of the same box.
     """
-    slots = sorted(frozenset().union(*held))
+    slots = sorted(frozenset().union(*slots_of_ranks))
     mine = torch.tensor([to_signed(own.get(slot, 0)) for slot in slots])
-    everyone = torch.stack(list(gather(mine))).tolist()
+    values_of_ranks = torch.stack(list(gather(mine))).tolist()
     totals = dict.fromkeys(names, 0)
     for number, slot in enumerate(slots):
         holders = []
-        for place, boxes in enumerate(held):
+        for index, boxes in enumerate(slots_of_ranks):
             if slot in boxes:
-                holders.append(place)
-        values = [everyone[place][number] for place in holders]
+                holders.append(index)
+        values = [values_of_ranks[index][number] for index in holders]
         if len(set(values)) > 1:
             name, box = slot
-            other = next(place for place, value in enumerate(values) if value != values[0])
-            readers = tuple(ranks[place] for place in holders)
+            other = next(index for index, value in enumerate(values) if value != values[0])
+            readers = tuple(ranks[index] for index in holders)
             raise WeightSyncError(
                 f"weights: got rollout tensor {name}, box {box.bounds}, with hash "
                 f"{values[0] % MODULUS:#018x} on rank {readers[0]} and "
                 f"{values[other] % MODULUS:#018x} on rank {readers[other]}, expected the same on "
-                f"ranks {readers}, which all read it; the run must not go on with these weights: "
-                f"report this message"
+                f"ranks {readers}, which all read it; the run must not continue with these "
+                f"weights: report this message"
             )
         totals[slot[0]] = (totals[slot[0]] + values[0]) % MODULUS
     return totals
@@ -108,25 +110,25 @@ def whole_shapes(arch: Architecture) -> dict[str, torch.Size]:
 
 
 def slots_of(tensors: Iterable[LocalTensor]) -> frozenset[Slot]:
-    """The boxes in some tensors of a table."""
+    """The slots of some tensors of a weight table."""
     return frozenset((piece.name, piece.box) for tensor in tensors for piece in tensor.pieces)
 
 
-def stock_table(arch: Architecture, replica: Replica, place: int) -> ShardTable:
-    """vLLM's own tensors of a rank, by its place in the replica."""
-    pp_rank, tp_rank = divmod(place, replica.tp_size)
+def stock_table(arch: Architecture, replica: Replica, replica_rank: int) -> ShardTable:
+    """vLLM's own tensors of one rank of the replica."""
+    pp_rank, tp_rank = divmod(replica_rank, replica.tp_size)
     return vllm_shards(
         arch, tp_size=replica.tp_size, tp_rank=tp_rank, pp_size=replica.pp_size, pp_rank=pp_rank
     )
 
 
-def stock_reading(
+def read_stock_weights(
     model: Any, model_path: str, replica: Replica, adapter: PolicyAdapter | None = None
 ) -> Reading:
-    """The reading of vLLM's own parameters, and of the adapter beside them.
+    """The `Reading` of vLLM's own parameters and, if there is one, of the adapter.
 
-    ConfigError if the model is cut over ranks and its family has no table, or if vLLM holds other
-    tensors than the table says.
+    ConfigError if the model is cut over ranks and its family has no table, or if vLLM has other
+    tensors than the table states.
     """
     try:
         arch = Architecture.from_folder(model_path)
@@ -134,33 +136,34 @@ def stock_reading(
         if replica.size > 1 or adapter is not None:
             raise
         views = hugging_face_views(model)
-        whole = []
+        own_blocks = []
         for name, view in views.items():
-            whole.append((name, view, Box.of_shape(view.shape)))
+            own_blocks.append((name, view, Box.of_shape(view.shape)))
         shapes = {}
         for name, view in views.items():
             shapes[name] = view.shape
-        return Reading(shapes, whole, [frozenset((name, box) for name, _, box in whole)])
+        return Reading(shapes, own_blocks, [frozenset((name, box) for name, _, box in own_blocks)])
     parameters = {}
     for n, p in model.named_parameters():
         parameters[n.replace(".base_layer.", ".")] = p
     if adapter is not None:
-        parameters |= adapter.views(stock_table(arch, replica, replica.place))
+        parameters |= adapter.views(stock_table(arch, replica, replica.replica_rank))
         arch = replace(arch, adapters=adapter.adapters)
     tables = []
-    for place in range(replica.size):
-        tables.append(stock_table(arch, replica, place))
-    mine = tables[replica.place]
+    for replica_rank in range(replica.size):
+        tables.append(stock_table(arch, replica, replica_rank))
+    mine = tables[replica.replica_rank]
     _check_names(parameters, mine, model_path)
-    held = [slots_of(table.values()) for table in tables]
-    return Reading(whole_shapes(arch), list(blocks(parameters, mine)), held)
+    slots_of_ranks = [slots_of(table.values()) for table in tables]
+    return Reading(whole_shapes(arch), list(blocks(parameters, mine)), slots_of_ranks)
 
 
 def hugging_face_views(model: Any) -> dict[str, Tensor]:
-    """Hugging Face name -> view of the live parameter, tied tensors once; for one rank.
+    """Hugging Face name -> view of the live parameter, tied tensors once. For one rank only.
 
-    model: a vLLM module; its `packed_modules_mapping` says what is fused, a fused layer's
-    `output_sizes` where to cut, a vocabulary layer's `org_vocab_size` where padding begins.
+    model: a vLLM module. Its `packed_modules_mapping` states which layers are fused, a fused
+    layer's `output_sizes` where to split, a vocabulary layer's `org_vocab_size` where padding
+    begins.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     views: dict[str, Tensor] = {}
@@ -181,19 +184,20 @@ def hugging_face_views(model: Any) -> dict[str, Tensor]:
 
 
 def _check_names(parameters: Mapping[str, Tensor], table: ShardTable, model_path: str) -> None:
+    """ConfigError unless the parameters have the names and shapes of the table."""
     shapes = {}
     for name, tensor in parameters.items():
         shapes[name] = tuple(tensor.shape)
-    described = {}
+    expected = {}
     for name, local in table.items():
-        described[name] = local.shape
+        expected[name] = local.shape
     wrong = sorted(
-        name for name in shapes.keys() | described.keys() if shapes.get(name) != described.get(name)
+        name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)
     )
     if wrong:
         raise ConfigError(
-            f"rollout.engine=vllm: got parameter {wrong[0]} of shape {shapes.get(wrong[0])} in "
-            f"vLLM's model of {model_path}, expected {described.get(wrong[0])} by the weight table "
-            f"({len(wrong)} differ); install a tested vLLM or set "
+            f"rollout.engine=vllm: got parameter {wrong[0]} of shape {shapes.get(wrong[0])} "
+            f"in vLLM's model of {model_path}, expected {expected.get(wrong[0])} by the weight "
+            f"table ({len(wrong)} differ); install a tested vLLM or set "
             f"actor.rollout.engine={generator_names()[0]}"
         )

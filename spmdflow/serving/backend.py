@@ -24,7 +24,7 @@ from torch import Tensor
 from spmdflow.blocks.hash import MODULUS, box_hash
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.rollout.vllm_contract import missing_names
-from spmdflow.rollout.vllm_weights import Slot, joined_hashes, slots_of, whole_shapes
+from spmdflow.rollout.vllm_weights import Slot, combine_hashes, slots_of, whole_shapes
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import vllm_shards
 from spmdflow.weights.table import EMBEDDING, ShardTable
@@ -133,7 +133,7 @@ class ServedModel:
             torch.distributed.all_gather(gathered, values, group=group.cpu_group)
             return gathered
 
-        return joined_hashes(
+        return combine_hashes(
             self._piece_hashes(tables[tp_rank]),
             whole_shapes(arch),
             [slots_of(table.values()) for table in tables],

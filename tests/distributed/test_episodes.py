@@ -29,7 +29,7 @@ from spmdflow.plan.replay import Replay
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Replica, Request, take_folder_weights
-from spmdflow.rollout.lasting import LastingRequests
+from spmdflow.rollout.resumable import ResumableRequests
 from spmdflow.rollout.sampling import Sampling
 from tests.distributed.programs import episode_env, episode_ranks
 from tests.unit.planned import trace_replayed
@@ -70,7 +70,7 @@ def new_runner(
     return EpisodeRunner(
         cfg,
         limits,
-        LastingRequests(generator, ends),
+        ResumableRequests(generator, ends),
         chat=ChatTemplate(load_tokenizer(str(MODEL))),
         end_tokens=ends,
         replica=Replica.alone(),

@@ -141,7 +141,7 @@ def check_blocks(
     weights = trained(world, family, 8)
     shards = shards_of(weights, arch, replica, tp_size)
     generator.share(shards, tp_size=tp_size, vocab_multiple=128)
-    generator.shared(1)
+    generator.mark_shared(1)
     model = with_weights(world, family, weights)
     found = {"first": compare(world, generator, layout, model)}
     hashes = {name: positional_hash(tensor) for name, tensor in weights.items()}
@@ -150,7 +150,7 @@ def check_blocks(
     for key, views in shards_of(renewed, arch, replica, tp_size).items():
         for view, values in zip(shards[key], views, strict=True):
             view.copy_(values)
-    generator.shared(2)
+    generator.mark_shared(2)
     model = with_weights(world, family, renewed)
     found["second"] = compare(world, generator, layout, model)
     shared = {view.data_ptr() for views in shards.values() for view in views}
@@ -294,7 +294,7 @@ def check_block_logits(world: World, family: str, *, dtype: str = "float32") -> 
         shards = shards_of(weights, arch, Replica.alone(), tp_size)
         shards = {k: [v.to(generator.dtype) for v in views] for k, views in shards.items()}
         generator.share(shards, tp_size=tp_size, vocab_multiple=128)
-        generator.shared(tp_size)
+        generator.mark_shared(tp_size)
         generator.generate(prompts, GREEDY, SEEDS)
         found = logits.take()
         gaps[tp_size] = (

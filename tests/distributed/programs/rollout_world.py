@@ -137,7 +137,7 @@ def shards_of(
         replica,
         tp_size=tp_size,
         vocab_multiple=128,
-        place=replica.place,
+        replica_rank=replica.replica_rank,
     )
     for shard in range(replica.tp_rank * per_rank, (replica.tp_rank + 1) * per_rank):
         table = megatron_shards(

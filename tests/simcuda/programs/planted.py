@@ -85,7 +85,7 @@ BUGS = {
     ),
     "seeds on the host": Bug(
         "spmdflow.rollout.builtin",
-        "BuiltinGenerator._append",
+        "BuiltinGenerator._append_rows",
         "torch.tensor(facts, device=self.device)",
         "torch.tensor(facts)",
     ),

@@ -109,7 +109,7 @@ def test_response_ends_with_the_token_that_completes_a_stop_string(
 
 
 REFUSED = [
-    ({"temperature": 0}, r"temperature: got 0, expected more than 0; write greedy=True"),
+    ({"temperature": 0}, r"temperature: got 0, expected more than 0; set greedy=True"),
     ({"temperature": -1.0}, r"temperature: got -1.0, expected more than 0"),
     ({"temperature": "hot"}, r"temperature: got 'hot', expected float"),
     ({"temperature": float("nan")}, r"temperature: got nan, expected float"),

@@ -19,7 +19,7 @@ import torch
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.endpoint import Endpoint
 from spmdflow.episodes.recorder import Limits, Recorder
-from spmdflow.rollout.lasting import Lasted
+from spmdflow.rollout.resumable import VersionedResponse
 from tests.unit.episodes.test_conversation import text_tokenizer
 
 RECORDED = json.loads((Path(__file__).parent / "agent_requests.json").read_text())
@@ -59,10 +59,12 @@ def replay(name: str, *, may_fork: bool = False) -> tuple[list[tuple[int, str]],
     return answers, recorder
 
 
-def words(tokenizer: Any, text: str) -> Lasted:
+def words(tokenizer: Any, text: str) -> VersionedResponse:
     """The model says this, and ends."""
     ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    return Lasted(0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int())
+    return VersionedResponse(
+        0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int()
+    )
 
 
 def called(answer: tuple[int, str]) -> tuple[str, dict[str, Any]]:

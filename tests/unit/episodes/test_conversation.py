@@ -18,7 +18,7 @@ from spmdflow.episodes.conversation import check_template, reply_of
 from spmdflow.episodes.fields import Ask, Refusal, ask_of
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.errors import ConfigError
-from spmdflow.rollout.lasting import Lasted
+from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import vllm_call_reader
 from tests.unit.datasets.families import tokenizer_of
 
@@ -75,8 +75,10 @@ def completion(prompt: str | list[int]) -> Ask:
     return ask_of({"prompt": prompt}, chat=False, told=set())
 
 
-def drawn_of(ids: list[int]) -> Lasted:
-    return Lasted(0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int())
+def drawn_of(ids: list[int]) -> VersionedResponse:
+    return VersionedResponse(
+        0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int()
+    )
 
 
 def say(recorder: Recorder, ask: Ask, words: str, *, stops: bool = False) -> str:

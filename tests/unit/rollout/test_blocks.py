@@ -52,7 +52,7 @@ def _shards(arch, values, replica: Replica, tp_size: int):
 
 def _tensors(arch, replica: Replica, tp_size: int):
     return shard_tensors(
-        arch, replica, tp_size=tp_size, vocab_multiple=MULTIPLE, place=replica.place
+        arch, replica, tp_size=tp_size, vocab_multiple=MULTIPLE, replica_rank=replica.replica_rank
     )
 
 

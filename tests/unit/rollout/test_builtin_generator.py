@@ -105,8 +105,8 @@ def test_row_whose_logits_are_nan_is_refused_by_name_after_its_first_token(
             tensor[word] = float("nan")
     prompts = ragged_from_rows([torch.tensor([1, 2]), torch.tensor([1, word]), torch.tensor([3])])
     draws = []
-    step = generator._draw
-    monkeypatch.setattr(generator, "_draw", lambda: draws.append(1) or step())
+    step = generator._draw_tokens
+    monkeypatch.setattr(generator, "_draw_tokens", lambda: draws.append(1) or step())
     unlimited = replace(sampling, max_new_tokens=10)
 
     with pytest.raises(SpmdflowError, match="row 1 of the 3 of the call: got .* nan for token 0 "):
@@ -286,7 +286,7 @@ def test_batch_of_no_rows_gives_columns_of_no_rows(folder: Path) -> None:
             r"prompt of 120 tokens and rollout.max_new_tokens=12, together 132; expected at most "
             r"the model's 128 positions; lower rollout.max_new_tokens or data.max_prompt_tokens",
         ),
-        ([[3], []], 2, ColumnError, r"prompt 1 got no tokens, expected at least 1; begin prompts"),
+        ([[3], []], 2, ColumnError, r"prompt 1 has 0 tokens, expected at least 1; begin prompts"),
         ([[3], [4]], 1, ColumnError, r"got 1 seeds for 2 prompts; pass one seed per prompt"),
     ],
 )

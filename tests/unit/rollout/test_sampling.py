@@ -238,7 +238,7 @@ def test_log_prob_is_of_logits_over_temperature_before_truncation(dtype: torch.d
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, r"temperature: got 0, expected more than 0; write greedy=True"),
+        ({"temperature": 0.0}, r"temperature: got 0, expected more than 0; set greedy=True"),
         ({"top_p": 1.5}, r"top_p: got 1.5, expected at most 1"),
         ({"top_k": -1}, r"top_k: got -1, expected at least 0"),
         ({"max_new_tokens": 0}, r"max_new_tokens: got 0, expected at least 1"),

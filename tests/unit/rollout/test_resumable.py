@@ -12,7 +12,7 @@ from spmdflow.data.ragged import rows_of
 from spmdflow.errors import SpmdflowError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request, take_folder_weights
-from spmdflow.rollout.lasting import Lasted, LastingRequests
+from spmdflow.rollout.resumable import ResumableRequests, VersionedResponse
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import make_prompts, write_llama
 
@@ -37,8 +37,8 @@ def _generator(folder: Path, *, ends: bool = True) -> BuiltinGenerator:
     return generator
 
 
-def _begun(generator: BuiltinGenerator) -> LastingRequests:
-    requests = LastingRequests(generator, tuple(generator._end_tokens.tolist()))
+def _begun(generator: BuiltinGenerator) -> ResumableRequests:
+    requests = ResumableRequests(generator, tuple(generator._end_tokens.tolist()))
     for row, seed in zip(rows_of(make_prompts(8)), SEEDS, strict=True):
         requests.add(Request(row, seed, SAMPLING))
     return requests
@@ -54,15 +54,15 @@ def test_request_whose_logits_are_nan_is_refused(folders: list[Path]) -> None:
         _finish(requests)
 
 
-def _finish(requests: LastingRequests) -> dict[int, Lasted]:
-    done: dict[int, Lasted] = {}
+def _finish(requests: ResumableRequests) -> dict[int, VersionedResponse]:
+    done: dict[int, VersionedResponse] = {}
     while len(requests):
         done |= {row.id: row for row in requests.step()}
     return done
 
 
 @pytest.mark.parametrize("pause", [1, 3, 12])
-def test_requests_set_aside_go_on_to_the_tokens_that_they_would_have_had(
+def test_suspended_requests_continue_to_the_tokens_that_they_would_have_had(
     folders: list[Path], pause: int
 ) -> None:
     whole = _generator(folders[0]).generate(make_prompts(8), SAMPLING, SEEDS)
@@ -72,7 +72,7 @@ def test_requests_set_aside_go_on_to_the_tokens_that_they_would_have_had(
     for _ in range(100):
         for _ in range(pause):
             done |= {row.id: row for row in requests.step()}
-        requests.set_aside()
+        requests.suspend_all()
     assert not len(requests)
 
     assert [done[number].tokens.tolist() for number in range(8)] == [
@@ -90,7 +90,7 @@ def test_rows_under_way_go_on_with_new_weights_and_each_token_has_its_version(
     for _ in range(5):  # four rows are drawn at a time, the others wait
         assert requests.step() == []
 
-    requests.set_aside()
+    requests.suspend_all()
     requests.version = 3
     for (_, mine, _), (_, its, _) in zip(old.blocks(), new.blocks(), strict=True):
         mine.copy_(its)
@@ -102,7 +102,7 @@ def test_rows_under_way_go_on_with_new_weights_and_each_token_has_its_version(
     assert [done[number].versions.tolist() for number in range(4, 8)] == [[3] * 12] * 4
     for number, prompt in enumerate(rows_of(make_prompts(8))[:4]):
         ids = torch.cat([prompt, done[number].tokens[:5]])
-        again = LastingRequests(new, ())
+        again = ResumableRequests(new, ())
         again.add(
             Request(prompt, SEEDS[number], SAMPLING),
             {
@@ -120,11 +120,11 @@ def test_greedy_requests_and_others_take_turns(folders: list[Path]) -> None:
     requests = _begun(generator)
     prompts = rows_of(make_prompts(2))
     requests.step()
-    requests.set_aside()
+    requests.suspend_all()
     greedy = Sampling(6, temperature=0.8, greedy=True)
     numbers = {requests.add(Request(row, 1, greedy)) for row in prompts}
 
-    done: dict[int, Lasted] = {}
+    done: dict[int, VersionedResponse] = {}
     while not requests.is_idle(greedy=True):
         done |= {row.id: row for row in requests.step(greedy=True)}
 
@@ -138,7 +138,7 @@ def test_an_aborted_request_is_gone_wherever_it_is(folders: list[Path]) -> None:
 
     for number in (0, 7):  # one that runs, one that waits
         requests.abort(number)
-    requests.set_aside()
+    requests.suspend_all()
     requests.abort(1)
 
     assert sorted(_finish(requests)) == [2, 3, 4, 5, 6]

@@ -1,9 +1,10 @@
-"""Requests that outlive the weights: what was drawn is kept when the weights change.
+"""Requests that continue across weight updates (partial rollouts).
 
-Between two versions every request is taken out of the generator with its tokens so far, and given
-back with them behind its prompt: the next tokens are drawn by the new weights over a cache that
-they have computed themselves. Each token keeps the version that drew it, and the noise that it
-would have had without the change. Any generator that takes requests can do it; knows no engine.
+When the weights change, every request is taken out of the generator with its tokens so far. It is
+added again with these tokens at the end of its prompt, so that the new weights compute the cache
+before they draw the next tokens. Each token records the version of the weights that drew it, and
+uses the same random numbers as without the update. Works with any `RequestGenerator`; knows no
+engine.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ _COLUMNS = {"tokens": torch.int64, "log_probs": torch.float32, "versions": torch
 
 
 @dataclass(frozen=True)
-class Lasted(Finished):
-    """A response that has ended, on the host."""
+class VersionedResponse(Finished):
+    """A finished response on the host, with the weights version of each token."""
 
     versions: Tensor
-    """(n,) int32: of the weights that drew each token."""
+    """(n,) int32: version of the weights that drew each token."""
 
 
-def _nothing() -> dict[str, Tensor]:
+def _empty_columns() -> dict[str, Tensor]:
+    """The columns of a request without drawn tokens."""
     result = {}
     for name, dtype in _COLUMNS.items():
         result[name] = torch.zeros(0, dtype=dtype)
@@ -37,16 +39,16 @@ def _nothing() -> dict[str, Tensor]:
 
 @dataclass
 class _Row:
-    """A request and what was drawn of it before the weights that the generator has now."""
+    """A request and the tokens that were drawn before it was last added to the generator."""
 
     request: Request
-    drawn: dict[str, Tensor] = field(default_factory=_nothing)
-    """By name of the column: (n,)."""
+    drawn: dict[str, Tensor] = field(default_factory=_empty_columns)
+    """Column name -> values (n,)."""
     live: int | None = None
-    """Its number in the generator; None: it is not there."""
+    """Its id in the generator. None: the generator does not have it."""
 
     def extend(self, part: Finished, version: int) -> None:
-        """Append what the generator has drawn, with the version of its weights."""
+        """Appends what the generator has drawn, with the version of its weights."""
         check_drawn(part.log_probs, f"a prompt of {len(self.request.prompt)} tokens")
         versions = torch.full((len(part.tokens),), version)
         new = {"tokens": part.tokens, "log_probs": part.log_probs, "versions": versions}
@@ -54,8 +56,8 @@ class _Row:
             self.drawn[name] = torch.cat([self.drawn[name], new[name].to("cpu", dtype)])
         self.live = None
 
-    def left(self) -> Request:
-        """What is still to be drawn."""
+    def remaining_request(self) -> Request:
+        """The request for the tokens that are still to be drawn."""
         request = self.request
         size = len(self.drawn["tokens"])
         room = request.sampling.max_new_tokens - size
@@ -68,22 +70,22 @@ class _Row:
         )
 
 
-class LastingRequests:
-    """Requests of one generator, oldest first; all ranks of a replica make the same calls."""
+class ResumableRequests:
+    """Requests of one generator, oldest first. All ranks of a replica make the same calls."""
 
     def __init__(self, generator: RequestGenerator, end_tokens: tuple[int, ...]) -> None:
-        """end_tokens: ids that end a response."""
+        """end_tokens: token ids that end a response."""
         self._generator = generator
         self._ends = set(end_tokens)
         self.version = 0
-        """Of the weights that the generator has."""
+        """Version of the generator's weights."""
         self._numbers = count()
         self._rows: dict[int, _Row] = {}
         self._live: dict[int, int] = {}
-        """Number in the generator -> number here."""
+        """Id in the generator -> request number."""
         self._is_greedy = False
-        self._aside: list[int] = []
-        """Those that are not in the generator, oldest first."""
+        self._suspended: list[int] = []
+        """Requests that are not in the generator, oldest first."""
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -94,19 +96,20 @@ class LastingRequests:
         self._generator.check_size(request)
 
     def add(self, request: Request, drawn: Mapping[str, Tensor] | None = None) -> int:
-        """Take a request; its number. drawn: what `state` gave of it."""
+        """Accepts a request and returns its number. drawn: its earlier tokens, as `state` returned
+        them."""
         number = next(self._numbers)
-        self._rows[number] = _Row(request, dict(drawn) if drawn else _nothing())
-        self._aside.append(number)
+        self._rows[number] = _Row(request, dict(drawn) if drawn else _empty_columns())
+        self._suspended.append(number)
         return number
 
     def abort(self, number: int) -> None:
-        """Drop a request; nothing happens if it has ended."""
+        """Drops a request. Does nothing if it has ended."""
         row = self._rows.pop(number, None)
         if row is None:
             return
         if row.live is None:
-            self._aside.remove(number)
+            self._suspended.remove(number)
         else:
             self._generator.abort(row.live)
             del self._live[row.live]
@@ -116,57 +119,60 @@ class LastingRequests:
         self._generator.forget(conversations)
 
     def is_idle(self, *, greedy: bool) -> bool:
-        """Whether there are no requests of this sort."""
+        """Whether there are no greedy requests, or no others if greedy is False."""
         return all(row.request.sampling.greedy != greedy for row in self._rows.values())
 
-    def step(self, *, greedy: bool = False) -> list[Lasted]:
-        """Draw a few tokens for what is under way; the responses that have ended, maybe none.
+    def step(self, *, greedy: bool = False) -> list[VersionedResponse]:
+        """Draws a few tokens for all requests of one kind. Returns those that have ended, possibly
+        none.
 
-        greedy: for requests that take the likeliest tokens, else for all others; the two are never
-        in the generator together.
+        greedy: step the greedy requests, otherwise all others. The generator never has both at
+        once.
         """
         if greedy != self._is_greedy:
-            self.set_aside()
+            self.suspend_all()
             self._is_greedy = greedy
-        if self._aside:
+        if self._suspended:
             self._generator.wake()
         ended = []
         waiting = []
-        for number in self._aside:
+        for number in self._suspended:
             row = self._rows[number]
             if row.request.sampling.greedy != greedy:
                 waiting.append(number)
             elif self._has_ended(row):
                 ended.append(self._end(number))
             else:
-                row.live = self._generator.add(row.left())
+                row.live = self._generator.add(row.remaining_request())
                 self._live[row.live] = number
-        self._aside = waiting
+        self._suspended = waiting
         for part in self._generator.step() if self._live else ():
             number = self._live.pop(part.id)
             self._rows[number].extend(part, self.version)
             ended.append(self._end(number))
         return ended
 
-    def set_aside(self) -> None:
-        """Take everything out of the generator: its weights or its cache will change."""
+    def suspend_all(self) -> None:
+        """Takes all requests out of the generator, because its weights or its cache will change."""
         for live, number in self._live.items():
             part = self._generator.abort(live)
             assert part is not None, (live, number)
             self._rows[number].extend(part, self.version)
-        self._aside = sorted([*self._aside, *self._live.values()])
+        self._suspended = sorted([*self._suspended, *self._live.values()])
         self._live.clear()
 
     def state(self, number: int) -> dict[str, Tensor]:
-        """What was drawn of a request so far, on the host: tokens, log_probs, versions, (n,)."""
-        assert not self._live, "set_aside comes first"
+        """The tokens drawn so far of a request, on the host: tokens, log_probs, versions, each
+        (n,)."""
+        assert not self._live, "call suspend_all first"
         return self._rows[number].drawn
 
     def _has_ended(self, row: _Row) -> bool:
-        """Whether its last token is drawn: an engine may be a step ahead of what it has told."""
+        """Whether its last token is drawn. An engine may be a step ahead of what `step` has
+        returned."""
         tokens = row.drawn["tokens"]
         is_long = len(tokens) >= row.request.sampling.max_new_tokens
         return is_long or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
 
-    def _end(self, number: int) -> Lasted:
-        return Lasted(number, **self._rows.pop(number).drawn)
+    def _end(self, number: int) -> VersionedResponse:
+        return VersionedResponse(number, **self._rows.pop(number).drawn)
