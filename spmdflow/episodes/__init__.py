@@ -1,25 +1,26 @@
 """Episodes: an agent program talks to an endpoint of the rank, which records every token.
 
 An environment is `async def episode(row, *, base_url, model, api_key) -> float | dict | None`. It
-speaks OpenAI's protocol to `http://127.0.0.1:PORT/episodes/ID/v1`, and returns the score. What
-the model sampled is kept as token ids and log-probabilities; it is never made again from text. A
-request that extends the recorded conversation continues the recorded ids. docs/EPISODES.md has the
-fields and the limits.
+speaks OpenAI's protocol to `http://127.0.0.1:PORT/episodes/ID/v1`, and returns the score. Sampled
+tokens are stored as token ids and log-probabilities; they are never encoded again from text. A
+request that extends the recorded conversation continues the recorded ids. docs/EPISODES.md lists
+the fields and the limits.
 
 | file | thread or process | does |
 |---|---|---|
 | run | the compute lane | steps the generator with the requests of all episodes until they end |
 | endpoint | a thread with an event loop | HTTP on loopback: finds the episode, limits, answers |
-| connections | the same | which connections are open, whose they are, and which must go |
+| connections | the same | which connections are open, their owners, and which must be closed |
 | fields | the same | fields of a request, and the answer in OpenAI's form |
 | conversation | the same | messages -> token ids that extend the recorded ones; the chat template |
 | recorder | the same | one episode's segments: ids, mask and log-probabilities |
-| pool | the compute lane | worker processes: what runs where, time limits, blame |
+| pool | the compute lane | worker processes: assignment of episodes, time limits, blame |
 | child | a worker process | runs the coroutines of the environment; imports no torch |
 
 A turn's seed comes from (run.seed, "episode", step, row, generation, turn): with a deterministic
 environment an episode does not depend on the ranks or on the order in which requests arrive.
 
-The ranks of a generation replica step their engines together: before each step the first one tells
-the others which requests are new and which are aborted. Knows no batches and no trainer.
+The ranks of a generation replica step their engines together: before each step the first rank
+broadcasts which requests are new and which are aborted. This package does not know batches or the
+trainer.
 """

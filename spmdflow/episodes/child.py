@@ -4,8 +4,8 @@ Messages are lines of JSON. In: {"functions": [[name, arguments]]}, then {"run":
 limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...} or {"cancel": number}. Out:
 {"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
 {"ended": number} with "scores", "failed", or neither if the environment returned None, and
-{"forked": number} from a child that an environment forked and that went on. Imports the
-user's module and little else: no torch.
+{"forked": number} from a child process that an environment forked and that kept running the event
+loop. Imports the user's module and little else: no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NUMBER: ContextVar[int | None] = ContextVar("episode", default=None)
 
 
 def main(socket_fd: int, stack_fd: int) -> None:
-    """Serve until the pool's end of the socket is closed."""
+    """Runs episodes until the pool's end of the socket is closed."""
     channel = open_channel(socket_fd, stack_fd)
     forks = _Forks(channel.fileno())
     with asyncio.Runner(
@@ -54,23 +54,24 @@ def main(socket_fd: int, stack_fd: int) -> None:
 
 
 class _Forks:
-    """Ends a child that an environment forked as soon as it goes on as this process does.
+    """Ends a child process that an environment forked once it enters the event loop.
 
     It would share the event loop's descriptors, and end every episode a second time.
     """
 
     def __init__(self, socket_fd: int) -> None:
+        """Registers a hook that remembers which episode forks."""
         self._own_pid = os.getpid()
         self._socket_fd = socket_fd
         self._number: int | None = None
-        """The episode that forked last."""
+        """The last episode that forked."""
         os.register_at_fork(before=self._remember_episode)
 
     def _remember_episode(self) -> None:
         self._number = _NUMBER.get()
 
     def leave_if_forked(self) -> None:
-        """Tell the pool and end, if this is a forked child."""
+        """Reports the fork to the pool and exits, if this process is a forked child."""
         if os.getpid() == self._own_pid:
             return
         with contextlib.suppress(OSError):
@@ -79,7 +80,7 @@ class _Forks:
 
 
 class _UnsharedSelector(selectors.DefaultSelector):
-    """Waits in the process that made it, and in no child of it."""
+    """A selector that waits only in the process that created it, not in forked children."""
 
     def __init__(self, forks: _Forks) -> None:
         super().__init__()
@@ -92,7 +93,10 @@ class _UnsharedSelector(selectors.DefaultSelector):
 
 
 async def _serve(channel: Any, forks: _Forks) -> None:
-    """Any: a socket; it stays blocking until the event loop has it."""
+    """Reads messages from the pool and runs an episode for each call, until the socket is closed.
+
+    channel: a socket. It stays blocking until the event loop takes it over.
+    """
     reader, writer = await asyncio.open_connection(sock=channel, limit=_MOST_LINE_BYTES)
 
     def tell(message: Mapping[str, Any]) -> None:
@@ -114,17 +118,17 @@ async def _serve(channel: Any, forks: _Forks) -> None:
             continue
         number = call.pop("run")
         running[number] = asyncio.create_task(_run(function, number, call, tell))
-        running[number].add_done_callback(partial(_drop, running, number))
+        running[number].add_done_callback(partial(_drop_task, running, number))
 
 
-def _drop(running: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
+def _drop_task(running: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
     running.pop(number)
 
 
 async def _run(
     function: Environment, number: int, call: dict[str, Any], tell: Callable[..., None]
 ) -> None:
-    """One episode; whatever the environment does, its end is told."""
+    """Runs one episode and reports its end, whatever the environment does."""
     _NUMBER.set(number)
     seconds = call.pop("seconds")
     row = call.pop("row")
@@ -145,18 +149,20 @@ async def _run(
 def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
     """The environment of that name, with its keyword arguments bound.
 
-    ConfigError if it is missing, is no coroutine function or cannot be called as episodes are.
-    What the user's module raises while it is imported is not caught.
+    ConfigError if it is missing, is not a coroutine function or has other parameters. Errors that
+    the user's module raises on import are not caught.
     """
     function = find_function(name, SETTING)
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError.of(SETTING, f"{name!r}, no async function", _FORM, "write async def")
+        raise ConfigError.of(
+            SETTING, f"{name!r}, which is not an async function", _FORM, "use async def"
+        )
     own = dict(arguments or {})
     try:
         inspect.signature(function).bind({}, base_url="", model="", api_key="", **own)
     except TypeError as err:
         got = f"{name!r} with the parameters {inspect.signature(function)}"
-        raise ConfigError.of(SETTING, got, _FORM, f"give it these ({err})") from err
+        raise ConfigError.of(SETTING, got, _FORM, f"use these parameters ({err})") from err
     if own:
         return partial(function, **own)
     return function

@@ -1,10 +1,10 @@
-"""Which connections an endpoint has, and which of them have to go. It knows no HTTP.
+"""Which connections an endpoint has, and which of them are closed. Knows no HTTP.
 
-A new connection is a stranger's until a request over it names a running episode. Strangers are
-counted apart and have little time, so that none of them takes a place from an episode: when there
-are too many, the oldest one is closed. An episode has a limit of its own. When it ends, its
-connections may serve another one; those that do not are closed, the oldest first, when there are
-too many of them.
+A new connection is unidentified until a request over it names a running episode. Unidentified
+connections have their own limit and a short deadline, so that they never displace an episode's
+connections: if there are too many, the oldest one is closed. Each episode has a limit too. When it
+ends, its connections become idle and may serve another episode. If there are too many idle
+connections, the oldest are closed.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from collections.abc import Callable
 
 MOST_STRANGERS = 256
 MOST_IDLE = 256
-"""Connections whose episodes have ended."""
+"""Maximum number of connections whose episodes have ended."""
 MOST_OF_EPISODE = 32
 STRANGER_SECONDS = 5.0
 
 
 class Connection:
-    """One connection."""
+    """One client connection."""
 
     def __init__(self, close: Callable[[], None], deadline: float) -> None:
-        """close: ends it at once. deadline: of its first valid request."""
+        """close: closes it at once. deadline: time by which it must send its first valid
+        request."""
         self.close = close
         self.deadline: float | None = deadline
-        """None: it has made a valid request."""
+        """None: it has sent a valid request."""
         self.episode: str | None = None
-        """Id of the running episode that used it last."""
+        """Id of the running episode that last used it."""
 
 
 class Connections:
-    """All open connections of an endpoint; belongs to the endpoint's thread."""
+    """All open connections of an endpoint. Used only in the endpoint's thread."""
 
     def __init__(
         self,
@@ -41,24 +42,25 @@ class Connections:
         most_of_episode: int = MOST_OF_EPISODE,
         stranger_seconds: float = STRANGER_SECONDS,
     ) -> None:
-        """stranger_seconds: until a new connection must have made a valid request."""
+        """stranger_seconds: time within which a new connection must send a valid request."""
         self._stranger_seconds = stranger_seconds
         self._most_strangers = most_strangers
         self._most_idle = most_idle
         self._most_of_episode = most_of_episode
-        # dicts as ordered sets: the oldest comes first
+        # dicts are used as ordered sets, oldest first
         self._strangers: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         self._of_episode: dict[str, dict[Connection, None]] = {}
 
     def admit(self, close: Callable[[], None], now: float) -> tuple[Connection, bool]:
-        """(a new connection, whether another stranger was closed to make room for it)."""
+        """Registers a new connection. Returns it, and whether another one was closed to make
+        room."""
         connection = Connection(close, now + self._stranger_seconds)
         self._strangers[connection] = None
         return connection, _close_oldest(self._strangers, self._most_strangers)
 
     def claim(self, connection: Connection, name: str) -> bool:
-        """Count a connection for the episode that made a request; False if it has too many."""
+        """Assigns a connection to the episode that sent a request. False if that has too many."""
         if connection.episode == name:
             return True
         own = self._of_episode.setdefault(name, {})
@@ -71,28 +73,28 @@ class Connections:
         return True
 
     def end_episode(self, name: str) -> None:
-        """The connections of an episode may serve others from now on."""
+        """Makes the connections of an episode idle, so that others may use them."""
         for connection in self._of_episode.pop(name, {}):
             connection.episode = None
             self._idle[connection] = None
         _close_oldest(self._idle, self._most_idle)
 
     def drop(self, connection: Connection) -> None:
-        """Forget a connection, which has ended or changes its owner."""
+        """Removes a connection, because it was closed or its owner changes."""
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
         if connection.episode is not None:
             self._of_episode[connection.episode].pop(connection, None)
 
     def close_all(self) -> None:
-        """End all connections."""
+        """Closes all connections."""
         for group in (self._strangers, self._idle, *self._of_episode.values()):
             for connection in group:
                 connection.close()
 
 
 def _close_oldest(group: dict[Connection, None], most: int) -> bool:
-    """Close what is too many; whether any was."""
+    """Closes the oldest connections of a group above the limit. Returns whether any was closed."""
     surplus = list(group)[: max(0, len(group) - most)]
     for connection in surplus:
         del group[connection]

@@ -1,9 +1,10 @@
 """Messages -> token ids that extend the recorded ones, by the chat template.
 
-What the model said is in the ids already. What is new comes from the template: the conversation is
-rendered with a stand-in for the model's last reply, and what follows the stand-in is encoded. So a
-template must be append-only: a later turn never changes what it wrote for earlier ones. One that
-drops the thoughts of earlier turns, for example, is not. `check_template` tries it before a run.
+The recorded ids already contain the model's replies. New ids come from the template: the
+conversation is rendered with a placeholder for the model's last reply, and the text after the
+placeholder is encoded. The template must therefore be append-only: a later turn never changes the
+text of earlier ones. A template that drops the thoughts of earlier turns, for example, is not.
+`check_template` tests it before a run.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _THOUGHT = "<think>\nok\n</think>\n\nok"
 
 
 class NotAppendOnly(DataError):
-    """A later turn changed how the template writes an earlier one."""
+    """A later turn changes how the template renders an earlier one."""
 
 
-class Template:
-    """A chat template whose conversations grow. Its texts are those of `ChatTemplate`."""
+class AppendOnlyTemplate:
+    """Renders conversations that grow turn by turn with a `ChatTemplate`."""
 
     def __init__(self, chat: ChatTemplate) -> None:
         self.tokenizer = chat.tokenizer
@@ -35,70 +36,72 @@ class Template:
         self._ends = {str(self.tokenizer.eos_token)} - {"None"}
 
     def text(self, messages: list[Message], tools: list[Any] | None) -> str:
-        """The conversation as text, up to where the model goes on. DataError if it is refused."""
+        """The conversation as text, up to where the model's reply begins. DataError if the template
+        fails."""
         return self._template.render(messages, tools=tools)
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of rendered text; the template has written the special tokens already."""
+        """Token ids of rendered text, which already contains the special tokens."""
         return list(self._template.ids([text])[0])
 
     def tail(
-        self, before: str, messages: list[Message], place: int, tools: list[Any] | None
+        self, before: str, messages: list[Message], index: int, tools: list[Any] | None
     ) -> str:
-        """What the template writes after the reply messages[place].
+        """The text that the template renders after the reply messages[index].
 
-        before: the text of the messages before it. NotAppendOnly if that text, or the reply, is
-        not in the rendered whole as it was.
+        before: the text of the messages before it. NotAppendOnly if that text or the reply does not
+        appear unchanged in the rendered conversation.
         """
         stand_in = [*messages]
-        stand_in[place] = {"role": "assistant", "content": _STAND_IN}
-        whole = self.text(stand_in, tools)
-        self._check(before, whole, _STAND_IN, messages, place, tools)
-        said = messages[place].get("content")
-        if said and not messages[place].get("tool_calls"):
+        stand_in[index] = {"role": "assistant", "content": _STAND_IN}
+        rendered = self.text(stand_in, tools)
+        self._check(before, rendered, _STAND_IN, messages, index, tools)
+        reply = messages[index].get("content")
+        if reply and not messages[index].get("tool_calls"):
             actual = self.text(messages, tools)
-            self._check(before, actual, str(said).strip(), messages, place, tools)
-        return whole[whole.index(_STAND_IN, len(before)) + len(_STAND_IN) :]
+            self._check(before, actual, str(reply).strip(), messages, index, tools)
+        return rendered[rendered.index(_STAND_IN, len(before)) + len(_STAND_IN) :]
 
     def _check(
         self,
         before: str,
-        whole: str,
+        rendered: str,
         reply: str,
         messages: list[Message],
-        place: int,
+        index: int,
         tools: list[Any] | None,
     ) -> None:
-        if whole.startswith(before) and whole[len(before) :].lstrip().startswith(reply):
+        """NotAppendOnly unless the rendered text begins with `before` and the reply."""
+        if rendered.startswith(before) and rendered[len(before) :].lstrip().startswith(reply):
             return
-        turn = place + 1
-        for number in range(1, place):
+        turn = index + 1
+        for number in range(1, index):
             if messages[number]["role"] != "assistant":
                 continue
-            if not whole.startswith(self.text(messages[:number], tools)):
+            if not rendered.startswith(self.text(messages[:number], tools)):
                 turn = number
                 break
         raise NotAppendOnly(
-            f"the chat template writes message {turn} of {len(messages)} "
+            f"the chat template renders message {turn} of {len(messages)} "
             f"({messages[turn - 1]['role']}) differently once later messages follow"
         )
 
 
 def check_template(chat: ChatTemplate) -> None:
-    """ConfigError unless the chat template is append-only, with the turn that changes.
+    """ConfigError unless the chat template is append-only. The error states the turn that changes.
 
-    Tried with a conversation of three turns, and with thoughts if the template knows them.
+    Tested with a conversation of three turns, and with thoughts if the template supports them.
     """
     tokenizer = chat.tokenizer
     if not tokenizer.chat_template:
-        return  # only completions are answered
-    template = Template(chat)
+        return  # without a template, only completions are supported
+    template = AppendOnlyTemplate(chat)
     replies = [_STAND_IN] + [_THOUGHT] * ("</think>" in str(tokenizer.chat_template))
     for reply in replies:
         messages: list[Message] = [{"role": "user", "content": _STAND_IN}]
         text = template.text(messages, None)
         for _ in range(2):
-            place = len(messages)
+            index = len(messages)
             messages += [
                 {"role": "assistant", "content": reply},
                 {"role": "user", "content": _STAND_IN},
@@ -106,15 +109,15 @@ def check_template(chat: ChatTemplate) -> None:
             key = "actor.rollout.episode.segments"
             do = "set it to longest, or change the template"
             try:
-                tail = template.tail(text, messages, place, None)
+                tail = template.tail(text, messages, index, None)
             except NotAppendOnly as err:
-                expected = "an append-only one, as segments is one"
+                expected = "an append-only template, because segments is one"
                 raise ConfigError.of(key, f"a tokenizer where {err}", expected, do) from err
             text = template.text(messages, None)
-            own = template.ids(tail)
-            whole = template.ids(text)
-            if own != whole[len(whole) - len(own) :]:
-                got = f"a tokenizer that encodes {tail!r} differently inside of a conversation"
+            tail_ids = template.ids(tail)
+            all_ids = template.ids(text)
+            if tail_ids != all_ids[len(all_ids) - len(tail_ids) :]:
+                got = f"a tokenizer that encodes {tail!r} differently within a conversation"
                 raise ConfigError.of(key, got, "the same ids", do)
 
 
@@ -128,17 +131,17 @@ def reply_of(
 ) -> Message:
     """The assistant's message: its text, and tool calls if tools were offered.
 
-    Calls are read by `read_calls`, from the text with its special tokens (raw), if it is given;
-    else by the tokenizer's own response template if it has one, else in the form
+    Tool calls are parsed by `read_calls`, from the text with special tokens (raw), if it is given;
+    otherwise by the tokenizer's response template, if it has one; otherwise in the form
     <tool_call>{"name": ..., "arguments": ...}</tool_call>.
     """
     message: Message = {"role": "assistant", "content": text}
     if not tools:
         return message
-    rest: str | None
+    content: str | None
     if read_calls is not None:
-        rest, calls = read_calls(raw, tools)
-        rest = rest.strip()
+        content, calls = read_calls(raw, tools)
+        content = content.strip()
     elif getattr(tokenizer, "response_template", None) or getattr(
         tokenizer, "response_schema", None
     ):
@@ -146,13 +149,13 @@ def reply_of(
         calls = []
         for call in parsed.get("tool_calls") or ():
             calls.append(call.get("function", call))
-        rest = parsed.get("content")
+        content = parsed.get("content")
     else:
-        calls = _calls_in(text)
-        rest = _CALL.sub("", text).strip()
+        calls = _parse_calls(text)
+        content = _CALL.sub("", text).strip()
     if not calls:
         return message
-    message["content"] = rest or None
+    message["content"] = content or None
     message["tool_calls"] = [
         {
             "id": f"call_{number}",
@@ -167,9 +170,9 @@ def reply_of(
     return message
 
 
-def _calls_in(text: str) -> list[dict[str, Any]]:
-    """The calls in a text; what is no JSON with a name is text, and no call."""
-    found = []
+def _parse_calls(text: str) -> list[dict[str, Any]]:
+    """The tool calls in a text. If one of them is not JSON with a name, the text has no calls."""
+    calls = []
     for match in _CALL.finditer(text):
         try:
             call = json.loads(match[1])
@@ -177,8 +180,8 @@ def _calls_in(text: str) -> list[dict[str, Any]]:
             return []
         if not isinstance(call.get("name"), str):
             return []
-        found.append(call)
-    return found
+        calls.append(call)
+    return calls
 
 
 def _as_json(arguments: object) -> str:
@@ -187,9 +190,10 @@ def _as_json(arguments: object) -> str:
     return json.dumps(arguments)
 
 
-def for_template(messages: list[Message]) -> list[Message]:
-    """The messages as templates want them: text parts joined, arguments of calls as objects."""
-    made = []
+def to_template_messages(messages: list[Message]) -> list[Message]:
+    """The messages in the form that templates expect: text parts joined, call arguments as
+    objects."""
+    result = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None}
         content = message.get("content", "")
@@ -199,12 +203,13 @@ def for_template(messages: list[Message]) -> list[Message]:
         if message.get("role") == "developer":
             message["role"] = "system"
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_with_object(call) for call in calls]
-        made.append(message)
-    return made
+            message["tool_calls"] = [_parse_arguments(call) for call in calls]
+        result.append(message)
+    return result
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a tool call with its arguments as an object; unchanged if they are not JSON."""
     function = dict(call.get("function", {}))
     try:
         function["arguments"] = json.loads(function.get("arguments") or "{}")

@@ -1,12 +1,12 @@
-"""The endpoint of a rank: HTTP on loopback, in a thread with an event loop of its own.
+"""The endpoint of a rank: HTTP on loopback, in a thread with its own event loop.
 
     http://127.0.0.1:PORT/episodes/ID/v1/chat/completions   also /completions, /models
 
-The port is the system's choice. An episode's id is drawn at random when it starts and is known
-until it ends; its key is another, and a key that comes with a request must be the episode's own.
-Limits: size of a request; connections, requests under way and refused requests of one episode;
-number and time of connections that have not named an episode. What the endpoint did not expect is
-logged, answered with 500, and fails the episode that asked.
+The system chooses the port. An episode's id is random and valid until the episode ends. Its key is
+a second random value; if a request has a key, it must be that of the episode. Limits: size of a
+request; connections, pending requests and refused requests of one episode; number and time of
+connections that have not named an episode. An unexpected error is logged, answered with status 500,
+and fails the episode whose request caused it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spmdflow.episodes.connections import (
     Connection,
     Connections,
 )
-from spmdflow.episodes.fields import Refusal, Reply, answer, ask_of, error
+from spmdflow.episodes.fields import Refusal, Reply, parse_request, write_answer, write_error
 from spmdflow.episodes.recorder import Recorder
 from spmdflow.errors import DataError
 from spmdflow.rollout.resumable import VersionedResponse
@@ -38,14 +38,14 @@ from spmdflow.rollout.resumable import VersionedResponse
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
-"""Name of the model; every name is answered by the same weights."""
+"""Name of the model. Requests with any other name use the same weights."""
 _MOST_BODY_BYTES = 4 << 20
 _MOST_DISCARDED_BYTES = 64 << 20
 _MOST_HEAD_BYTES = 1 << 16
 _MOST_UNDER_WAY = 16
-"""Requests of one episode that wait for an answer."""
+"""Maximum number of requests of one episode that wait for an answer."""
 _MOST_REFUSED = 100
-"""Refused requests of one episode, before it is ended."""
+"""Refused requests of one episode after which it is ended."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
 _REASONS |= {
     405: "Method Not Allowed",
@@ -55,9 +55,9 @@ _REASONS |= {
     500: "Internal Server Error",
 }
 _MOST_SIZE_DIGITS = 18
-"""Of a content-length."""
+"""Maximum number of digits of a content-length."""
 _CLOSES = {"unread", "connections", "internal_error"}
-"""Codes of refusals after which the connection ends."""
+"""Codes of refusals after which the connection is closed."""
 _WARN_EVERY_SECONDS = 60.0
 _UNREADABLE = (
     DataError,
@@ -68,27 +68,27 @@ _UNREADABLE = (
     ArithmeticError,
     RecursionError,
 )
-"""What JSON, tokenizers and chat templates raise for a request that is at fault."""
+"""Errors that JSON, tokenizers and chat templates raise for an invalid request."""
 
 
-class Draw(NamedTuple):
-    """A reply to be drawn."""
+class GenerationRequest(NamedTuple):
+    """A request of an episode's client for which a reply must be generated."""
 
     number: int
-    """The episode's."""
+    """Number of the episode."""
     name: str
-    """Its id."""
+    """Id of the episode."""
     ids: list[int]
     turn: int
     max_new_tokens: int
     done: Callable[[VersionedResponse | None], None]
-    """To be called, from any thread, with what was drawn, or None if it was aborted."""
+    """Call it, from any thread, with the generated response, or None if it was aborted."""
     fail: Callable[[Exception], None]
-    """To be called instead, from any thread, if the request cannot be added."""
+    """Call it instead, from any thread, if the request cannot be added."""
 
 
 class EpisodeFault(NamedTuple):
-    """An episode that has to be ended, and why."""
+    """An episode that must be ended, and the cause."""
 
     number: int
     name: str
@@ -96,18 +96,18 @@ class EpisodeFault(NamedTuple):
 
 
 class _Disconnected(Exception):
-    """Nobody waits for the answer."""
+    """The client has disconnected."""
 
 
 class _NotAdded(Exception):
-    """The generator does not take a request that the recorder let pass."""
+    """The generator rejects a request that the recorder accepted."""
 
     def __init__(self, cause: Exception) -> None:
-        super().__init__(f"the generator does not take it ({type(cause).__name__}: {cause})")
+        super().__init__(f"the generator rejects it ({type(cause).__name__}: {cause})")
 
 
 class RareWarning:
-    """A warning that others can cause at will: logged at most once a minute, with a count."""
+    """A warning that clients can trigger: logged at most once a minute, with the number omitted."""
 
     def __init__(self, *, seconds: float = _WARN_EVERY_SECONDS) -> None:
         self._seconds = seconds
@@ -115,7 +115,7 @@ class RareWarning:
         self._num_omitted = 0
 
     def warn(self, text: str) -> None:
-        """Log the text, or count it."""
+        """Logs the text, or counts it if the last warning was too recent."""
         now = time.monotonic()
         if now < self._next:
             self._num_omitted += 1
@@ -129,33 +129,39 @@ class RareWarning:
         self._num_omitted = 0
 
 
-class _Episode:
+class _RunningEpisode:
+    """The endpoint's state of an episode: its key, its recorder and its numbers of requests."""
+
     def __init__(self, number: int, name: str, recorder: Recorder) -> None:
+        """name: id of the episode. The key is drawn at random."""
         self.number = number
         self.name = name
         self.recorder = recorder
         self.key = secrets.token_urlsafe(24)
         self.turn = asyncio.Lock()
-        """Requests of an episode are drawn one after another."""
+        """Requests of an episode are generated one after another."""
         self.under_way = self.refused = 0
 
 
 class Endpoint:
-    """Answers the requests of episodes; what must be drawn is in `inbox`."""
+    """Answers the requests of episodes. `inbox` receives the replies to generate."""
 
     def __init__(self, tokenizer: Any, *, stranger_seconds: float = STRANGER_SECONDS) -> None:
-        """Any: a transformers tokenizer. stranger_seconds: see Connections."""
-        self.inbox: queue.SimpleQueue[Draw | EpisodeFault] = queue.SimpleQueue()
+        """Opens the port and starts the thread.
+
+        tokenizer: from transformers. stranger_seconds: see Connections.
+        """
+        self.inbox: queue.SimpleQueue[GenerationRequest | EpisodeFault] = queue.SimpleQueue()
         self.wake, self._waker = socket.socketpair()
-        """Has something to read when the inbox has something new."""
+        """Becomes readable when the inbox has a new item."""
         self.wake.setblocking(False)
         self._waker.setblocking(False)
         self._tokenizer = tokenizer
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[str, _RunningEpisode] = {}
         """By id."""
-        self._owners: dict[str, _Episode] = {}
+        self._owners: dict[str, _RunningEpisode] = {}
         """By key."""
-        self._told: set[str] = set()
+        self._warned_fields: set[str] = set()
         self._connections = Connections(stranger_seconds=stranger_seconds)
         self._stranger_warning = RareWarning()
         self._foreign_warning = RareWarning()
@@ -168,22 +174,22 @@ class Endpoint:
         self._thread.start()
 
     def open(self, number: int, recorder: Recorder) -> tuple[str, dict[str, str]]:
-        """The id of a new episode, and the arguments of its environment."""
+        """Registers a new episode. Returns its id, and the arguments of its environment."""
         name = secrets.token_urlsafe(24)
-        episode = self._episodes[name] = _Episode(number, name, recorder)
+        episode = self._episodes[name] = _RunningEpisode(number, name, recorder)
         self._owners[episode.key] = episode
         url = f"http://127.0.0.1:{self.port}/episodes/{name}/v1"
         return name, {"base_url": url, "model": MODEL, "api_key": episode.key}
 
     def forget(self, name: str) -> None:
-        """End an episode: its requests are refused from now on."""
+        """Ends an episode. Its later requests are refused."""
         episode = self._episodes.pop(name, None)
         if episode is not None:
             del self._owners[episode.key]
             self._loop.call_soon_threadsafe(self._connections.end_episode, name)
 
     def close(self) -> None:
-        """End the thread and all connections; harmless when repeated."""
+        """Stops the thread and closes all connections. May be called repeatedly."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -193,6 +199,7 @@ class Endpoint:
         self._waker.close()
 
     def _run(self) -> None:
+        """Runs the event loop until `close`, then cancels what is left of it."""
         self._loop.run_forever()
         self._server.close()
         self._connections.close_all()
@@ -202,17 +209,17 @@ class Endpoint:
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
 
-    def _post(self, item: Draw | EpisodeFault) -> None:
+    def _post(self, item: GenerationRequest | EpisodeFault) -> None:
         self.inbox.put(item)
         self.notify()
 
     def notify(self) -> None:
-        """Give `wake` something to read (any thread)."""
-        with suppress(BlockingIOError):  # full: it will wake up anyway
+        """Makes `wake` readable. Safe in any thread."""
+        with suppress(BlockingIOError):  # the buffer is full, so the reader wakes up anyway
             self._waker.send(b".")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection: requests until it is closed."""
+        """Serves the requests of one connection until it is closed."""
         connection, is_full = self._connections.admit(writer.transport.abort, self._loop.time())
         if is_full:
             self._stranger_warning.warn(
@@ -222,7 +229,7 @@ class Endpoint:
             while await self._exchange(connection, reader, writer):
                 pass
         except (OSError, EOFError, asyncio.LimitOverrunError, _Disconnected):
-            pass  # the client has gone, is silent for too long, or does not speak HTTP
+            pass  # the client has disconnected, timed out or does not speak HTTP
         finally:
             self._connections.drop(connection)
             writer.close()
@@ -233,35 +240,35 @@ class Endpoint:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
-        """Answer one request; whether the connection goes on."""
+        """Answers one request. Returns whether the connection stays open."""
         async with asyncio.timeout_at(connection.deadline):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = [*head[0].split(" "), "", ""][:3]
         fields = {
             name.lower(): value.strip() for name, _, value in (x.partition(":") for x in head)
         }
-        keep = True
+        stays_open = True
         kind = "application/json"
-        episode: _Episode | None = None
+        episode: _RunningEpisode | None = None
         try:
-            name, route = _path_of(path)
-            episode = self._find(name, fields.get("authorization", ""))
+            name, route = _parse_path(path)
+            episode = self._find_episode(name, fields.get("authorization", ""))
             self._claim(connection, episode)
-            body = await self._body(reader, fields)
+            body = await self._read_body(reader, fields)
             reply, kind = await self._answer(episode, method, route, body, reader)
             status = 200
         except Refusal as err:
-            reply = error(err)
+            reply = write_error(err)
             status = err.status
-            keep = self._refused(episode, err) and err.code not in _CLOSES
+            stays_open = self._count_refusal(episode, err) and err.code not in _CLOSES
         head = [f"HTTP/1.1 {status} {_REASONS[status]}", f"content-type: {kind}"]
-        head += [f"content-length: {len(reply)}", *([] if keep else ["connection: close"])]
+        head += [f"content-length: {len(reply)}", *([] if stays_open else ["connection: close"])]
         writer.write("\r\n".join([*head, "", ""]).encode() + reply)
         await writer.drain()
-        return keep and fields.get("connection", "").lower() != "close"
+        return stays_open and fields.get("connection", "").lower() != "close"
 
-    async def _body(self, reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
-        """What follows the head; Refusal if it is too large."""
+    async def _read_body(self, reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
+        """The body of a request. Refusal if it has no valid size or is too large."""
         if "transfer-encoding" in fields:
             raise Refusal("got no content-length, expected one", status=411, code="unread")
         size = fields.get("content-length", "0")
@@ -271,15 +278,17 @@ class Endpoint:
             raise Refusal(f"got {got}, expected the body's number of bytes", code="unread")
         if int(size) <= _MOST_BODY_BYTES:
             return await reader.readexactly(int(size))
-        left = min(int(size), _MOST_DISCARDED_BYTES)
-        while left and (part := await reader.read(min(left, _MOST_HEAD_BYTES))):
-            left -= len(part)  # a client that is cut off while it sends does not read why
+        remaining = min(int(size), _MOST_DISCARDED_BYTES)
+        while remaining and (part := await reader.read(min(remaining, _MOST_HEAD_BYTES))):
+            remaining -= len(
+                part
+            )  # a client that is cut off while it sends does not read the reason
         got = f"a request of {size} bytes"
         expected = f"at most {_MOST_BODY_BYTES}"
         raise Refusal(f"got {got}, expected {expected}; send less", status=413, code="unread")
 
-    def _find(self, name: str, authorization: str) -> _Episode:
-        """The episode of an id; Refusal if there is none, or the key is another's."""
+    def _find_episode(self, name: str, authorization: str) -> _RunningEpisode:
+        """The episode with this id. Refusal if there is none, or if the key is that of another."""
         key = authorization.removeprefix("Bearer ").strip()
         episode = self._episodes.get(name)
         owner = self._owners.get(key)
@@ -290,13 +299,13 @@ class Endpoint:
                 who = "a client without a known key"
             self._foreign_warning.warn(f"{who} asked for an episode that is not its own")
             if owner is not None:
-                self._refused(owner, Refusal("another's episode"))
+                self._count_refusal(owner, Refusal("another's episode"))
             status = 404 if episode is None else 401
             raise Refusal("got no running episode of this client", status=status, code="not_found")
         return episode
 
-    def _claim(self, connection: Connection, episode: _Episode) -> None:
-        """Count a connection for its episode; Refusal if that has too many."""
+    def _claim(self, connection: Connection, episode: _RunningEpisode) -> None:
+        """Assigns a connection to its episode. Refusal if the episode has too many."""
         if not self._connections.claim(connection, episode.name):
             raise Refusal(
                 f"got more than {MOST_OF_EPISODE} open connections of one episode; close clients "
@@ -305,8 +314,9 @@ class Endpoint:
                 code="connections",
             )
 
-    def _refused(self, episode: _Episode | None, err: Refusal) -> bool:
-        """Count a refusal; whether the client may go on."""
+    def _count_refusal(self, episode: _RunningEpisode | None, err: Refusal) -> bool:
+        """Counts a refused request. Returns whether the client may send more; if not, its episode
+        ends."""
         if episode is None:
             return False
         episode.refused += 1
@@ -317,13 +327,13 @@ class Endpoint:
 
     async def _answer(
         self,
-        episode: _Episode,
+        episode: _RunningEpisode,
         method: str,
         route: str,
         body: bytes,
         reader: asyncio.StreamReader,
     ) -> tuple[bytes, str]:
-        """(body, content type) of the answer to a request; Refusal."""
+        """(body, content type) of the answer to a request. Refusal if it cannot be answered."""
         if route.startswith("models"):
             entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmdflow"}
             listed = {"object": "list", "data": [entry]}
@@ -341,18 +351,18 @@ class Endpoint:
         episode.under_way += 1
         try:
             async with episode.turn:
-                return await self._draw(episode, route == "chat/completions", body, reader)
+                return await self._generate(episode, route == "chat/completions", body, reader)
         except (Refusal, _Disconnected):
             raise
         except _UNREADABLE as err:
             raise Refusal(f"got a request that cannot be read ({err})") from err
-        except Exception as err:  # whatever it is: the client and the episode must hear of it
-            raise self._unexpected(episode, err) from err
+        except Exception as err:  # whatever it is, report it to the client and the episode
+            raise self._report_unexpected(episode, err) from err
         finally:
             episode.under_way -= 1
 
-    def _unexpected(self, episode: _Episode, err: Exception) -> Refusal:
-        """Log an error that no request should cause, and end the episode that made it."""
+    def _report_unexpected(self, episode: _RunningEpisode, err: Exception) -> Refusal:
+        """Logs an error that no request should cause, and ends its episode. Returns the Refusal."""
         what = f"{type(err).__name__}: {err}"
         logger.error("episodes: a request failed with %s", what, exc_info=err)
         cause = f"made a request that failed in the endpoint with {what}"
@@ -360,11 +370,11 @@ class Endpoint:
         text = f"the endpoint failed with {what}; see the rank's log"
         return Refusal(text, status=500, code="internal_error")
 
-    async def _draw(
-        self, episode: _Episode, chat: bool, body: bytes, reader: asyncio.StreamReader
+    async def _generate(
+        self, episode: _RunningEpisode, chat: bool, body: bytes, reader: asyncio.StreamReader
     ) -> tuple[bytes, str]:
-        """Have a reply drawn, and record it if the client is still there."""
-        ask = ask_of(json.loads(body), chat=chat, told=self._told)
+        """Has a reply generated, and records it if the client is still connected."""
+        ask = parse_request(json.loads(body), chat=chat, warned_fields=self._warned_fields)
         turn = episode.recorder.begin(ask)
         future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
 
@@ -380,7 +390,7 @@ class Endpoint:
 
         ids = turn.ids
         self._post(
-            Draw(
+            GenerationRequest(
                 number=episode.number,
                 name=episode.name,
                 ids=ids,
@@ -393,14 +403,14 @@ class Endpoint:
         drawn = await future
         if drawn is None or reader.at_eof():
             raise _Disconnected
-        message, kept, reason = episode.recorder.finish(ask, turn, drawn)
-        pieces = [self._tokenizer.decode([i]) for i in kept.tokens.tolist()] * ask.log_probs
-        reply = Reply(message, reason, ids, kept, pieces)
-        return answer(ask, reply, number=f"turn-{turn.number}", model=MODEL)
+        message, response, reason = episode.recorder.finish(ask, turn, drawn)
+        pieces = [self._tokenizer.decode([i]) for i in response.tokens.tolist()] * ask.log_probs
+        reply = Reply(message, reason, ids, response, pieces)
+        return write_answer(ask, reply, number=f"turn-{turn.number}", model=MODEL)
 
 
-def _path_of(path: str) -> tuple[str, str]:
-    """(id, what follows /v1/) of a path; Refusal for any other path."""
+def _parse_path(path: str) -> tuple[str, str]:
+    """(id, the part after /v1/) of a path. Refusal for any other path."""
     parts = path.partition("?")[0].strip("/").split("/")
     if len(parts) < 4 or parts[0] != "episodes" or parts[2] != "v1":
         expected = "/episodes/ID/v1/..."

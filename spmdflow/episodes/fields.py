@@ -1,8 +1,8 @@
-"""Fields of OpenAI's requests that are honoured, and answers in OpenAI's form.
+"""The supported fields of OpenAI's requests, and answers in OpenAI's form.
 
-Fields that would contradict what is recorded are refused; others are ignored with one warning each.
-Sampling (temperature, top_p, top_k, seed) is the run's: the policy that is trained is the one that
-is recorded.
+Fields that contradict what is recorded are refused. Unknown fields are ignored with one warning
+each. Sampling settings (temperature, top_p, top_k, seed) of requests are ignored too: those of the
+run apply, so that the recorded policy is the trained one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmdflow.rollout.generator import Finished
 
 logger = logging.getLogger(__name__)
 
-_HONOURED = {
+_SUPPORTED = {
     "messages",
     "prompt",
     "tools",
@@ -40,11 +40,12 @@ _HONOURED = {
 }
 
 
-_MOST_TOLD = 50
+_MOST_WARNINGS = 50
 _NAME_LETTERS = 100
-"""Of an ignored field's name that are logged."""
+"""Letters of an ignored field's name that are logged."""
 _REFUSAL_LETTERS = 1000
-"""Of a refusal's text, which may quote the request; more are cut out of its middle."""
+"""Letters of a refusal's text, which may quote the request. The middle of a longer one is cut
+out."""
 
 
 class Refusal(Exception):
@@ -57,7 +58,7 @@ class Refusal(Exception):
 
 
 def _shorten(text: str, most: int) -> str:
-    """The text, or its beginning and its end if it has more letters than `most`."""
+    """The text, or its beginning and end if it has more than `most` letters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -69,41 +70,43 @@ class Ask:
     """A request for a chat or a completion."""
 
     messages: list[dict[str, Any]]
-    """Of a chat; empty: a completion."""
+    """Messages of a chat. Empty: a completion."""
     prompt: str | list[int]
     tools: list[Any] | None
     max_tokens: int | None
     stop: tuple[str, ...]
     stream: bool
     with_usage: bool
-    """Whether a stream ends with the number of tokens."""
+    """Whether a stream ends with the token counts."""
     log_probs: bool
     token_ids: bool
 
 
-def ask_of(body: object, *, chat: bool, told: set[str]) -> Ask:
-    """A request from its JSON body; Refusal for what cannot be answered as asked.
+def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
+    """A request from its JSON body. Refusal if it cannot be answered as requested.
 
-    told: ignored fields that were warned of; grows.
+    warned_fields: ignored fields that were logged; grows.
     """
     if not isinstance(body, dict):
         raise Refusal(f"got a body that is {type(body).__name__}, expected a JSON object")
-    unknown = sorted(set(body) - _HONOURED - told)
-    for name in unknown[: max(0, _MOST_TOLD - len(told))]:
-        told.add(name)
+    unknown = sorted(set(body) - _SUPPORTED - warned_fields)
+    for name in unknown[: max(0, _MOST_WARNINGS - len(warned_fields))]:
+        warned_fields.add(name)
         shown = _shorten(name, _NAME_LETTERS)
         logger.warning("episodes: requests have the field %r, which is ignored", shown)
-    if body.get("tool_choice") == "required" and "tool_choice" not in told:
-        told.add("tool_choice")
-        logger.warning("episodes: tool_choice=required is taken as auto: no reply is forced")
+    if body.get("tool_choice") == "required" and "tool_choice" not in warned_fields:
+        warned_fields.add("tool_choice")
+        logger.warning("episodes: tool_choice=required is treated as auto: no reply is forced")
     _refuse_contradictions(body)
     limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
-    given = set()
+    token_limits = set()
     for limit in limits:
         if limit is not None:
-            given.add(limit)
-    if len(given) > 1 or not all(type(limit) is int and limit > 0 for limit in given):
-        raise Refusal(f"max_tokens: got {sorted(map(str, given))}, expected one number above 0")
+            token_limits.add(limit)
+    if len(token_limits) > 1 or not all(type(limit) is int and limit > 0 for limit in token_limits):
+        raise Refusal(
+            f"max_tokens: got {sorted(map(str, token_limits))}, expected one number above 0"
+        )
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stop):
@@ -119,7 +122,7 @@ def ask_of(body: object, *, chat: bool, told: set[str]) -> Ask:
         list(messages) if chat else [],
         "" if chat else prompt,
         tools or None,
-        next(iter(given), None),
+        next(iter(token_limits), None),
         stop,
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
@@ -129,6 +132,7 @@ def ask_of(body: object, *, chat: bool, told: set[str]) -> Ask:
 
 
 def _refuse_contradictions(body: Mapping[str, Any]) -> None:
+    """Refusal if a field has a value that contradicts what is recorded."""
     allowed: dict[str, tuple[Any, ...]] = {
         "n": (None, 1),
         "best_of": (None, 1),
@@ -161,7 +165,7 @@ def _is_prompt(prompt: object) -> bool:
 
 @dataclass(frozen=True)
 class Reply:
-    """What is answered."""
+    """A recorded reply, from which the answer is built."""
 
     message: dict[str, Any]
     reason: str
@@ -169,10 +173,10 @@ class Reply:
     prompt_ids: list[int]
     drawn: Finished
     pieces: list[str]
-    """Text of each token, if log-probabilities are asked for."""
+    """Text of each token, if log-probabilities are requested."""
 
 
-def answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, str]:
+def write_answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, str]:
     """(body, content type) of an answer: JSON, or a stream of events."""
     chat = bool(ask.messages)
     kind = "chat.completion" if chat else "text_completion"
@@ -194,14 +198,14 @@ def answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, s
             choice["text"] = reply.message["content"] or ""
         body = head | {"choices": [choice], "usage": usage}
         return json.dumps(body).encode(), "application/json"
-    calls = []
+    indexed_calls = []
     for i, call in enumerate(reply.message.get("tool_calls") or ()):
-        calls.append(call | {"index": i})
-    delta = reply.message | ({"tool_calls": calls} if calls else {})
-    said = {"delta": delta} if chat else {"text": reply.message["content"] or ""}
+        indexed_calls.append(call | {"index": i})
+    delta = reply.message | ({"tool_calls": indexed_calls} if indexed_calls else {})
+    content = {"delta": delta} if chat else {"text": reply.message["content"] or ""}
     empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     head["object"] = "chat.completion.chunk" if chat else kind
-    events = [head | {"choices": [choice | said | {"finish_reason": None}]}]
+    events = [head | {"choices": [choice | content | {"finish_reason": None}]}]
     end = {"index": 0, "finish_reason": reply.reason, "logprobs": None}
     events.append(head | {"choices": [end | empty]})
     if ask.with_usage:
@@ -211,6 +215,7 @@ def answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, s
 
 
 def _log_probs(ask: Ask, reply: Reply) -> dict[str, Any]:
+    """The log-probabilities of a reply, in the form of a chat or of a completion."""
     numbers = reply.drawn.log_probs.tolist()
     if not ask.messages:
         return {"tokens": reply.pieces, "token_logprobs": numbers}
@@ -222,7 +227,7 @@ def _log_probs(ask: Ask, reply: Reply) -> dict[str, Any]:
     }
 
 
-def error(refusal: Refusal) -> bytes:
-    """The JSON of a refusal, as OpenAI writes it."""
-    said = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
-    return json.dumps({"error": said | {"param": None}}).encode()
+def write_error(refusal: Refusal) -> bytes:
+    """The JSON body of a refusal, in OpenAI's form."""
+    fields = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
+    return json.dumps({"error": fields | {"param": None}}).encode()

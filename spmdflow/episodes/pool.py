@@ -1,8 +1,8 @@
-"""Worker processes that run environments: what runs where, time limits, and who is to blame.
+"""Worker processes that run environments: assignment of episodes, time limits, and blame.
 
-A process runs many episodes in one event loop. If it ends, or does not answer in time, each episode
-that was in it is run once more in a process of its own: the one that does it again is to blame, and
-the others are as if nothing had happened, since an episode's draws depend on its row alone.
+A process runs many episodes in one event loop. If it dies or does not answer in time, each of its
+episodes is run again in a separate process. The episode that makes its process fail again is to
+blame. The others are not affected, since an episode's random numbers depend on its row alone.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from spmdflow.rewards.process import WorkerProcess, are_scores, are_texts, wrote
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2.0
-"""After an episode's limit, which its own process enforces, until that process is killed."""
+"""Time after an episode's limit, which its process enforces, until the process is killed."""
 _START_SECONDS = 120.0
 _ROW_LETTERS = 200
 
 
-class Ended(NamedTuple):
+class EndedEpisode(NamedTuple):
     """How an episode ended."""
 
     number: int
     scores: dict[str, Any] | None = None
-    """Score and further numbers; None: it failed, or the environment left it out."""
+    """Score and other numbers. None: it failed, or the environment returned None."""
     cause: str = ""
-    """Why it failed; empty: it did not."""
+    """Why it failed. Empty: it did not fail."""
 
 
 class _Process(WorkerProcess):
-    """A process with the episodes that run in it."""
+    """A worker process and the episodes that run in it."""
 
     child = "spmdflow.episodes.child"
 
     def __init__(self, term: RewardTerm) -> None:
+        """Starts the process and sends it the name of the environment."""
         super().__init__()
         self.running: dict[int, float] = {}
-        """Episode -> when it must have ended, with grace."""
+        """Episode -> its deadline, including the grace period."""
         self.deadline = time.monotonic() + _START_SECONDS
-        """Of its start."""
+        """Deadline of its start."""
         self.send({"functions": [[term.function, dict(term.arguments)]]})
 
     def accepts(self, message: dict[str, Any]) -> bool:
-        """Whether it may send this message now."""
+        """Whether the process may send this message now."""
         if "ended" in message:
             is_known = isinstance(message["ended"], int) and message["ended"] in self.running
             is_scored = "scores" not in message or are_scores(message["scores"])
@@ -69,25 +70,26 @@ class _Process(WorkerProcess):
 
     @property
     def seconds_left(self) -> float:
-        """Until its start or an episode takes too long; infinite when idle."""
+        """Time until its start or an episode takes too long. Infinite if it is idle."""
         limits = self.running.values() if self.ready else [self.deadline]
         return min(limits, default=float("inf")) - time.monotonic()
 
 
 @dataclass
 class _Call:
-    """An episode that waits or runs."""
+    """An episode that is waiting or running."""
 
     row: dict[str, Any]
     alone: bool = False
-    """Whether it runs in a process of its own, as one with it in it was lost."""
+    """Whether it must run in a separate process, because a process that ran it was lost."""
     causes: list[str] = field(default_factory=list)
 
 
 class EnvironmentPool:
-    """Runs the environment of the settings for many rows at once."""
+    """Runs the configured environment for many rows at once."""
 
     def __init__(self, cfg: EpisodeConfig) -> None:
+        """Starts the worker processes."""
         self._term = environment_of(cfg.environment)
         self._num_processes = cfg.num_processes
         self._concurrency = cfg.concurrency
@@ -95,22 +97,23 @@ class EnvironmentPool:
         self._processes: list[_Process] = []
         self._calls: dict[int, _Call] = {}
         self._waiting: deque[int] = deque()
-        self._ended: list[Ended] = []
+        self._ended: list[EndedEpisode] = []
         self._start_missing()
 
     def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool = False) -> None:
-        """Take new episodes, by number, behind those that wait; first: before them."""
+        """Adds episodes, by number, to the end of the queue, or to its front if `first` is set."""
         self._calls |= {number: _Call(row) for number, row in rows.items()}
         self._waiting = deque([*rows, *self._waiting] if first else [*self._waiting, *rows])
         self._start_missing()
 
     @property
     def num_under_way(self) -> int:
-        """Episodes that wait or run."""
+        """Number of episodes that are waiting or running."""
         return len(self._calls)
 
-    def hand_out(self, enter: Callable[[int], dict[str, str]]) -> None:
-        """Start what there is room for; enter(number): the arguments that it is called with."""
+    def start_waiting(self, enter: Callable[[int], dict[str, str]]) -> None:
+        """Starts waiting episodes where a process has room. enter(number): arguments of its
+        environment."""
         room = max(1, self._concurrency // self._num_processes)
         for process in self._processes:
             while self._waiting and process.ready and len(process.running) < room:
@@ -127,12 +130,12 @@ class EnvironmentPool:
 
     def advance(
         self, seconds: float, *, wake: int, faults: Callable[[], Mapping[int, str]]
-    ) -> list[Ended]:
-        """Wait so long at most, or until a process or the file descriptor `wake` has something to
-        read; the episodes that ended.
+    ) -> list[EndedEpisode]:
+        """Waits for at most this long, or until a process or the file descriptor `wake` is
+        readable. Returns the episodes that have ended.
 
-        faults(): episodes to end, and why; asked after the processes, so that an episode that
-        fails as it is cut off fails by what it was cut off for.
+        faults(): episodes to end, with causes. It is called after the processes are read, so that
+        an episode that fails because it is ended reports this cause.
         """
         poll = select.poll()
         for process in self._processes:
@@ -151,22 +154,22 @@ class EnvironmentPool:
                     break
                 self._record(process, message)
             if end is not None:
-                self._lose(process, end)
+                self._lose_process(process, end)
             elif process.seconds_left <= 0 and not process.ready:
-                self._lose(process, f"did not end within {_START_SECONDS:g} s")
+                self._lose_process(process, f"did not end within {_START_SECONDS:g} s")
             elif process.seconds_left <= 0:
                 limit = f"actor.rollout.episode.seconds ({self._seconds:g} s)"
-                self._lose(process, f"kept its worker process busy for longer than {limit}")
+                self._lose_process(process, f"kept its worker process busy for longer than {limit}")
         ended = self._ended
         self._ended = []
         return ended
 
     def close(self) -> None:
-        """Kill all processes; harmless when repeated."""
+        """Kills all processes. May be called repeatedly."""
         self._kill(list(self._processes))
 
     def _fail(self, number: int, cause: str) -> None:
-        """End a running episode: it failed."""
+        """Cancels a running episode and records the cause."""
         for process in self._processes:
             if number in process.running:
                 process.send({"cancel": number})
@@ -182,10 +185,11 @@ class EnvironmentPool:
             self._processes.remove(process)
 
     def _record(self, process: _Process, message: dict[str, Any]) -> None:
+        """Handles a message from a process. An error of the environment's import is raised."""
         name = self._term.function
         if "ended" in message:
             process.running.pop(message["ended"], None)
-            self._end(message["ended"], message.get("scores"), message.get("failed", ""))
+            self._end_episode(message["ended"], message.get("scores"), message.get("failed", ""))
         elif "forked" in message:
             self._blame_fork(process, message["forked"])
         elif "refused" in message:
@@ -199,7 +203,8 @@ class EnvironmentPool:
             process.ready = True
 
     def _blame_fork(self, process: _Process, number: object) -> None:
-        """Fail the episode that forked and let the child go on; the child has ended itself."""
+        """Fails the episode whose forked child returned to the event loop. The child has exited
+        itself."""
         cause = (
             "forked, and its child went on as well (end the child with os._exit(0), or start a "
             "program with asyncio.create_subprocess_exec)"
@@ -209,7 +214,8 @@ class EnvironmentPool:
         else:
             logger.warning("environment %r %s", self._term.function, cause)
 
-    def _end(self, number: int, scores: dict[str, Any] | None, cause: str) -> None:
+    def _end_episode(self, number: int, scores: dict[str, Any] | None, cause: str) -> None:
+        """Adds an episode to those that have ended. Does nothing if it has ended before."""
         call = self._calls.pop(number, None)
         if call is None:
             return
@@ -221,22 +227,22 @@ class EnvironmentPool:
                 f'with "score" or None; fix the environment\n'
                 f"row: {_shorten(json.dumps(call.row))}\n{trace.rstrip()}"
             )
-        self._ended.append(Ended(number, None if cause else scores, cause))
+        self._ended.append(EndedEpisode(number, None if cause else scores, cause))
 
-    def _lose(self, process: _Process, what: str) -> None:
-        """Kill a process; its only episode has failed, several are run again, each alone."""
+    def _lose_process(self, process: _Process, what: str) -> None:
+        """Kills a process. Its only episode fails; if it has several, each is run again alone."""
         stack = process.stack()
         where = stack and f"\nIt was there (innermost call first):\n{stack}"
         self._kill([process])
         if not process.ready:
             raise RewardError(
                 f"environment {self._term.function!r}: importing its module {what}; expected a "
-                f"module that can be imported by itself; run `python -c` on it to see why{where}"
+                f"module that can be imported on its own; run `python -c` on it to see why{where}"
             )
         numbers = list(process.running)
         for number in numbers:
             if len(numbers) == 1 or self._calls[number].alone:
-                self._end(number, None, what + where)
+                self._end_episode(number, None, what + where)
             else:
                 self._calls[number].alone = True
                 self._waiting.append(number)

@@ -1,8 +1,8 @@
 """Runs the episodes of one generation replica: the generator is stepped until all have ended.
 
-The replica's first rank has the endpoint and the environments. Before each step it tells the other
-ranks which requests are new and which are aborted, so that all step the same requests. It checks
-each request first: whatever is wrong with one fails its episode, never the run.
+The replica's first rank has the endpoint and the environments. Before each step it broadcasts which
+requests are new and which are aborted, so that all ranks step the same requests. It checks each
+request first: an invalid request fails its episode, never the run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 from spmdflow.config.episode import EpisodeConfig
 from spmdflow.datasets.chat import ChatTemplate
-from spmdflow.episodes.endpoint import Draw, Endpoint, EpisodeFault
-from spmdflow.episodes.pool import Ended, EnvironmentPool
+from spmdflow.episodes.endpoint import Endpoint, EpisodeFault, GenerationRequest
+from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
 from spmdflow.errors import ColumnError
 from spmdflow.parallel.group import broadcast_plain
@@ -31,17 +31,17 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_tools import vllm_call_reader
 
 _IDLE_SECONDS = 1.0
-"""Longest wait without a request; then the other ranks of the replica hear that all is well."""
+"""Longest wait without a request. Then the other ranks of the replica get a sign of life."""
 
 
 class Episode(NamedTuple):
-    """What became of a row."""
+    """The result of one row's episode."""
 
     number: int
     scores: dict[str, Any] | None
-    """None: it failed or was left out."""
+    """None: it failed, or the environment returned None."""
     cause: str
-    """Why it failed; empty: it did not."""
+    """Why it failed. Empty: it did not fail."""
     num_turns: int
     num_segments: int
     prompt: list[int]
@@ -51,11 +51,12 @@ class Episode(NamedTuple):
     versions: list[int]
     """-1 where the mask is False."""
     calls: list[list[Call]]
-    """Of tools, in each reply."""
+    """Tool calls of each reply."""
 
 
 class EpisodeRunner:
-    """Environments and endpoint of a replica's first rank; the other ranks only step."""
+    """Runs episodes. The replica's first rank has endpoint and environments; the others only
+    step."""
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class EpisodeRunner:
         end_tokens: tuple[int, ...],
         replica: Replica,
     ) -> None:
-        """Worker processes start in the background."""
+        """On the first rank, opens the endpoint and starts the worker processes in the
+        background."""
         tokenizer = chat.tokenizer
         self._chat = chat
         self._limits = limits
@@ -77,13 +79,13 @@ class EpisodeRunner:
         name = cfg.tool_parser
         self._read_calls = vllm_call_reader(name, tokenizer) if name else None
         self._numbers = count()
-        self._begun: dict[int, tuple[Sampling, Callable[[int], int]]] = {}
-        """Sampling and seed(turn) of each episode that was begun and not taken."""
-        self._lead: _Lead | None = None
+        self._seeds_of_episode: dict[int, tuple[Sampling, Callable[[int], int]]] = {}
+        """Sampling and seed(turn) of each episode that has started and is not finished."""
+        self._leader: _ReplicaLeader | None = None
         if replica.replica_rank == 0:
             pool = EnvironmentPool(cfg)
             endpoint = Endpoint(tokenizer)
-            self._lead = _Lead(pool, endpoint, self._new_recorder, self._check)
+            self._leader = _ReplicaLeader(pool, endpoint, self._new_recorder, self._check)
 
     def run(
         self,
@@ -95,8 +97,8 @@ class EpisodeRunner:
     ) -> list[Episode]:
         """One episode for each row, in order; the same on all ranks of the replica.
 
-        seed_of_turn(row's place, turn): seed of a reply. strict: stop at the first failure; later
-        rows may then be missing.
+        seed_of_turn(row index, turn): seed of a reply. strict: stop at the first failure; the
+        result may then lack later rows.
         """
         numbers = self.begin(rows, sampling, seed_of_turn)
         return self.finish(numbers, greedy=sampling.greedy, strict=strict)
@@ -107,71 +109,79 @@ class EpisodeRunner:
         sampling: Sampling,
         seed_of_turn: Callable[[int, int], int],
     ) -> list[int]:
-        """Take episodes on, behind those begun before (greedy ones: before them); their numbers."""
+        """Adds episodes to the end of the queue, or to its front if they are greedy. Returns their
+        numbers."""
         numbers = [next(self._numbers) for _ in rows]
-        for place, number in enumerate(numbers):
-            self._begun[number] = sampling, partial(seed_of_turn, place)
-        if self._lead:
-            self._lead.begin(dict(zip(numbers, rows, strict=True)), first=sampling.greedy)
+        for index, number in enumerate(numbers):
+            self._seeds_of_episode[number] = sampling, partial(seed_of_turn, index)
+        if self._leader:
+            self._leader.begin(dict(zip(numbers, rows, strict=True)), first=sampling.greedy)
         return numbers
 
     def finish(
         self, numbers: Sequence[int], *, greedy: bool = False, strict: bool = False
     ) -> list[Episode]:
-        """Go on with all episodes until these have ended; they are numbered by their places."""
-        lead = self._lead
-        self.go_on(lambda: lead is None or lead.has(numbers, strict=strict), greedy=greedy)
+        """Continues all episodes until these have ended. Results are numbered by index in
+        `numbers`."""
+        leader = self._leader
+        self.run_until(
+            lambda: leader is None or leader.have_ended(numbers, strict=strict), greedy=greedy
+        )
         for number in numbers:
-            del self._begun[number]
+            del self._seeds_of_episode[number]
         self._requests.forget(numbers)
-        told = [tuple(each) for each in lead.take(numbers)] if lead else None
-        return [Episode(*each) for each in self._broadcast(told)]
+        own_results = [tuple(fields) for fields in leader.take_results(numbers)] if leader else None
+        return [Episode(*fields) for fields in self._broadcast(own_results)]
 
-    def go_on(self, is_over: Callable[[], bool], *, greedy: bool = False) -> None:
-        """Draw for the episodes until is_over(), as the replica's first rank sees it.
+    def run_until(self, is_over: Callable[[], bool], *, greedy: bool = False) -> None:
+        """Generates replies for the episodes until is_over() is true on the replica's first rank.
 
-        greedy: for those that take the likeliest tokens, else for all others; while none of them
-        asks, for the other sort, whose episodes may be in the way.
+        greedy: for greedy episodes, otherwise for all others. While those have no requests, it
+        steps the other kind, whose episodes may occupy the worker processes.
         """
-        lead = self._lead
+        leader = self._leader
         requests = self._requests
         while True:
-            sort = greedy != requests.is_idle(greedy=greedy)
-            idle = requests.is_idle(greedy=sort)
-            news = self._agree(lead.look(is_over, idle=idle) if lead else None)
-            for request in news.aborted:
+            steps_greedy = greedy != requests.is_idle(greedy=greedy)
+            idle = requests.is_idle(greedy=steps_greedy)
+            changes = self._share_changes(
+                leader.collect_changes(is_over, idle=idle) if leader else None
+            )
+            for request in changes.aborted:
                 requests.abort(request)
-            requests.forget(news.ended)
-            for number, prompt, turn, most in news.added:
-                request = requests.add(self._request(number, prompt, turn, most))
-                if lead:
-                    lead.added(request)
-            if news.done:
+            requests.forget(changes.ended)
+            for number, prompt, turn, most in changes.added:
+                request = requests.add(self._request_of_turn(number, prompt, turn, most))
+                if leader:
+                    leader.confirm_added(request)
+            if changes.done:
                 return
-            for drawn in () if requests.is_idle(greedy=sort) else requests.step(greedy=sort):
-                if lead:
-                    lead.drawn(drawn)
+            for drawn in (
+                () if requests.is_idle(greedy=steps_greedy) else requests.step(greedy=steps_greedy)
+            ):
+                if leader:
+                    leader.deliver(drawn)
 
     @property
     def num_under_way(self) -> int:
-        """Episodes that wait or run, as the replica's first rank sees it."""
-        if self._lead:
-            return self._lead.num_under_way
+        """Number of episodes that are waiting or running on the first rank; 0 on other ranks."""
+        if self._leader:
+            return self._leader.num_under_way
         return 0
 
     def wake(self) -> None:
-        """Have `go_on` look again (another thread)."""
-        if self._lead:
-            self._lead.wake()
+        """Makes `run_until` check again. Safe in any thread."""
+        if self._leader:
+            self._leader.wake()
 
     def close(self) -> None:
-        """End the worker processes and the endpoint."""
-        if self._lead:
-            self._lead.close()
+        """Ends the worker processes and the endpoint."""
+        if self._leader:
+            self._leader.close()
 
-    def _request(self, number: int, prompt: list[int], turn: int, most: int) -> Request:
-        """What the generator draws for an episode's turn."""
-        sampling, seed_of = self._begun[number]
+    def _request_of_turn(self, number: int, prompt: list[int], turn: int, most: int) -> Request:
+        """The generator's request for a turn of an episode."""
+        sampling, seed_of = self._seeds_of_episode[number]
         return Request(
             prompt=torch.tensor(prompt, dtype=torch.int64),
             seed=seed_of(turn),
@@ -179,9 +189,9 @@ class EpisodeRunner:
             conversation=number,
         )
 
-    def _check(self, draw: Draw) -> None:
-        """Raise what would be raised by adding a request, before any rank hears of it."""
-        request = self._request(draw.number, draw.ids, draw.turn, draw.max_new_tokens)
+    def _check(self, draw: GenerationRequest) -> None:
+        """Raises the error that adding the request would raise, before any rank receives it."""
+        request = self._request_of_turn(draw.number, draw.ids, draw.turn, draw.max_new_tokens)
         known = range(self._limits.vocab_size)
         foreign = []
         for token in draw.ids:
@@ -196,40 +206,40 @@ class EpisodeRunner:
     def _new_recorder(self) -> Recorder:
         return Recorder(self._chat, self._end_tokens, self._limits, self._read_calls)
 
-    def _agree(self, mine: News | None) -> News:
-        """The first rank's news, on every rank of the replica."""
-        return News(*self._broadcast(mine))
+    def _share_changes(self, mine: StepChanges | None) -> StepChanges:
+        """The first rank's changes, on every rank of the replica (collective)."""
+        return StepChanges(*self._broadcast(mine))
 
     def _broadcast(self, mine: Any) -> Any:
-        """What the first rank passes: plain data of any size, also hours of episodes."""
+        """The value that the first rank passes: plain data of any size (collective)."""
         if self._replica.size == 1:
             return mine
         group = self._replica.group(self._replica.ranks, "gloo")
         return broadcast_plain(mine if mine is None else list(mine), group)
 
 
-class News(NamedTuple):
-    """What changes before a step."""
+class StepChanges(NamedTuple):
+    """What changes before a step of the generator."""
 
     added: list[tuple[int, list[int], int, int]]
-    """Of each new request: its row's place, prompt, turn and most tokens."""
+    """New requests: number of the episode, prompt, turn, and maximum number of tokens."""
     aborted: list[int]
     ended: list[int]
-    """Rows whose episodes ask for no more."""
+    """Episodes that have ended."""
     done: bool
 
 
-class _Lead:
-    """The first rank's part of a run: what is under way, and what became of each row."""
+class _ReplicaLeader:
+    """The first rank's part of a run: running episodes, their requests, and results."""
 
     def __init__(
         self,
         pool: EnvironmentPool,
         endpoint: Endpoint,
         new_recorder: Callable[[], Recorder],
-        check: Callable[[Draw], None],
+        check: Callable[[GenerationRequest], None],
     ) -> None:
-        """check: raises what is wrong with a request."""
+        """check: raises an error if a request is invalid."""
         self._pool = pool
         self._endpoint = endpoint
         self._new_recorder = new_recorder
@@ -237,105 +247,113 @@ class _Lead:
         self._names: dict[int, str] = {}
         """Running episode -> its id."""
         self._recorders: dict[int, Recorder] = {}
-        self._asked: deque[Draw] = deque()
-        """Those that are being added to the generator."""
-        self._drawing: dict[int, Draw] = {}
-        """Request of the generator -> what asked for it."""
+        self._unconfirmed: deque[GenerationRequest] = deque()
+        """Requests that were sent to the ranks and not yet added to the generator."""
+        self._drawing: dict[int, GenerationRequest] = {}
+        """Number in the generator -> the request of the endpoint."""
         self._aborted: list[int] = []
         self._ended: list[int] = []
         self._episodes: dict[int, Episode] = {}
         self._fails = False
 
     def begin(self, rows: Mapping[int, dict[str, Any]], *, first: bool) -> None:
-        """Take episodes on, by number."""
+        """Adds episodes, by number."""
         self._pool.begin(rows, first=first)
 
-    def look(self, is_over: Callable[[], bool], *, idle: bool) -> News:
-        """Start, end and hear episodes; waits for something new if idle and not over."""
-        self._pool.hand_out(self._enter)
+    def collect_changes(self, is_over: Callable[[], bool], *, idle: bool) -> StepChanges:
+        """Starts waiting episodes, and collects new requests and ended episodes.
+
+        Waits for something new if `idle` is set and is_over() is false.
+        """
+        self._pool.start_waiting(self._open_episode)
         seconds = _IDLE_SECONDS if idle and not is_over() else 0.0
-        asked: list[Draw] = []
+        new_requests: list[GenerationRequest] = []
         wake = self._endpoint.wake.fileno()
-        for ended in self._pool.advance(seconds, wake=wake, faults=partial(self._hear, asked)):
-            self._end(ended)
+        for ended in self._pool.advance(
+            seconds, wake=wake, faults=partial(self._read_inbox, new_requests)
+        ):
+            self._record_end(ended)
         added = []
-        for item in asked:
+        for item in new_requests:
             if self._names.get(item.number) != item.name:
-                item.done(None)  # of an episode that has ended
+                item.done(None)  # its episode has ended
                 continue
             try:
                 self._check(item)
-            except Exception as err:  # of whatever kind: it is this episode's, not the run's
+            except Exception as err:  # any error fails this episode, not the run
                 item.fail(err)
                 continue
-            self._asked.append(item)
+            self._unconfirmed.append(item)
             added.append((item.number, item.ids, item.turn, item.max_new_tokens))
         aborted = self._aborted
         self._aborted = []
-        gone = self._ended
+        ended_episodes = self._ended
         self._ended = []
-        return News(added, aborted, gone, is_over())
+        return StepChanges(added, aborted, ended_episodes, is_over())
 
-    def _hear(self, asked: list[Draw]) -> dict[int, str]:
-        """Add what running episodes ask for; those that have to be ended -> why."""
+    def _read_inbox(self, new_requests: list[GenerationRequest]) -> dict[int, str]:
+        """Appends the requests of running episodes to `new_requests`. Returns episodes to end ->
+        cause."""
         with suppress(BlockingIOError):
             self._endpoint.wake.recv(1 << 16)
         causes = {}
         with suppress(queue.Empty):
             while True:
-                item: Draw | EpisodeFault = self._endpoint.inbox.get_nowait()
-                if isinstance(item, Draw):
-                    asked.append(item)
+                item: GenerationRequest | EpisodeFault = self._endpoint.inbox.get_nowait()
+                if isinstance(item, GenerationRequest):
+                    new_requests.append(item)
                 elif self._names.get(item.number) == item.name:
                     causes[item.number] = item.cause
         return causes
 
-    def added(self, request: int) -> None:
-        """The generator has taken the next request."""
-        self._drawing[request] = self._asked.popleft()
+    def confirm_added(self, request: int) -> None:
+        """Records the number that the generator gave to the oldest unconfirmed request."""
+        self._drawing[request] = self._unconfirmed.popleft()
 
-    def drawn(self, drawn: VersionedResponse) -> None:
-        """A reply has ended."""
+    def deliver(self, drawn: VersionedResponse) -> None:
+        """Hands a finished response to its client."""
         self._drawing.pop(drawn.id).done(drawn)
 
-    def has(self, numbers: Sequence[int], *, strict: bool) -> bool:
-        """Whether these episodes have ended, or, if strict, one has failed."""
+    def have_ended(self, numbers: Sequence[int], *, strict: bool) -> bool:
+        """Whether these episodes have ended or, if strict is set, any episode has failed."""
         return (strict and self._fails) or self._episodes.keys() >= set(numbers)
 
-    def take(self, numbers: Sequence[int]) -> list[Episode]:
-        """What became of these episodes, as far as they have ended; numbered by place."""
-        found = []
-        for place, n in enumerate(numbers):
-            found.append((place, self._episodes.pop(n, None)))
+    def take_results(self, numbers: Sequence[int]) -> list[Episode]:
+        """Removes and returns the results of these episodes, as far as they have ended, numbered by
+        index."""
+        results = []
+        for index, n in enumerate(numbers):
+            results.append((index, self._episodes.pop(n, None)))
         result = []
-        for place, each in found:
-            if each:
-                result.append(each._replace(number=place))
+        for index, episode in results:
+            if episode:
+                result.append(episode._replace(number=index))
         return result
 
     @property
     def num_under_way(self) -> int:
-        """Episodes that wait or run."""
+        """Number of episodes that are waiting or running."""
         return self._pool.num_under_way
 
     def wake(self) -> None:
-        """Have `look` return (another thread)."""
+        """Makes `collect_changes` return. Safe in any thread."""
         self._endpoint.notify()
 
     def close(self) -> None:
-        """End the worker processes and the endpoint."""
+        """Ends the worker processes and the endpoint."""
         self._pool.close()
         self._endpoint.close()
 
-    def _enter(self, number: int) -> dict[str, str]:
-        """Start an episode, from its beginning if its process was lost."""
-        self._leave(number)
+    def _open_episode(self, number: int) -> dict[str, str]:
+        """Opens an episode at the endpoint, again if its process was lost. Returns its
+        arguments."""
+        self._close_episode(number)
         self._recorders[number] = self._new_recorder()
-        self._names[number], told = self._endpoint.open(number, self._recorders[number])
-        return told
+        self._names[number], arguments = self._endpoint.open(number, self._recorders[number])
+        return arguments
 
-    def _leave(self, number: int) -> None:
-        """Forget an episode's id; its requests are aborted."""
+    def _close_episode(self, number: int) -> None:
+        """Closes an episode at the endpoint, and aborts its requests."""
         if number in self._names:
             self._endpoint.forget(self._names.pop(number))
             self._ended.append(number)
@@ -345,11 +363,12 @@ class _Lead:
                 self._aborted.append(request)
                 draw.done(None)
 
-    def _end(self, ended: Ended) -> None:
-        self._leave(ended.number)
+    def _record_end(self, ended: EndedEpisode) -> None:
+        """Closes an episode that has ended, and stores its result."""
+        self._close_episode(ended.number)
         recorder = self._recorders.pop(ended.number)
-        found = recorder.longest() or Segment([])
-        scores = ended.scores if found.num_sampled else None
+        segment = recorder.longest() or Segment([])
+        scores = ended.scores if segment.num_sampled else None
         self._fails |= bool(ended.cause)
         self._episodes[ended.number] = Episode(
             ended.number,
@@ -357,10 +376,10 @@ class _Lead:
             ended.cause,
             recorder.num_turns,
             len(recorder.segments),
-            found.prompt,
-            found.tokens,
-            found.mask,
-            found.log_probs,
-            found.versions,
-            found.calls,
+            segment.prompt,
+            segment.tokens,
+            segment.mask,
+            segment.log_probs,
+            segment.versions,
+            segment.calls,
         )

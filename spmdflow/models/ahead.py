@@ -76,7 +76,7 @@ class RowsAhead:
         """Draw until `halt` says so, or until every row has ended."""
         runner = self._runner
         if runner is not None:
-            runner.go_on(lambda: self._halted >= turn or not runner.num_under_way)
+            runner.run_until(lambda: self._halted >= turn or not runner.num_under_way)
             return
         while len(self._requests) and not self._is_halted(turn):
             self._draw()

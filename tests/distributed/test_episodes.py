@@ -22,7 +22,7 @@ from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import load_tokenizer
-from spmdflow.episodes.pool import Ended, EnvironmentPool
+from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.run import Episode, EpisodeRunner
 from spmdflow.plan.replay import Replay
@@ -161,7 +161,7 @@ def test_episodes_begun_ahead_lose_nothing_to_new_weights_or_to_held_out_ones(
 
     found = runner.finish(first)
     generator.renew(1)
-    runner._requests.set_aside()
+    runner._requests.suspend_all()
     runner._requests.version = 1
     renewed.touch()
     greedy = runner.run(ROWS[:4], replace(SAMPLING, greedy=True), seed_of_turn)
@@ -222,10 +222,10 @@ def test_an_episode_that_fails_as_it_is_cut_off_says_what_it_was_cut_off_for() -
     told = {"base_url": "", "model": "", "api_key": ""}
     _listener, wake = socket.socketpair()
     pool.begin({7: {"digit": 3}})
-    ended: list[Ended] = []
+    ended: list[EndedEpisode] = []
     until = time.monotonic() + 60
     while not ended and time.monotonic() < until:
-        pool.hand_out(lambda number: told)
+        pool.start_waiting(lambda number: told)
         (process,) = pool._processes
         select.select([process], [], [], 30)  # its failure can be read before the endpoint tells
         cause = {7: "flooded"} if process.running else {}

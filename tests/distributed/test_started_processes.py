@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from spmdflow.config.episode import EpisodeConfig
-from spmdflow.episodes.pool import Ended, EnvironmentPool
+from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.errors import RewardError
 from spmdflow.rewards.pool import RewardPool
 
@@ -231,19 +231,19 @@ def test_function_that_replaces_json_scores_as_any_other(pool: RewardPool) -> No
     assert first_failure == ""
 
 
-def play(code: str, rows: list[dict[str, Any]]) -> dict[int, Ended]:
+def play(code: str, rows: list[dict[str, Any]]) -> dict[int, EndedEpisode]:
     """Episodes without an endpoint: how each row's ended."""
     cfg = EpisodeConfig(environment=f"{code}:episode", seconds=300.0)
     pool = EnvironmentPool(cfg)
     told = {"base_url": "", "model": "", "api_key": ""}
     _other, wake = socket.socketpair()
     pool.begin(dict(enumerate(rows)))
-    ended: list[Ended] = []
+    ended: list[EndedEpisode] = []
     limit = time.monotonic() + 120
     try:
         while len(ended) < len(rows):
             assert time.monotonic() < limit
-            pool.hand_out(lambda number: told)
+            pool.start_waiting(lambda number: told)
             ended += pool.advance(1.0, wake=wake.fileno(), faults=dict)
     finally:
         pool.close()

@@ -111,8 +111,8 @@ from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.episodes import endpoint as endpoints
 from spmdflow.episodes import fields
 from spmdflow.episodes.connections import MOST_IDLE, Connections
-from spmdflow.episodes.endpoint import Draw, Endpoint, EpisodeFault
-from spmdflow.episodes.fields import Refusal, ask_of
+from spmdflow.episodes.endpoint import Endpoint, EpisodeFault, GenerationRequest
+from spmdflow.episodes.fields import Refusal, parse_request
 from spmdflow.errors import DataError, MessageError
 from spmdflow.plan.example import SMALL_FILE_BYTES, scan_or_assume
 from spmdflow.rewards import child, countdown, gsm8k
@@ -286,10 +286,10 @@ def endpoint() -> Iterator[Endpoint]:
     opened.close()
 
 
-def next_draw(endpoint: Endpoint) -> Draw:
+def next_draw(endpoint: Endpoint) -> GenerationRequest:
     """The next reply that has to be drawn."""
     item = endpoint.inbox.get(timeout=WAIT_SECONDS)
-    assert isinstance(item, Draw)
+    assert isinstance(item, GenerationRequest)
     return item
 
 
@@ -432,8 +432,8 @@ def test_ignored_fields_are_logged_up_to_a_number_and_their_names_up_to_a_length
     names += [f"field {number}" for number in range(fields._MOST_TOLD)]
     told: set[str] = set()
 
-    ask_of({"prompt": "a", **dict.fromkeys(names, 1)}, chat=False, told=told)
-    ask_of({"prompt": "a", "one more": 1}, chat=False, told=told)
+    parse_request({"prompt": "a", **dict.fromkeys(names, 1)}, chat=False, warned_fields=told)
+    parse_request({"prompt": "a", "one more": 1}, chat=False, warned_fields=told)
 
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == fields._MOST_TOLD

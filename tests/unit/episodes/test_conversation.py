@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.conversation import check_template, reply_of
-from spmdflow.episodes.fields import Ask, Refusal, ask_of
+from spmdflow.episodes.fields import Ask, Refusal, parse_request
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.resumable import VersionedResponse
@@ -68,11 +68,11 @@ def recorder_of(tokenizer: Any, *, read_calls: Any = None, **limits: Any) -> Rec
 def chat(*said: str, **fields: Any) -> Ask:
     """A chat in which user and assistant take turns."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
-    return ask_of({"messages": messages, **fields}, chat=True, told=set())
+    return parse_request({"messages": messages, **fields}, chat=True, warned_fields=set())
 
 
 def completion(prompt: str | list[int]) -> Ask:
-    return ask_of({"prompt": prompt}, chat=False, told=set())
+    return parse_request({"prompt": prompt}, chat=False, warned_fields=set())
 
 
 def drawn_of(ids: list[int]) -> VersionedResponse:
@@ -138,7 +138,7 @@ def test_template_that_changes_an_earlier_turn_is_refused_with_the_turn(
     template: str, place: int
 ) -> None:
     check_template(ChatTemplate(tokenizer_with(CHATML)))
-    with pytest.raises(ConfigError, match=rf"segments: got .* writes message {place} of 3"):
+    with pytest.raises(ConfigError, match=rf"segments: got .* renders message {place} of 3"):
         check_template(ChatTemplate(tokenizer_with(template)))
 
 
@@ -231,7 +231,9 @@ def test_calls_of_a_family_are_read_by_vllms_parser_of_that_name(name: str) -> N
     assert message["content"] == (None if name == "llama3_json" else "So:")
     assert kept.tokens.tolist() == ids
     more = [*ask.messages, message, {"role": "tool", "tool_call_id": call["id"], "content": "4"}]
-    again = recorder.begin(ask_of({"messages": more, "tools": TOOLS}, chat=True, told=set()))
+    again = recorder.begin(
+        parse_request({"messages": more, "tools": TOOLS}, chat=True, warned_fields=set())
+    )
     assert again.ids[: len(recorder.segments[0].ids)] == recorder.segments[0].ids
 
 
@@ -261,14 +263,18 @@ def test_request_that_cannot_be_answered_as_asked_is_refused(
     fields: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(Refusal, match=f"^{name}: got"):
-        ask_of({"messages": [{"role": "user", "content": "a"}]} | fields, chat=True, told=set())
+        parse_request(
+            {"messages": [{"role": "user", "content": "a"}]} | fields,
+            chat=True,
+            warned_fields=set(),
+        )
 
 
 def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     told: set[str] = set()
     for _ in range(2):
         body = {"messages": [{"role": "user", "content": "a"}], "temperature": 0.3}
-        ask_of(body, chat=True, told=told)
+        parse_request(body, chat=True, warned_fields=told)
 
     assert [record.getMessage() for record in caplog.records] == [
         "episodes: requests have the field 'temperature', which is ignored"

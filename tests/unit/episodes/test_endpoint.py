@@ -16,7 +16,7 @@ import pytest
 
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.episodes.connections import MOST_OF_EPISODE, MOST_STRANGERS, Connections
-from spmdflow.episodes.endpoint import Draw, Endpoint, EpisodeFault
+from spmdflow.episodes.endpoint import Endpoint, EpisodeFault, GenerationRequest
 from spmdflow.episodes.recorder import Limits, Recorder
 from spmdflow.rollout.vllm_tools import CallReader
 from tests.unit.episodes.test_agent_requests import words
@@ -78,7 +78,7 @@ class Agent:
         with self.connect() as connection:
             connection.sendall(self.request({"prompt": "a"}))
             draw = self.endpoint.inbox.get(timeout=WAIT_SECONDS)
-            assert isinstance(draw, Draw)
+            assert isinstance(draw, GenerationRequest)
             draw.done(words(TOKENIZER, "b"))
             return bool(answer_from(connection)[0] == 200)
 
@@ -143,7 +143,7 @@ def test_error_that_no_request_should_cause_is_logged_answered_and_named_as_the_
     with agent.connect() as connection:
         connection.sendall(agent.request(body, route="chat/completions"))
         draw = endpoint.inbox.get(timeout=WAIT_SECONDS)
-        assert isinstance(draw, Draw)
+        assert isinstance(draw, GenerationRequest)
 
         draw.done(words(TOKENIZER, "b"))
 
@@ -165,7 +165,7 @@ def test_request_that_the_generator_does_not_take_fails_its_episode_with_the_cau
     with agent.connect() as connection:
         connection.sendall(agent.request({"prompt": "a"}))
         draw = endpoint.inbox.get(timeout=WAIT_SECONDS)
-        assert isinstance(draw, Draw)
+        assert isinstance(draw, GenerationRequest)
 
         draw.fail(OverflowError("no room"))
 
@@ -182,7 +182,7 @@ def test_reply_to_a_client_that_has_left_is_not_recorded(endpoint: Endpoint) -> 
     connection = agent.connect()
     connection.sendall(agent.request({"prompt": "a"}))
     draw = endpoint.inbox.get(timeout=WAIT_SECONDS)
-    assert isinstance(draw, Draw)
+    assert isinstance(draw, GenerationRequest)
     connection.close()
     for _ in range(3):  # turns of the loop: it has read the end of the connection then
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), endpoint._loop).result(WAIT_SECONDS)

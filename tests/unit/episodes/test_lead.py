@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from spmdflow.episodes.endpoint import Endpoint
-from spmdflow.episodes.pool import Ended, EnvironmentPool
+from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Limits, Recorder
-from spmdflow.episodes.run import _Lead
+from spmdflow.episodes.run import _ReplicaLeader
 from tests.unit.episodes.test_conversation import text_tokenizer
 
 
@@ -28,7 +28,7 @@ class EndingPool:
         self.clients: list[http.client.HTTPConnection] = []
         self._running = [0]
 
-    def hand_out(self, enter: Callable[[int], dict[str, str]]) -> None:
+    def start_waiting(self, enter: Callable[[int], dict[str, str]]) -> None:
         told = {} if self.clients else enter(0)
         for _ in range(self._num_requests if told else 0):
             place = urlsplit(told["base_url"])
@@ -38,13 +38,15 @@ class EndingPool:
             client.request("POST", f"{place.path}/completions", body, {"authorization": key})
             self.clients.append(client)
 
-    def advance(self, seconds: float, *, wake: int, faults: Callable[[], object]) -> list[Ended]:
+    def advance(
+        self, seconds: float, *, wake: int, faults: Callable[[], object]
+    ) -> list[EndedEpisode]:
         while self._running and not self._all_are_there():
             time.sleep(0.001)
         faults()
         ended = self._running
         self._running = []
-        return [Ended(number, None, "gone") for number in ended]
+        return [EndedEpisode(number, None, "gone") for number in ended]
 
     def _all_are_there(self) -> bool:
         (episode,) = self._endpoint._episodes.values()
@@ -60,12 +62,12 @@ def test_requests_of_an_episode_that_ends_as_they_come_are_cut_off(num_requests:
     new_recorder = partial(Recorder, tokenizer, (tokenizer.eos_token_id,), limits)
     endpoint = Endpoint(tokenizer)
     pool = EndingPool(endpoint, num_requests)
-    lead = _Lead(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)
+    lead = _ReplicaLeader(cast(EnvironmentPool, pool), endpoint, new_recorder, lambda draw: None)
 
     for client in pool.clients:  # the turn of the second comes when its episode has ended
         while endpoint.inbox.empty():
             time.sleep(0.001)
-        assert lead.look(lambda: True, idle=True).added == []
+        assert lead.collect_changes(lambda: True, idle=True).added == []
         with pytest.raises(http.client.RemoteDisconnected):
             client.getresponse()
     endpoint.close()

@@ -105,7 +105,9 @@ def test_requests_may_differ_in_their_longest_response_only(folder: Path) -> Non
     generator._end_tokens = torch.tensor([], dtype=torch.int64)
     ids = [generator.add(Request(torch.tensor([5]), 7, Sampling(n))) for n in (3, 9)]
 
-    with pytest.raises(ConfigError, match="expected the same apart from max_new_tokens; wait until"):
+    with pytest.raises(
+        ConfigError, match="expected the same apart from max_new_tokens; wait until"
+    ):
         generator.add(Request(torch.tensor([5]), 7, Sampling(3, top_k=2)))
     done = _finish(generator, ids)
 
