@@ -79,7 +79,7 @@ def received(arch: Architecture, plan: ReshardPlan, have: RankTables, need: Rank
         copies = _copies(have.get(rank, {}))
         kept = summed(
             _amount(arch, part.name, part.box.size * size, is_copy=part.name in copies)
-            for part in plan.kept_by(rank)
+            for part in plan.local_parts(rank)
         )
         found[rank] = needed - Amount(padding=needed.padding) - kept
         assert found[rank].total == plan.received_bytes(rank), (rank, found[rank])

@@ -182,7 +182,7 @@ class OneCopy(System):
         device = self.seat.device
         own = None if self.cost.mode == "flat" else torch.zeros(size, dtype=dtype, device=device)
         places = {name: (start, self._table[name].shape) for name, start in starts.items()}
-        self._storage.lay_out(places, size, own=own, dtype=dtype, device=device)
+        self._storage.allocate_rows(places, size, own=own, dtype=dtype, device=device)
         self._storage.free()
         return {name: self._storage.view(self._storage.own, name) for name in self._table}
 

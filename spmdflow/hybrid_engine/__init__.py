@@ -3,31 +3,31 @@
        update          sync: reshard         generate              release
     train ----> version n -------> generator at n ----> responses ----------> train ...
 
-Ways from the trainer's layout t-p-d to the generator's t_g-p_g-d_g-d, paper section 5 (M bytes of
-weights; what each way adds to the trainer's own M / (t p), its moments and gradients):
+How weights get from the trainer's layout t-p-d to the generator's t_g-p_g-d_g-d, paper section 5 (M
+bytes of weights; memory in addition to the trainer's own M / (t p), its moments and gradients):
 
-| way | works for | received per rank | held besides |
+| mode | works for | received per rank | additional memory |
 |---|---|---|---|
 | blocks | Megatron + vLLM, nested | (d_g - 1)/(t p) M | peers' shards while generating |
 | flat | the same | the same | peers' shards, at fixed addresses |
-| copy | every engine, generator and layout | what is missing | M / (t_g p_g), freed for training |
+| copy | every engine, generator and layout | missing boxes | M / (t_g p_g), freed for training |
 | copy, other ranks | a generator's own pool | M / (t_g p_g) | the same |
-| adapter | adapters + vLLM | what is missing of A and B | M / (t_g p_g), always |
+| adapter | adapters + vLLM | missing boxes of A and B | M / (t_g p_g), always |
 
 copy goes box by box: each rank receives the boxes of Hugging Face tensors that its generator
 lacks, in the generator's precision. blocks and flat need one precision and keep one copy: vLLM's
 layers work on lists of Megatron's shards (rollout.vllm_blocks), so training and generation read
-the same storage and nothing is redundant but norms and alignment. The KV cache is allocated while
-its model generates; a copy's weights and peers' shards also while other models only run forward.
-Parts of a trainer that engine.residency names are on the device only for calls that need them.
+the same storage, and only norms and alignment are redundant. The KV cache is allocated while its
+model generates. A copy's weights and peers' shards also stay while other models only run forward.
+The parts of a trainer listed in engine.residency are on the device only for calls that need them.
 
-| file | what |
+| file | contents |
 |---|---|
-| `factory` | which way applies to settings and layout, and its parts |
+| `factory` | chooses the mode for settings and layout, and builds its parts |
 | `sync` | versions, checksums, release; copies on the same ranks or to others; shards in place |
 | `shared_storage` | the trainer's shards as generation reads them: blocks and flat |
 | `stream` | a plan's messages over the job's groups; whole Hugging Face tensors out of shards |
 | `export` | a model as a Hugging Face folder, written by many ranks |
-| `reshard` | which boxes settings give to each rank, and plans of them |
-| `bucket` | what a plan has in flight at the same time, in bounded buckets |
+| `reshard` | the boxes of each rank according to the settings, and plans to move them |
+| `bucket` | bounded buckets of transfers that are in flight at the same time |
 """

@@ -17,7 +17,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.plan import Boxes, Move
 
 Moves = tuple[Move, ...]
-"""What is sent of a tensor; tensors that ranks have and need alike share one object."""
+"""The moves of a tensor. Tensors with the same distribution over ranks share one object."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Message:
 
     source: int
     destinations: tuple[int, ...]
-    """Ascending; the source is not among them."""
+    """Ascending, without the source."""
     parts: tuple[Part, ...]
     relayed: bool = False
-    """As `Bucket.relayed`."""
+    """See `Bucket.relayed`."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -55,17 +55,17 @@ class Bucket:
     """Moves that may be in flight at the same time."""
 
     moves: tuple[tuple[str, Moves], ...]
-    """By tensor, in the order of the model."""
+    """(tensor name, its moves), in the order of the model."""
     relayed: bool = False
-    """Sources send what they received in an earlier bucket; else what they train."""
+    """True: sources forward boxes from an earlier bucket. False: they send their own weights."""
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """In the order in which every rank starts them."""
+        """All messages, in the order in which every rank starts them."""
         return self.messages_of(self.moves)
 
     def messages_of(self, moves: Iterable[tuple[str, Iterable[Move]]]) -> tuple[Message, ...]:
-        """Those of some of the moves."""
+        """The messages of some of the moves, in the order in which every rank starts them."""
         parts: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
         for name, some in moves:
             for move in some:
@@ -75,62 +75,67 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Moves of a tensor that go in one bucket."""
+    """Moves of a tensor that are in the same bucket."""
 
     moves: Moves
     load: np.ndarray
-    """(2, ranks) int64: elements that each rank packs, and that reach it."""
+    """(2, ranks) int64: elements that each rank packs, and that it receives."""
 
 
-Named = list[tuple[str, Chunk]]
+NamedChunks = list[tuple[str, Chunk]]
 """Chunks with their tensor's name."""
 
 
 class TensorPlan(NamedTuple):
-    """What is sent and kept of a tensor."""
+    """The moves of a tensor, and the boxes that stay on their rank."""
 
     chunks: list[Chunk]
     relayed: list[Chunk]
-    """After all of the others."""
-    kept: dict[int, Boxes]
+    """Sent after all others."""
+    local: dict[int, Boxes]
+    """By rank: boxes that it both has and needs."""
 
 
-def chunks_of(moves: Sequence[Move], places: Mapping[int, int], limit: int) -> list[Chunk]:
-    """Moves in few chunks. In none does a rank pack or receive more than a quarter of limit (in
-    elements; or one row), so that buckets fill up; destinations take turns. places: rank -> column
-    of `Chunk.load`."""
+def chunk_moves(
+    moves: Sequence[Move], column_of_rank: Mapping[int, int], limit: int
+) -> list[Chunk]:
+    """Groups moves into few chunks, taking destinations in turn.
+
+    No rank packs or receives more than a quarter of `limit` elements (or one row) per chunk, so
+    that buckets fill up. column_of_rank: column of `Chunk.load` for each rank.
+    """
     most = max(1, limit // 4)
     sent: dict[int, list[Move]] = {}
     for move in sorted(moves):
-        sent.setdefault(move.source, []).extend(_pieces(move, most))
-    turns = [
+        sent.setdefault(move.source, []).extend(_cut_rows(move, most))
+    ordered_pieces = [
         ((number + source) % len(pieces), piece)
         for source, pieces in sent.items()
         for number, piece in enumerate(pieces)
     ]
-    found: list[tuple[list[Move], np.ndarray]] = []
-    known: dict[tuple[int, ...], np.ndarray] = {}
-    for _, piece in sorted(turns):
-        source = places[piece.source]
+    chunks: list[tuple[list[Move], np.ndarray]] = []
+    columns_of_ranks: dict[tuple[int, ...], np.ndarray] = {}
+    for _, piece in sorted(ordered_pieces):
+        source = column_of_rank[piece.source]
         size = piece.box.size
         ranks = piece.destinations
-        if ranks not in known:
-            known[ranks] = np.array([places[rank] for rank in ranks])
-        reached = known[ranks]
-        loads = (max(load[0, source], load[1, reached].max()) for _, load in found)
-        fits = (at for at, before in enumerate(loads) if not before or before + size <= most)
-        at = next(fits, len(found))
-        if at == len(found):
-            found.append(([], np.zeros((2, len(places)), dtype=np.int64)))
-        chunk, load = found[at]
+        if ranks not in columns_of_ranks:
+            columns_of_ranks[ranks] = np.array([column_of_rank[rank] for rank in ranks])
+        receivers = columns_of_ranks[ranks]
+        loads = (max(load[0, source], load[1, receivers].max()) for _, load in chunks)
+        fits = (index for index, before in enumerate(loads) if not before or before + size <= most)
+        index = next(fits, len(chunks))
+        if index == len(chunks):
+            chunks.append(([], np.zeros((2, len(column_of_rank)), dtype=np.int64)))
+        chunk, load = chunks[index]
         chunk.append(piece)
         load[0, source] += size
-        load[1, reached] += size
-    return [Chunk(tuple(chunk), load) for chunk, load in found]
+        load[1, receivers] += size
+    return [Chunk(tuple(chunk), load) for chunk, load in chunks]
 
 
-def _pieces(move: Move, most: int) -> Iterator[Move]:
-    """Whole rows of a move, of at most so many elements (or one row)."""
+def _cut_rows(move: Move, most: int) -> Iterator[Move]:
+    """Cuts a move into complete rows of at most `most` elements (or one row)."""
     if move.box.size <= most or not move.box.bounds:
         yield move
         return
@@ -142,29 +147,30 @@ def _pieces(move: Move, most: int) -> Iterator[Move]:
 
 
 def pack_buckets(tensors: Mapping[str, TensorPlan], limit: int) -> Iterator[Bucket]:
-    """Buckets in the order of the model; what is relayed follows once a bucket is full of it."""
+    """Buckets in the order of the model. Relayed moves follow once they fill a bucket."""
     chunks = ((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks)
-    waiting: Named = []
-    for some in _filled(chunks, limit):
-        yield _bucket(some)
+    waiting: NamedChunks = []
+    for some in _fill_buckets(chunks, limit):
+        yield _make_bucket(some)
         arrived = []
         for name, chunk in some:
             if chunk is tensors[name].chunks[-1]:
                 arrived.append(name)
         waiting += [(name, chunk) for name in arrived for chunk in tensors[name].relayed]
-        *full, waiting = [*_filled(waiting, limit)] or [[]]
-        yield from (_bucket(some, relayed=True) for some in full)
+        *full, waiting = [*_fill_buckets(waiting, limit)] or [[]]
+        yield from (_make_bucket(some, relayed=True) for some in full)
     if waiting:
-        yield _bucket(waiting, relayed=True)
+        yield _make_bucket(waiting, relayed=True)
 
 
-def _bucket(some: Named, *, relayed: bool = False) -> Bucket:
+def _make_bucket(some: NamedChunks, *, relayed: bool = False) -> Bucket:
     return Bucket(tuple((name, chunk.moves) for name, chunk in some), relayed)
 
 
-def _filled(chunks: Iterable[tuple[str, Chunk]], limit: int) -> Iterator[Named]:
-    """Runs of chunks of which no rank packs or receives over limit elements; at least one each."""
-    some: Named = []
+def _fill_buckets(chunks: Iterable[tuple[str, Chunk]], limit: int) -> Iterator[NamedChunks]:
+    """Runs of chunks in which no rank packs or receives more than `limit` elements, at least one
+    each."""
+    some: NamedChunks = []
     load: Any = 0
     for name, chunk in chunks:
         if some and (load + chunk.load).max() > limit:

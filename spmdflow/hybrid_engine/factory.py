@@ -1,4 +1,4 @@
-"""Chooses how weights get from trainer to generator, and builds the parts of that way."""
+"""Chooses how weights get from trainer to generator, and builds the parts that this needs."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from spmdflow.workers.engine import TrainEngine
 
 
 def sync_mode(cfg: Any, layout: Layout) -> str:
-    """blocks, flat, copy or adapter: what rollout.weights of an actor's settings means here.
+    """The mode that rollout.weights of an actor's settings means here: blocks, flat, copy or
+    adapter.
 
-    auto is blocks where they apply, else copy; on devices the plan has replaced auto before.
-    ConfigError if blocks or flat do not apply.
+    auto means blocks where they apply, otherwise copy. On devices, the plan has already replaced
+    auto. ConfigError if blocks or flat is set and does not apply.
     """
-    asked = cfg.rollout.weights
-    if asked in ("copy", "adapter"):
-        return str(asked)
+    setting = cfg.rollout.weights
+    if setting in ("copy", "adapter"):
+        return str(setting)
     obstacle = _obstacle(cfg, layout)
     if obstacle is None:
-        if asked == "auto":
+        if setting == "auto":
             return "blocks"
-        return str(asked)
-    if asked == "auto":
+        return str(setting)
+    if setting == "auto":
         return "copy"
-    expected = f"copy here, as {obstacle}"
+    expected = f"copy here, because {obstacle}"
     do = "set actor.rollout.weights=auto"
-    raise ConfigError.of("rollout.weights", asked, expected, do)
+    raise ConfigError.of("rollout.weights", setting, expected, do)
 
 
 def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:
@@ -77,9 +78,9 @@ def hybrid_of(
 def _obstacle(cfg: Any, layout: Layout) -> str | None:
     """Why trainer and generator cannot share weights, or None."""
     if not engine_kind(cfg.engine.kind).shares_storage:
-        return f"engine.kind={cfg.engine.kind} lays weights out in another way than generation"
+        return f"engine.kind={cfg.engine.kind} stores weights in another layout than generation"
     if not generator_kind(cfg.rollout.generator).shares_storage:
-        return f"rollout.engine={cfg.rollout.generator} has weights of its own"
+        return f"rollout.engine={cfg.rollout.generator} has its own weights"
     if (rollout := cfg.rollout.precision) != (training := cfg.model.precision):
         return f"rollout.dtype {rollout} is not model.dtype {training}"
     if layout.virtual_size > 1:

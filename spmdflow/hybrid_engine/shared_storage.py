@@ -1,14 +1,14 @@
 """`SharedStorage`: one copy of the weights for training and generation (paper section 5.3).
 
-A generation shard is made of the D training shards of a micro-dp group. Each rank keeps one *row*
-per member: a flat tensor that holds the member's training shard as Megatron stores it. Its own
-row is what training reads and writes; the others are filled for generation.
+A generation shard is made of the D training shards of a micro-dp group. Each rank has one *row* per
+member: a flat tensor that holds the member's training shard as Megatron stores it. Training reads
+and writes the rank's own row. The others are filled for generation.
 
     flat     all rows in one tensor (D, S), S the longest; peers' rows stay allocated
-    blocks   rows apart: the own one is Megatron's buffer, those of peers have no memory while the
-             model trains
+    blocks   separate rows: its own row is Megatron's buffer, those of peers have no memory while
+             the model trains
 
-Knows flat tensors, where in them a parameter lies, and one process group.
+Knows flat tensors, the offsets of parameters in them, and one process group.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch import Tensor
 
 from spmdflow.parallel.group import all_gather_plain
 
-Place = tuple[int, tuple[int, ...]]
+Location = tuple[int, tuple[int, ...]]
 """(first element in the row, shape) of a parameter."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the others must know of a member's row."""
+    """The facts about a member's row that the others must know."""
 
     stage: int
     """Training pipeline stage of the member."""
     size: int
-    """Elements."""
-    places: Mapping[str, Place]
-    """By Megatron's local names."""
+    """Number of elements."""
+    locations: Mapping[str, Location]
+    """Locations of parameters, by Megatron's local names."""
 
 
 class SharedStorage:
-    """Rows of one micro-dp group on one of its ranks. `adopt` comes first, once."""
+    """The rows of one micro-dp group on one of its ranks. Call `adopt` first, once."""
 
     def __init__(
         self,
@@ -59,45 +59,49 @@ class SharedStorage:
         self.own = ranks.index(rank)
         self.rows: list[Row] = []
         self.values: list[Tensor] = []
-        """Flat tensors by member; a peer's may be without memory."""
+        """Flat tensor of each member. A peer's may have no memory."""
 
     def adopt(self, ddp: Any, names: Mapping[Tensor, str]) -> None:
-        """Move a Megatron DDP model's parameters into this rank's row, before its optimizer exists.
+        """Moves a Megatron DDP model's parameters into this rank's row, before its optimizer
+        exists.
 
-        With the distributed optimizer the row is laid out as Megatron's own buffer, which then
-        is the row; otherwise parameter after parameter.
+        With the distributed optimizer, the row has the layout of Megatron's own buffer, which then
+        is the row. Otherwise parameters follow one another.
         """
         (buffer,) = ddp.buffers  # one dtype, no experts
-        places = dict[str, Place]()
+        locations = dict[str, Location]()
         size = 0
         if buffer.param_data is None:
             for parameter, name in names.items():
-                places[name] = (size, tuple(parameter.shape))
+                locations[name] = (size, tuple(parameter.shape))
                 size = size + parameter.numel()
         else:
             index = buffer.param_index_map.items()
-            places = {}
+            locations = {}
             for p, (start, _, _) in index:
-                places[names[p]] = (start, tuple(p.shape))
+                locations[names[p]] = (start, tuple(p.shape))
             size = buffer.param_data.numel()
         like = next(iter(names))
-        self.lay_out(places, size, own=buffer.param_data, dtype=like.dtype, device=like.device)
+        self.allocate_rows(
+            locations, size, own=buffer.param_data, dtype=like.dtype, device=like.device
+        )
         self._repoint(names, buffer)
 
-    def lay_out(
+    def allocate_rows(
         self,
-        places: Mapping[str, Place],
+        locations: Mapping[str, Location],
         size: int,
         *,
         own: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make the rows. Collective over the group.
+        """Allocates the rows. Collective over the group.
 
-        places, size: of this rank's row. own: its tensor, if rows are apart and it exists already.
+        locations, size: of this rank's row. own: its tensor, if rows are separate and it exists
+        already.
         """
-        row = Row(self._stage, size, places)
+        row = Row(self._stage, size, locations)
         self.rows = [row] if self._group is None else all_gather_plain(row, self._group)
         if self._is_flat:
             longest = max(row.size for row in self.rows)
@@ -112,15 +116,16 @@ class SharedStorage:
             ]
 
     def view(self, member: int, name: str) -> Tensor:
-        """A parameter of a member, in place; its memory may come and go."""
-        start, shape = self.rows[member].places[name]
+        """A parameter of a member, in place. Its memory may be freed and reallocated."""
+        start, shape = self.rows[member].locations[name]
         return self.values[member][start : start + torch.Size(shape).numel()].view(shape)
 
     def fill(self, *, gathers: bool | None = None) -> int:
-        """Bring the peers' rows here; returns the bytes received. Collective over the group.
+        """Fetches the peers' rows and returns the bytes received. Collective over the group.
 
-        gathers: flat rows, padding included, by one all-gather in place; None: unless on gloo. Else
-        every member broadcasts its row, in place: on gloo faster than a gather, and no temporary.
+        gathers: fetch flat rows, including padding, with one in-place all-gather; None: unless on
+        gloo. Otherwise every member broadcasts its row in place, which on gloo is faster and needs
+        no temporary.
         """
         if self._group is None:
             return 0
@@ -141,7 +146,7 @@ class SharedStorage:
         return sum(values.nbytes for values in self.values) - self.values[self.own].nbytes
 
     def free(self) -> bool:
-        """Free the memory of the peers' rows if possible; True: they must be filled again."""
+        """Frees the memory of the peers' rows if possible. True: they must be filled again."""
         if self._group is None or self._is_flat:
             return False
         for member, values in enumerate(self.values):
@@ -150,7 +155,7 @@ class SharedStorage:
         return True
 
     def _repoint(self, names: Mapping[Tensor, str], buffer: Any) -> None:
-        """Parameters, and Megatron's buffer and buckets, read and write the own row."""
+        """Makes parameters, Megatron's buffer and its buckets use the rank's own row."""
         row = self.values[self.own]
         old = buffer.param_data
         for parameter, name in names.items():

@@ -1,9 +1,10 @@
-"""`WeightStream`: carries out a `ReshardPlan` on one rank, bucket by bucket; `WholeTensors`: whole
-Hugging Face tensors out of the shards of many ranks, a chunk at a time.
+"""`WeightStream` executes a `ReshardPlan` on one rank, bucket by bucket. `WholeTensors` assembles
+complete Hugging Face tensors from the shards of many ranks, a chunk at a time.
 
-What a rank keeps is copied inside it; what it lacks comes in messages of packed boxes, in the
-receivers' precision. A large box travels alone, straight from and into the live tensors where it
-is contiguous there. Works inside one pool and between two. Knows no engine and no generator.
+Boxes that a rank both has and needs are copied locally. Missing ones arrive in messages of packed
+boxes, in the receivers' precision. A large box travels alone, directly from and into the live
+tensors where it is contiguous there. Works within one pool and between two. Knows no engine and no
+generator.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ from spmdflow.weights.move import Block, Blocks
 from spmdflow.weights.ranks import BUCKET_BYTES
 
 ALONE_BYTES = 1 << 20
-"""A box of at least so many bytes is not packed with others."""
+"""A box of at least this size is not packed with others."""
 _Transfer = tuple[Message, Tensor | None]
-"""A message, and the live values that it goes from or to; None: by way of the staging buffer."""
+"""A message, and the live values that it is sent from or to. None: it uses the staging buffer."""
 
 
 class Wire(Protocol):
     """How one rank sends and receives messages."""
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
-        """Start to send values (1-D, contiguous) if this rank is a message's source, else to fill
-        them; gives what to wait for."""
+        """Starts to send values (1-D, contiguous) if this rank is a message's source, otherwise to
+        receive them. Returns the work to wait for."""
 
 
 class GroupWire:
     """A wire over the process groups of a job."""
 
     def __init__(self, groups: GroupTable, plan: ReshardPlan, *, rank: int) -> None:
-        """groups: must have the plan's groups of more than one rank."""
+        """groups: contains the plan's groups of more than one rank."""
         self._groups = groups
         self._rank = rank
         self._scope = next((group for group in plan.groups if rank in group), (rank,))
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
-        """Broadcasts where groups of just a message's ranks exist; the others point to point, as
-        one batch over the group of the scope."""
+        """Broadcasts where a process group of exactly a message's ranks exists. The others are sent
+        point to point, as one batch over the group of the scope."""
         works: list[dist.Work | None] = []
         batch: list[dist.P2POp] = []
         scope = self._groups.get_or_none(self._scope)
@@ -91,7 +92,7 @@ class WeightStream:
         seconds: float,
         alone_bytes: int = ALONE_BYTES,
     ) -> None:
-        """wire: carries the plan's messages; dtype, device: of what travels.
+        """wire: transports the plan's messages. dtype, device: of the messages.
 
         seconds: limit of one message. alone_bytes: equal on all ranks.
         """
@@ -105,14 +106,14 @@ class WeightStream:
         self._alone = alone_bytes // dtype.itemsize
 
     def run(self, source: Iterable[Block], target: Iterable[Block]) -> int:
-        """Write all that this rank needs; source and target are its live views, or none.
+        """Writes all weights that this rank needs. Returns the bytes received.
 
-        Returns the bytes received. All ranks of a group of the plan run together.
-        WeightSyncError if a message does not get through in time.
+        source, target: its live views, or none. All ranks of a group of the plan run together.
+        WeightSyncError if a message does not arrive in time.
         """
         reader = Blocks(source)
         writer = Blocks(target)
-        for part in self.plan.kept_by(self._rank):
+        for part in self.plan.local_parts(self._rank):
             for values, box in reader.pieces(part.name, part.box):
                 writer.write(part.name, box, values)
         planned = self.plan.messages_of(self._rank)
@@ -128,7 +129,7 @@ class WeightStream:
     def _exchange(
         self, bucket: list[_Transfer], staging: Tensor, reader: Blocks, writer: Blocks
     ) -> int:
-        """Send and receive what is in a bucket; bytes received."""
+        """Sends and receives the messages of a bucket. Returns the bytes received."""
         transfers: list[tuple[Message, Tensor]] = []
         arrived: list[tuple[Message, Tensor]] = []
         used = received = 0
@@ -147,14 +148,15 @@ class WeightStream:
         for work in self._wire.start(transfers):
             self._wait(work, transfers)
         for message, values in arrived:
-            for part, place in _places(message.parts, values):
-                writer.write(part.name, part.box, place)
+            for part, view in _split_parts(message.parts, values):
+                writer.write(part.name, part.box, view)
         return received
 
     def _transfers(
         self, messages: Iterable[Message], reader: Blocks, writer: Blocks
     ) -> Iterator[_Transfer]:
-        """This rank's messages, divided alike at both ends: large boxes first, each alone."""
+        """This rank's messages, split in the same way at both ends: large boxes first, each
+        alone."""
         for message in messages:
             view = writer.view if message.relayed else reader.view
             view = view if message.source == self._rank else writer.sole_view
@@ -167,7 +169,7 @@ class WeightStream:
                 yield replace(message, parts=small), None
 
     def _in_place(self, values: Tensor | None) -> Tensor | None:
-        """The live values of a box, flat; None if they lie apart or must be converted."""
+        """The live values of a box, flat. None if they are not contiguous or must be converted."""
         if values is None or not values.is_contiguous():
             return None
         fits = values.dtype == self._dtype and values.device == self._device
@@ -176,6 +178,7 @@ class WeightStream:
         return None
 
     def _wait(self, work: dist.Work, transfers: Sequence[tuple[Message, Tensor]]) -> None:
+        """Waits for a message. WeightSyncError if it does not arrive in time."""
         try:
             work.wait(self._limit)
         except RuntimeError as err:
@@ -185,22 +188,22 @@ class WeightStream:
                     names.append(part.name)
             ranks = sorted({rank for message, _ in transfers for rank in message.ranks})
             raise WeightSyncError(
-                f"weights {names[0]} to {names[-1]} among ranks {ranks}: got nothing through on "
+                f"weights {names[0]} to {names[-1]} among ranks {ranks}: nothing arrived on "
                 f"rank {self._rank}, expected it within {self._limit.total_seconds():g} s; look at "
                 f"the logs of those ranks"
             ) from err
 
 
 def _pack(parts: Iterable[Part], reader: Blocks, values: Tensor) -> None:
-    """Copy boxes one after the other into values (1-D), in its precision."""
+    """Copies boxes one after the other into values (1-D), in the precision of values."""
     with torch.no_grad():
-        for part, place in _places(parts, values):
-            for held, box in reader.pieces(part.name, part.box):
-                place[box.slices(part.box)].copy_(held)
+        for part, target in _split_parts(parts, values):
+            for values_of_box, box in reader.pieces(part.name, part.box):
+                target[box.slices(part.box)].copy_(values_of_box)
 
 
-def _places(parts: Iterable[Part], values: Tensor) -> Iterator[tuple[Part, Tensor]]:
-    """Each part and its view, of the box's shape."""
+def _split_parts(parts: Iterable[Part], values: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """Each part and its view of values, in the shape of its box."""
     start = 0
     for part in parts:
         stop = start + part.box.size
@@ -209,15 +212,15 @@ def _places(parts: Iterable[Part], values: Tensor) -> Iterator[tuple[Part, Tenso
 
 
 Shape = tuple[str, Sequence[int]]
-"""A tensor's Hugging Face name and its whole shape."""
+"""A tensor's Hugging Face name and its complete shape."""
 
 
 class WholeTensors:
-    """One rank's part in bringing whole Hugging Face tensors to those that want them.
+    """Brings complete Hugging Face tensors to the ranks that want them.
 
-    For those who know a model by its checkpoint: an engine of another program, a file. Each chunk
-    has a plan of its own, so that a rank holds one chunk at a time and nobody gathers what it does
-    not need: ranks that only train send their boxes, straight to where the tensors are wanted.
+    For consumers that know a model by its checkpoint: an engine of another program, a file. Each
+    chunk has its own plan, so that a rank holds one chunk at a time and receives only what it
+    needs: ranks that only train send their boxes directly to the ranks that want the tensors.
     """
 
     def __init__(
@@ -232,11 +235,12 @@ class WholeTensors:
         seconds: float,
         chunk_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """have: what every rank trains with; wanted: by rank, the tensors that it gets, in order.
+        """have: the boxes that every rank trains. wanted: by rank, the tensors that it gets, in
+        order.
 
-        chunk_bytes: whole tensors of a rank at a time (or one that is larger), equal on all ranks;
-        the staging buffer beside them is not larger. dtype, device: of the tensors. seconds: limit
-        of one message.
+        chunk_bytes: size of the complete tensors that a rank has at a time (or one larger tensor),
+        equal on all ranks. The additional staging buffer is not larger. dtype, device: of the
+        tensors. seconds: limit of one message.
         """
         self._device = device
         self.dtype = dtype
@@ -261,27 +265,27 @@ class WholeTensors:
             self._chunks.append((some.get(rank, ()), stream))
 
     def received_bytes_of(self, rank: int) -> int:
-        """Bytes that reach a rank each time."""
+        """Bytes that a rank receives in each run."""
         return sum(stream.plan.received_bytes(rank) for _, stream in self._chunks)
 
     def run(self, source: Iterable[Block]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of those that this rank wants, in order.
+        """(name, complete tensor) of the tensors that this rank wants, in order.
 
         source: this rank's live views, or none. All ranks run together, to the end.
-        WeightSyncError if a message does not get through in time.
+        WeightSyncError if a message does not arrive in time.
         """
-        held = list(source)
+        blocks = list(source)
         for chunk, stream in self._chunks:
-            made = {}
+            tensors = {}
             for n, x in chunk:
-                made[n] = torch.empty(x, dtype=self.dtype, device=self._device)
-            stream.run(held, [(name, x, Box.of_shape(x.shape)) for name, x in made.items()])
-            yield from made.items()
-            del made  # before the next chunk is there
+                tensors[n] = torch.empty(x, dtype=self.dtype, device=self._device)
+            stream.run(blocks, [(name, x, Box.of_shape(x.shape)) for name, x in tensors.items()])
+            yield from tensors.items()
+            del tensors  # before the next chunk is allocated
 
 
 def _chunks(tensors: Iterable[Shape], limit: int) -> Iterator[list[Shape]]:
-    """Runs of tensors of at most limit elements together; a larger tensor alone."""
+    """Runs of tensors with at most `limit` elements together. A larger tensor is alone."""
     chunk: list[Shape] = []
     size = 0
     for name, shape in tensors:

@@ -1,13 +1,14 @@
 """Weights from a trainer to its generator, on the same ranks or on others, and their checksums.
 
-The comparison does not trust the copy: the trainer hashes its shards where they lie, rounded to
-the generator's precision; the generator hashes the tensors its forward reads. Both hashes depend
-on every bit and its place (blocks.hash), so a wrong, stale, shifted or skipped tensor shows.
+The comparison does not trust the copy: the trainer hashes its own shards, rounded to the
+generator's precision, and the generator hashes the tensors that its forward reads. Both hashes
+depend on every bit and its position (blocks.hash), so they detect a wrong, stale, shifted or
+skipped tensor.
 
-`BoxSync` keeps two copies; `SharedSync` has the generator read the trainer's shards where they lie
-(paper section 5.3). A `WeightSender` on the policy's ranks and a `WeightReceiver` on the
-generator's run in the same call: a header goes ahead of the boxes, with what only the policy
-knows, the version of its weights and the hash of every tensor. Knows no engine by name.
+`BoxSync` has two copies. With `SharedSync` the generator reads the trainer's shards in place (paper
+section 5.3). A `WeightSender` on the policy's ranks and a `WeightReceiver` on the generator's run
+in the same call. A header precedes the boxes: the version of the weights and the hash of every
+tensor, which only the policy knows. Knows no engine by name.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from spmdflow.hybrid_engine.reshard import (
     BoxesByRank,
     ReshardPlan,
     boxes_by_name,
+    moved_boxes,
     plan_copies,
     plan_reshard,
     scopes_of,
     sent_architecture,
-    what_moves,
     with_shared_tables,
 )
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
@@ -56,7 +57,7 @@ class WeightSync:
     """A train engine and the generator that must have its weights."""
 
     def __init__(self, engine: TrainEngine, generator: Generator, *, verify_every: int) -> None:
-        """verify_every: the first sync and every n-th after it compare hashes; 0: none does."""
+        """verify_every: the first sync and every n-th after it compare hashes. 0: none does."""
         self._engine = engine
         self._generator = generator
         self._verify_every = verify_every
@@ -64,23 +65,24 @@ class WeightSync:
         self._is_first = True
 
     def _move(self, version: int) -> int:
-        """Bring the trainer's weights to the generator; bytes that this rank received."""
+        """Brings the trainer's weights to the generator. Returns the bytes that this rank
+        received."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Free what only generation needs, as far as this way can; training comes next."""
+        """Frees the memory that only generation needs, as far as possible, before training."""
         self._generator.sleep(weights=True)
 
     @property
     def needs_sync(self) -> bool:
-        """Whether the trainer's weights have changed since the last sync; equal on all ranks."""
+        """Whether the trainer's weights have changed since the last sync. Equal on all ranks."""
         return self._generator.weights_version != self._engine.weights_version
 
     def sync(self) -> dict[str, Metric]:
-        """Bring every weight to the generator; all ranks of the engine call it.
+        """Brings all weights to the generator. All ranks of the engine call it.
 
-        WeightSyncError if a tensor did not fit or arrive, or if a hash differs; the generator
-        then counts as never synced.
+        WeightSyncError if a tensor does not fit or arrive, or if a hash differs. The generator then
+        counts as never synced.
         """
         start = time.perf_counter()
         version = self._engine.weights_version
@@ -104,13 +106,13 @@ class WeightSync:
         }
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """As Generator.generate; WeightSyncError while needs_sync is true."""
+        """See Generator.generate. WeightSyncError while needs_sync is true."""
         if self.needs_sync:
-            held = self._generator.weights_version
-            if held == NEVER:
+            version = self._generator.weights_version
+            if version == NEVER:
                 weights = "that were never synced"
             else:
-                weights = f"of version {held}"
+                weights = f"of version {version}"
             raise WeightSyncError(
                 f"generate: got a generator with weights {weights} while the trainer is at "
                 f"version {self._engine.weights_version}; expected the same version; call sync() "
@@ -120,7 +122,7 @@ class WeightSync:
 
 
 class BoxSync(WeightSync):
-    """Two copies of the weights: each rank receives the boxes that its generator lacks."""
+    """Two copies of the weights. Each rank receives the boxes that its generator lacks."""
 
     def __init__(
         self,
@@ -132,10 +134,10 @@ class BoxSync(WeightSync):
         verify_every: int,
         node: int = 0,
     ) -> None:
-        """rank: this one; node: its; seconds: limit of one message. All ranks of the engine
-        together.
+        """Plans the copies. All ranks of the engine build it together.
 
-        WeightSyncError if trainer and generator are of different models.
+        rank: this rank. node: its node. seconds: limit of one message. WeightSyncError if trainer
+        and generator have different models.
         """
         super().__init__(engine, generator, verify_every=verify_every)
         plan = self._plan(node, rank)
@@ -149,13 +151,19 @@ class BoxSync(WeightSync):
         )
 
     def _plan(self, node: int, rank: int) -> ReshardPlan:
-        """From what every rank has to what it needs; the ranks tell one another, collective."""
+        """Gathers the boxes that every rank has and needs, and plans the copies (collective)."""
         layout = self._engine.layout
-        mine = boxes_by_name(self._engine.blocks()), boxes_by_name(self._generator.blocks()), node
-        found = self._engine.from_all(mine)
-        *sides, nodes = (dict(zip(layout.ranks, side)) for side in zip(*found, strict=True))
+        own_boxes = (
+            boxes_by_name(self._engine.blocks()),
+            boxes_by_name(self._generator.blocks()),
+            node,
+        )
+        boxes_of_ranks = self._engine.from_all(own_boxes)
+        *sides, nodes = (
+            dict(zip(layout.ranks, side)) for side in zip(*boxes_of_ranks, strict=True)
+        )
         _check_same_model(*sides)
-        have, need = (with_shared_tables(what_moves(side)) for side in sides)
+        have, need = (with_shared_tables(moved_boxes(side)) for side in sides)
         return plan_reshard(
             have,
             need,
@@ -167,6 +175,7 @@ class BoxSync(WeightSync):
         )
 
     def _move(self, version: int) -> int:
+        """See WeightSync._move."""
         gathered = self._engine.gathered_bytes
         received = self._stream.run(self._engine.blocks(), self._generator.blocks())
         self._generator.renew(version)
@@ -185,7 +194,7 @@ class SharedSync(WeightSync):
         *,
         verify_every: int,
     ) -> None:
-        """storage: adopted by the engine."""
+        """storage: already adopted by the engine."""
         super().__init__(engine, generator, verify_every=verify_every)
         self._shared = generator
         self._storage = storage
@@ -203,18 +212,18 @@ class SharedSync(WeightSync):
         return received
 
     def release(self) -> None:
-        """Free the peers' shards, if they have memory of their own."""
+        """Frees the peers' shards, if they have separate memory."""
         if self._storage.free():
             self._generator.weights_version = NEVER
 
 
-class _Way:
-    """What both ends of a copy to other ranks derive from the two layouts."""
+class _CrossPoolCopy:
+    """State that sender and receiver of a cross-pool weight copy share."""
 
     def __init__(
         self, context: WorkerContext, cfg: Any, *, training: Layout, generation: Layout
     ) -> None:
-        """cfg: the actor's settings, which both ends share (Any: a role's dataclass)."""
+        """cfg: the actor's settings, which both ends have (Any: a role's dataclass)."""
         architecture = sent_architecture(cfg)
         self._dtype = getattr(torch, cfg.rollout.precision)
         self._device = context.device
@@ -240,17 +249,17 @@ class _Way:
         self._group = context.groups.get(plan.ranks)
         self._source = training.ranks[0]
 
-    def _shared(self, header: Sequence[int] = ()) -> list[int]:
-        """Broadcast the policy's header from its first rank: version, whether hashed, hashes."""
-        told = torch.zeros(2 + len(self._names), dtype=torch.int64, device=self._device)
+    def _broadcast_header(self, header: Sequence[int] = ()) -> list[int]:
+        """Broadcasts the policy's header from its first rank: version, whether hashed, hashes."""
+        numbers = torch.zeros(2 + len(self._names), dtype=torch.int64, device=self._device)
         if header:
-            told[: len(header)] = torch.tensor(header)
-        dist.broadcast(told, src=self._source, group=self._group)
-        return told.tolist()
+            numbers[: len(header)] = torch.tensor(header)
+        dist.broadcast(numbers, src=self._source, group=self._group)
+        return numbers.tolist()
 
 
-class WeightSender(_Way):
-    """The policy's end on one rank."""
+class WeightSender(_CrossPoolCopy):
+    """The policy's end of a cross-pool copy, on one rank."""
 
     def __init__(
         self, engine: TrainEngine, context: WorkerContext, cfg: Any, generation: Layout
@@ -262,21 +271,21 @@ class WeightSender(_Way):
         self._count = 0
 
     def send(self) -> dict[str, Metric]:
-        """Send the header and every box; all ranks of policy and generator together."""
+        """Sends the header and all boxes. All ranks of policy and generator call it together."""
         header = [self._engine.weights_version]
         if self._every > 0 and self._count % self._every == 0:
             hashes = self._engine.shard_hashes(self._dtype)
             header += [1, *(to_signed(hashes[name]) for name in self._names)]
         self._count += 1
-        self._shared(header)
+        self._broadcast_header(header)
         gathered = self._engine.gathered_bytes
         self._stream.run(self._engine.blocks(), ())
         received = self._engine.gathered_bytes - gathered
         return {"rollout/synced_bytes": Sum(float(received))}
 
 
-class WeightReceiver(_Way):
-    """The generator's end on one rank."""
+class WeightReceiver(_CrossPoolCopy):
+    """The generator's end of a cross-pool copy, on one rank."""
 
     def __init__(
         self, generator: Generator, context: WorkerContext, cfg: Any, training: Layout
@@ -286,10 +295,10 @@ class WeightReceiver(_Way):
         self._generator = generator
 
     def receive(self) -> dict[str, Metric]:
-        """Overwrite the generator's weights. WeightSyncError if a hash differs."""
+        """Overwrites the generator's weights. WeightSyncError if a hash differs."""
         started = time.perf_counter()
         generator = self._generator
-        version, verify, *hashes = self._shared()
+        version, verify, *hashes = self._broadcast_header()
         generator.weights_version = NEVER
         received = self._stream.run((), generator.blocks())
         generator.renew(version)
@@ -308,23 +317,25 @@ def _shards_of(
 ) -> dict[str, list[Tensor]]:
     """Views by vLLM's parameters, in tensor-parallel order, as `rollout.vllm_blocks` reads them."""
     has_first = any(row.stage == 0 for row in storage.rows)
-    found: dict[str, list[Tensor]] = {}
+    views: dict[str, list[Tensor]] = {}
     for member, row in enumerate(storage.rows):
         names = vllm_names(architecture, pp_size=layout.pp_size, pp_rank=row.stage)
-        for place in row.places:
-            if architecture.tied and has_first and place == SHARED_EMBEDDING[1]:
-                continue  # a copy of the first stage's embedding, which serves both
-            name = names[place]
-            view = storage.view(member, place)
+        for local_name in row.locations:
+            if architecture.tied and has_first and local_name == SHARED_EMBEDDING[1]:
+                continue  # a copy of the first stage's embedding, which both use
+            name = names[local_name]
+            view = storage.view(member, local_name)
             if not is_whole(name):
-                found.setdefault(name, []).append(view)
-            elif member == storage.own or name not in found:  # equal everywhere: own one if here
-                found[name] = [view]
-    return found
+                views.setdefault(name, []).append(view)
+            elif (
+                member == storage.own or name not in views
+            ):  # equal on all members: prefer the own one
+                views[name] = [view]
+    return views
 
 
 def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
-    """WeightSyncError names the tensors that only one side has, or in another shape."""
+    """WeightSyncError with the tensors that only one side has, or that differ in shape."""
     trained = _shapes_of(have)
     generates = _shapes_of(need)
     names = sorted(trained.keys() | generates.keys())
@@ -339,18 +350,18 @@ def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
 
 
 def _shapes_of(boxes: BoxesByRank) -> dict[str, tuple[int, ...]]:
-    """How far the boxes of all ranks reach: the shape of each tensor that they hold together."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, box in ((n, box) for held in boxes.values() for n in held for box in held[n]):
+    """The shape of each tensor, from the boxes of all ranks together."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, box in ((n, box) for table in boxes.values() for n in table for box in table[n]):
         ends = tuple(stop for _, stop in box.bounds)
-        found[name] = tuple(map(max, ends, found.get(name, ends)))
-    return found
+        shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
+    return shapes
 
 
 def _verify(generator: Generator, expected: Mapping[str, int], version: int) -> None:
-    """Compare every tensor's hash; a collective over the replica.
+    """Compares every tensor's hash. A collective over the replica.
 
-    WeightSyncError if one differs; the generator then counts as never synced.
+    WeightSyncError if one differs. The generator then counts as never synced.
     """
     try:
         compare_hashes(expected, generator.hashes(), version)
@@ -359,18 +370,18 @@ def _verify(generator: Generator, expected: Mapping[str, int], version: int) -> 
         raise
 
 
-def compare_hashes(expected: Mapping[str, int], found: Mapping[str, int], version: int) -> None:
-    """WeightSyncError naming the first tensor whose hash differs between trainer and generator."""
-    names = sorted(expected.keys() | found.keys())
+def compare_hashes(expected: Mapping[str, int], actual: Mapping[str, int], version: int) -> None:
+    """WeightSyncError with the first tensor whose hash differs between trainer and generator."""
+    names = sorted(expected.keys() | actual.keys())
     wrong = []
     for name in names:
-        if expected.get(name) != found.get(name):
+        if expected.get(name) != actual.get(name):
             wrong.append(name)
     if not wrong:
         return
     got, wanted = (
         f"{hashes[wrong[0]]:#018x}" if wrong[0] in hashes else "absent"
-        for hashes in (found, expected)
+        for hashes in (actual, expected)
     )
     if wrong[1:]:
         others = f" and {len(wrong) - 1} more ({', '.join(wrong[1:4])})"
@@ -379,6 +390,6 @@ def compare_hashes(expected: Mapping[str, int], found: Mapping[str, int], versio
     raise WeightSyncError(
         f"weight sync of version {version}: got rollout tensor {wrong[0]} with hash {got}, "
         f"expected the trainer's {wanted}{others}, of {len(expected)} tensors; the run must not "
-        f"go on with these weights: set actor.rollout.engine={generator_names()[0]} to see whether "
-        f"it is the generator, and report this message"
+        f"continue with these weights: set actor.rollout.engine={generator_names()[0]} to see "
+        f"whether the generator is the cause, and report this message"
     )

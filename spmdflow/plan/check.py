@@ -224,7 +224,7 @@ def _wrong_boxes(copies: Copies) -> Iterator[str]:
     for bucket in copies.plan.buckets:
         for name, moves in bucket.moves:
             rounds.setdefault(name, []).append((bucket.relayed, moves))
-    kept = dict(copies.plan.kept)
+    kept = dict(copies.plan.local)
     sides = [_tables(copies.have), _tables(copies.need)]
     proved: set[tuple[object, ...]] = set()
     for name in dict.fromkeys([*(n for table, _ in sides[1] for n in table), *rounds, *kept]):

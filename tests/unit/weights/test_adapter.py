@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.hybrid_engine.reshard import Copies, boxes_of, plan_reshard, scopes_of, what_moves
+from spmdflow.hybrid_engine.reshard import Copies, boxes_of, moved_boxes, plan_reshard, scopes_of
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.check import check_weights
 from spmdflow.weights.adapter import ALL_LINEAR, Adapters, is_adapter, is_b, is_target
@@ -55,7 +55,7 @@ def test_adapters_alone_move_each_element_once_to_each_rank_that_lacks_it(
     if apart:
         generation = Layout((8, 9), pp_size=1, dp_size=2 // gen_tp, tp_size=gen_tp)
     have, need = (
-        what_moves(boxes_of(tables))
+        moved_boxes(boxes_of(tables))
         for tables in (row_tables(arch, training), vllm_tables(arch, generation))
     )
     scopes = scopes_of(training, generation)
@@ -69,7 +69,7 @@ def test_adapters_alone_move_each_element_once_to_each_rank_that_lacks_it(
 def test_without_adapters_all_weights_move() -> None:
     boxes = boxes_of(row_tables(architecture(), Layout.data_parallel((0, 1))))
 
-    assert what_moves(boxes) is boxes
+    assert moved_boxes(boxes) is boxes
 
 
 @pytest.mark.parametrize("targets", [(), ("nothing",)])
