@@ -1,8 +1,8 @@
-"""Rows that a rank of a generator makes ahead of the steps that learn from them.
+"""Rows that a rank of a generator generates ahead of the steps that learn from them.
 
-A call begins rows, a later one finishes them, and every call that draws goes on with all rows that
-were begun, oldest first. Before the weights change, what was drawn is set aside; it goes on with
-the new ones (rollout/resumable.py). The controller's side is controller/queue.py.
+One call begins rows and a later one finishes them. Every call that generates continues all rows
+that have begun, oldest first. Before the weights change, unfinished rows are suspended; they
+continue with the new weights (rollout/resumable.py). The controller's side is controller/queue.py.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from spmdflow.rollout.sampling import Sampling
 
 
 class RowsAhead:
-    """Rows under way and finished ones, by row id; all ranks of a replica make the same calls."""
+    """Unfinished and finished rows, by row id. All ranks of a replica make the same calls."""
 
     def __init__(
         self, requests: ResumableRequests, replica: Replica, runner: EpisodeRunner | None
     ) -> None:
-        """runner: of episodes, with the same requests; None: rows are single responses."""
+        """runner: runs episodes with the same requests. None: rows are single responses."""
         self._requests = requests
         self._replica = replica
         self._runner = runner
         self._numbers: dict[int, int] = {}
-        """Request or episode of each row that was begun and not yet taken."""
+        """Number of the request or episode of each row that is not yet finished."""
         self._ended: dict[int, VersionedResponse] = {}
         """Responses that have ended, by request."""
         self._saved: dict[int, dict[str, Tensor]] = {}
-        """What was drawn of rows before the run was resumed."""
+        """Tokens that were drawn of rows before the run was resumed."""
         self._halted = 0
 
     def begin_sequences(self, ids: Sequence[int], requests: Sequence[Request]) -> None:
-        """Take rows on, the longest prompts first; nothing is drawn yet, but what was saved."""
-        for place in sorted(range(len(ids)), key=lambda row: -len(requests[row].prompt)):
-            row = ids[place]
-            self._numbers[row] = self._requests.add(requests[place], self._saved.pop(row, None))
+        """Adds rows, the longest prompts first. Nothing is drawn yet; saved tokens are reused."""
+        for index in sorted(range(len(ids)), key=lambda row: -len(requests[row].prompt)):
+            row = ids[index]
+            self._numbers[row] = self._requests.add(requests[index], self._saved.pop(row, None))
 
     def finish_sequences(self, ids: Sequence[int]) -> list[VersionedResponse]:
-        """Draw until these rows have ended; forgets them."""
+        """Generates until these rows have ended, and removes them."""
         numbers = [self._numbers.pop(row) for row in ids]
         while not all(number in self._ended for number in numbers):
-            self._draw()
+            self._step_requests()
         return [self._ended.pop(number) for number in numbers]
 
     def begin_episodes(
@@ -63,59 +63,61 @@ class RowsAhead:
         sampling: Sampling,
         seed_of_turn: Callable[[int, int], int],
     ) -> None:
-        """As `EpisodeRunner.begin`."""
+        """See `EpisodeRunner.begin`."""
         assert self._runner is not None, "its settings have an environment"
         self._numbers |= zip(ids, self._runner.begin(rows, sampling, seed_of_turn), strict=True)
 
     def finish_episodes(self, ids: Sequence[int]) -> list[Episode]:
-        """Go on until the episodes of these rows have ended; forgets them."""
+        """Continues until the episodes of these rows have ended, and removes them."""
         assert self._runner is not None, "its settings have an environment"
         return self._runner.finish([self._numbers.pop(row) for row in ids])
 
-    def go_on(self, turn: int) -> None:
-        """Draw until `halt` says so, or until every row has ended."""
+    def generate_until(self, halt_id: int) -> None:
+        """Generates until `halt(halt_id)`, or until every row has ended."""
         runner = self._runner
         if runner is not None:
-            runner.run_until(lambda: self._halted >= turn or not runner.num_under_way)
+            runner.run_until(lambda: self._halted >= halt_id or not runner.num_under_way)
             return
-        while len(self._requests) and not self._is_halted(turn):
-            self._draw()
+        while len(self._requests) and not self._is_halted(halt_id):
+            self._step_requests()
 
-    def halt(self, turn: int) -> None:
-        """End `go_on` of this turn, or keep it from beginning (another thread)."""
-        self._halted = max(self._halted, turn)
+    def halt(self, halt_id: int) -> None:
+        """Ends `generate_until(halt_id)`, or prevents it from starting. Safe in any thread."""
+        self._halted = max(self._halted, halt_id)
         if self._runner is not None:
             self._runner.wake()
 
     def suspend_all(self, version: int | None = None) -> None:
-        """Take rows under way out of the generator; version: of the weights that come."""
+        """Takes unfinished rows out of the generator. version: of the next weights."""
         self._requests.suspend_all()
         if version is not None:
             self._requests.version = version
 
     def save(self, path: Path) -> Callable[[], None] | None:
-        """What writes the responses under way and those that have ended; None: there are none.
+        """A function that writes all rows with their tokens so far. None: there are no rows.
 
-        Episodes are not saved: their environments cannot be.
+        Episodes are not saved, because their environments cannot be.
         """
         self.suspend_all()
         if self._runner is not None or not self._numbers:
             return None
-        found = {}
+        columns_of_row = {}
         for row, number in self._numbers.items():
-            found[row] = (
+            columns_of_row[row] = (
                 vars(self._ended[number]) if number in self._ended else self._requests.state(number)
             )
         columns = {}
         for name in ("tokens", "log_probs", "versions"):
             columns[name] = column_of(
-                name, ragged_from_rows([of[name] for of in found.values()]), len(found)
+                name,
+                ragged_from_rows([of[name] for of in columns_of_row.values()]),
+                len(columns_of_row),
             )
-        columns["rows"] = column_of("rows", torch.tensor(list(found)), len(found))
+        columns["rows"] = column_of("rows", torch.tensor(list(columns_of_row)), len(columns_of_row))
         return partial(write_rows, path, columns, {})
 
     def load(self, paths: Iterable[Path]) -> None:
-        """Keep what was saved on any layout until its rows are begun again."""
+        """Reads the rows that were saved, on any layout. They are reused when they begin again."""
         for path in paths:
             columns, _ = read_columns(path)
             rows = columns.pop("rows").values.tolist()
@@ -124,16 +126,16 @@ class RowsAhead:
             parts = {}
             for name, x in columns.items():
                 parts[name] = x.values.split(sizes.tolist())
-            for place, row in enumerate(rows):
-                self._saved[row] = {name: values[place].clone() for name, values in parts.items()}
+            for index, row in enumerate(rows):
+                self._saved[row] = {name: values[index].clone() for name, values in parts.items()}
 
-    def _draw(self) -> None:
+    def _step_requests(self) -> None:
         self._ended |= {ended.id: ended for ended in self._requests.step()}
 
-    def _is_halted(self, turn: int) -> bool:
-        """What the replica's first rank has heard."""
-        mine = self._halted >= turn
+    def _is_halted(self, halt_id: int) -> bool:
+        """Whether the replica's first rank is halted (collective)."""
+        is_halted = self._halted >= halt_id
         if self._replica.size == 1:
-            return mine
+            return is_halted
         group = self._replica.group(self._replica.ranks, "gloo")
-        return bool(all_gather_plain(mine, group)[0])
+        return bool(all_gather_plain(is_halted, group)[0])

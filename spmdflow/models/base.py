@@ -1,4 +1,4 @@
-"""What roles with a train engine share: building it, scoring rows, stepping, state on disk.
+"""Shared parts of roles with a train engine: building it, scoring rows, stepping, state on disk.
 
 A role that derives from `EngineWorker` runs on the engine that its settings name (engine.kind).
 `FSDPWorker`, `ZeROWorker` and `ThreeDParallelWorker` (the paper's 3DParallelWorker, section 4.1)
@@ -51,7 +51,7 @@ from spmdflow.workers.micro_batch import MicroBatch
 logger = logging.getLogger(__name__)
 
 _MUCH_OF_PLAN = 0.9
-"""Fewer optimizer steps than this share of the plan are told at the end of a run."""
+"""A run logs at its end if it took fewer optimizer steps than this share of the plan."""
 _GENERATION_AXES = ("gen_tp", "gen_pp", "gen_replica")
 _AXES = ("tp", "pp", "dp", "shard", "replicate", "replica", *_GENERATION_AXES, "micro_dp")
 
@@ -64,11 +64,11 @@ class EngineWorker(Worker):
     """A worker with one train engine."""
 
     head: ClassVar[str] = "causal_lm"
-    """What the model has on top: causal_lm, critic (its value head, trained) or scalar."""
+    """The head of the model: causal_lm, critic (a trained value head) or scalar."""
     engine_kinds: ClassVar[tuple[str, ...]] = ()
-    """Engines that this class may run on, its default first; (): any that settings name."""
+    """Engines that this class may run on, its default first. (): any engine of the settings."""
     generates: ClassVar[bool] = False
-    """Whether it generates on its training ranks; rollout.layout is then a part of the layout."""
+    """Whether it generates on its training ranks. rollout.layout is then part of the layout."""
     exports: ClassVar[bool] = False
     """Whether a checkpoint holds the model as a Hugging Face folder too."""
 
@@ -92,8 +92,8 @@ class EngineWorker(Worker):
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
         """The pool and the groups of every axis that the layout has.
 
-        If it is data-parallel alone: shard and replicate groups, where parameters are sharded over
-        a part of the pool. Pipelines with tied embeddings: also first with last stage.
+        If it is only data-parallel: shard and replicate groups, where parameters are sharded over a
+        part of the pool. Pipelines with tied embeddings: also the first with the last stage.
         """
         if layout.dp_size == layout.generation_dp_size == layout.size:
             sharding = engine_kind(cls.bind_engine(cfg).engine.kind).sharding
@@ -111,7 +111,7 @@ class EngineWorker(Worker):
 
     @classmethod
     def bind_engine(cls, cfg: Any) -> Any:
-        """The role's settings; if engine.kind has its default, with the engine of this class.
+        """The role's settings. If engine.kind has its default, it becomes the engine of this class.
 
         ConfigError if engine.kind names an engine that the class is not bound to.
         """
@@ -122,12 +122,15 @@ class EngineWorker(Worker):
         if kind != EngineConfig.kind:
             raise ConfigError(
                 f"{cls.role}.engine.kind: got {kind}, but {cls.__name__} is bound to "
-                f"{' or '.join(kinds)}; leave it out or choose another base class"
+                f"{' or '.join(kinds)}; remove it or choose another base class"
             )
         return replace(cfg, engine=replace(cfg.engine, kind=kinds[0]))
 
     def __init__(self, cfg: Any, context: WorkerContext, *, head: str | None = None) -> None:
-        """head: replaces the class's. ConfigError if a class combines roles with several heads."""
+        """Builds the engine, or uses the one of the worker that cfg.shares names.
+
+        head: replaces that of the class. ConfigError if a class combines roles with several heads.
+        """
         bases = []
         for each in type(self).__mro__:
             if each is not EngineWorker:
@@ -140,7 +143,7 @@ class EngineWorker(Worker):
             raise ConfigError(
                 f"{type(self).__name__}: combines roles with several heads ("
                 f"{', '.join(f'{name}: {head}' for head, name in heads.items())}), expected one, "
-                f"as a worker has one model; spawn them as two models"
+                f"because a worker has one model; spawn them as two models"
             )
         cfg = self.bind_engine(cfg)
         super().__init__(cfg, context)
@@ -158,16 +161,18 @@ class EngineWorker(Worker):
         self._move("host", self._moved)
 
     def adopter(self) -> Callable[..., None] | None:
-        """Function that moves the weights to a storage where they stay; None: the engine's own."""
+        """A function that moves the weights to permanent storage. None: the engine's own
+        storage."""
         return None
 
     def score(self, batch: TensorDict, fn: Score) -> TensorDict | None:
-        """Forward without gradient over this call's micro-batches; None before the last stage."""
+        """Forward without gradient over this call's micro-batches. None before the last stage."""
         with self.resident("parameters"):
             return self.engine.forward(batch, fn, num_micro_batches=self.call.num_micro_batches)
 
     def train(self, batch: TensorDict, loss: Loss, *, prefix: str) -> dict[str, float]:
-        """One optimizer step for each mini-batch of the call; metrics averaged over steps."""
+        """One optimizer step for each mini-batch of the call. Returns metrics averaged over
+        steps."""
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
             return self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
@@ -175,9 +180,9 @@ class EngineWorker(Worker):
         return self.take_steps(batch, step, prefix=prefix)
 
     def take_steps(self, batch: TensorDict, step: Step, *, prefix: str) -> dict[str, float]:
-        """As `train`, with the caller's step function; prefix: for metric names without one.
+        """Like `train`, with the caller's step function. prefix: for metric names without one.
 
-        Mini-batches without an optimizer step are counted (`EMPTY`, `NONFINITE`), and in no mean.
+        Mini-batches without an optimizer step are counted (`EMPTY`, `NONFINITE`) and not averaged.
         """
         self._begin_update()
         before = self._steps_done
@@ -185,11 +190,13 @@ class EngineWorker(Worker):
         skipped = {EMPTY: 0.0, NONFINITE: 0.0}
         with self.resident("parameters", "gradients", "optimizer"):
             for mini in self.call.mini_batches:
-                found = dict(step(select_rows(batch, mini.index), mini.num_micro_batches))
+                step_metrics = dict(step(select_rows(batch, mini.index), mini.num_micro_batches))
                 for name in skipped:
-                    skipped[name] += found.pop(name, None) is not None
-                steps.append({n if "/" in n else f"{prefix}/{n}": x for n, x in found.items()})
-        self._tell_beyond_plan(before)
+                    skipped[name] += step_metrics.pop(name, None) is not None
+                steps.append(
+                    {n if "/" in n else f"{prefix}/{n}": x for n, x in step_metrics.items()}
+                )
+        self._log_beyond_plan(before)
         metrics = merge(steps)
         metrics[f"{prefix}/optimizer_steps"] = float(self._steps_done - before)
         for name, count in skipped.items():
@@ -198,7 +205,7 @@ class EngineWorker(Worker):
         return metrics
 
     def close(self) -> None:
-        """Say so if the run has ended with far fewer optimizer steps than planned."""
+        """Logs if the run has ended with far fewer optimizer steps than planned."""
         super().close()
         optimizer = self.engine.optimizer
         if self._lender is not None or optimizer is None:
@@ -208,10 +215,10 @@ class EngineWorker(Worker):
             return
         planned = self._planned_total
         if optimizer.steps_done < _MUCH_OF_PLAN * planned:
-            self._tell_of_plan(f"the run took {optimizer.steps_done} optimizer steps")
+            self._log_plan(f"the run took {optimizer.steps_done} optimizer steps")
 
     def _begin_update(self) -> None:
-        """Tell the optimizer where in the run its next steps are."""
+        """Tells the optimizer the position of its next steps in the run."""
         optimizer = self.engine.optimizer
         if optimizer is not None:
             optimizer.progress.begin_update(
@@ -221,14 +228,14 @@ class EngineWorker(Worker):
                 steps_done=optimizer.steps_done,
             )
 
-    def _tell_beyond_plan(self, before: int) -> None:
-        """A line where an update has taken the first optimizer step beyond the plan."""
+    def _log_beyond_plan(self, before: int) -> None:
+        """Logs when an update has taken the first optimizer step beyond the plan."""
         planned = self._planned_total
         if planned and before <= planned < self._steps_done:
-            self._tell_of_plan(f"the run has taken optimizer step {planned + 1}")
+            self._log_plan(f"the run has taken optimizer step {planned + 1}")
 
-    def _tell_of_plan(self, taken: str) -> None:
-        """A line that compares what was taken with the plan, by one rank of the pool."""
+    def _log_plan(self, fact: str) -> None:
+        """Logs, on the pool's first rank, a fact about the steps taken, and the plan."""
         optimizer = self.engine.optimizer
         assert optimizer is not None
         if self.context.rank != self.context.layout.ranks[0]:
@@ -239,16 +246,18 @@ class EngineWorker(Worker):
         if cfg.total_steps:
             plan = f"{self._planned_total} (optimizer.total_steps)"
         if cfg.schedule == "constant":
-            logger.info("%s: %s, planned were %s", self.context.name, taken, plan)
+            logger.info("%s: %s, planned were %s", self.context.name, fact, plan)
             return
-        follows = "the learning rate follows the steps of the run and ends with its last"
+        consequence = "the learning rate follows the steps of the run and ends with its last"
         if cfg.total_steps:
-            follows = f"the learning rate is {optimizer.next_lr:g} now; check optimizer.total_steps"
-        logger.warning("%s: %s, planned were %s; %s", self.context.name, taken, plan, follows)
+            consequence = (
+                f"the learning rate is {optimizer.next_lr:g} now; check optimizer.total_steps"
+            )
+        logger.warning("%s: %s, planned were %s; %s", self.context.name, fact, plan, consequence)
 
     @property
     def _planned_total(self) -> int:
-        """Optimizer steps that were planned for the run; 0: unknown outside of a script's steps."""
+        """Number of optimizer steps planned for the run. 0: unknown outside of a script's steps."""
         optimizer = self.engine.optimizer
         if optimizer is None or optimizer.progress.num_steps == 0:
             return 0
@@ -257,9 +266,9 @@ class EngineWorker(Worker):
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """Keep parts of the engine on the device; offloaded ones move back to the host on exit.
+        """Keeps parts of the engine on the device. Offloaded ones move back to the host on exit.
 
-        An engine that is another worker's computes without its adapters inside.
+        An engine of another worker computes without its adapters inside.
         """
         if self._lender is not None:
             with self._lender.resident(*parts), self.engine.without_adapters():
@@ -274,18 +283,19 @@ class EngineWorker(Worker):
     @property
     def frozen_folder(self) -> Path | None:
         """Folder of weights that are never trained: those of a model whose settings have no
-        optimizer, or those that adapters are added to."""
+        optimizer, or those that adapters are added to. None: all weights are trained."""
         is_whole = self._is_trained and self.engine.model.lora is None
         if is_whole:
             return None
         return Path(self.cfg.model.path)
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
-        """Copy this rank's share of parameters, moments and schedule; returns what writes them.
+        """Copies this rank's share of parameters, moments and schedule. Returns a function that
+        writes it.
 
-        Over all ranks each element is written once, bit for bit; of a frozen model nothing. If
-        the class exports its model, a Hugging Face folder is written too. A class that changes a
-        model without an optimizer must save and load it itself.
+        Over all ranks each element is written once, bit for bit; nothing of a frozen model. If the
+        class exports its model, a Hugging Face folder is written too. A class that changes a model
+        without an optimizer must save and load it itself.
         """
         if not self._is_trained:
             return None
@@ -294,14 +304,14 @@ class EngineWorker(Worker):
         return partial(write_state, folder / self._file, copies, self.plain_state())
 
     def export_state(self, saved: Path, folder: Path, wait: Callable[[list[Path]], None]) -> None:
-        """If the class exports its model: this rank's files of a Hugging Face folder."""
-        place = self._place
+        """If the class exports its model, writes this rank's files of a Hugging Face folder."""
+        index = self._group_rank
         count = self.context.layout.size
         if not self.exports or not self._is_trained:
             return
-        names = [f"rank-{place}.safetensors" for place in range(count)]
-        state = StateFiles(saved, index=place, count=count, unsealed=names)
-        export = ModelExport(state.plain, index=place, count=count)
+        names = [f"rank-{index}.safetensors" for index in range(count)]
+        state = StateFiles(saved, index=index, count=count, unsealed=names)
+        export = ModelExport(state.plain, index=index, count=count)
         if export.mine:
             wait([saved / name for name in names])
             with disk_errors("write", folder):
@@ -309,10 +319,10 @@ class EngineWorker(Worker):
 
     @any_layout
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, on any layout; CheckpointError for another model."""
+        """Restores what `save_state` wrote, on any layout. CheckpointError for another model."""
         if not self._is_trained:
             return
-        files = StateFiles(folder, index=self._place, count=self.context.layout.size)
+        files = StateFiles(folder, index=self._group_rank, count=self.context.layout.size)
         saved = files.plain["shapes"]
         mine = self._shapes
         for name in sorted(saved.keys() | mine.keys()):
@@ -328,7 +338,7 @@ class EngineWorker(Worker):
         self.load_plain(files.plain)
 
     def plain_state(self) -> dict[str, Any]:
-        """What is saved beside the boxes: JSON data, equal on every rank."""
+        """State that is saved with the boxes: JSON data, equal on every rank."""
         optimizer = self.engine.optimizer
         return {
             "steps_done": self._steps_done,
@@ -338,25 +348,26 @@ class EngineWorker(Worker):
         }
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
-        """Restore what a role adds to `plain_state`; called after the boxes are loaded."""
+        """Restores what a role adds to `plain_state`. Called after the boxes are loaded."""
 
     @cached_property
     def _model(self) -> dict[str, Any]:
-        """What a Hugging Face folder of the model needs besides weights."""
+        """What a Hugging Face folder of the model needs in addition to weights."""
         model = self.engine.model
         dtype = str(self.engine.dtype).removeprefix("torch.")
         config = json.loads(json.dumps(dict(model.config)))
         source = str(model.source.absolute())
-        found = {"config": config, "dtype": dtype, "source": source}
+        facts = {"config": config, "dtype": dtype, "source": source}
         if model.lora is not None:
             layers = {name.rsplit(".", 3)[1] for name in self._shapes}  # x.q_proj.lora_A.weight
             every = ALL_LINEAR in model.lora.targets
             targets = sorted(layers) if every else model.lora.targets
-            found["lora"] = {**asdict(model.lora), "targets": targets}
-        return found
+            facts["lora"] = {**asdict(model.lora), "targets": targets}
+        return facts
 
     @property
     def _shapes(self) -> dict[str, list[int]]:
+        """Shape of each trained tensor, as JSON data."""
         shapes = {}
         for name, shape in self.engine.trained_shapes.items():
             shapes[name] = list(shape)
@@ -374,10 +385,10 @@ class EngineWorker(Worker):
 
     @property
     def _file(self) -> str:
-        return f"rank-{self._place}.safetensors"
+        return f"rank-{self._group_rank}.safetensors"
 
     @property
-    def _place(self) -> int:
+    def _group_rank(self) -> int:
         return self.context.layout.group_rank(self.context.rank)
 
     def _move(self, where: Place, parts: tuple[Part, ...]) -> None:
@@ -387,9 +398,9 @@ class EngineWorker(Worker):
 
 
 def _lender_of(cfg: Any, context: WorkerContext) -> EngineWorker | None:
-    """The worker of this rank whose engine cfg.shares names, None: it has one of its own.
+    """The worker of this rank whose engine cfg.shares names. None: the role has its own engine.
 
-    ConfigError if it has not been spawned yet.
+    ConfigError if that worker has not been spawned yet.
     """
     name = getattr(cfg, "shares", None)
     lender = context.workers.get(name) if name is not None else None
@@ -404,7 +415,7 @@ def _lender_of(cfg: Any, context: WorkerContext) -> EngineWorker | None:
 
 
 def axis_groups(layout: Layout, axes: Sequence[str]) -> list[tuple[int, ...]]:
-    """The pool and the groups of some axes, each once; groups of a single rank are left out."""
+    """The pool and the groups of some axes, each once, without groups of a single rank."""
     groups = []
     for axis in axes:
         for group in layout.axis_groups(axis):

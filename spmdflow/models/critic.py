@@ -1,6 +1,6 @@
-"""The critic: estimates and learns the return from each response token on (paper Table 4).
+"""The critic: learns to estimate the return from each response token on (paper Table 4).
 
-Safe RLHF's critic of the cost (Dai et al. 2024) is the same code under other column names.
+Safe RLHF's critic of the cost (Dai et al. 2024) is the same code with other column names.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class CriticWorker(EngineWorker):
     def update_critic(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
-        Rows that failed (valid is False) are not learnt from.
+        Failed rows (valid is False) are ignored.
         """
         return self.train(without_failed(batch), ValueLoss(self.cfg.loss), prefix="critic")
 
 
 class CostCriticWorker(CriticWorker):
-    """Estimates and learns the cost from each response token on."""
+    """Learns to estimate the cost from each response token on."""
 
     role = "cost_critic"
 
@@ -63,10 +63,10 @@ class CostCriticWorker(CriticWorker):
     )
     def compute_cost_values(self, batch: TensorDict) -> TensorDict | None:
         """cost_values (ragged float32): the output one position before each response token."""
-        made = self.compute_values(batch)
-        if made is None:
+        columns = self.compute_values(batch)
+        if columns is None:
             return None
-        return TensorDict({"cost_values": made["values"]}, batch_size=batch.batch_size)
+        return TensorDict({"cost_values": columns["values"]}, batch_size=batch.batch_size)
 
     @register(
         transfer_mode="3D_PROTO",
@@ -77,12 +77,14 @@ class CostCriticWorker(CriticWorker):
     def update_cost_critic(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps."""
         known = ("prompts", "responses", "response_mask", *VALID)
-        kept = {}
+        shared_columns = {}
         for name in known:
             if name in batch.keys():
-                kept[name] = batch[name]
-        own = {"values": batch["cost_values"], "returns": batch["cost_returns"]}
-        metrics = self.update_critic(TensorDict(kept | own, batch_size=batch.batch_size))
+                shared_columns[name] = batch[name]
+        renamed_columns = {"values": batch["cost_values"], "returns": batch["cost_returns"]}
+        metrics = self.update_critic(
+            TensorDict(shared_columns | renamed_columns, batch_size=batch.batch_size)
+        )
         result = {}
         for name, value in metrics.items():
             result[f"cost_{name}"] = value

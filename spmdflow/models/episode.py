@@ -1,7 +1,7 @@
 """`run_episodes`: rows as conversations with an environment, many turns each.
 
-Shared by all roles that generate. The columns are those of a single response: what follows the
-first prompt is the response, and the mask tells what the policy chose.
+Shared by all roles that generate. The columns are those of a single response: all tokens after the
+first prompt are the response, and the mask marks the tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ EPISODE_COLUMNS = (
     "tool_calls",
     "weights_version",
 )
-_MOST_TOLD = 3
-"""Failures of one call that a rank's log tells in full."""
+_MOST_LOGGED = 3
+"""Failures of one call that a rank logs in full."""
 
 
 def check_environment(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
     """ConfigError unless the settings name an environment."""
     episode = getattr(cfg.rollout, "episode", None)
     if not isinstance(episode, EpisodeConfig):
-        do = "let the settings have actor: AgentActorConfig, as GRPOAgentConfig does"
+        do = "declare actor: AgentActorConfig in the settings, as GRPOAgentConfig does"
         raise ConfigError.of(label, "settings without rollout.episode", f"{KEY}.environment", do)
     environment_of(episode.environment)
 
 
 def requests_of(generator: Generator, model_path: str, what: str) -> ResumableRequests:
-    """Requests of a generator; ConfigError if it takes none, as `what` needs."""
+    """Requests of a generator. ConfigError if it does not support requests, which `what` needs."""
     if not isinstance(generator, RequestGenerator):
         got = type(generator).__name__
         do = "choose another actor.rollout.engine"
@@ -75,12 +75,12 @@ def requests_of(generator: Generator, model_path: str, what: str) -> ResumableRe
 
 
 class EpisodeWorker(Worker):
-    """The call that runs episodes; a role adds the generator."""
+    """The call that runs episodes. A role adds the generator."""
 
     generator: Generator
     sampling: Sampling
     requests: ResumableRequests
-    """Of the episodes; a generator's sequences that are made ahead go through it, too."""
+    """Requests of the episodes, and of sequences that a generator generates ahead."""
     _runner: EpisodeRunner | None = None
     _errors: OnError
 
@@ -96,54 +96,57 @@ class EpisodeWorker(Worker):
     ) -> TensorDict:
         """One episode of the environment for each row, and its score.
 
-        The environment gets the row's fields, and `prompt`: the text of its prompt. prompts: what
-        the policy read first. responses: all that followed. response_mask: False where it did not
-        choose the token; rollout_log_probs are 0 there. valid (B,): False, the score nan and the
-        mask False throughout, where the episode failed or the environment returned None.
-        num_turns (B,): replies. tool_calls: in each reply, as JSON: [[[name, arguments]], ...].
-        RewardError if too many failed (rollout.episode.on_error). greedy: take the likeliest
-        tokens. prefix: of the score's metrics.
+        The environment gets the row's fields, and `prompt`: the text of its prompt. prompts: the
+        first prompt of the policy. responses: all later tokens. response_mask: False for tokens
+        that the policy did not sample; their rollout_log_probs are 0. valid (B,): False where the
+        episode failed or the environment returned None; then the score is nan, and the mask False.
+        num_turns (B,): number of replies. tool_calls: those of each reply, as JSON: [[[name,
+        arguments]], ...]. RewardError if too many episodes failed (rollout.episode.on_error).
+        greedy: take the likeliest tokens. prefix: of the score's metrics.
         """
         self.request_generator("run_episodes")
-        found = self.runner.run(
+        episodes = self.runner.run(
             self.episode_rows(batch),
             self.sampling.for_call(greedy=greedy),
             partial(self._turn_seed, self.call),
             strict=self._errors.is_strict,
         )
-        return self.episode_columns(batch, found, prefix).exclude("token_versions")
+        return self.episode_columns(batch, episodes, prefix).exclude("token_versions")
 
     @property
     def runner(self) -> EpisodeRunner:
-        """Runs the episodes; opened with the role."""
+        """Runs the episodes. It exists if the settings have an environment."""
         assert self._runner is not None, "its settings have an environment"
         return self._runner
 
     @staticmethod
     def episode_rows(batch: TensorDict) -> list[dict[str, Any]]:
-        """What the environment is called with, for each row."""
+        """The `row` argument of the environment, for each row."""
         result = []
         for row, text in zip(batch["row"], batch["prompt_text"], strict=True):
             result.append(json.loads(row) | {"prompt": text})
         return result
 
-    def episode_columns(self, batch: TensorDict, found: list[Episode], prefix: str) -> TensorDict:
-        """Report the episodes of a call; their columns. RewardError if too many failed."""
+    def episode_columns(
+        self, batch: TensorDict, episodes: list[Episode], prefix: str
+    ) -> TensorDict:
+        """Reports the episodes of a call and returns their columns. RewardError if too many
+        failed."""
         causes = []
-        for each in found:
-            if each.cause:
-                causes.append(f"row {int(self.call.row_ids[each.number])}: {each.cause}")
+        for episode in episodes:
+            if episode.cause:
+                causes.append(f"row {int(self.call.row_ids[episode.number])}: {episode.cause}")
         if causes and self._errors.is_strict:
             raise RewardError(causes[0])
-        for cause in causes[:_MOST_TOLD]:
+        for cause in causes[:_MOST_LOGGED]:
             logger.warning("an episode failed, dropped: %s", cause)
-        self._report_episodes(found, prefix, next(iter(causes), ""))
-        return self._columns(batch, found)
+        self._report_episodes(episodes, prefix, next(iter(causes), ""))
+        return self._columns(batch, episodes)
 
     def open_episodes(self) -> None:
-        """Start the environments, if the settings have some; the role's generator is there.
+        """Starts the environments, if the settings have some. The generator must exist already.
 
-        ConfigError if the tokenizer's chat template is not append-only and has to be.
+        ConfigError if the tokenizer's chat template must be append-only and is not.
         """
         cfg = self.cfg.rollout
         if not isinstance(getattr(cfg, "episode", None), EpisodeConfig):
@@ -178,7 +181,7 @@ class EpisodeWorker(Worker):
         raise NotImplementedError
 
     def request_generator(self, method: str) -> RequestGenerator:
-        """As `fresh_generator`; ConfigError, which names the method, for one without requests."""
+        """Like `fresh_generator`. ConfigError, with the method, if it does not support requests."""
         generator = self.fresh_generator()
         if not isinstance(generator, RequestGenerator):
             kind = type(generator).__name__
@@ -187,69 +190,71 @@ class EpisodeWorker(Worker):
         return generator
 
     def close(self) -> None:
-        """End the environments and the endpoint."""
+        """Ends the environments and the endpoint."""
         super().close()
         if self._runner is not None:
             self._runner.close()
 
-    def _turn_seed(self, call: CallInfo, place: int, turn: int) -> int:
+    def _turn_seed(self, call: CallInfo, index: int, turn: int) -> int:
         """Seed of a reply, from (seed, step, row id, generation, turn), never from a rank.
 
-        place: of the row in the call that began it. Held-out rows have the same seeds at every
+        index: of the row in the call that began it. Held-out rows have the same seeds at every
         step.
         """
         assert call.generation is not None, "registered with draws=True"
-        row = int(call.row_ids[place])
+        row = int(call.row_ids[index])
         step = 0 if is_held_out(row) else call.step
-        numbers = (step, row, int(call.generation[place]), turn)
+        numbers = (step, row, int(call.generation[index]), turn)
         return seed_of(self.context.seed, "episode", *numbers)
 
-    def _report_episodes(self, found: list[Episode], prefix: str, first_failure: str) -> None:
-        """Metrics of the episodes; RewardError if too many failed, over all ranks."""
+    def _report_episodes(self, episodes: list[Episode], prefix: str, first_failure: str) -> None:
+        """Reports metrics of the episodes. RewardError if too many failed, over all ranks."""
         scored = []
-        for each in found:
-            if each.scores is not None:
-                scored.append(each.scores)
-        scores = sum(each["score"] for each in scored)
+        for episode in episodes:
+            if episode.scores is not None:
+                scored.append(episode.scores)
+        scores = sum(episode["score"] for episode in scored)
         metrics: dict[str, Metric] = {"mean": Mean(scores, len(scored))} | average_terms(scored)
-        ran = torch.tensor([not each.cause for each in found]).bool()
+        has_run = torch.tensor([not episode.cause for episode in episodes]).bool()
         metrics |= count_dropped(
             self.context,
             self.context.layout.ranks,
-            ran,
+            has_run,
             limit=self._errors.max_dropped_percent,
             key=f"{KEY}.on_error",
             first_failure=first_failure,
         )
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
-        sampled = sum(sum(each.mask) for each in found)
+        sampled = sum(sum(episode.mask) for episode in episodes)
         self.report(
             {
-                "rollout/prompt_tokens": Sum(sum(len(each.prompt) for each in found)),
+                "rollout/prompt_tokens": Sum(sum(len(episode.prompt) for episode in episodes)),
                 "rollout/response_tokens": Sum(sampled),
-                "rollout/response_length": Mean(sampled, len(found)),
+                "rollout/response_length": Mean(sampled, len(episodes)),
                 "rollout/weights_version": Max(float(self.generator.weights_version)),
-                "episodes/turns": Mean(sum(each.num_turns for each in found), len(found)),
-                "episodes/left_out": Sum(sum(not x.cause and x.scores is None for x in found)),
-                "episodes/forked": Sum(sum(each.num_segments > 1 for each in found)),
+                "episodes/turns": Mean(
+                    sum(episode.num_turns for episode in episodes), len(episodes)
+                ),
+                "episodes/left_out": Sum(sum(not x.cause and x.scores is None for x in episodes)),
+                "episodes/forked": Sum(sum(episode.num_segments > 1 for episode in episodes)),
             }
         )
 
-    def _columns(self, batch: TensorDict, found: list[Episode]) -> TensorDict:
-        """The columns of `run_episodes`; a row without a score has one masked token."""
+    def _columns(self, batch: TensorDict, episodes: list[Episode]) -> TensorDict:
+        """The columns of `run_episodes`. A row without a score has one masked token."""
         tokenizer = load_tokenizer(self.cfg.rollout.tokenizer_path)
         device = self.context.device
         own = rows_of(batch["prompts"])
         end = eos_token_id(tokenizer)
-        valid = [each.scores is not None for each in found]
-        shown = []
-        for each in found:
-            shown.append(
-                each
-                if each.scores is not None
-                else each._replace(
+        valid = [episode.scores is not None for episode in episodes]
+        filled = []
+        for episode in episodes:
+            filled.append(
+                episode
+                if episode.scores is not None
+                else episode._replace(
                     scores={"score": nan},
-                    prompt=own[each.number].tolist(),
+                    prompt=own[episode.number].tolist(),
                     tokens=[end],
                     mask=[False],
                     log_probs=[0.0],
@@ -257,21 +262,22 @@ class EpisodeWorker(Worker):
                     calls=[],
                 )
             )
-        lengths = torch.tensor([len(each.tokens) for each in shown], dtype=torch.int64)
+        lengths = torch.tensor([len(episode.tokens) for episode in filled], dtype=torch.int64)
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
+            """One ragged column of all episodes, from the field `name`."""
             values = []
-            for each in shown:
-                for value in getattr(each, name):
+            for episode in filled:
+                for value in getattr(episode, name):
                     values.append(value)
             return ragged(torch.tensor(values, dtype=dtype), lengths).to(device)
 
-        scores = torch.tensor([each.scores["score"] for each in shown if each.scores])
+        scores = torch.tensor([episode.scores["score"] for episode in filled if episode.scores])
         version = self.generator.weights_version
-        made = TensorDict(
+        columns = TensorDict(
             {
                 "prompts": ragged_from_rows(
-                    [torch.tensor(each.prompt) for each in shown], dtype=torch.int64
+                    [torch.tensor(episode.prompt) for episode in filled], dtype=torch.int64
                 ).to(device),
                 "responses": column("tokens", torch.int64),
                 "response_mask": column("mask", torch.bool),
@@ -279,14 +285,14 @@ class EpisodeWorker(Worker):
                 "scores": scores,
                 "token_level_rewards": put_at_last_token(scores, lengths),
                 "valid": torch.tensor(valid).bool(),
-                "num_turns": torch.tensor([each.num_turns for each in found]).long(),
-                "weights_version": torch.full((len(found),), version),
+                "num_turns": torch.tensor([episode.num_turns for episode in episodes]).long(),
+                "weights_version": torch.full((len(episodes),), version),
                 "token_versions": column("versions", torch.int32),
             },
             batch_size=batch.batch_size,
         )
         decode = tokenizer.batch_decode
-        made.set_non_tensor("prompt_text", decode([each.prompt for each in shown]))
-        made.set_non_tensor("response_text", decode([each.tokens for each in shown]))
-        made.set_non_tensor("tool_calls", [json.dumps(each.calls) for each in shown])
-        return made
+        columns.set_non_tensor("prompt_text", decode([episode.prompt for episode in filled]))
+        columns.set_non_tensor("response_text", decode([episode.tokens for episode in filled]))
+        columns.set_non_tensor("tool_calls", [json.dumps(episode.calls) for episode in filled])
+        return columns

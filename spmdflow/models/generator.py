@@ -1,8 +1,8 @@
-"""The generator: a rollout engine on ranks of its own (disaggregated generation).
+"""The generator: a rollout engine on its own ranks (disaggregated generation).
 
-`SamplingWorker` is what it shares with `ActorWorker`, which generates on the trainer's ranks. Its
-weights come from a `PolicyWorker` on other ranks (`flow.connect`), or from the model's folder if
-nothing is trained (`load_weights`).
+`SamplingWorker` is the part shared with `ActorWorker`, which generates on the trainer's ranks. The
+generator's weights come from a `PolicyWorker` on other ranks (`flow.connect`), or from the model's
+folder if nothing is trained (`load_weights`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from spmdflow.weights.architecture import Architecture
 def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
     """A seed for each row of a call, from (seed, step, row id, generation), never from a rank.
 
-    generation: how often the row was generated from before in this step; 0 is left out. Held-out
-    rows have the same seeds at every step: evaluations differ by their weights only.
+    generation: number of earlier generations from the row in this step; omitted if 0. Held-out
+    rows have the same seeds at every step, so that evaluations differ only by their weights.
     ProtocolError if the method is not registered with draws=True.
     """
     if call.generation is None:
@@ -80,7 +80,7 @@ def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
 def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
     """ConfigError if arguments of `generate_sequences` are outside the bounds of the settings."""
     if not set(arguments) - {"greedy"}:
-        return  # the settings have checks of their own, which tell all that is wrong
+        return  # the checks of the settings report all errors
     try:
         sampling = Sampling.from_config(cfg.rollout).for_call(**arguments)
     except ConfigError as err:
@@ -96,7 +96,7 @@ def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
 
 
 class SamplingWorker(EpisodeWorker):
-    """`generate_sequences`, which an actor and a generator share, beside `run_episodes`."""
+    """`generate_sequences` and `run_episodes`, which actors and generators share."""
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
@@ -120,19 +120,20 @@ class SamplingWorker(EpisodeWorker):
     ) -> TensorDict:
         """One response for each row; the result keeps the columns of the prompts.
 
-        Rows that have a response go on: its end gets the tokens of `tool_text` (text, if the batch
-        has it; response_mask False, rollout_log_probs 0), then what is sampled behind them. Columns
-        that were made from the shorter response are left out of the result. A whole response has
-        at most actor.rollout.max_new_tokens; a row without room for one more token stays as it is.
+        Rows that have a response continue it: the tokens of `tool_text` are appended (text, if the
+        batch has it; response_mask False, rollout_log_probs 0), then newly sampled tokens. Columns
+        that were computed from the shorter response are dropped from the result. A complete
+        response has at most actor.rollout.max_new_tokens. A row without room for one more token
+        does not change.
 
         Arguments replace settings of actor.rollout for this call. stop: a response ends with the
-        token that completes one of these strings in its text. The whole token stays, also its text
-        after the string (vLLM's include_stop_str_in_output). temperature, top_p, top_k and greedy
-        decide which tokens are sampled; rollout_log_probs are always the policy's at the settings'
-        temperature, as those of `compute_log_prob` and `update_actor` are.
+        token that completes one of these strings in its text. The complete token stays, also its
+        text after the string (vLLM's include_stop_str_in_output). temperature, top_p, top_k and
+        greedy determine which tokens are sampled. rollout_log_probs are always those of the policy
+        at the settings' temperature, as in `compute_log_prob` and `update_actor`.
 
-        An actor generates with the weights of its last update, a generator with those it received
-        last.
+        An actor generates with the weights of its last update, a generator with those that it
+        received last.
         """
         sampling = self.sampling.for_call(
             greedy=greedy,
@@ -145,53 +146,56 @@ class SamplingWorker(EpisodeWorker):
         seeds = row_seeds(self.context, self.call)
         prompts = batch["prompts"]
         if "responses" in batch.keys():
-            return self._go_on(batch, sampling, seeds)
-        made = self.fresh_generator().generate(prompts, sampling, seeds)
-        self._report_tokens(prompts, made, num_rows=prompts.shape[0])
-        return made
+            return self._continue_responses(batch, sampling, seeds)
+        columns = self.fresh_generator().generate(prompts, sampling, seeds)
+        self._report_tokens(prompts, columns, num_rows=prompts.shape[0])
+        return columns
 
-    def _go_on(self, batch: TensorDict, sampling: Sampling, seeds: list[int]) -> TensorDict:
-        """The response so far of each row, with another turn behind it."""
+    def _continue_responses(
+        self, batch: TensorDict, sampling: Sampling, seeds: list[int]
+    ) -> TensorDict:
+        """Appends the tool text and newly sampled tokens to the response of each row."""
         if "tool_text" not in batch.keys():
-            said = [""] * len(seeds)
+            texts = [""] * len(seeds)
         else:
-            said = list(batch["tool_text"])
-        ids = template_ids(load_tokenizer(self.cfg.rollout.tokenizer_path), said)
+            texts = list(batch["tool_text"])
+        ids = template_ids(load_tokenizer(self.cfg.rollout.tokenizer_path), texts)
         turn = Turn.of(batch, ids, most=self.cfg.rollout.max_new_tokens)
         limits = []
         for room in turn.room:
             limits.append(min(room, sampling.max_new_tokens))
         generator = self.request_generator("generate_sequences on rows with a response")
-        seeds = [seeds[place] for place in turn.places]
-        rows = self.call.row_ids[turn.places].tolist()
+        seeds = [seeds[row] for row in turn.rows]
+        rows = self.call.row_ids[turn.rows].tolist()
         sampled = generator.generate(turn.prompts, sampling, seeds, limits, conversations=rows)
-        self._report_tokens(turn.heard, sampled, num_rows=0)
-        self.report({"rollout/no_room": Sum(len(said) - len(turn.places))})
+        self._report_tokens(turn.tool_ids, sampled, num_rows=0)
+        self.report({"rollout/no_room": Sum(len(texts) - len(turn.rows))})
         return turn.close(sampled)
 
-    def _report_tokens(self, heard: Tensor, sampled: TensorDict, *, num_rows: int) -> None:
-        """heard: ragged, what the model reads that it has not read or said before."""
+    def _report_tokens(self, read_ids: Tensor, sampled: TensorDict, *, num_rows: int) -> None:
+        """Reports token counts. read_ids: ragged, tokens that the model reads for the first
+        time."""
         tokens = len(sampled["responses"].values())
         self.report(
             {
-                "rollout/prompt_tokens": Sum(len(heard.values())),
+                "rollout/prompt_tokens": Sum(len(read_ids.values())),
                 "rollout/response_tokens": Sum(tokens),
                 "rollout/response_length": Mean(tokens, num_rows),
             }
         )
 
     def make_room(self, *, trains: bool) -> None:
-        """Free the KV cache."""
+        """Frees the KV cache."""
         self.generator.sleep()
 
     def close(self) -> None:
-        """End environments, and free the generator."""
+        """Ends the environments, and frees the generator."""
         super().close()
         self.generator.close()
 
 
 class GeneratorWorker(SamplingWorker):
-    """Generates with weights that it is sent; spawned with the actor's settings."""
+    """Generates with weights that it receives. Spawned with the actor's settings."""
 
     role = "generator"
 
@@ -210,6 +214,7 @@ class GeneratorWorker(SamplingWorker):
         return axis_groups(layout, ("replica", "tp", "pp"))
 
     def __init__(self, cfg: ActorConfig | EvaluatedConfig, context: WorkerContext) -> None:
+        """Builds this rank's part of the generator, and starts the environments."""
         super().__init__(cfg, context)
         replica = Replica.of(context.layout, context.rank, context.groups)
         self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
@@ -220,14 +225,15 @@ class GeneratorWorker(SamplingWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_weights(self, peer: dict[str, Any]) -> None:
-        """Prepare to receive the weights of a policy on other ranks; peer: its layout."""
+        """Prepares to receive the weights of a policy on other ranks. peer: its layout."""
         self._receiver = WeightReceiver(self.generator, self.context, self.cfg, Layout(**peer))
 
     @register(transfer_mode="ONE_TO_ALL")
     def receive_weights(self, version: int = 0) -> None:
-        """Receive what the connected policy sends in the same call; compare every hash.
+        """Receives the weights that the connected policy sends in the same call, and compares their
+        hashes.
 
-        version: of these weights. Rows under way go on with them.
+        version: of these weights. Unfinished rows continue with them.
         """
         if self._receiver is None:
             raise ProtocolError(
@@ -241,9 +247,10 @@ class GeneratorWorker(SamplingWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_queue(self) -> None:
-        """Prepare to make rows ahead of the steps that learn from them (flow.queue).
+        """Prepares to generate rows ahead of the steps that learn from them (flow.queue).
 
-        ConfigError for a generator that takes no requests, or draws with its own noise.
+        ConfigError for a generator that does not support requests, or draws with its own random
+        numbers.
         """
         if getattr(self.generator, "keeps_noise", False):
             got = self.cfg.rollout.engine
@@ -257,9 +264,9 @@ class GeneratorWorker(SamplingWorker):
 
     @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), draws=True)
     def begin_sequences(self, batch: TensorDict, *, step: int) -> None:
-        """Take rows on; the calls that follow draw their responses.
+        """Adds rows. Later calls generate their responses.
 
-        step: the one that learns from them. Their noise belongs to it, whenever they are begun.
+        step: the one that learns from them. Their random numbers belong to it, whenever they begin.
         """
         self.fresh_generator()
         call = replace(self.call, step=step)
@@ -278,28 +285,28 @@ class GeneratorWorker(SamplingWorker):
         extends=True,
     )
     def finish_sequences(self, batch: TensorDict, *, version: int) -> TensorDict:
-        """The responses of rows that were begun on the same ranks, as of `generate_sequences`.
+        """The responses of rows that began on the same ranks; columns as in `generate_sequences`.
 
-        token_versions (ragged int32): of the weights that drew each token. Draws for all rows
-        under way until these have ended. version: of the policy that learns from them.
+        token_versions (ragged int32): version of the weights that drew each token. Generates for
+        all unfinished rows until these have ended. version: of the policy that learns from them.
         """
-        found = self.rows_ahead.finish_sequences(self.call.row_ids.tolist())
+        responses = self.rows_ahead.finish_sequences(self.call.row_ids.tolist())
         device = self.context.device
         none = torch.zeros(0)
-        lengths = torch.tensor([len(row.tokens) for row in found], dtype=torch.int64).to(device)
+        lengths = torch.tensor([len(row.tokens) for row in responses], dtype=torch.int64).to(device)
         tokens, log_probs, versions = (
-            torch.cat([getattr(row, name) for row in found] or [none]).to(device, dtype)
+            torch.cat([getattr(row, name) for row in responses] or [none]).to(device, dtype)
             for name, dtype in (
                 ("tokens", torch.int64),
                 ("log_probs", torch.float32),
                 ("versions", torch.int32),
             )
         )
-        made = response_columns(tokens, log_probs, lengths)
-        made["token_versions"] = ragged(versions, lengths)
-        self._report_tokens(batch["prompts"], made, num_rows=len(found))
+        columns = response_columns(tokens, log_probs, lengths)
+        columns["token_versions"] = ragged(versions, lengths)
+        self._report_tokens(batch["prompts"], columns, num_rows=len(responses))
         self._report_ages(version - versions)
-        return made
+        return columns
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
@@ -308,7 +315,7 @@ class GeneratorWorker(SamplingWorker):
         check=check_environment,
     )
     def begin_episodes(self, batch: TensorDict, *, step: int) -> None:
-        """Take an episode on for each row; the calls that follow run them. step: as above."""
+        """Adds an episode for each row. Later calls run them. step: see `begin_sequences`."""
         self.fresh_generator()
         self.rows_ahead.begin_episodes(
             self.call.row_ids.tolist(),
@@ -323,27 +330,27 @@ class GeneratorWorker(SamplingWorker):
         writes=(*EPISODE_COLUMNS, "token_versions"),
     )
     def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:
-        """The episodes of rows that were begun on the same ranks, as of `run_episodes`.
+        """The episodes of rows that began on the same ranks; columns as in `run_episodes`.
 
-        token_versions (ragged int32): as of `finish_sequences`, -1 where the environment spoke.
-        Goes on with all episodes under way until these have ended.
+        token_versions (ragged int32): see `finish_sequences`; -1 for tokens of the environment.
+        Continues all unfinished episodes until these have ended.
         """
-        found = self.rows_ahead.finish_episodes(self.call.row_ids.tolist())
-        made = self.episode_columns(batch, found, "reward")
-        versions = made["token_versions"].values()[made["response_mask"].values()]
+        episodes = self.rows_ahead.finish_episodes(self.call.row_ids.tolist())
+        columns = self.episode_columns(batch, episodes, "reward")
+        versions = columns["token_versions"].values()[columns["response_mask"].values()]
         self._report_ages(version - versions)
-        return made
+        return columns
 
     def _report_ages(self, ages: Tensor) -> None:
-        """Metrics of the tokens (n,) that the running step learns from, in versions."""
+        """Reports the ages, in versions, of the tokens (n,) that the running step learns from."""
         largest = Max(float(ages.max()) if len(ages) else 0.0)
         self.report({"rollout/age": Mean(float(ages.sum()), len(ages)), "rollout/age_max": largest})
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
 
     @register(transfer_mode="ONE_TO_ALL")
     def go_on(self, turn: int) -> None:
-        """Draw for rows under way until `halt(turn)`, or until all have ended."""
-        self.rows_ahead.go_on(turn)
+        """Generates for unfinished rows until `halt(turn)`, or until all have ended."""
+        self.rows_ahead.generate_until(turn)
 
     def halt(self, turn: int) -> None:
         """See Worker.halt."""
@@ -351,7 +358,7 @@ class GeneratorWorker(SamplingWorker):
 
     @property
     def rows_ahead(self) -> RowsAhead:
-        """Rows that were begun; there after `open_queue`."""
+        """The rows that are generated ahead. ProtocolError before `open_queue`."""
         if self._ahead is None:
             raise ProtocolError(
                 f"{self.context.name}: no queue is open; write queue = flow.queue(prompts, "
@@ -361,7 +368,7 @@ class GeneratorWorker(SamplingWorker):
         return self._ahead
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
-        """Responses that were begun ahead, once for each replica; see RowsAhead.save."""
+        """Saves the rows that are generated ahead, once per replica; see RowsAhead.save."""
         ahead = self._ahead
         context = self.context
         if ahead is None or Replica.of(context.layout, context.rank, context.groups).replica_rank:
@@ -370,25 +377,25 @@ class GeneratorWorker(SamplingWorker):
 
     @any_layout
     def load_state(self, folder: Path) -> None:
-        """Every rank reads them all: their rows may be begun on any of them."""
+        """Reads the files of all replicas, because rows may begin again on any rank."""
         if self._ahead is not None:
             self._ahead.load(sorted(folder.glob("ahead-*.safetensors")))
 
     def make_room(self, *, trains: bool) -> None:
-        """Set rows under way aside, then free the KV cache."""
+        """Suspends unfinished rows, then frees the KV cache."""
         if self._ahead is not None:
             self._ahead.suspend_all()
         super().make_room(trains=trains)
 
     @register(transfer_mode="ONE_TO_ALL")
     def load_weights(self) -> None:
-        """Generate with the weights of model.path: a policy that nothing trains."""
+        """Loads the weights of model.path, for a policy that is not trained."""
         verify = self.cfg.rollout.verify_every > 0
         num_tensors = take_folder_weights(self.generator, self.cfg.model.path, verify=verify)
         self.report({"rollout/weights_verified": Max(float(num_tensors > 0))})
 
     def fresh_generator(self) -> Generator:
-        """With the weights that came last; WeightSyncError if none did."""
+        """The generator with the weights that it received last. WeightSyncError if it has none."""
         if self.generator.weights_version == NEVER:
             got = "a generator without weights"
             do = "connect the two with flow.connect(actor, generator) and call its "

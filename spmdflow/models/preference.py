@@ -1,8 +1,8 @@
 """Models that learn from preferences: a policy, its frozen reference, a reward model.
 
-A row of data gives two sequences. Of a pair: the prompt with the chosen and with the rejected
-answer. Of a labelled row: the prompt with its own and with another row's answer, for KTO's estimate
-of the KL. Each sequence becomes a row (`models.rows`); see `objectives.preference.PairLoss`.
+A row of data gives two sequences. A pair: the prompt with the chosen and with the rejected answer.
+A labelled row: the prompt with its own and with another row's answer, for KTO's estimate of the KL.
+Each sequence becomes a row (`models.rows`); see `objectives.preference.PairLoss`.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from spmdflow.workers.micro_batch import MicroBatch
 
 ANSWERS = ("prompts", "loss_mask")
 KINDS = ("chosen_tokens", "answers", "desirable")
-"""Columns of rows of preferences: ANSWERS of all, KINDS of pairs or of labelled rows only."""
+"""Columns of preference rows: all have ANSWERS, pairs or labelled rows some of KINDS."""
 Slopes = tuple[Tensor, Tensor]
 """Losses of n pairs (n,), and their derivatives (2n,) by the scores of the 2n sequences."""
 
 
 class PairWorker(EngineWorker):
-    """What models of preferences share: scoring both sequences of each row, stepping on pairs."""
+    """Shared parts of preference models: scoring both sequences of each row, stepping on pairs."""
 
     score_sequence: SequenceScore = staticmethod(answer_log_probs)
-    """What is compared of a sequence: its answer's log-probability, or a reward model's score."""
+    """The compared score of a sequence: its answer's log-probability, or a reward model's score."""
 
     def _score_pairs(self, rows: TensorDict) -> Tensor | None:
         """(n, 2) float32: scores of both sequences of all n rows, given as 2n sequences."""
         with self.resident("parameters"):
-            made = self._scores(rows, self.engine.count_micro_batches(rows))
-        if made is None:
+            scores = self._scores(rows, self.engine.count_micro_batches(rows))
+        if scores is None:
             return None
-        return pair_up(made)
+        return pair_up(scores)
 
     def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
         """(n,) float32: scores of n sequences; None before the last pipeline stage."""
@@ -69,18 +69,18 @@ class PairWorker(EngineWorker):
         def scores(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
             return {"scores": self.score_sequence(output, micro)}
 
-        made = self.engine.forward(rows, scores, num_micro_batches=num_micro_batches)
-        if made is None:
+        columns = self.engine.forward(rows, scores, num_micro_batches=num_micro_batches)
+        if columns is None:
             return None
-        return made["scores"].float()
+        return columns["scores"].float()
 
     def _step_on_pairs(
         self, rows: TensorDict, slopes_of: Callable[[Tensor], Slopes]
     ) -> Mapping[str, Metric]:
         """One step on n pairs, given as 2n sequences, after a forward without gradient.
 
-        slopes_of: scores (n, 2) -> losses (n,) and their derivatives (2n,) by the scores. Earlier
-        pipeline stages than the last have no loss and use zeros.
+        slopes_of: scores (n, 2) -> losses (n,) and their derivatives (2n,) by the scores. Pipeline
+        stages before the last have no loss and use zeros.
         """
         forwards = self.engine.count_micro_batches(rows)
         scores = self._scores(rows, forwards)
@@ -95,7 +95,7 @@ class PairWorker(EngineWorker):
 
 
 class AnswerReferenceWorker(PairWorker):
-    """Log-probabilities of answers under the policy that training started from; never updated."""
+    """Log-probabilities of answers under the initial policy, which is never updated."""
 
     role = "reference"
     head = "causal_lm"
@@ -115,8 +115,8 @@ class AnswerReferenceWorker(PairWorker):
 class PreferenceWorker(PairWorker):
     """Updates and held-out margins of a policy that learns from preferences.
 
-    Its loss is the section `preference` of its settings, or else `loss`; a class that is also an
-    ActorWorker has both sections.
+    Its loss is the section `preference` of its settings or, without one, `loss`. A class that is
+    also an ActorWorker has both sections.
     """
 
     role = "actor"
@@ -167,18 +167,20 @@ class PreferenceWorker(PairWorker):
     def update_preference(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
-        A step first scores its rows without gradient: of pairs both answers, for the derivatives of
-        the loss by their scores; of labelled rows other rows' answers, for the KL.
+        A step first scores its rows without gradient: both answers of pairs, for the derivatives of
+        the loss by their scores; other rows' answers for labelled rows, for the KL.
         """
         if not is_pairs(batch):
             return self.take_steps(batch, self._label_step, prefix="actor")
         seen: list[dict[str, Mean]] = []
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
+            """One step on the pairs of a mini-batch."""
             ref = rows["ref_answer_log_probs"]
             answers = answer_rows(rows)
 
             def slopes_of(scores: Tensor) -> Slopes:
+                """Losses and their derivatives by the scores. Also collects the metrics."""
                 seen.append(_pair_metrics(implicit_rewards(scores, ref, self._preference)))
                 tokens = answer_tokens(answers)
                 losses, slopes = pair_losses(scores, ref, tokens, self._preference)
@@ -191,11 +193,12 @@ class PreferenceWorker(PairWorker):
         return metrics
 
     def _label_step(self, batch: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
-        """Labelled rows, after the other rows' answers have measured the KL."""
+        """One step on labelled rows, after the answers of other rows were scored to estimate the
+        KL."""
         ref = batch["ref_answer_log_probs"]
         rows = own_answer_rows(batch)
-        asked = other_answer_rows(batch)
-        others = self._scores(asked, self.engine.count_micro_batches(asked))
+        other_rows = other_answer_rows(batch)
+        others = self._scores(other_rows, self.engine.count_micro_batches(other_rows))
         rows["kl_log_ratios"] = ref[:, 1] * 0 if others is None else others - ref[:, 1]
         loss = LabelLoss(self._preference)
         return self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
@@ -250,7 +253,8 @@ class RewardModelWorker(PairWorker):
 
 
 def preference_loss_of(cfg: Any) -> PreferenceLossConfig:
-    """The section `preference`, or else `loss`, of a policy's settings (Any: the user's class)."""
+    """The section `preference` of a policy's settings or, without one, `loss` (Any: the user's
+    class)."""
     loss = getattr(cfg, "preference", cfg.loss)
     if not isinstance(loss, PreferenceLossConfig):
         got = f"{type(cfg).__name__}, whose loss is a {type(loss).__name__}"
@@ -272,16 +276,16 @@ def _pair_metrics(rewards: Tensor) -> dict[str, Mean]:
 
 
 def _accuracies(margins: Tensor) -> Tensor:
-    """Of each pair: 1 if the chosen answer is ahead, 0.5 if both are equal, else 0."""
+    """Of each pair: 1 if the chosen answer scores higher, 0.5 if both are equal, otherwise 0."""
     return (margins > 0).double() + 0.5 * (margins == 0).double()
 
 
 def _add_means(metrics: list[dict[str, Mean]]) -> dict[str, Mean]:
-    """The same means over the rows of all of them."""
+    """The same means over the rows of all entries."""
     names = metrics[0] if metrics else {}
     result = {}
     for n in names:
-        result[n] = Mean(*map(sum, zip(*(found[n] for found in metrics))))
+        result[n] = Mean(*map(sum, zip(*(means[n] for means in metrics))))
     return result
 
 

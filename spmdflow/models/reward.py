@@ -36,9 +36,10 @@ _COST_WRITES = ("costs", "token_level_costs", "cost_valid")
 
 
 class RewardWorker(Worker):
-    """Scores responses with `cfg.model`, `cfg.function` or a sum of both; the settings say which.
+    """Scores responses with `cfg.model`, `cfg.function` or a sum of both, according to the
+    settings.
 
-    A function is given prompt and response as texts that together are the text of all tokens
+    A function gets prompt and response as texts, which together are the text of all tokens
     (`datasets.tokenizer`), and `row`: the fields of the data row and `response_tokens`, a number.
     """
 
@@ -46,14 +47,14 @@ class RewardWorker(Worker):
 
     @classmethod
     def layout_of(cls, cfg: RewardConfig, ranks: tuple[int, ...]) -> Layout:
-        """Layout of the reward model; functions alone are data-parallel."""
+        """Layout of the reward model. Functions alone are data-parallel."""
         if cfg.model:
             return _ModelScorer.layout_of(cfg, ranks)
         return Layout.data_parallel(ranks)
 
     @classmethod
     def needed_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
-        """Groups of the reward model; functions alone need the pool's only."""
+        """Groups of the reward model. Functions alone need only the pool's group."""
         if cfg.model:
             return _ModelScorer.needed_groups(cfg, layout)
         return [layout.ranks]
@@ -64,16 +65,20 @@ class RewardWorker(Worker):
         return axis_groups(layout, ("replica", "dp", "tp"))
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
+        """Loads the reward model, if there is one, and starts processes for functions on one rank
+        per tp group."""
         super().__init__(cfg, context)
         self._tokenizer = load_tokenizer(cfg.tokenizer_path)
         terms = reward_terms(f"{self.role}.function", cfg.function) or (RewardTerm("", MODEL),)
         self._model_terms = [term for term in terms if term.is_model]
         self._model = _ModelScorer(cfg, context) if cfg.model else None
         self._has_functions = len(self._model_terms) < len(terms)
-        place = context.layout.coordinate(context.rank)
-        # one rank of a tp group calls: a timeout may hit on one rank and not on another
-        asks = place.tp == 0 and place.pp == context.layout.pp_size - 1
-        self._pool = RewardPool.from_config(cfg) if self._has_functions and asks else None
+        coordinate = context.layout.coordinate(context.rank)
+        # one rank of a tp group calls functions: a timeout may occur on one rank and not on another
+        calls_functions = coordinate.tp == 0 and coordinate.pp == context.layout.pp_size - 1
+        self._pool = (
+            RewardPool.from_config(cfg) if self._has_functions and calls_functions else None
+        )
         self._on_error = on_error_of(cfg.on_error, f"{self.role}.on_error")
 
     @register(
@@ -87,9 +92,9 @@ class RewardWorker(Worker):
 
         With per_token a row's score is the sum of its token_level_rewards: the model's, and what
         functions add at the last token (paper Table 4: token-level or sample-level scores).
-        valid (B,) bool: False, and the score nan, where a function failed under on_error=drop;
+        valid (B,) bool: False, and the score nan, where a function failed under on_error=drop.
         RewardError if too many did. score_terms: the terms of each score, as JSON. prefix: of the
-        metrics (means over valid rows); give another for rows other than the training batch.
+        metrics (means over valid rows); use another one for rows outside the training batch.
         """
         if self._model is None:
             by_model = None
@@ -97,21 +102,23 @@ class RewardWorker(Worker):
             by_model = self._model.scores(batch, self.call)
         if by_model is None and self._model is not None:
             return None  # before the last stage
-        begun = self.begun
+        early_judgement = self.begun
         self.begun = None
-        texts, judged = self.judge(batch, self.call) if begun is None else begun.result()
+        texts, judged = (
+            self.judge(batch, self.call) if early_judgement is None else early_judgement.result()
+        )
         judgement = self._share_judgement(judged)
         results = self._sum_up(judgement, by_model)
         drops = self._on_error.kind == "drop"
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
-        kept = []
+        valid_results = []
         for result, counts in zip(results, valid.tolist()):
             if counts:
-                kept.append(result)
-        metrics = {"mean": Mean(float(scores[valid].double().sum()), len(kept))} | average_terms(
-            kept
-        )
+                valid_results.append(result)
+        metrics = {
+            "mean": Mean(float(scores[valid].double().sum()), len(valid_results))
+        } | average_terms(valid_results)
         if drops:
             metrics.pop("errors", None)
             metrics |= count_dropped(
@@ -129,19 +136,19 @@ class RewardWorker(Worker):
             "token_level_rewards": self._token_rewards(scores, by_model, batch),
             "valid": valid,
         }
-        made = TensorDict(columns, batch_size=batch.batch_size)
-        made.set_non_tensor("response_text", texts)
+        result_columns = TensorDict(columns, batch_size=batch.batch_size)
+        result_columns.set_non_tensor("response_text", texts)
         terms = []
         for row in results:
             terms.append({name: x for name, x in row.items() if name != "score"})
-        made.set_non_tensor("score_terms", list(map(json.dumps, terms)))
-        return made
+        result_columns.set_non_tensor("score_terms", list(map(json.dumps, terms)))
+        return result_columns
 
     def judge(self, batch: TensorDict, call: CallInfo) -> tuple[list[str], Judgement | None]:
-        """Response texts and, on the rank that calls functions, what these say of each row.
+        """Response texts and, on the rank that calls functions, their results for each row.
 
-        Runs in a thread of its own while models generate or score (see `register`), so all that it
-        finds out is in what it returns.
+        Runs in a separate thread while models generate or score (see `register`), so it returns all
+        that it finds out and changes nothing.
         """
         texts = decode_responses(batch, self._tokenizer)
         if self._pool is None:
@@ -162,12 +169,13 @@ class RewardWorker(Worker):
         return None
 
     def close(self) -> None:
-        """End the worker processes of reward functions."""
+        """Ends the worker processes of reward functions."""
         if self._pool is not None:
             self._pool.close()
 
     def _weigh(self, by_model: Tensor) -> list[Result]:
-        """For each row {"score": weighted, ...}; by_model: (B,), or ragged with each token's."""
+        """For each row {"score": weighted, ...}. by_model: (B,), or ragged with one score per
+        token."""
         if is_ragged(by_model):
             by_model = pad(by_model).double().sum(-1)
         result = []
@@ -176,7 +184,8 @@ class RewardWorker(Worker):
         return result
 
     def _token_rewards(self, scores: Tensor, by_model: Tensor | None, batch: TensorDict) -> Tensor:
-        """Ragged float32: the model's rewards of tokens, and what is left of scores at the end."""
+        """Ragged float32: the model's token rewards, with the remainder of each score at the last
+        token."""
         if by_model is None or not is_ragged(by_model):
             return put_at_last_token(scores, lengths_of(batch["responses"]).cpu())
         (unit,) = self._weigh(torch.ones(1))
@@ -215,15 +224,16 @@ class RewardWorker(Worker):
 
 
 class _ModelScorer(EngineWorker):
-    """A sequence-classification model: its output at the last token is the score.
+    """A sequence-classification model. Its output at the last token is the score.
 
-    A model whose tokenizer has other ids than `cfg.tokenizer_path` reads the texts encoded again.
+    If the model's tokenizer has other ids than `cfg.tokenizer_path`, the texts are encoded again.
     """
 
     role = "reward"
     head = "scalar"
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
+        """Builds the engine, and compares the model's vocabulary with the actor's."""
         super().__init__(cfg, context)
         folder = Path(self.cfg.model.path)
         actor = Path(cfg.tokenizer_path)
@@ -231,9 +241,9 @@ class _ModelScorer(EngineWorker):
         self._max_positions = Architecture.sizes_from_folder(folder).max_positions
 
     def scores(self, batch: TensorDict, call: CallInfo) -> Tensor | None:
-        """(B,) scores, ragged ones of each response token if the settings say so.
+        """(B,) scores, or ragged scores of each response token with per_token.
 
-        None before the last pipeline stage.
+        None before the last pipeline stage. RewardError if a score is not finite.
         """
         self.call = call
         rows = batch.select("prompts", "responses")
@@ -243,17 +253,20 @@ class _ModelScorer(EngineWorker):
             self.call = replace(self.call, num_micro_batches=count)
 
         def score(output: ScalarOutput, micro: MicroBatch) -> dict[str, Tensor]:
+            """The scores of a micro-batch, per row or per response token."""
             if not self.cfg.per_token:
                 return {"scores": output.at(micro.ends)}
             lengths = micro.response_lengths
-            firsts = micro.ends + 1 - lengths.cumsum(0)  # by place among all response tokens
-            places = firsts.repeat_interleave(lengths) + torch.arange(len(micro.targets)).to(firsts)
-            return {"scores": micro.spread(output.at(places))}
+            firsts = micro.ends + 1 - lengths.cumsum(0)  # by index among all response tokens
+            positions = firsts.repeat_interleave(lengths) + torch.arange(len(micro.targets)).to(
+                firsts
+            )
+            return {"scores": micro.spread(output.at(positions))}
 
-        made = self.score(rows, score)
-        if made is None:
+        columns = self.score(rows, score)
+        if columns is None:
             return None
-        scores = made["scores"].float().cpu()
+        scores = columns["scores"].float().cpu()
         finite = (pad(scores) if self.cfg.per_token else scores[:, None]).isfinite().all(-1)
         if not finite.all():
             row = int(finite.int().argmin())
@@ -264,7 +277,7 @@ class _ModelScorer(EngineWorker):
         return scores
 
     def _encode_again(self, rows: TensorDict) -> TensorDict:
-        """Each row's text in the model's own tokens: a prompt without a response."""
+        """Each row's text in the model's own tokens, as a prompt without a response."""
         pairs = zip(rows_of(rows["prompts"]), rows_of(rows["responses"]), strict=True)
         tokens = []
         for prompt, response in pairs:
@@ -272,20 +285,20 @@ class _ModelScorer(EngineWorker):
         path = self.cfg.model.path
         most = self._max_positions
         own = load_tokenizer(path)
-        found = reencode(load_tokenizer(self.cfg.tokenizer_path), own, tokens)
-        lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
+        encoded = reencode(load_tokenizer(self.cfg.tokenizer_path), own, tokens)
+        lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
         if most and bool((lengths > most).any()):
             got = f"a text of {int(lengths.max())} tokens by the tokenizer of {path}"
             do = "lower data.max_prompt_tokens or actor.rollout.max_new_tokens"
             raise RewardError.of("reward model", got, f"at most the model's {most} positions", do)
-        values = torch.tensor([word for ids in found for word in ids], dtype=torch.int64)
+        values = torch.tensor([word for ids in encoded for word in ids], dtype=torch.int64)
         nothing = ragged(values[:0], torch.zeros_like(lengths))
         columns = {"prompts": ragged(values, lengths), "responses": nothing}
         return TensorDict(columns, batch_size=rows.batch_size)
 
 
 def average_terms(results: list[Result]) -> dict[str, Metric]:
-    """Means of each term and of further numbers that functions returned; errors are counted."""
+    """Means of each term and of other numbers that functions returned. Errors are counted."""
     names = sorted({name for result in results for name in result} - {"score", "answer"})
     metrics: dict[str, Metric] = {}
     for name in names:
@@ -314,10 +327,10 @@ def count_dropped(
     key: str,
     first_failure: str,
 ) -> dict[str, Metric]:
-    """Metrics of the rows that failed, (B,) False in valid; all peers call it.
+    """Metrics of the failed rows (False in valid, (B,)). All peers call it.
 
-    RewardError, on the first of them with a failed row, if more than `limit` percent of the rows
-    of this call failed, over all ranks. first_failure: of this rank's rows.
+    RewardError, on the first rank with a failed row, if more than `limit` percent of the rows of
+    this call failed, over all ranks. first_failure: of this rank's rows.
     """
     counts = torch.zeros(2, len(peers))
     counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
@@ -346,11 +359,11 @@ class CostWorker(RewardWorker):
 
         cost_valid (B,) bool: see `compute_reward`.
         """
-        made = self.compute_reward(batch, prefix=prefix)
-        if made is None:
+        rewards = self.compute_reward(batch, prefix=prefix)
+        if rewards is None:
             return None
-        found = ("scores", "token_level_rewards", "valid")
+        source_names = ("scores", "token_level_rewards", "valid")
         columns = {}
-        for name, column in zip(_COST_WRITES, found, strict=True):
-            columns[name] = made[column]
+        for name, column in zip(_COST_WRITES, source_names, strict=True):
+            columns[name] = rewards[column]
         return TensorDict(columns, batch_size=batch.batch_size)

@@ -1,9 +1,9 @@
-"""Rows of data -> the rows of prompt and response that engines read. Pure; knows no ranks.
+"""Rows of data -> the rows of prompt and response that engines read. Pure functions; no ranks.
 
-A row of data is a sequence (`prompts`) with a mask (`loss_mask`) of its learnt tokens. It is cut
-before the first of them: what comes before is the prompt, the remainder the response, whose mask is
-False at other speakers' turns. A row of preferences gives two sequences, each a row of its own that
-may be in any micro-batch. Of a pre-training text all but the first token is the response.
+A row of data is a sequence (`prompts`) with a mask (`loss_mask`) of the tokens to learn. It is cut
+before the first of them: the part before is the prompt, the remainder the response, whose mask is
+False at other speakers' turns. A row of preferences gives two sequences. Each is a separate row
+that may be in any micro-batch. Of a pre-training text, all but the first token is the response.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from spmdflow.errors import RowError
 from spmdflow.transfer.worker import CallInfo, MiniBatch
 
 Sequence = tuple[Tensor, Tensor, Tensor]
-"""Token ids of prompt (P,) and response (R,), and which of the response are learnt, (R,) bool."""
+"""Token ids of prompt (P,) and response (R,), and the mask of the tokens to learn, (R,) bool."""
 _COLUMNS = {"prompts": torch.int64, "responses": torch.int64, "response_mask": torch.bool}
 
 
 def example_rows(batch: TensorDict) -> TensorDict:
-    """Whole sequences with marks -> prompts, responses and response_mask."""
+    """Complete sequences with masks -> prompts, responses and response_mask."""
     return _build_rows(_cut_own_answers(batch))
 
 
 def is_pairs(batch: TensorDict) -> bool:
-    """Whether the rows are pairs; else they have labels."""
+    """Whether the rows are pairs. Otherwise they have labels."""
     return "chosen_tokens" in batch.keys()
 
 
@@ -159,8 +159,9 @@ def _cut(ids: Tensor, mask: Tensor) -> Sequence:
 
 
 def _build_rows(sequences: Iterable[Sequence]) -> TensorDict:
-    found = list(sequences)
+    """The columns prompts, responses and response_mask of the sequences."""
+    parts = list(sequences)
     columns = {}
-    for place, (name, dtype) in enumerate(_COLUMNS.items()):
-        columns[name] = ragged_from_rows([row[place] for row in found], dtype=dtype)
-    return TensorDict(columns, batch_size=[len(found)])
+    for part, (name, dtype) in enumerate(_COLUMNS.items()):
+        columns[name] = ragged_from_rows([row[part] for row in parts], dtype=dtype)
+    return TensorDict(columns, batch_size=[len(parts)])

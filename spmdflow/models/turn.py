@@ -1,6 +1,6 @@
-"""Another turn of a response: what a tool has said stands in it, and is never learnt.
+"""Another turn of a response: it contains the text of a tool, which is never learned.
 
-Pure functions of token ids; knows no tokenizer, generator or rank.
+Pure functions on token ids; knows no tokenizer, generator or rank.
 """
 
 from __future__ import annotations
@@ -16,60 +16,66 @@ from spmdflow.data.ragged import ragged_from_rows, rows_of
 
 RESPONSE = ("responses", "response_mask", "rollout_log_probs")
 """Columns of a response, an entry for each token."""
-_HEARD = (0, False, 0.0)
-"""Entries of a token that the policy did not choose, but for its id."""
+_TOOL_ENTRIES = (0, False, 0.0)
+"""Entries of a token that the policy did not sample, except for its id."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Rows of a batch that go on, and the others."""
+    """The rows of a batch whose responses continue, and the columns of all rows."""
 
-    places: list[int]
-    """Of the batch's rows that go on."""
+    rows: list[int]
+    """Indices of the rows that continue."""
     prompts: Tensor
-    """Ragged int64, of these rows: prompt, response and what was said, as the model reads them."""
-    heard: Tensor
-    """Ragged int64: what was said to each of them."""
+    """Ragged int64: prompt, response and tool text of these rows, as the model reads them."""
+    tool_ids: Tensor
+    """Ragged int64: the tool text of each of these rows."""
     room: list[int]
-    """Most tokens that each of them may have more, at least 1."""
+    """Maximum number of further tokens of each of these rows, at least 1."""
     before: TensorDict
     """The columns of `RESPONSE` of all rows."""
 
     @classmethod
-    def of(cls, batch: TensorDict, said: Sequence[Sequence[int]], *, most: int) -> Turn:
-        """Rows with a response, and what is said behind it, as ids; most: tokens of a response."""
+    def of(cls, batch: TensorDict, texts: Sequence[Sequence[int]], *, most: int) -> Turn:
+        """Continues the rows that have room for at least one more token after their tool text.
+
+        texts: ids of the tool text of each row. most: maximum number of tokens of a response.
+        """
         responses = rows_of(batch["responses"])
         room = []
-        for row, ids in zip(responses, said, strict=True):
-            room.append(most - len(row) - len(ids))
-        places = []
-        for place, left in enumerate(room):
-            if left > 0:
-                places.append(place)
-        heard = []
-        for place in places:
-            heard.append(torch.tensor(said[place], dtype=torch.int64))
+        for response, ids in zip(responses, texts, strict=True):
+            room.append(most - len(response) - len(ids))
+        continued = []
+        for row, rest in enumerate(room):
+            if rest > 0:
+                continued.append(row)
+        new_ids = []
+        for row in continued:
+            new_ids.append(torch.tensor(texts[row], dtype=torch.int64))
         prompts = rows_of(batch["prompts"])
-        whole = []
-        for i, added in zip(places, heard):
-            whole.append(torch.cat([prompts[i], responses[i], added]))
+        sequences = []
+        for i, ids_of_row in zip(continued, new_ids):
+            sequences.append(torch.cat([prompts[i], responses[i], ids_of_row]))
         return cls(
-            places,
-            ragged_from_rows(whole, dtype=torch.int64),
-            ragged_from_rows(heard, dtype=torch.int64),
-            [room[place] for place in places],
+            continued,
+            ragged_from_rows(sequences, dtype=torch.int64),
+            ragged_from_rows(new_ids, dtype=torch.int64),
+            [room[row] for row in continued],
             batch.select(*RESPONSE),
         )
 
     def close(self, sampled: TensorDict) -> TensorDict:
-        """All rows: those that go on with what was said, then sampled (columns of `RESPONSE`)."""
-        heard = rows_of(self.heard)
-        made = TensorDict({}, batch_size=self.before.batch_size)
-        for name, entry in zip(RESPONSE, _HEARD, strict=True):
+        """The response columns of all rows, with tool text and sampled tokens (columns of
+        `RESPONSE`)."""
+        tool_ids = rows_of(self.tool_ids)
+        columns = TensorDict({}, batch_size=self.before.batch_size)
+        for name, entry in zip(RESPONSE, _TOOL_ENTRIES, strict=True):
             rows = rows_of(self.before[name])
-            more = rows_of(sampled[name].cpu())
-            for place, ids, new in zip(self.places, heard, more, strict=True):
-                said = ids if name == "responses" else torch.full(ids.shape, entry)
-                rows[place] = torch.cat([rows[place], said, new])
-            made[name] = ragged_from_rows(rows, dtype=self.before[name].dtype)
-        return made
+            sampled_rows = rows_of(sampled[name].cpu())
+            for row, ids_of_row, new_entries in zip(self.rows, tool_ids, sampled_rows, strict=True):
+                inserted = (
+                    ids_of_row if name == "responses" else torch.full(ids_of_row.shape, entry)
+                )
+                rows[row] = torch.cat([rows[row], inserted, new_entries])
+            columns[name] = ragged_from_rows(rows, dtype=self.before[name].dtype)
+        return columns

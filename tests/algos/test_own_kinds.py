@@ -118,7 +118,7 @@ def test_what_a_kind_does_not_state_is_refused(setting: str, message: str) -> No
 def test_weights_that_neither_lends_or_borrows_are_refused_in_place() -> None:
     layout = Layout.data_parallel((0, 1))
 
-    with pytest.raises(ConfigError, match="got flat, expected copy here, as engine.kind=ddp"):
+    with pytest.raises(ConfigError, match="got flat, expected copy here, because engine.kind=ddp"):
         sync_mode(loaded("actor.rollout.weights=flat").cfg.actor, layout)
     assert sync_mode(loaded().cfg.actor, layout) == "copy"
 

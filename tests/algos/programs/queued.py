@@ -36,7 +36,7 @@ class Unhurried(GeneratorWorker):
             super().go_on(turn)
             return
         for _ in range(FEW):
-            self.rows_ahead._draw()
+            self.rows_ahead._step_requests()
 
 
 def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:

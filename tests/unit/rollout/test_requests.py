@@ -214,7 +214,7 @@ def test_rows_that_can_stay_are_not_moved() -> None:
 def test_stop_strings_end_a_response_at_the_token_that_completes_one(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_every: int
 ) -> None:
-    monkeypatch.setattr("spmdflow.rollout.builtin._LOOK_EVERY", look_every)
+    monkeypatch.setattr("spmdflow.rollout.builtin._CHECK_EVERY", look_every)
     generator = _generator(folder / "grouped")
     prompts = make_prompts(20)
     stop = ["7>", "<1"]
