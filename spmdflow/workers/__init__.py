@@ -1,19 +1,18 @@
 """Train engines: the interface that roles use, and the engines that implement it.
 
-`engine.TrainEngine` is the contract and what all engines share: forward (no gradient), train_step
-(one optimizer step), blocks (weights out), state_blocks and load_blocks
-(checkpoints), residency. `spmdflow.kind` says which engines there are.
+`engine.TrainEngine` is the interface and the shared part of all engines: forward (no gradient),
+train_step (one optimizer step), blocks (access to weights), state_blocks and load_blocks
+(checkpoints), residency. `spmdflow.kind` lists the engines.
 
 | method | `fsdp.FSDPEngine` | `fsdp.ZeROEngine`, stage 1 | `megatron.MegatronEngine` |
-|---|---|---|---|
-| forward, train_step | what transformers loads | the same | architectures of `weights`; 1F1B |
-| shard_hashes | summed over the pool | own copy | summed over a replica |
-| state_blocks, load_blocks | this rank's rows | all weights, own moments | boxes it steps |
-| own_state_blocks | the same | 1/n of the weights, own moments | its part of these boxes |
-| residency | parameters and moments | the same | gradient buffers too |
+|---|---|---|---| | forward, train_step | models that transformers loads | the same | architectures
+of `weights`; 1F1B | | shard_hashes | summed over the pool | own copy | summed over a replica | |
+state_blocks, load_blocks | this rank's rows | all weights, own moments | boxes it steps | |
+own_state_blocks | the same | 1/n of the weights, own moments | its part of these boxes | |
+residency | parameters and moments | the same | gradient buffers too |
 
-Own moments: those of the tensors that this rank steps. `forward` gives None on ranks before the
-last pipeline stage; without pp every rank is on the last one.
+Own moments: those of the tensors that this rank steps. `forward` returns None on ranks before the
+last pipeline stage. Without pp every rank is on the last one.
 
 Files: `model` what an engine is built from, the only file that imports transformers; `micro_batch`
 rows -> the tensors of a forward; `attention` over packed rows; `optimizer` the schedule, and AdamW

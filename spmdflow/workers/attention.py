@@ -5,7 +5,7 @@ squared row lengths. Where PyTorch has kernels for rows of any length (half prec
 of them takes all rows; elsewhere neighbours of equal length go through the dense kernels together.
 
 Rows may share a prompt (samples of GRPO, pairs of DPO). It is then packed and computed once, as a
-row of its own; the rows that share it hold only what follows, and also attend to its keys.
+separate row. The rows that share it have only the tokens after it, and also attend to its keys.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from spmdflow.parallel.derivative import differentiable_once
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where each row lies among the packed tokens."""
+    """The position of each row among the packed tokens."""
 
     lengths: tuple[int, ...]
     """Tokens of each row, at least 1."""
     offsets: Tensor
     """(b + 1,) int32: where each row begins, and the end of the last."""
     seen: SeenKeys | None = None
-    """Where rows share prompts; None: each sees its own tokens."""
+    """The visible keys where rows share prompts. None: each row sees only its own tokens."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> PackedRows:
         """Rows of these lengths, in host memory."""
         return cls(tuple(lengths), _offsets(lengths))
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> PackedRows:
-        """The same rows, each tensor passed through `move`."""
+    def move_tensors(self, move: Callable[[Tensor], Tensor]) -> PackedRows:
+        """The same rows, with each tensor passed through `move`."""
         seen = self.seen
         if seen is not None:
-            seen = SeenKeys(seen.lengths, move(seen.offsets), move(seen.places))
+            seen = SeenKeys(seen.lengths, move(seen.offsets), move(seen.indices))
         return PackedRows(self.lengths, move(self.offsets), seen)
 
     @property
@@ -57,18 +57,18 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """The keys that each row sees, in order; its own tokens are the last of them."""
+    """The keys that each row sees, in order. Its own tokens are the last of them."""
 
     lengths: tuple[int, ...]
     offsets: Tensor
     """(b + 1,) int32: where the keys of each row begin, and the end of the last."""
-    places: Tensor
+    indices: Tensor
     """(sum of lengths,) int64: index of each key among the packed tokens."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], places: Tensor) -> SeenKeys:
-        """The keys at these places, row by row, in host memory."""
-        return cls(tuple(lengths), _offsets(lengths), places)
+    def of(cls, lengths: Sequence[int], indices: Tensor) -> SeenKeys:
+        """The keys at these indices, row by row, in host memory."""
+        return cls(tuple(lengths), _offsets(lengths), indices)
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:
@@ -90,18 +90,18 @@ def packed_attention(
     """
     seen = rows.seen
     if seen is not None:
-        key, value = (x.index_select(0, seen.places) for x in (key, value))
+        key, value = (x.index_select(0, seen.indices) for x in (key, value))
     if _has_varlen(query):
         ends = rows.offsets
-        most = max(rows.lengths)
-        key_ends, most_keys = (ends, most) if seen is None else (seen.offsets, max(seen.lengths))
-        left = -1 if window is None else window - 1
-        found = varlen_attn(
-            query, key, value, ends, key_ends, most, most_keys,
-            scale=scale, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1],
+        longest = max(rows.lengths)
+        key_ends, most_keys = (ends, longest) if seen is None else (seen.offsets, max(seen.lengths))
+        window_before = -1 if window is None else window - 1
+        output = varlen_attn(
+            query, key, value, ends, key_ends, longest, most_keys,
+            scale=scale, window_size=(window_before, 0), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(output, Tensor)
+        return output
     runs = rows.runs
     mixed: list[Tensor] = []
     queries = query.split([count * length for count, length, _ in runs])
@@ -123,8 +123,8 @@ def dense_attention(
 ) -> Tensor:
     """query (b, heads, T, d), key and value (b, kv heads, S, d) -> (b, heads, T, d), causal.
 
-    The queries are those of the last T of S positions. A CPU's kernel also computes what a mask
-    leaves out: there, blocks of queries take the keys up to their own last.
+    The queries are at the last T of S positions. The CPU kernel also computes masked entries, so
+    on a CPU blocks of queries use only the keys up to their last position.
     """
     queries = query.shape[2]
     end = key.shape[2]
@@ -147,8 +147,9 @@ def dense_attention(
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
+    """Scaled dot-product attention with a mask, or causal if it is None."""
     if query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        # of CUDA's kernels only flash takes grouped heads: half precision and no mask
+        # of the CUDA kernels only flash supports grouped heads: half precision and no mask
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     return functional.scaled_dot_product_attention(
@@ -157,9 +158,9 @@ def _masked_attention(
 
 
 def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(T, S) bool: True for the last `window` positions up to each query's."""
-    places = torch.arange(keys, device=device)
-    distance = places[keys - queries :, None] - places
+    """(T, S) bool: True for the last `window` positions up to that of each query."""
+    positions = torch.arange(keys, device=device)
+    distance = positions[keys - queries :, None] - positions
     return (distance >= 0) & (distance < (window or keys))
 
 
@@ -170,31 +171,31 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     """
     cos = cos[:, None]
     sin = sin[:, None]
-    turned: list[Tensor] = [_Rotation.apply(x, cos, sin) for x in (query, key)]  # type: ignore[no-untyped-call]
-    return turned[0], turned[1]
+    outputs: list[Tensor] = [_Rotation.apply(x, cos, sin) for x in (query, key)]  # type: ignore[no-untyped-call]
+    return outputs[0], outputs[1]
 
 
 class _Rotation(torch.autograd.Function):
-    """Reads x twice, saves none of it for backward; dx = g * cos + (g * sin, halves swapped)."""
+    """Reads x twice and saves none of it for backward; dx = g * cos + (g * sin, halves swapped)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `rotate`."""
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, _halves(sin))
+        return _apply_rotation(x, cos, _halves(sin))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Gradient of x alone; see the class."""
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, _halves(sin).flip(-2)), None, None
+        return _apply_rotation(grad, cos, _halves(sin).flip(-2)), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    found = x * cos
-    _halves(found).addcmul_(_halves(x).flip(-2), sin)
-    return found
+def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    output = x * cos
+    _halves(output).addcmul_(_halves(x).flip(-2), sin)
+    return output
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ def _halves(x: Tensor) -> Tensor:
 
 
 def _has_varlen(query: Tensor) -> bool:
-    """Whether PyTorch's flash kernels for rows of any length take this."""
+    """Whether PyTorch's flash kernels for rows of any length support this query."""
     return (
         query.is_cuda
         and "enable_gqa" in signature(varlen_attn).parameters  # from torch 2.12

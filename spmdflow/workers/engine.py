@@ -1,7 +1,7 @@
-"""`TrainEngine`: what every train engine can do, and what all share; `engine_of` builds one.
+"""`TrainEngine`: interface and shared part of all train engines. `engine_of` builds one.
 
-Roles know this class and no engine. An engine derives from it and states how it runs micro-batches,
-steps its weights and shows its blocks; its facts are in `spmdflow.kind`.
+Roles know this class and no engine. An engine derives from it and defines how it runs
+micro-batches, steps its weights and exposes its blocks. Its properties are in `spmdflow.kind`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ ForwardFn = Callable[[Any, MicroBatch], Mapping[str, Tensor]]
 """(output, micro) -> columns: response-shaped (b, R) or dense (b,), one row per micro row."""
 
 EMPTY = "empty_steps"
-"""Metric of a mini-batch without anything to learn from."""
+"""Metric of a mini-batch without tokens to learn from."""
 NONFINITE = "nonfinite_steps"
-"""Metric of a mini-batch whose gradient was not finite and left out."""
+"""Metric of a mini-batch that was skipped because its gradient was not finite."""
 
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "host"]
@@ -61,11 +61,12 @@ class TrainEngine(ABC):
     """
 
     optimizer: Scheduled | None = None
-    """What steps the weights; None: the engine only runs forward."""
+    """Steps the weights. None: the engine only runs forward."""
 
     def __init__(
         self, model: LoadedModel | ModelSource, cfg: EngineConfig, context: WorkerContext
     ) -> None:
+        """Sets the attributes that all engines have. Logs on the first rank if rows are padded."""
         self.name = context.name
         self.layout = context.layout
         self.groups = context.groups
@@ -79,12 +80,12 @@ class TrainEngine(ABC):
             why = f"engine.kind={cfg.kind}"
             if engine_kind(cfg.kind).packs:
                 why = f"model_type {model.config.get('model_type')}"
-            logger.info("%s: rows are padded, as %s does not pack them", self.name, why)
+            logger.info("%s: rows are padded, because %s does not pack them", self.name, why)
         self.dtype = model.dtype
         """Compute precision; master parameters, gradients and optimizer are float32."""
         self.weights_version = 0
-        """Goes up whenever the weights change: at each optimizer step, and at load_blocks unless
-        the engine is new: then it is the number of steps, as if it had taken them."""
+        """Increases whenever the weights change: at each optimizer step and at load_blocks. For a
+        new engine, load_blocks sets it to the number of steps, as if the engine had taken them."""
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
         self._storages: dict[Part, Storages] = {}
         self._own_boxes: list[list[Box]] | None = None
@@ -96,13 +97,14 @@ class TrainEngine(ABC):
     ) -> TensorDict | None:
         """Columns of fn for each row of batch, in order, without gradient.
 
-        None on ranks before the last pipeline stage. (b, R) results become ragged, cut to the
+        None on ranks before the last pipeline stage. (b, R) results become ragged, truncated to the
         response lengths. Every rank of the dp group runs num_micro_batches forwards, even without
         rows. Results are copied to the host per micro-batch; the host waits once, at the end.
         """
         micros = self.micro_batches(batch, num_micro_batches)
 
         def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
+            """The columns of fn for one micro-batch, on the host."""
             result = {}
             for name, column in fn(output, micro).items():
                 result[name] = to_host(column)
@@ -117,22 +119,22 @@ class TrainEngine(ABC):
         return None
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """For forward passes inside the block: the model as it is in its folder."""
+        """Inside the block, forward passes use the model without adapters, as in its folder."""
         return nullcontext()
 
     @abstractmethod
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
-        """What fn gives for each micro-batch; [] before the last pipeline stage."""
+        """The result of fn for each micro-batch; [] before the last pipeline stage."""
 
     def train_step(
         self, batch: TensorDict, loss: Loss, *, num_micro_batches: int
     ) -> dict[str, Metric]:
-        """One optimizer step on the rows of all ranks; the same metrics on every rank.
+        """One optimizer step on the rows of all ranks. Returns the same metrics on every rank.
 
-        The loss's metrics plus loss, grad_norm (before clipping) and lr. Nothing is changed, and
-        the metrics are `EMPTY` or `NONFINITE` alone, if no row of any rank is learnt from, or if
-        the gradient is not finite and optimizer.skip_nonfinite allows for it; SpmdflowError if it
-        does not. Every rank decides alike: by sums and a norm over all ranks.
+        The metrics of the loss plus loss, grad_norm (before clipping) and lr. If no row of any rank
+        has tokens to learn, or if the gradient is not finite and optimizer.skip_nonfinite permits
+        it, nothing changes and the only metric is `EMPTY` or `NONFINITE`. SpmdflowError if it does
+        not permit it. Every rank decides in the same way, by sums and a norm over all ranks.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -158,7 +160,7 @@ class TrainEngine(ABC):
         return {**metrics, "grad_norm": norm, "lr": lr}
 
     def _skip_nonfinite(self, optimizer: Scheduled, norm: float, loss: float) -> None:
-        """Forget the gradient; SpmdflowError if too many in a row were not finite."""
+        """Discards the gradient. SpmdflowError if too many in a row were not finite."""
         allowed = optimizer.cfg.skip_nonfinite
         skipped = optimizer.nonfinite_in_a_row
         if skipped >= allowed:
@@ -167,7 +169,7 @@ class TrainEngine(ABC):
                 f"{self.name}: optimizer step {optimizer.steps_done}{before} has gradient norm "
                 f"{norm} and loss {loss}; expected finite numbers, no weight was changed; lower "
                 f"optimizer.lr ({optimizer.cfg.lr}), look for extreme rewards and log-probs in "
-                f"the batch, or leave out up to n of such steps in a row with "
+                f"the batch, or skip up to n of such steps in a row with "
                 f"optimizer.skip_nonfinite=n"
             )
         optimizer.nonfinite_in_a_row = skipped + 1
@@ -182,7 +184,7 @@ class TrainEngine(ABC):
         )
 
     def _warn(self, text: str, *values: float) -> None:
-        """A warning, by one rank of the pool."""
+        """Logs a warning on the first rank of the pool."""
         if self.rank == self.layout.ranks[0]:
             logger.warning("%s: " + text, self.name, *values)
 
@@ -192,20 +194,20 @@ class TrainEngine(ABC):
     ) -> dict[str, float]:
         """Forward and backward of every micro-batch: gradients summed over all ranks' rows.
 
-        Gives the sums of the loss and its metrics over all ranks' rows, on every rank.
+        Returns the sums of the loss and its metrics over all ranks' rows, on every rank.
         """
 
     @abstractmethod
     def gradient_norm(self) -> float:
-        """Norm of the whole model's summed gradient; called once, after `accumulate`."""
+        """Norm of the complete model's summed gradient. Called once, after `accumulate`."""
 
     @abstractmethod
     def update(self, norm: float) -> None:
-        """Clip the gradient, whose norm is given, step the weights and forget the gradient."""
+        """Clips the gradient, whose norm is given, steps the weights and discards the gradient."""
 
     def forget_gradient(self) -> None:
-        """Leave out the step: the next `accumulate` starts from nothing. ProtocolError for an
-        engine that cannot."""
+        """Discards the gradient without a step: the next `accumulate` starts from zero.
+        ProtocolError for an engine that does not define it."""
         raise ProtocolError(
             f"{self.name}: got optimizer.skip_nonfinite with {type(self).__name__}, which does not "
             f"define forget_gradient, expected an engine that does; define it, or set "
@@ -215,25 +217,26 @@ class TrainEngine(ABC):
     # -- weights ------------------------------------------------------------------------------
 
     merges_adapters = True
-    """Whether blocks are weights with the adapters in them; else weights, A and alpha / rank B."""
+    """True: blocks are weights with merged adapters. False: weights, A and alpha / rank B."""
 
     gathered_bytes = 0
-    """Received by this rank so far to make blocks: the parts of adapters that it merges."""
+    """Bytes that this rank has received so far to build blocks: the parts of merged adapters."""
 
     weight_group: dist.ProcessGroup | None = None
-    """The ranks that hold one copy of the weights together; None: this rank holds a whole copy."""
+    """The ranks that together hold one copy of the weights. None: this rank has a complete copy."""
 
     replica_group: dist.ProcessGroup | None = None
-    """The ranks that hold the same weights as this one, where the engine keeps several copies and
-    wants their hashes compared."""
+    """The ranks with the same weights as this one, where the engine has several copies whose hashes
+    are compared."""
 
     def settle(self) -> None:  # noqa: B027 most engines leave nothing running
-        """Finish what the last optimizer step left running: whoever reads weights in place calls it
-        on every rank."""
+        """Completes asynchronous work of the last optimizer step. Called on every rank before the
+        weights are read in place."""
 
     @abstractmethod
     def blocks(self) -> Iterable[Block]:
-        """(Hugging Face name, live tensor, its box of the whole), tied ones once, fixed order."""
+        """(Hugging Face name, live tensor, its box of the complete tensor), tied tensors once,
+        fixed order."""
 
     def own_blocks(self) -> Iterable[Block]:
         """The blocks that are hashed: each element on exactly one rank of the weight group."""
@@ -241,7 +244,7 @@ class TrainEngine(ABC):
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Shape of every whole tensor by Hugging Face name, in the order of blocks."""
+        """Shape of every complete tensor by Hugging Face name, in the order of blocks."""
         result = {}
         for name, view, _ in self.blocks():
             result[name] = view.shape
@@ -249,29 +252,29 @@ class TrainEngine(ABC):
 
     @property
     def trained_shapes(self) -> Mapping[str, torch.Size]:
-        """Those of what is trained and saved: all tensors, or the adapters."""
+        """The shapes of tensors that are trained and saved: all tensors, or the adapters."""
         return self.shapes
 
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Positional hash of each whole tensor cast to dtype, from the shards themselves.
+        """Positional hash of each complete tensor cast to dtype, from the shards themselves.
 
         WeightSyncError if copies in the replica group differ.
         """
         shapes = self.shapes
         sums = torch.zeros(len(shapes), dtype=torch.int64, device=self.device)
-        places = {}
-        for place, name in enumerate(shapes):
-            places[name] = place
+        index_of_name = {}
+        for index, name in enumerate(shapes):
+            index_of_name[name] = index
         for name, view, box in self.own_blocks():
-            sums[places[name]] += box_sum(view.to(dtype), box)
+            sums[index_of_name[name]] += box_sum(view.to(dtype), box)
         if self.weight_group is not None:
             dist.all_reduce(sums, group=self.weight_group)  # int64 wraps: modulo 2**64
         both = torch.stack([sums, ~sums])  # the least sum has the largest complement
         if self.replica_group is not None:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.replica_group)
-        found = dict(zip(shapes, zip(*both.tolist(), strict=True), strict=True))  # one wait
+        extremes = dict(zip(shapes, zip(*both.tolist(), strict=True), strict=True))  # one wait
         differ = []
-        for name, (most, least) in found.items():
+        for name, (most, least) in extremes.items():
             if most != ~least:
                 differ.append(name)
         if differ:
@@ -281,7 +284,7 @@ class TrainEngine(ABC):
                 f"resume from the last checkpoint and report this message"
             )
         result = {}
-        for name, (most, _) in found.items():
+        for name, (most, _) in extremes.items():
             result[name] = most % MODULUS
         return result
 
@@ -289,34 +292,35 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def state_blocks(self) -> Iterable[Block]:
-        """This rank's exact state, live, always in one order: what the optimizer steps (float32)
-        by Hugging Face name, its moments as "<name>.exp_avg" and the like; see `blocks`."""
+        """This rank's exact live state in a fixed order; see `blocks`. The float32 tensors that the
+        optimizer steps have Hugging Face names, their moments "<name>.exp_avg" and so on."""
 
     def own_state_blocks(self) -> Iterator[Block]:
-        """The parts of `state_blocks` that this rank saves: over the pool every element once; what
-        several ranks hold is divided equally among them. The first call is collective."""
-        held = list(self.state_blocks())
+        """The parts of `state_blocks` that this rank saves. Over the pool every element is saved
+        once: elements on several ranks are divided equally among them. The first call is
+        collective."""
+        state = list(self.state_blocks())
         if self._own_boxes is None:
-            everyone = self.from_all(describe_boxes((name, box) for name, _, box in held))
-            self._own_boxes = own_boxes(everyone, self.layout.group_rank(self.rank))
-        return own_parts(held, self._own_boxes)
+            boxes_of_ranks = self.from_all(describe_boxes((name, box) for name, _, box in state))
+            self._own_boxes = own_boxes(boxes_of_ranks, self.layout.group_rank(self.rank))
+        return own_parts(state, self._own_boxes)
 
     def load_blocks(self, load: Callable[[Iterable[Block]], None], steps_done: int) -> None:
-        """Restore a state bit for bit, which must be on the device. load: writes into the views
-        what `own_state_blocks` gave on any layout.
+        """Restores a state bit for bit, which must be on the device.
 
-        steps_done: optimizer steps. CheckpointError for a box that is missing.
+        load: writes the saved values of `own_state_blocks`, from any layout, into the views.
+        steps_done: optimizer steps. CheckpointError for a missing box.
         """
         self._storages = {n: x for n, x in self._storages.items() if n == "gradients"}  # outdated
         self.weights_version = max(self.weights_version + (self.weights_version > 0), steps_done)
         with torch.no_grad():
             load(self.state_blocks())
             if self.optimizer is not None:
-                self.optimizer.restored(steps_done)
+                self.optimizer.mark_restored(steps_done)
 
     @abstractmethod
     def residency(self, where: Place, part: Part) -> None:
-        """Move a part to the host or back to the device."""
+        """Moves a part to the host or back to the device."""
 
     # -- for engines --------------------------------------------------------------------------
 
@@ -327,9 +331,10 @@ class TrainEngine(ABC):
         return all_gather_plain(mine, self.groups.get(self.layout.ranks, backend="gloo"))
 
     def move(self, where: Place, part: Part, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Move the storages of a part, for `residency`; `tensors` is called the first time only.
+        """Moves the storages of a part, for `residency`. `tensors` is called the first time only.
 
-        Values unchanged since they were last on the host are not copied again; gradients are freed.
+        Values that are unchanged since they were last on the host are not copied again. Gradients
+        are freed.
         """
         if part not in self._storages:
             self._storages[part] = Storages(tensors())
@@ -342,7 +347,7 @@ class TrainEngine(ABC):
             storages.to_host(self.weights_version)
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
-        """The rows of batch on the device, split into micro-batches as the settings say."""
+        """The rows of batch on the device, split into micro-batches according to the settings."""
         by_tokens = self.cfg.max_micro_batch_tokens is not None
         return micro_batches(
             batch,
@@ -355,7 +360,7 @@ class TrainEngine(ABC):
 
     def count_micro_batches(self, batch: TensorDict) -> int:
         """Number of micro-batches for rows that a role derived from those of its call, which the
-        controller could not count: the most that any dp rank needs. Collective over dp."""
+        controller could not count: the maximum over dp ranks. Collective over dp."""
         tokens = (lengths_of(batch["prompts"]) + lengths_of(batch["responses"])).tolist()
         rows = self.cfg.micro_batch_size_per_rank
         limit = self.cfg.max_micro_batch_tokens
@@ -365,22 +370,22 @@ class TrainEngine(ABC):
         return int(max(needs.values()))
 
     def dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Sums over the dp group in float64; every rank gives the same names."""
+        """Sums over the dp group in float64. Every rank passes the same names."""
         names = sorted(local)
         on_host = []
         for name in names:
             on_host.append(0.0 if isinstance(local[name], Tensor) else local[name])
         sums = to_device(torch.tensor(on_host, dtype=torch.float64), self.device)
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             if isinstance(local[name], Tensor):
-                sums[place] = local[name]
+                sums[index] = local[name]
         if self.layout.dp_size > 1:
             dist.all_reduce(sums, group=self.dp_group)
         return dict(zip(names, sums.tolist(), strict=True))
 
 
 def planned_steps(update: UpdateConfig | None) -> int:
-    """Optimizer steps that one step of the run is planned to take."""
+    """Planned number of optimizer steps in one step of the run."""
     if update is None or update.samples_per_step == 0:
         return 1
     mini_batches = -(-update.samples_per_step // update.mini_batch_size)
@@ -404,7 +409,7 @@ def engine_of(
     kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")
     lora = getattr(cfg.model, "lora", None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron names every extra that is not installed
+        warnings.simplefilter("ignore")  # Megatron warns about every extra that is not installed
         engine_class = resolve(kind.implementation)
     model = (open_model if kind.reads_folder else load_model)(cfg.model, head=head)
     if lora is not None:
@@ -420,7 +425,9 @@ def engine_of(
     )
     if lora is not None and context.rank == context.layout.ranks[0]:
         sides = engine.trained_shapes, engine.shapes
-        trained, whole = (sum(map(math.prod, side.values())) for side in sides)
-        shown = context.name, trained, whole, lora.rank, lora.alpha
-        logger.info("%s: trains %d parameters beside %d: adapters of rank %d, alpha %g", *shown)
+        trained, num_all = (sum(map(math.prod, side.values())) for side in sides)
+        arguments = context.name, trained, num_all, lora.rank, lora.alpha
+        logger.info(
+            "%s: trains %d parameters next to %d: adapters of rank %d, alpha %g", *arguments
+        )
     return engine

@@ -1,4 +1,4 @@
-"""`FSDPEngine`, `ZeROEngine`: a Hugging Face model on all ranks of a pool, each with rows of its own.
+"""`FSDPEngine`, `ZeROEngine`: a Hugging Face model on all ranks of a pool, each with its own rows.
 
 Every rank holds 1/n of each parameter (float32), gathers one decoder layer at a time in the
 compute precision, and steps AdamW on its own shards: PyTorch's FSDP2 (Zhao et al. 2023), which is
@@ -6,7 +6,7 @@ ZeRO stage 3 (Rajbhandari et al. 2020). With a layout's shard_size s < n, groups
 have a copy each (HSDP): gathers and reduce-scatters stay in the group, and an all-reduce over the
 groups sums the shards' gradients once a step. Kinds that keep a unit gathered through a train step, or
 reduce gradients once per step instead of once per micro-batch, send less and need more memory:
-`Sharding` of their kind says so. The ZeRO stages use torch's own parts:
+the `Sharding` of their kind states this. The ZeRO stages use torch's own parts:
 
 | kind | divided over the n ranks | parts | sent by a rank in a step of m micro-batches, P bytes float32 |
 |---|---|---|---|
@@ -47,11 +47,11 @@ from spmdflow.workers.model import LoadedModel
 from spmdflow.workers.optimizer import ShardedOptimizer, clip_, squared_norm, undecayed_of
 from spmdflow.workers.sharding import (
     Shard,
-    beside,
-    merged,
+    merged_adapter_blocks,
     mesh_of,
     read_weights,
     recompute_in_backward,
+    separate_adapter_blocks,
     set_last_micro_batch,
     shard_model,
     shards,
@@ -60,10 +60,10 @@ from spmdflow.workers.sharding import (
 
 
 class FSDPEngine(TrainEngine):
-    """A `TrainEngine` over a loaded model; without an optimizer it only runs forward.
+    """A `TrainEngine` over a loaded model. Without an optimizer it only runs forward.
 
-    All ranks of context.layout.ranks build it together. total_optimizer_steps is for schedules
-    that end. ConfigError if the layout is not purely data-parallel.
+    All ranks of context.layout.ranks build it together. total_optimizer_steps is for schedules that
+    end. ConfigError if the layout is not purely data-parallel.
     """
 
     model: LoadedModel
@@ -78,11 +78,12 @@ class FSDPEngine(TrainEngine):
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: int = 0,
     ) -> None:
+        """Shards the module, reads this rank's weights and builds the optimizer. See the class."""
         _check_layout(context, cfg.kind)
         super().__init__(model, cfg, context)
         kind = engine_kind(cfg.kind)
         self.sharding = kind.sharding_with(cfg.options)
-        """What the ranks divide among themselves."""
+        """What is divided over the ranks."""
         self._module = model.module
         if optimizer is None or model.lora is not None:
             _freeze(model, is_trained=optimizer is not None)
@@ -124,7 +125,7 @@ class FSDPEngine(TrainEngine):
         return self.dp_sums(sums)
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient: squares of all shards, summed over those of one copy."""
+        """Norm of the complete gradient: squares of all shards, summed over those of one copy."""
         square = squared_norm(self._gradients().values(), self.device)
         if self.weight_group is not None:
             dist.all_reduce(square, group=self.weight_group)
@@ -149,14 +150,17 @@ class FSDPEngine(TrainEngine):
         return self.own_blocks()
 
     def own_blocks(self) -> Iterator[Block]:
-        """The same rows, not taken from `blocks`: hashes cannot repeat an error in what is sent.
+        """The same rows as `blocks`, read separately, so that hashes cannot repeat an error of the
+        transfer.
 
-        Adapters are merged into their weights, which then are no live views but new.
+        Adapters are merged into their weights, which then are new tensors instead of live views.
         """
         scale = 0.0 if self.model.lora is None else self.model.lora.scale
         if self.merges_adapters:
-            return merged(self._shards(), scale=scale, dtype=self.dtype, count=self._count)
-        return beside(self._shards(), scale=scale)
+            return merged_adapter_blocks(
+                self._shards(), scale=scale, dtype=self.dtype, count=self._count
+            )
+        return separate_adapter_blocks(self._shards(), scale=scale)
 
     def _count(self, num_bytes: int) -> None:
         self.gathered_bytes += num_bytes
@@ -164,11 +168,11 @@ class FSDPEngine(TrainEngine):
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """See `TrainEngine.shapes`."""
-        held = self._shards().items()
-        apart = not self.merges_adapters
+        shards_by_name = self._shards().items()
+        keeps_adapters = not self.merges_adapters
         result = {}
-        for name, x in held:
-            if apart or not is_adapter(name):
+        for name, x in shards_by_name:
+            if keeps_adapters or not is_adapter(name):
                 result[name] = x.parameter.shape
         return result
 
@@ -176,7 +180,7 @@ class FSDPEngine(TrainEngine):
     def trained_shapes(self) -> dict[str, torch.Size]:
         """See `TrainEngine.trained_shapes`."""
         result = {}
-        for name, shard in self._trained().items():
+        for name, shard in self._trained_shards().items():
             result[name] = shard.parameter.shape
         return result
 
@@ -184,7 +188,7 @@ class FSDPEngine(TrainEngine):
 
     def state_blocks(self) -> Iterator[Block]:
         """See `TrainEngine.state_blocks`: rows; whole tensors in stage 1."""
-        for name, shard in self._trained().items():
+        for name, shard in self._trained_shards().items():
             yield name, shard.local, shard.box
             if self.optimizer is None:
                 moments = {}
@@ -212,9 +216,9 @@ class FSDPEngine(TrainEngine):
         return ShardedOptimizer(self._local(), cfg, total_steps, undecayed=self._undecayed_by(cfg))
 
     def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
-        """Names of the trained tensors that weight decay spares."""
+        """Names of the trained tensors without weight decay."""
         num_dims = {}
-        for name, shard in self._trained().items():
+        for name, shard in self._trained_shards().items():
             num_dims[name] = shard.parameter.ndim
         modules = self._module.named_modules()
         tables = []
@@ -224,33 +228,34 @@ class FSDPEngine(TrainEngine):
         return undecayed_of(cfg, num_dims, [f"{name}.weight" for name in tables])
 
     def _local(self) -> dict[str, Tensor]:
-        """Live local rows by name, of what is trained."""
+        """Live local rows of trained tensors, by name."""
         result = {}
-        for name, shard in self._trained().items():
+        for name, shard in self._trained_shards().items():
             result[name] = shard.local
         return result
 
-    def _trained(self) -> dict[str, Shard]:
-        """All shards, or those of the adapters."""
+    def _trained_shards(self) -> dict[str, Shard]:
+        """All shards or, if there are adapters, only theirs."""
         only = self.model.lora is not None
-        held = self._shards()
+        shards_by_name = self._shards()
         result = {}
-        for name, shard in held.items():
+        for name, shard in shards_by_name.items():
             if is_adapter(name) or not only:
                 result[name] = shard
         return result
 
     def _reshard(self) -> None:
-        """Free gathered parameters: the next call may follow an update or an offload."""
+        """Frees gathered parameters, because an update or offload may follow."""
         for unit in units(self._module):
             unit.reshard()
 
     def _gradients(self) -> dict[str, Tensor]:
-        found = {}
+        """Gradients of this rank's shards, of tensors that have one."""
+        gradient_of_name = {}
         for name, shard in self._shards().items():
-            found[name] = shard.gradient
+            gradient_of_name[name] = shard.gradient
         gradients = {}
-        for name, gradient in found.items():
+        for name, gradient in gradient_of_name.items():
             if gradient is not None:
                 gradients[name] = gradient
         return gradients
@@ -260,9 +265,10 @@ class FSDPEngine(TrainEngine):
 
 
 class ZeROEngine(FSDPEngine):
-    """ZeRO stage 1: every rank holds all weights, and moments only of the tensors it steps."""
+    """ZeRO stage 1: every rank holds all weights, but only the moments of the tensors it steps."""
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
+        """An optimizer that divides the tensors over the ranks, if there are several."""
         if self.layout.size == 1:
             return super()._optimizer_of(cfg, total_steps)
         undecayed = self._undecayed_by(cfg)
@@ -272,7 +278,7 @@ class ZeROEngine(FSDPEngine):
 
 
 class PartitionedOptimizer(ShardedOptimizer):
-    """Steps whole tensors that every rank holds: one rank steps each, then broadcasts it."""
+    """Steps complete tensors that every rank holds: one rank steps each, then broadcasts it."""
 
     def __init__(
         self,
@@ -299,15 +305,15 @@ def _check_layout(context: WorkerContext, kind: str) -> None:
     if layout.dp_size != layout.size:
         raise ConfigError(
             f"{context.name}: engine {kind} got dp_size {layout.dp_size} for {layout.size} ranks; "
-            f"expected {layout.size}, as every rank has rows of its own; leave out tp and pp "
+            f"expected {layout.size}, because every rank has its own rows; remove tp and pp "
             f"or choose engine.kind={' or '.join(engines_that_cut())}"
         )
 
 
 def _freeze(model: LoadedModel, *, is_trained: bool) -> None:
-    """No gradients, and storage in the compute precision: nothing accumulates small updates.
+    """Disables gradients and stores weights in the compute precision.
 
-    is_trained: its adapters are, and stay as they are.
+    is_trained: except for the adapters, which do not change.
     """
     exact = set()
     for part in model.float32_modules:

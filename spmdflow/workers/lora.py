@@ -1,7 +1,8 @@
 """LoRA: linear layers with an adapter, y = W x + b + alpha / rank B A x (Hu et al. 2021).
 
-Only A and B are trained. A begins as peft's does (uniform, Kaiming with a = sqrt 5), from a stream
-of its own for each layer, B is zero: the model begins as the one in the folder. Knows no ranks.
+Only A and B are trained. A is initialized as in peft (uniform, Kaiming with a = sqrt 5), from a
+separate random stream for each layer. B is zero, so the model initially equals the one in the
+folder. Knows no ranks.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ class LoRALinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        found = super().forward(input)
+        output = super().forward(input)
         if not self.uses_adapter:
-            return found
+            return output
         adapted: Tensor = self.lora_B(self.lora_A(input))
-        return found + adapted * self.scale
+        return output + adapted * self.scale
 
 
 def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) -> LoadedModel:
-    """The model with adapters beside the linear layers that cfg names, in place.
+    """Adds adapters to the linear layers that cfg names, in place. Returns the model with them.
 
-    seed: of the run. key: of the settings, for errors. ConfigError for a target that names none.
+    seed: of the run. key: of the settings, for errors. ConfigError for a target that matches no
+    layer.
     """
     inside = set()
     for layer in model.layers:
@@ -67,7 +69,7 @@ def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) ->
 
 
 def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> None:
-    """seed: None where values are read later."""
+    """Turns a linear layer into a LoRALinear. seed: None if the adapter's values are read later."""
     like = {"bias": False, "device": part.weight.device, "dtype": part.weight.dtype}
     part.lora_A = Linear(part.in_features, cfg.rank, **like)  # type: ignore[arg-type]
     part.lora_B = Linear(cfg.rank, part.out_features, **like)  # type: ignore[arg-type]
@@ -77,12 +79,14 @@ def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> 
     part.uses_adapter = True
     if seed is not None:
         pairs = zip((part.lora_A, part.lora_B), adapter_names(name), strict=True)
-        for adapter, whole in pairs:
-            adapter.weight.data.copy_(_first_values(whole, tuple(adapter.weight.shape), seed))
+        for adapter, adapter_name in pairs:
+            adapter.weight.data.copy_(
+                _first_values(adapter_name, tuple(adapter.weight.shape), seed)
+            )
 
 
 def _with_start(read: Read, module: nn.Module, seed: int) -> Read:
-    """A reader of the weights that gives adapters their first values."""
+    """A reader of the weights that returns initial values for adapters."""
     shapes = {}
     for n, p in module.named_parameters():
         if is_adapter(n):
@@ -97,7 +101,7 @@ def _with_start(read: Read, module: nn.Module, seed: int) -> Read:
 
 
 def _first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Of a whole A or B; the same on every rank."""
+    """Initial values of a complete A or B, equal on every rank."""
     values = torch.zeros(shape)
     if name.endswith(adapter_names("")[0]):
         stream = seed_of(seed, "lora", zlib.crc32(name.encode()))
@@ -109,7 +113,7 @@ def _first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """The model as it is in its folder, for forward passes inside the block."""
+    """Inside the block, forward passes use the model without adapters, as in its folder."""
     adapted = []
     for part in module.modules():
         if isinstance(part, LoRALinear):

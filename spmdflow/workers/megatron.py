@@ -1,7 +1,7 @@
 """`MegatronEngine`: tensor, pipeline and data parallelism by Megatron-Core (paper section 2.1).
 
 Every rank holds 1/t of the tensors of its stages; micro-batches flow through the stages in 1F1B
-order (Narayanan et al. 2021). Works on any subset of ranks and beside other models in the process.
+order (Narayanan et al. 2021). Works on any subset of ranks and next to other models in the process.
 There is no context parallelism: Megatron's attention lacks it without TransformerEngine, and
 layouts have no such axis. The embedding of a padding token is trained like any other (Hugging Face
 stops its gradient). Knows no roles: what an output means is up to `fn` and `loss`.
@@ -37,16 +37,16 @@ from spmdflow.workers.megatron_model import build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
 from spmdflow.workers.megatron_packed import PackedParams
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
-from spmdflow.workers.micro_batch import MicroBatch, lengthened
+from spmdflow.workers.micro_batch import MicroBatch, pad_length
 from spmdflow.workers.model import ModelSource
 from spmdflow.workers.optimizer import undecayed_of
 
 
 class MegatronEngine(TrainEngine):
-    """A `TrainEngine` over a model folder; without an optimizer it only runs forward.
+    """A `TrainEngine` over a model folder. Without an optimizer it only runs forward.
 
-    All ranks of context.layout.ranks build it together. ConfigError if the model cannot be cut
-    as the layout asks. adopt: see `megatron_optimizer.Adopt`.
+    All ranks of context.layout.ranks build it together. ConfigError if the model cannot be divided
+    as the layout requires. adopt: see `megatron_optimizer.Adopt`.
     """
 
     model: ModelSource
@@ -62,29 +62,34 @@ class MegatronEngine(TrainEngine):
         total_optimizer_steps: int = 0,
         adopt: Adopt | None = None,
     ) -> None:
+        """Builds this rank's parts of the model and its optimizer, then reads its weights. See the
+        class."""
         super().__init__(model, cfg, context)
         _check_options(self.name, cfg)
         replica = self.layout.axis_group(self.rank, "replica")
         self.weight_group = self.groups.get(replica)
-        every = megatron_tables(model.architecture, self.layout)  # ConfigError if that cannot be
-        self._table = every[self.rank]
+        # ConfigError if the model cannot be divided in this way
+        tables_of_ranks = megatron_tables(model.architecture, self.layout)
+        self._table = tables_of_ranks[self.rank]
         # norms, small biases and a tied copy are on several ranks, and count once
-        tables = ([p for x in every[rank].values() for p in x.pieces] for rank in replica)
-        held = []
+        tables = ([p for x in tables_of_ranks[rank].values() for p in x.pieces] for rank in replica)
+        boxes_of_ranks = []
         for table in tables:
-            held.append(describe_boxes((piece.name, piece.box) for piece in table))
-        self._counted = own_boxes(held, replica.index(self.rank))
+            boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in table))
+        self._counted = own_boxes(boxes_of_ranks, replica.index(self.rank))
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
-            many = self.layout.virtual_size
+            num_parts = self.layout.virtual_size
             architecture = model.architecture
             options = cfg.options
             self._modules = [
-                build_model(architecture, groups, self.dtype, options, part=n, num_parts=many)
-                for n in range(many)
+                build_model(architecture, groups, self.dtype, options, part=n, num_parts=num_parts)
+                for n in range(num_parts)
             ]
             self._config: TransformerConfig = self._modules[0].config
-            self._run = get_forward_backward_func(groups.pp.size(), many if many > 1 else None)
+            self._run = get_forward_backward_func(
+                groups.pp.size(), num_parts if num_parts > 1 else None
+            )
             self._stages: _StageMessages | None = None
             if groups.pp.size() > 1:
                 self._stages = _StageMessages(groups.pp, self._config)
@@ -92,7 +97,9 @@ class MegatronEngine(TrainEngine):
             for n, m in enumerate(self._modules):
                 for x in m.named_parameters():
                     named.append((n, *x))
-            self._parameters = {part_name(n, local_name(name), many): p for n, name, p in named}
+            self._parameters = {
+                part_name(n, local_name(name), num_parts): p for n, name, p in named
+            }
             if optimizer is None:
                 for parameter in self._parameters.values():
                     parameter.requires_grad_(False)
@@ -120,25 +127,27 @@ class MegatronEngine(TrainEngine):
         """See `TrainEngine.outputs`."""
         self.settle()
         with megatron_runtime():
-            return self._pass(self._modules, micros, fn, train=False)
+            return self._run_micros(self._modules, micros, fn, train=False)
 
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
     ) -> dict[str, float]:
-        """See `TrainEngine.accumulate`. Sums are those of the last stage, on every rank."""
+        """See `TrainEngine.accumulate`. The last stage computes the sums; every rank gets them."""
         assert self.optimizer is not None
 
         def terms(output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            """Loss, number of tokens (unused) and detached metrics, in the form that Megatron
+            expects."""
             value, metrics = loss(output, micro, totals)
-            found = {}
+            sums = {}
             for name, x in {**metrics, "loss": value}.items():
-                found[name] = x.detach().double()
-            return value, torch.zeros((), dtype=torch.int), found
+                sums[name] = x.detach().double()
+            return value, torch.zeros((), dtype=torch.int), sums
 
         with megatron_runtime():
             self.optimizer.zero_gradients()
-            found = self._pass(self.optimizer.ddps, micros, terms, train=True)
-            return self._everywhere(found)
+            metrics_of_micros = self._run_micros(self.optimizer.ddps, micros, terms, train=True)
+            return self._share_metrics(metrics_of_micros)
 
     def gradient_norm(self) -> float:
         """See `TrainEngine.gradient_norm`."""
@@ -167,7 +176,7 @@ class MegatronEngine(TrainEngine):
                 self.optimizer.gather()
 
     def blocks(self) -> Iterator[Block]:
-        """(Hugging Face name, live view, its box of the whole) of all that this rank holds."""
+        """(Hugging Face name, live view, its box of the complete tensor) of this rank's tensors."""
         self.settle()
         return blocks(self._parameters, self._table)
 
@@ -186,7 +195,7 @@ class MegatronEngine(TrainEngine):
     # -- state --------------------------------------------------------------------------------
 
     def state_blocks(self) -> Iterator[Block]:
-        """See `TrainEngine.state_blocks`; without an optimizer the weights held here.
+        """See `TrainEngine.state_blocks`. Without an optimizer, this rank's weights.
 
         With the distributed optimizer each element is in the blocks of one dp rank.
         """
@@ -197,7 +206,8 @@ class MegatronEngine(TrainEngine):
             yield name + (moment and f".{moment}"), view, box
 
     def residency(self, where: Place, part: Part) -> None:
-        """Move a part to the host or back. Gradients are not kept: they live within a step.
+        """Moves a part to the host or back. Gradients are not preserved: they are needed only in a
+        step.
 
         On a CPU device only gradients matter: their buffer is freed.
         """
@@ -214,7 +224,7 @@ class MegatronEngine(TrainEngine):
     # -- helpers, in the order of use ---------------------------------------------------------
 
     def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
-        """Local names of what weight decay spares."""
+        """Local names of tensors without weight decay."""
         num_dims = {}
         for name, tensor in self._table.items():
             num_dims[name] = len(tensor.shape)
@@ -225,8 +235,9 @@ class MegatronEngine(TrainEngine):
         return undecayed_of(cfg, num_dims, embeddings)
 
     def _read(self, model: ModelSource) -> None:
-        """This rank's boxes from the folder, each once, in the file's precision: parameters and the
-        masters that the optimizer steps. A tied embedding goes on to the last stage."""
+        """Reads this rank's boxes from the folder, each once, in the file's precision, into
+        parameters and the masters that the optimizer steps. Sends a tied embedding to the last
+        stage."""
         has_masters = self.optimizer is not None and self.dtype != torch.float32
         stepped = self._stepped_blocks() if has_masters else ()
         masters = Blocks(block for moment, block in stepped if not moment)
@@ -237,6 +248,7 @@ class MegatronEngine(TrainEngine):
             first = dist.get_process_group_ranks(group)[0]
 
         def read(name: str, box: Box) -> Tensor:
+            """A box of the folder; a tied embedding is received from the first stage."""
             is_sent = group is not None and name == EMBEDDING
             reads = not is_sent or first == self.rank
             assert model.read is not None
@@ -249,7 +261,7 @@ class MegatronEngine(TrainEngine):
 
         fill(self._parameters, self._table, read)
 
-    def _pass(
+    def _run_micros(
         self,
         modules: Sequence[nn.Module],
         micros: list[MicroBatch],
@@ -257,52 +269,58 @@ class MegatronEngine(TrainEngine):
         *,
         train: bool,
     ) -> list[Any]:
-        """What fn gives for the output of each micro-batch, on the last stage; [] elsewhere.
+        """The result of fn for the output of each micro-batch, on the last stage; [] elsewhere.
 
         One stage runs them one by one; several run Megatron's 1F1B order (Narayanan et al. 2021),
         interleaved where they have several parts. Micro-batches may differ in rows and length.
-        train: add up their gradients in modules, the parts' DDP wrappers; fn then gives (scalar to
-        differentiate, number of tokens, what is collected).
+        train: add their gradients in modules, the parts' DDP wrappers. fn then returns (scalar to
+        differentiate, number of tokens, value to collect).
         """
 
-        def step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(rest)
+        def step(
+            remaining: Iterator[MicroBatch], model: nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            """Runs the next micro-batch. Returns its output, and the function that applies fn to
+            it."""
+            micro = next(remaining)
             ids = micro.input_ids
-            places = micro.position_ids
+            positions = micro.position_ids
             packed = None
             if micro.packed is not None:
                 fused = self._config.apply_rope_fusion
-                packed = PackedParams.of(micro.packed, places[0], fused=fused)
-            output = model(ids, places, None, packed_seq_params=packed)
-            return output, lambda output, non_loss_data=False: fn(self._named(output, micro), micro)
+                packed = PackedParams.of(micro.packed, positions[0], fused=fused)
+            output = model(ids, positions, None, packed_seq_params=packed)
+            return output, lambda output, non_loss_data=False: fn(
+                self._output_of(output, micro), micro
+            )
 
         for module in modules:
-            module.train(train)  # recompute is for training only; there is no dropout
+            module.train(train)  # recompute is only for training; there is no dropout
         if self._config.sequence_parallel:
-            micros = [lengthened(micro, self.layout.tp_size) for micro in micros]
+            micros = [pad_length(micro, self.layout.tp_size) for micro in micros]
         if self._stages is not None:
             self._stages.expect(micros)
-        found: list[Any] = self._run(
+        results: list[Any] = self._run(
             forward_step_func=step,
             data_iterator=[iter(micros) for _ in modules] if len(modules) > 1 else iter(micros),
             model=list(modules) if len(modules) > 1 else modules[0],
             num_microbatches=len(micros),
-            seq_length=micros[0].input_ids.shape[1],  # of no effect, as the next line
+            seq_length=micros[0].input_ids.shape[1],  # no effect, like the next line
             micro_batch_size=len(micros[0].input_ids),
             forward_only=not train,
             collect_non_loss_data=not train,
             pg_collection=self._megatron_groups,
             **({} if self._stages is None else {"p2p_communicator": self._stages}),
         )
-        return found
+        return results
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
-        """See `TrainEngine.micro_batches`; virtual stages need a multiple of p of them."""
+        """See `TrainEngine.micro_batches`. Virtual stages need a multiple of p micro-batches."""
         size = self.layout.pp_size if self.layout.virtual_size > 1 else 1
         return super().micro_batches(batch, -(-num_micro_batches // size) * size)
 
-    def _named(self, output: Tensor, micro: MicroBatch) -> CausalOutput | ScalarOutput:
-        """The last stage's hidden states (b, T, H) with its head, as roles know them."""
+    def _output_of(self, output: Tensor, micro: MicroBatch) -> CausalOutput | ScalarOutput:
+        """The last stage's hidden states (b, T, H) with its head, in the form that roles expect."""
         architecture = self.model.architecture
         model = self._modules[-1]
         tp = self._megatron_groups.tp
@@ -323,16 +341,16 @@ class MegatronEngine(TrainEngine):
             group=tp if tp.size() > 1 else None,
         )
 
-    def _everywhere(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Metrics summed over micro-batches and dp, from each replica's first rank of the last
-        stage to all its ranks: the same bits everywhere."""
+    def _share_metrics(self, metrics_of_micros: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Metrics summed over micro-batches and dp, sent from each replica's first rank of the last
+        stage to all its ranks, so that they are bit-identical."""
         replica = self.layout.axis_group(self.rank, "replica")
         source = replica[-self.layout.tp_size]
         metrics: dict[str, float] = {}
         if self.rank == source:
             local = {}
-            for name in found[0]:
-                local[name] = sum(each[name] for each in found)
+            for name in metrics_of_micros[0]:
+                local[name] = sum(metrics_of_micro[name] for metrics_of_micro in metrics_of_micros)
             metrics = self.dp_sums(local)
         if len(replica) > 1:
             group = self.groups.get(replica, backend="gloo")  # from host to host
@@ -340,19 +358,21 @@ class MegatronEngine(TrainEngine):
         return metrics
 
     def _stepped_blocks(self) -> Iterator[tuple[str, Block]]:
-        """("", float32 weights) and (moment's name, its values) that this rank steps, by box."""
+        """("", float32 weights) and (moment's name, its values) of the tensors that this rank
+        steps, by box."""
         assert self.optimizer is not None
-        for name, start, tensors in self.optimizer.owned():
+        for name, start, tensors in self.optimizer.stepped_tensors():
             for moment, flat in tensors.items():
                 for block in flat_blocks(self._table[name], flat, start):
                     yield moment, block
 
 
 class _StageMessages(P2PCommunicator):
-    """Megatron's messages between stages, without the message with the shape ahead of each.
+    """Megatron's messages between stages, without a preceding message with the shape.
 
-    Every stage has every micro-batch and so knows the shapes: in 1F1B order, activations arrive
-    from the stage before in the order of micro-batches, and so do gradients from the stage after.
+    Every stage has every micro-batch and therefore knows the shapes. In 1F1B order, activations
+    arrive from the previous stage in the order of micro-batches, and gradients from the next stage
+    too.
     """
 
     def expect(self, micros: list[MicroBatch]) -> None:
@@ -380,10 +400,10 @@ class _StageMessages(P2PCommunicator):
             for micro, part in order:
                 if part < num_parts - 1:
                     outer.append(shapes[micro])
-        place = self.pp_group.rank()
+        stage = self.pp_group.rank()
         last = self.pp_group.size() - 1
-        self._activations = iter(outer if place == 0 else inner)
-        self._gradients = iter(outer if place == last else inner)
+        self._activations = iter(outer if stage == 0 else inner)
+        self._gradients = iter(outer if stage == last else inner)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -393,10 +413,11 @@ class _StageMessages(P2PCommunicator):
 
 
 def _check_options(name: str, cfg: EngineConfig) -> None:
+    """ConfigError unless the engine supports all engine.options."""
     known = engine_kind(cfg.kind).options
     unknown = sorted(set(cfg.options) - set(known))
     if unknown:
         where = f"{name}.engine.options"
         got = f"{unknown} for engine {cfg.kind}"
-        do = "leave them out or choose another engine.kind"
+        do = "remove them or choose another engine.kind"
         raise ConfigError.of(where, got, f"some of {list(known)}", do)

@@ -55,10 +55,11 @@ def build_model(
     part: int,
     num_parts: int,
 ) -> GPTModel:
-    """One of this rank's parts of the model, weights undefined; collective over pipelines if tied.
+    """One of this rank's parts of the model, with undefined weights. Collective over pipelines if
+    tied.
 
-    options: engine.options. part: on stage s of p it is virtual stage part * p + s of
-    p * num_parts (`weights.ranks`).
+    options: engine.options. part: on stage s of p it is virtual stage part * p + s of p * num_parts
+    (`weights.ranks`).
     """
     tp_size = groups.tp.size()
     pp_size = groups.pp.size()
@@ -111,9 +112,9 @@ def _hidden_of_head(
     group: torch.distributed.ProcessGroup,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """(T or T/t, b, H) -> (T, b, H), in place of logits: heads run later, where they are needed.
+    """(T or T/t, b, H) -> (T, b, H), instead of logits: heads run later, where they are needed.
 
-    All ranks of the group give these hidden states the same gradient.
+    All ranks of the group return the same gradient for these hidden states.
     """
     if config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
@@ -169,8 +170,8 @@ def _transformer_config(
         recompute_granularity="full" if recompute else "selective" if selective else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        # without initialisation Megatron leaves out the attributes that its norms of gradients
-        # read; the weights are overwritten anyway
+        # without initialization Megatron omits attributes that its gradient norms read; the
+        # weights are overwritten anyway
         perform_initialization=True,
         init_method=_leave,
         output_layer_init_method=_leave,
@@ -183,7 +184,7 @@ def _transformer_config(
 
 def fusions(options: Collection[str], *, on_cuda: bool) -> dict[str, bool]:
     """Megatron's switches of fused kernels: on where TransformerEngine runs on CUDA, unless
-    engine.options says no_fusions; those of a package that is not installed stay off."""
+    engine.options has no_fusions. Those of a package that is not installed stay off."""
     fused = on_cuda and "no_fusions" not in options
     return {
         "gradient_accumulation_fusion": fused and layers._grad_accum_fusion_available,
@@ -194,14 +195,14 @@ def fusions(options: Collection[str], *, on_cuda: bool) -> dict[str, bool]:
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:
-    """(head_dim / 2,) float32: theta^(-2i/d), stretched for long contexts as the config says.
+    """(head_dim / 2,) float32: theta^(-2i/d), scaled for long contexts according to the config.
 
-    linear: all divided by factor. llama3: those that turn less than low_freq_factor times within
-    the original positions are divided, those that turn more than high_freq_factor times are kept,
-    between them the two are mixed linearly.
+    linear: all are divided by factor. llama3: those with fewer than low_freq_factor turns within
+    the original positions are divided, those with more than high_freq_factor turns are unchanged,
+    and those in between are interpolated linearly.
     """
-    places = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
-    frequencies = 1.0 / architecture.rope_theta ** (places / architecture.head_dim)
+    dims = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
+    frequencies = 1.0 / architecture.rope_theta ** (dims / architecture.head_dim)
     scaling = architecture.rope_scaling
     if scaling is None:
         return frequencies
@@ -210,12 +211,12 @@ def rotary_frequencies(architecture: Architecture) -> Tensor:
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    share_kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return share_kept * frequencies + (1 - share_kept) * frequencies / scaling.factor
 
 
 def _leave(tensor: Tensor) -> Tensor:
-    """An initialisation that does nothing."""
+    """An initialization that does nothing."""
     return tensor
 
 
@@ -258,6 +259,7 @@ class RMSNorm(nn.Module):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
+        """The weight is on Megatron's current device. Further arguments of Megatron are ignored."""
         super().__init__()
         self.eps = eps
         device = torch.cuda.current_device()  # the CPU, inside megatron_runtime
@@ -275,15 +277,16 @@ class RMSNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention by PyTorch's kernels: no (T, T) scores are kept.
+    """Scaled dot-product attention with PyTorch's kernels: no (T, T) scores are stored.
 
-    Not for context parallelism: every rank needs the keys of the whole sequence, which
-    Megatron passes around in TransformerEngine's attention only.
+    Does not support context parallelism: every rank needs the keys of the complete sequence, which
+    Megatron exchanges only in TransformerEngine's attention.
     """
 
     def __init__(
         self, *, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
     ) -> None:
+        """softmax_scale: None: the default of the kernels. Further arguments are ignored."""
         super().__init__()
         assert config.context_parallel_size == 1, config.context_parallel_size
         self.scale = softmax_scale
@@ -317,8 +320,8 @@ class GroupedSelfAttention(SelfAttention):
     """Self-attention that also splits over more ranks than there are key-value heads.
 
     Megatron does the same with its global tensor-parallel group (attention.py, 0.16.1); here it
-    is the model's own. Each rank stores 1/t of the fused rows; the outputs are gathered, and a
-    rank keeps its key-value head and its own query heads.
+    is the model's own. Each rank stores 1/t of the fused rows. The outputs are gathered, and a
+    rank uses its key-value head and its own query heads.
     """
 
     def get_query_key_value_tensors(
@@ -351,7 +354,7 @@ class GroupedSelfAttention(SelfAttention):
 
 
 class ScalarHead(nn.Module):
-    """Weight of a linear head with one output, whole on every rank and in float32.
+    """Weight of a linear head with one output, complete on every rank and in float32.
 
     bfloat16's 8 bits of mantissa are too few for a value.
     """

@@ -33,12 +33,12 @@ from spmdflow.weights.move import Block
 from spmdflow.weights.ranks import part_name
 from spmdflow.weights.table import LocalTensor
 from spmdflow.workers.megatron_model import local_name
-from spmdflow.workers.megatron_runtime import megatron_runtime, only_among
+from spmdflow.workers.megatron_runtime import limit_object_gathers, megatron_runtime
 from spmdflow.workers.optimizer import TorchOptimizer, clip_, split_groups, squared_norm
 
 Adopt = Callable[[DistributedDataParallel, Mapping[Tensor, str]], None]
-"""(DDP, local name of each parameter) -> None. Called after DDP has made its buffers and before
-the optimizer is made: the last moment at which parameters may be given other storage
+"""(DDP, local name of each parameter) -> None. Called after DDP has allocated its buffers and
+before the optimizer is built: the last moment at which parameters can move to other storage
 (buffer.param_data, bucket.param_data, parameter.data)."""
 
 
@@ -57,7 +57,7 @@ class StageOptimizer(TorchOptimizer):
         adopt: Adopt | None,
         undecayed: Collection[str] = (),
     ) -> None:
-        """undecayed: local names of what weight decay spares.
+        """undecayed: local names of tensors without weight decay.
 
         overlap: reduce gradients bucket by bucket during the last backward, and gather weights
         during the next forward, or in `gather`.
@@ -95,7 +95,7 @@ class StageOptimizer(TorchOptimizer):
         if adopt is not None:
             (ddp,) = self.ddps
             adopt(ddp, self._names)
-        with only_among(groups.intra_dist_opt):
+        with limit_object_gathers(groups.intra_dist_opt):
             chained = get_megatron_optimizer(
                 _megatron_config(cfg, config, distributed=distributed),
                 self.ddps,
@@ -111,21 +111,21 @@ class StageOptimizer(TorchOptimizer):
         self._replace_adam(undecayed)
 
     def gather(self) -> None:
-        """All-gather the updated weights now, if `step` left that to the next forward."""
+        """All-gathers the updated weights now, if `step` left that to the next forward."""
         if self._is_behind:
             self._start_gather()
 
     def zero_gradients(self) -> None:
-        """Before the first micro-batch of a step."""
+        """Zeroes all gradients. Called before the first micro-batch of a step."""
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self._inner.zero_grad()
 
     def gradient_norm(self) -> float:
-        """Norm of the whole model's summed gradient; call once, after the last micro-batch.
+        """Norm of the complete model's summed gradient. Called once, after the last micro-batch.
 
-        Megatron leaves out what another rank already counts: copies over tp, and the second copy
-        of a tied embedding.
+        Megatron omits elements that another rank already counts: copies over tp, and the second
+        copy of a tied embedding.
         """
         self._inner.prepare_grads()
         square = squared_norm(self._counted_gradients(), self._device)
@@ -133,8 +133,12 @@ class StageOptimizer(TorchOptimizer):
         return math.sqrt(float(square))
 
     def step(self, norm: float) -> None:
-        """Clip by the global norm and update the weights; needs `gradient_norm` before it."""
-        clip_([p.grad for p in self._stepped() if p.grad is not None], norm, self.cfg.clip_norm)
+        """Clips by the global norm and updates the weights. Call `gradient_norm` first."""
+        clip_(
+            [p.grad for p in self._stepped_parameters() if p.grad is not None],
+            norm,
+            self.cfg.clip_norm,
+        )
         for group in self.inner.param_groups:
             group["lr"] = self.next_lr
         self._inner.step_with_ready_grads()
@@ -142,11 +146,12 @@ class StageOptimizer(TorchOptimizer):
         self._inner.zero_grad()
         self.steps_done += 1
 
-    def owned(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
-        """What this rank steps, in a fixed order; over dp each element once if distributed.
+    def stepped_tensors(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """The tensors that this rank steps, in a fixed order. If distributed, each element is on
+        one dp rank.
 
-        Gives (Megatron's local name, first element in the flattened local tensor, flat live float32
-        tensors by name: "" for the weights that are stepped, and the names of the moments).
+        Yields (Megatron's local name, first element in the flattened local tensor, flat live
+        float32 tensors by name: "" for the weights that are stepped, and the names of the moments).
         """
         for parameter, main, start in self._mains():
             moments = {}
@@ -154,9 +159,10 @@ class StageOptimizer(TorchOptimizer):
                 moments[name] = x.view(-1)
             yield self._names[parameter], start, {"": main.detach().view(-1), **moments}
 
-    def restored(self, steps_done: int) -> None:
-        """After writing into what `owned` gave: weights follow their masters."""
-        super().restored(steps_done)
+    def mark_restored(self, steps_done: int) -> None:
+        """See `Scheduled.mark_restored`. Also copies the float32 masters of `stepped_tensors` to
+        the weights."""
+        super().mark_restored(steps_done)
         with megatron_runtime():
             if hasattr(self._inner, "_copy_main_params_to_model_params"):
                 self._inner._copy_main_params_to_model_params()
@@ -164,15 +170,15 @@ class StageOptimizer(TorchOptimizer):
                 self._start_gather()
 
     def states(self) -> Iterator[Tensor]:
-        """Moments, and float32 masters that are stored apart from the weights."""
+        """Moments, and float32 masters that are separate from the weights."""
         weights = {p.untyped_storage()._cdata for p in self._names}
-        for parameter in self._stepped():
+        for parameter in self._stepped_parameters():
             if parameter.untyped_storage()._cdata not in weights:
                 yield parameter
         yield from self.moments()
 
     def gradients(self) -> list[Tensor]:
-        """The buffers, which stay between steps."""
+        """The gradient buffers, which stay allocated between steps."""
         result = []
         for ddp in self.ddps:
             for buffer in ddp.buffers:
@@ -180,7 +186,7 @@ class StageOptimizer(TorchOptimizer):
         return result
 
     def _replace_adam(self, undecayed: Collection[str]) -> None:
-        """Have torch's class step what Megatron's Adam would."""
+        """Replaces Megatron's Adam by the configured class of torch.optim, on the same tensors."""
         stepped = []
         for group in self._inner.optimizer.param_groups:
             for p in group["params"]:
@@ -193,12 +199,14 @@ class StageOptimizer(TorchOptimizer):
             mains = []
             for weight, main, _ in self._mains():
                 mains.append((self._names[weight], main))
-            spared = []
+            undecayed_mains = []
             for name, main in mains:
                 if name in undecayed:
-                    spared.append(main)
-            whole = inner.param_groups.pop()
-            inner.param_groups += [whole | group for group in split_groups(stepped, spared)]
+                    undecayed_mains.append(main)
+            defaults = inner.param_groups.pop()
+            inner.param_groups += [
+                defaults | group for group in split_groups(stepped, undecayed_mains)
+            ]
         self.use(inner)
 
     def _start_gather(self) -> None:
@@ -206,7 +214,8 @@ class StageOptimizer(TorchOptimizer):
             ddp.start_param_sync(force_sync=True)
         self._is_behind = False
 
-    def _stepped(self) -> list[nn.Parameter]:
+    def _stepped_parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups that the optimizer steps."""
         result = []
         for group in self.inner.param_groups:
             for p in group["params"]:
@@ -217,17 +226,23 @@ class StageOptimizer(TorchOptimizer):
         """(model parameter, float32 tensor that is stepped, its offset in the flat parameter)."""
         inner = self._inner
         if self.distributed:
-            weights = _flat(inner.model_fp32_groups) + _flat(inner.model_float16_groups)
-            mains = _flat(inner.shard_fp32_groups)
-            mains += _flat(inner.shard_fp32_from_float16_groups)
+            weights = _flatten_groups(inner.model_fp32_groups) + _flatten_groups(
+                inner.model_float16_groups
+            )
+            mains = _flatten_groups(inner.shard_fp32_groups)
+            mains += _flatten_groups(inner.shard_fp32_from_float16_groups)
             for weight, main in zip(weights, mains, strict=True):
                 yield weight, main, inner._get_model_param_range_map(weight)["param"].start
         elif hasattr(inner, "float16_groups"):
-            weights = _flat(inner.float16_groups) + _flat(inner.fp32_from_fp32_groups)
-            mains = _flat(inner.fp32_from_float16_groups) + _flat(inner.fp32_from_fp32_groups)
+            weights = _flatten_groups(inner.float16_groups) + _flatten_groups(
+                inner.fp32_from_fp32_groups
+            )
+            mains = _flatten_groups(inner.fp32_from_float16_groups) + _flatten_groups(
+                inner.fp32_from_fp32_groups
+            )
             yield from ((weight, main, 0) for weight, main in zip(weights, mains, strict=True))
         else:
-            yield from ((weight, weight, 0) for weight in self._stepped())
+            yield from ((weight, weight, 0) for weight in self._stepped_parameters())
 
     @property
     def _device(self) -> torch.device:
@@ -250,7 +265,8 @@ def _megatron_config(
     )
 
 
-def _flat(groups: list[list[Any]]) -> list[Any]:
+def _flatten_groups(groups: list[list[Any]]) -> list[Any]:
+    """The tensors of all groups in one list."""
     result = []
     for group in groups:
         for tensor in group:
@@ -259,11 +275,11 @@ def _flat(groups: list[list[Any]]) -> list[Any]:
 
 
 def flat_blocks(tensor: LocalTensor, flat: Tensor, start: int) -> Iterator[Block]:
-    """(name, live view, its box) in elements start, start + 1, ... of a flattened local tensor."""
+    """(name, live view, its box) for elements start, start + 1, ... of a flattened local tensor."""
     for local in flat_range(tensor.shape, start, start + flat.numel()):
-        held = flat[: local.size].view(local.shape)
+        values = flat[: local.size].view(local.shape)
         flat = flat[local.size :]
         for piece in tensor.pieces:
             common = piece.local.intersect(local)
             if common is not None:
-                yield piece.name, held[common.slices(local)], piece.box_at(common)
+                yield piece.name, values[common.slices(local)], piece.box_at(common)

@@ -1,7 +1,7 @@
 """Packed rows for Megatron's layers: positions for the rotary embedding, offsets for attention.
 
-Given offsets, Megatron's rotary embedding reads them on the host in every layer, unless
-TransformerEngine's fused kernel takes them. Without that kernel it gets angles by position.
+With offsets, Megatron's rotary embedding reads them on the host in every layer, unless
+TransformerEngine's fused kernel is used. Without that kernel it gets angles by position instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmdflow.workers.attention import PackedRows
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's packed_seq_params: offsets if the rotary kernel is fused, else positions."""
+    """Megatron's packed_seq_params: offsets if the rotary kernel is fused, otherwise positions."""
 
     rows: Any = None
     """The `PackedRows`."""
@@ -38,31 +38,31 @@ class PackedParams(PackedSeqParams):
 
 
 class PackedRotary(RotaryEmbedding):
-    """Megatron's rotary embedding, which also takes positions in place of a length."""
+    """Megatron's rotary embedding, which also accepts positions instead of a length."""
 
-    def get_rotary_seq_len(self, *given: Any, **named: Any) -> Any:
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
         """A length, or positions (N,)."""
-        packed = named.get("packed_seq_params", given[-1])
+        packed = kwargs.get("packed_seq_params", args[-1])
         if isinstance(packed, PackedParams) and packed.positions is not None:
             return packed.positions
-        return super().get_rotary_seq_len(*given, **named)
+        return super().get_rotary_seq_len(*args, **kwargs)
 
-    def forward(self, max_seq_len: Any, *given: Any, **named: Any) -> Tensor:
-        """(T, 1, 1, d) angles of positions 0 to T - 1, or (N, 1, d) of those that are given."""
+    def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Angles (T, 1, 1, d) of positions 0 to T - 1, or (N, 1, d) of the positions passed."""
         if isinstance(max_seq_len, Tensor):
             angles = max_seq_len[:, None].float() * self.inv_freq
             return torch.cat([angles, angles], -1)[:, None]
-        found: Tensor = super().forward(max_seq_len, *given, **named)
-        return found
+        output: Tensor = super().forward(max_seq_len, *args, **kwargs)
+        return output
 
 
 class TEPackedAttention(TEDotProductAttention):
     """TransformerEngine's attention, which always needs the offsets."""
 
-    def forward(self, *given: Any, packed_seq_params: Any = None, **named: Any) -> Tensor:
-        """As the class it derives from."""
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        """See TEDotProductAttention. Converts packed rows to offsets first."""
         if packed_seq_params is not None:
             rows = packed_seq_params.rows
             packed_seq_params = PackedParams.of(rows, packed_seq_params.positions, fused=True)
-        found: Tensor = super().forward(*given, packed_seq_params=packed_seq_params, **named)
-        return found
+        output: Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return output

@@ -1,12 +1,12 @@
-"""What Megatron-Core runs in: process groups from our layout, and CUDA's names on a CPU.
+"""The environment of Megatron-Core: process groups from our layout, and CUDA's names on a CPU.
 
 No global parallel state: several models with different layouts live in one process, each with its
 own collection. All groups exist already (the worker's needed_groups); nothing is created here.
 
 On a CPU, the CUDA functions that Megatron calls by name are replaced by CPU ones (checked with
-0.16.1 and 0.19.2). Each is an attribute that is set back when the last user leaves; where CUDA is
-available nothing is replaced. Code that does not ask for CUDA sees no change, so other threads may
-run meanwhile. Knows no models.
+0.16.1 and 0.19.2). Each is an attribute that is restored when the last user leaves. Where CUDA is
+available nothing is replaced. Code that does not use CUDA is not affected, so other threads may run
+meanwhile. Knows no models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
 
 
 def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGroupCollection:
-    """The collection that Megatron takes in place of its global state."""
+    """The collection that Megatron uses instead of its global state."""
     axis = {}
     for name in ("tp", "pp", "dp"):
         axis[name] = groups.get(layout.axis_group(rank, name))
@@ -67,8 +67,8 @@ def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGrou
 
 
 @contextmanager
-def only_among(group: dist.ProcessGroup) -> Iterator[None]:
-    """Object gathers stay inside this group, and unpickle nothing.
+def limit_object_gathers(group: dist.ProcessGroup) -> Iterator[None]:
+    """Restricts object gathers to this group, and unpickles nothing.
 
     get_megatron_optimizer compares parameter groups over the whole world (0.16.1,
     optimizer/__init__.py), which would wait for ranks that have no part in this model.
@@ -76,8 +76,8 @@ def only_among(group: dist.ProcessGroup) -> Iterator[None]:
     gather = dist.all_gather_object
     size = dist.get_world_size
 
-    def gather_plain(found: list[Any], mine: Any) -> None:
-        found[:] = all_gather_plain(mine, group)
+    def gather_plain(values: list[Any], mine: Any) -> None:
+        values[:] = all_gather_plain(mine, group)
 
     dist.all_gather_object = gather_plain  # type: ignore[assignment]
     dist.get_world_size = lambda group=group: size(group)
@@ -90,7 +90,7 @@ def only_among(group: dist.ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """Everything that calls Megatron runs inside this, on a CPU and on a GPU. May be nested."""
+    """All calls of Megatron run inside this, on a CPU and on a GPU. May be nested."""
     _initialise_process()
     if torch.cuda.is_available():
         yield
@@ -113,12 +113,14 @@ def megatron_runtime() -> Iterator[None]:
 _LOCK = threading.Lock()
 _USERS = list[int]()
 _ORIGINALS = ExitStack()
-"""Who is inside `megatron_runtime`, over all threads; the originals to set back after the last."""
+"""The users inside `megatron_runtime`, over all threads, and the originals to restore after the
+last."""
 
 
 def _initialise_process() -> None:
-    """Scratch memory and a random-number tracker, once a process; those of a host program stay."""
-    logging.getLogger(distributed_data_parallel.__name__).addFilter(_is_news)
+    """Scratch memory and a random-number tracker, once per process. A host program's own ones
+    stay."""
+    logging.getLogger(distributed_data_parallel.__name__).addFilter(_is_new_information)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tracker = megatron_random.get_cuda_rng_tracker()
@@ -127,8 +129,9 @@ def _initialise_process() -> None:
         megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for a line that 0.19 logs for every model: it lays out the buffer itself, as before."""
+def _is_new_information(record: logging.LogRecord) -> bool:
+    """False for a line that 0.19 logs for every model: it allocates the buffer itself, as
+    before."""
     return "full_param_layout not provided" not in str(record.msg)
 
 
@@ -161,12 +164,13 @@ def _without_cuda(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type that names CPU tensors like CUDA ones: optimizers compare the name."""
+    """Tensor.type that reports CPU tensors as CUDA ones, because optimizers compare the name."""
 
     def type_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = original(tensor, *args, **kwargs)
-        if isinstance(found, str):
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
+        """See Tensor.type."""
+        result = original(tensor, *args, **kwargs)
+        if isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
     return type_of

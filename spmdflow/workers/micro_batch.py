@@ -1,10 +1,9 @@
 """Rows of a batch as the tensors of one forward. Pure: knows no ranks and no model.
 
 A row is prompt + response, positions from 0. Packed rows lie end to end as one sequence, shorter
-ones first, so that attention finds equally long ones side by side; else each row is a sequence,
-padded on the right. A prompt that several packed rows begin with may lie there once, before them.
-Token t of the response of a row with prompt length P is predicted at position P - 1 + t: there, and
-nowhere else, heads run.
+ones first, so that rows of equal length are adjacent. Otherwise each row is a sequence, padded on
+the right. A prompt that several packed rows share may be packed once, before them. Token t of the
+response of a row with prompt length P is predicted at position P - 1 + t. Heads run only there.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from spmdflow.parallel.device import all_to_device, to_device
 from spmdflow.workers.attention import PackedRows, SeenKeys
 
 SHARED_FROM = 8
-"""A prompt is computed once for its rows where that saves at least 1/8 of their tokens: short ones
-cost more in attention, which then needs a mask, than they save."""
+"""A shared prompt is computed once if that saves at least 1/8 of its rows' tokens. A short prompt
+costs more in attention, which then needs a mask, than it saves."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ class MicroBatch:
     position_ids: Tensor
     """The same shape, int64: from 0 in each row, also counting through padding."""
     packed: PackedRows | None
-    """Where packed rows lie; None: they are padded, and causality is mask enough."""
+    """Positions of packed rows. None: rows are padded, and a causal mask suffices."""
     response_lengths: Tensor
     """(b,) int64."""
     response_mask: Tensor
-    """(b, R) bool: True where the policy chose the token; padding rows are all False."""
+    """(b, R) bool: True where the policy sampled the token; padding rows are all False."""
     row_weight: Tensor
     """(b,) float32: 1, or 0 for a padding row."""
     columns: Mapping[str, Tensor]
@@ -62,21 +61,21 @@ class MicroBatch:
     targets: Tensor
     """(n,) int64: the tokens of all responses, row after row."""
     predicting: Tensor
-    """(n,) int64: the place in input_ids.flatten() that predicts each of them."""
+    """(n,) int64: the index in input_ids.flatten() that predicts each of them."""
     ends: Tensor
-    """(b,) int64: the place in input_ids.flatten() of the last real token of each row."""
-    response_places: Tensor
-    """(n,) int64: the place of each of them in (b, R), flattened."""
+    """(b,) int64: the index in input_ids.flatten() of the last real token of each row."""
+    response_indices: Tensor
+    """(n,) int64: the index of each of them in (b, R), flattened."""
 
     @property
     def response_tokens(self) -> Tensor:
-        """(b, R) bool: True where the response has a token, chosen by the policy or not."""
+        """(b, R) bool: True where the response has a token, sampled by the policy or not."""
         return mask_of(self.response_lengths, self.response_mask.shape[1])
 
     def spread(self, x: Tensor) -> Tensor:
         """(n,), one for each token of `targets`, -> (b, R); 0 beyond a response."""
         shape = self.response_mask.shape
-        return x.new_zeros(shape.numel()).scatter(0, self.response_places, x).view(shape)
+        return x.new_zeros(shape.numel()).scatter(0, self.response_indices, x).view(shape)
 
 
 def micro_batches(
@@ -94,38 +93,38 @@ def micro_batches(
     (`SHARED_FROM`).
 
     batch is in host memory, the micro-batches on device. Needs ragged prompts (no empty one) and
-    responses; other columns are ragged of the responses' lengths, dense, or text (left out).
+    responses. Other columns are ragged with the responses' lengths, dense, or text (omitted).
     response_mask is all True if the batch has none. ColumnError if prompts or lengths do not fit.
     """
     rows = _read_rows(batch)
     lengths = lengths_of(rows["prompts"])
     totals = (lengths + lengths_of(rows["responses"])).tolist()
     prompts = lengths.tolist()
-    found = []
+    micros = []
     for part in cut(totals, num_micro_batches, by_tokens=by_tokens, packed=packed):
         if packed:
             part = sorted(part, key=lambda row: (totals[row], prompts[row]))
         else:
             part = part
         index = torch.tensor(part, dtype=torch.int64)
-        chosen = select_rows(rows, index) if part else _padding_of(rows)
-        places = _places(chosen, packed=packed, shares=packed and shares_prompts)
-        found.append(_build(chosen, index, device, places))
-    return found
+        rows_of_part = select_rows(rows, index) if part else _padding_of(rows)
+        positions = _token_positions(rows_of_part, packed=packed, shares=packed and shares_prompts)
+        micros.append(_build_micro_batch(rows_of_part, index, device, positions))
+    return micros
 
 
 def join_answers(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatch]) -> TensorDict:
-    """One answer for each micro-batch as columns; padding rows dropped, rows in batch order."""
+    """Joins one answer for each micro-batch to columns, without padding rows, in batch order."""
     index = torch.cat([micro.index for micro in micros])
-    places = torch.argsort(index)
+    order = torch.argsort(index)
     columns = {}
     for name in answers[0]:
-        columns[name] = _join_column(name, [answer[name] for answer in answers], micros, places)
+        columns[name] = _join_column(name, [answer[name] for answer in answers], micros, order)
     return TensorDict(columns, batch_size=[len(index)])
 
 
-def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
-    """The same rows with T padded to a multiple; to packed ones a row of padding is added."""
+def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
+    """The same rows with T padded to a multiple. Packed rows get an additional row of padding."""
     rows, length = micro.input_ids.shape
     extra = -length % multiple
     if not extra:
@@ -140,16 +139,14 @@ def lengthened(micro: MicroBatch, multiple: int) -> MicroBatch:
         input_ids=torch.nn.functional.pad(micro.input_ids, (0, extra)),
         position_ids=torch.cat([micro.position_ids, more], 1),
         packed=packed
-        and PackedRows.of([*packed.lengths, extra]).moved(lambda x: to_device(x, device)),
+        and PackedRows.of([*packed.lengths, extra]).move_tensors(lambda x: to_device(x, device)),
         predicting=micro.predicting + micro.predicting // length * extra,
         ends=micro.ends + micro.ends // length * extra,
     )
 
 
-def _join_column(
-    name: str, parts: list[Tensor], micros: list[MicroBatch], places: Tensor
-) -> Tensor:
-    """Rows of all parts, joined and put back: row i is row places[i] of the join."""
+def _join_column(name: str, parts: list[Tensor], micros: list[MicroBatch], order: Tensor) -> Tensor:
+    """The rows of all parts: row i is row order[i] of their concatenation."""
     for part, micro in zip(parts, micros, strict=True):
         allowed = (micro.response_mask.shape, micro.response_mask.shape[:1])
         if part.shape not in allowed:
@@ -162,16 +159,16 @@ def _join_column(
     for part, micro in zip(parts, micros, strict=True):
         real.append(part[: len(micro.index)])
     if parts[0].dim() == 1:
-        return torch.cat(real)[places]
+        return torch.cat(real)[order]
     lengths = [micro.answers for micro in micros]
     values = []
     for part, n in zip(real, lengths, strict=True):
         values.append(part[mask_of(n, part.shape[1])])
-    return ragged(*take_rows(torch.cat(values), torch.cat(lengths), places))
+    return ragged(*take_rows(torch.cat(values), torch.cat(lengths), order))
 
 
 def _read_rows(batch: TensorDict) -> TensorDict:
-    """The tensors of batch, with a response_mask; ColumnError if they make no rows."""
+    """The tensors of batch, with a response_mask. ColumnError if they do not form rows."""
     for name in ("prompts", "responses"):
         if name not in batch.keys() or not is_ragged(batch[name]):
             raise ColumnError(
@@ -207,6 +204,7 @@ def _padding_of(rows: TensorDict) -> TensorDict:
     one = torch.ones(1, dtype=torch.int64)
 
     def zero(column: Any) -> Tensor:
+        """A column of one row with zeros: one entry if it is ragged."""
         values: Tensor = column.values() if is_ragged(column) else column
         zeros = values.new_zeros(1, *values.shape[1:])
         if is_ragged(column):
@@ -217,34 +215,35 @@ def _padding_of(rows: TensorDict) -> TensorDict:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where the tokens of b rows lie in (1, N) or (b, T), flattened."""
+class _TokenPositions:
+    """Positions of the tokens of b rows in (1, N) or (b, T), flattened."""
 
     shape: tuple[int, int]
     prompts: Tensor
-    """(b,) int64: of the first token of each prompt; rows may share one."""
+    """(b,) int64: index of the first token of each prompt; rows may share one."""
     responses: Tensor
-    """(b,) int64: of the first token of each response, or where it would be."""
+    """(b,) int64: index of the first token of each response, or where it would be."""
     packed: PackedRows | None
 
 
-def _places(rows: TensorDict, *, packed: bool, shares: bool) -> _Places:
+def _token_positions(rows: TensorDict, *, packed: bool, shares: bool) -> _TokenPositions:
+    """The positions of rows that are packed, with or without shared prompts, or padded."""
     prompt_lengths = lengths_of(rows["prompts"])
     totals = prompt_lengths + lengths_of(rows["responses"])
     if not packed:
         shape = (len(totals), int(totals.max()))
         starts = torch.arange(len(totals)) * shape[1]
-        return _Places(shape, starts, starts + prompt_lengths, None)
+        return _TokenPositions(shape, starts, starts + prompt_lengths, None)
     groups = _shared_prompts(rows["prompts"], totals.tolist()) if shares else []
     if groups:
-        return _shared_places(groups, prompt_lengths.tolist(), totals.tolist())
+        return _positions_with_sharing(groups, prompt_lengths.tolist(), totals.tolist())
     starts = totals.cumsum(0) - totals
     shape = (1, int(totals.sum()))
-    return _Places(shape, starts, starts + prompt_lengths, PackedRows.of(totals.tolist()))
+    return _TokenPositions(shape, starts, starts + prompt_lengths, PackedRows.of(totals.tolist()))
 
 
 def _shared_prompts(prompts: Tensor, totals: list[int]) -> list[list[int]]:
-    """Rows that begin with one prompt, where it pays to compute it once; short prompts first."""
+    """Groups of rows with a common prompt that is worth computing once; short prompts first."""
     groups: dict[bytes, list[int]] = {}
     for row, prompt in enumerate(rows_of(prompts)):
         groups.setdefault(prompt.numpy().tobytes(), []).append(row)
@@ -257,62 +256,67 @@ def _shared_prompts(prompts: Tensor, totals: list[int]) -> list[list[int]]:
     return sorted(filter(pays, groups.values()), key=lambda group: lengths[group[0]])
 
 
-def _shared_places(groups: list[list[int]], prompts: list[int], totals: list[int]) -> _Places:
-    """Shared prompts first, then every row: what follows its shared prompt, or the whole row."""
-    at = 0
+def _positions_with_sharing(
+    groups: list[list[int]], prompts: list[int], totals: list[int]
+) -> _TokenPositions:
+    """Shared prompts first, then the remainder of every row after its shared prompt, or the whole
+    row."""
+    offset = 0
     starts: dict[int, int] = {}
-    # of each packed row: tokens; of what it sees: (place, tokens)
+    # sizes: (tokens, visible keys) of each packed row; keys: (index, tokens) of visible spans
     sizes = []
     keys = []
     for group in groups:
         length = prompts[group[0]]
-        starts |= dict.fromkeys(group, at)
+        starts |= dict.fromkeys(group, offset)
         sizes.append((length, length))
-        keys.append((at, length))
-        at += length
+        keys.append((offset, length))
+        offset += length
     responses = []
     for row, (prompt, total) in enumerate(zip(prompts, totals, strict=True)):
         shared = row in starts
-        start = starts.setdefault(row, at)
+        start = starts.setdefault(row, offset)
         own = total - prompt if shared else total
-        responses.append(at if shared else at + prompt)
+        responses.append(offset if shared else offset + prompt)
         if own:
             sizes.append((own, total))
-            keys += [(start, prompt), (at, own)] if shared else [(at, own)]
-        at += own
+            keys += [(start, prompt), (offset, own)] if shared else [(offset, own)]
+        offset += own
     lengths, seen = zip(*sizes, strict=True)
-    places = SeenKeys.of(seen, _spans(*torch.tensor(keys).T))
-    return _Places(
-        (1, at),
+    seen_keys = SeenKeys.of(seen, _spans(*torch.tensor(keys).T))
+    return _TokenPositions(
+        (1, offset),
         torch.tensor([starts[row] for row in range(len(totals))]),
         torch.tensor(responses),
-        replace(PackedRows.of(lengths), seen=places),
+        replace(PackedRows.of(lengths), seen=seen_keys),
     )
 
 
-def _build(rows: TensorDict, index: Tensor, device: torch.device, places: _Places) -> MicroBatch:
-    """index: of the rows in the batch; empty for padding."""
+def _build_micro_batch(
+    rows: TensorDict, index: Tensor, device: torch.device, layout: _TokenPositions
+) -> MicroBatch:
+    """A micro-batch of these rows. index: of the rows in the batch; empty for padding."""
     prompts = rows["prompts"]
     responses = rows["responses"]
     prompt_lengths = lengths_of(prompts)
     response_lengths = lengths_of(responses)
-    shape = places.shape
+    shape = layout.shape
     num_rows = len(prompt_lengths)
-    at_prompts = _spans(places.prompts, prompt_lengths)
-    at_responses = _spans(places.responses, response_lengths)
+    at_prompts = _spans(layout.prompts, prompt_lengths)
+    at_responses = _spans(layout.responses, response_lengths)
     input_ids = torch.zeros(shape, dtype=torch.int64)
     input_ids.view(-1)[at_prompts] = prompts.values()
     input_ids.view(-1)[at_responses] = responses.values()
     positions = torch.arange(shape[1])
-    if places.packed is not None:
+    if layout.packed is not None:
         positions[at_prompts] = _spans(torch.zeros_like(prompt_lengths), prompt_lengths)
         positions[at_responses] = _spans(prompt_lengths, response_lengths)
     # the first token of a response is predicted where its prompt ends
-    before = places.prompts + prompt_lengths - 1
+    before = layout.prompts + prompt_lengths - 1
     answered = response_lengths > 0
     predicting = at_responses - 1
     predicting[(response_lengths.cumsum(0) - response_lengths)[answered]] = before[answered]
-    ends = torch.where(answered, places.responses + response_lengths - 1, before)
+    ends = torch.where(answered, layout.responses + response_lengths - 1, before)
     width = max(1, int(response_lengths.max()))
     in_width = _spans(torch.arange(num_rows) * width, response_lengths)
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
@@ -321,7 +325,7 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device, places: _Place
     micro = MicroBatch(
         input_ids=input_ids,
         position_ids=positions,
-        packed=places.packed,
+        packed=layout.packed,
         response_lengths=response_lengths,
         response_mask=columns.pop("response_mask").bool(),
         row_weight=torch.full((num_rows,), float(len(index) > 0)),
@@ -331,39 +335,40 @@ def _build(rows: TensorDict, index: Tensor, device: torch.device, places: _Place
         targets=responses.values(),
         predicting=predicting,
         ends=ends,
-        response_places=in_width,
+        response_indices=in_width,
     )
     return _on_device(micro, device)
 
 
 def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """What a forward reads of a micro-batch in host memory, in one copy; positions by row."""
+    """The micro-batch with the tensors that a forward reads on the device, in one copy."""
     names = (
         *("input_ids", "position_ids", "response_lengths", "response_mask", "row_weight"),
-        *("targets", "predicting", "ends", "response_places"),
+        *("targets", "predicting", "ends", "response_indices"),
     )
 
-    def each(move: Callable[[Tensor], Tensor]) -> MicroBatch:
+    def map_tensors(move: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The micro-batch with `move` applied to each tensor; positions are expanded to rows."""
         tensors: dict[str, Any] = {name: move(getattr(micro, name)) for name in names}
         columns = {}
         for name, column in micro.columns.items():
             columns[name] = move(column)
-        packed = micro.packed and micro.packed.moved(move)
+        packed = micro.packed and micro.packed.move_tensors(move)
         tensors["position_ids"] = tensors["position_ids"].expand(micro.input_ids.shape)
         return replace(micro, columns=columns, packed=packed, **tensors)
 
     on_host: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         on_host.append(tensor)
         return tensor
 
-    each(note)
+    map_tensors(collect)
     moved = iter(all_to_device(on_host, device))
-    return each(lambda _: next(moved))
+    return map_tensors(lambda _: next(moved))
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """start, start + 1, ... of every row, length numbers of each, one row after the other."""
+    """start, start + 1, ... of every row, `length` numbers each, one row after the other."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)

@@ -1,13 +1,13 @@
-"""What an engine is built from: a module of transformers, or an architecture; both read by boxes.
+"""Models that engines are built from: a module of transformers, or an architecture.
 
-`LoadedModel` is a transformers module whose weights are read later, `ModelSource` is for engines
-that build their own modules; no rank reads more than its share of either. Knows no ranks. Only this
-file of the package imports transformers, when a model is loaded.
+`LoadedModel` is a transformers module whose weights are read later. `ModelSource` is for engines
+that build their own modules. No rank reads more than its share of either. Knows no ranks. Of the
+package, only this file imports transformers, when a model is loaded.
 
-A causal LM gives a `CausalOutput`; a scalar model (reward, cost, critic) a `ScalarOutput`, of a
+A causal LM returns a `CausalOutput`; a scalar model (reward, cost, critic) a `ScalarOutput`, of a
 bias-free linear head `score` on the last hidden state, with the tensor names of
 `...ForSequenceClassification`. `fn` is called inside the module's forward, where engines that
-gather weights still hold those of the head.
+gather weights still have those of the head.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from spmdflow.workers.micro_batch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class _Exported:
-    """What `ModelSource` and `LoadedModel` have in common."""
+    """The common part of `ModelSource` and `LoadedModel`."""
 
     dtype: torch.dtype
-    """Compute precision, of all parts that are not float32 in any case."""
+    """Compute precision of all parts that are not always float32."""
     config: Mapping[str, Any]
     """config.json of an export."""
     source: Path
-    """The folder it came from; its tokenizer files go along with an export."""
+    """The model's folder. An export contains its tokenizer files."""
     lora: LoRAConfig | None = None
-    """Adapters that it has (`lora.add_adapters`), the only weights that are trained then."""
+    """Its adapters (`lora.add_adapters`). If set, only they are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(_Exported):
-    """What an engine needs of a model: its architecture, and a reader of its weights."""
+    """The facts that an engine needs about a model: its architecture, and a reader of its
+    weights."""
 
     architecture: Architecture
     read: Read | None
@@ -66,23 +67,24 @@ class ModelSource(_Exported):
 class LoadedModel(_Exported):
     """A module in float32, and what an engine must know to shard and run it.
 
-    `sharding.read_weights` brings in the weights, after the engine has said what it keeps of them.
+    `sharding.read_weights` reads the weights, after the engine has sharded the module.
     """
 
     module: nn.Module
-    """Its forward: (micro, fn) -> fn(output, micro), output as the head has it."""
+    """Its forward: (micro, fn) -> fn(output, micro), with the output of the head."""
     read: Read | None = None
-    """Reads the parameters, which are on the meta device; None: they are here, on the host."""
+    """Reads the parameters, which are on the meta device. None: they are on the host already."""
     layers: tuple[nn.Module, ...]
     """Decoder layers, the units that are sharded and recomputed."""
     float32_modules: tuple[nn.Module, ...]
-    """Parts that compute in float32 whatever dtype is: bfloat16 is too coarse for a value."""
+    """Parts that always compute in float32, because bfloat16 is too coarse for a value."""
 
 
 class ScalarModel(nn.Module):
-    """A decoder and a scalar head; attributes are named as in the Hugging Face class."""
+    """A decoder and a scalar head, with the attribute names of the Hugging Face class."""
 
     def __init__(self, decoder_name: str, decoder: nn.Module, score: nn.Module) -> None:
+        """decoder_name: the attribute of the decoder in the Hugging Face class."""
         super().__init__()
         self._decoder_name = decoder_name
         self.add_module(decoder_name, decoder)
@@ -97,26 +99,27 @@ class ScalarModel(nn.Module):
 
 
 def _inputs(micro: MicroBatch) -> dict[str, Any]:
-    """What a decoder is called with: right padding needs no mask under causal attention, and
-    positions count from 0; packed rows bring both along."""
-    given = {"input_ids": micro.input_ids, "use_cache": False}
+    """The decoder's arguments. Right padding needs no mask under causal attention, with positions
+    from 0. Packed rows bring positions and offsets."""
+    arguments = {"input_ids": micro.input_ids, "use_cache": False}
     if micro.packed is None:
-        return given
-    return given | {"position_ids": micro.position_ids, "packed_rows": micro.packed}
+        return arguments
+    return arguments | {"position_ids": micro.position_ids, "packed_rows": micro.packed}
 
 
-class _AskedHead:
+class _SelectiveHead:
     """Replaces the forward of a causal LM's head: it runs at the needed positions, or not at all.
 
-    A bias-free linear head is left to `CausalOutput`, unless its family caps or scales the logits;
-    any other head runs here, at the positions that predict response tokens.
+    A bias-free linear head is applied by `CausalOutput`, unless its family caps or scales the
+    logits. Any other head runs here, at the positions that predict response tokens.
     """
 
     def __init__(self, model: Any) -> None:
+        """Replaces the forward functions of the model and of its head."""
         self._forward = model.forward
         self._head = model.get_output_embeddings()
         self._own = self._head.forward
-        self._places = torch.zeros(1, dtype=torch.int64)
+        self._positions = torch.zeros(1, dtype=torch.int64)
         self.is_plain = type(self._head) is nn.Linear and self._head.bias is None
         self._head.forward = self._pick
         model.forward = self
@@ -125,39 +128,40 @@ class _AskedHead:
 
     def __call__(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
         """The model's forward: fn(output, micro)."""
-        self._places = micro.predicting
+        self._positions = micro.predicting
         hidden = self._forward(**_inputs(micro)).logits[0]
         weight = self._head.weight if self.is_plain else None
         return fn(CausalOutput(hidden, weight, micro.targets), micro)
 
     def _pick(self, hidden: Tensor) -> Tensor:
         """(b, T, H) -> (1, n, H), or (1, n, V) from the family's own head."""
-        picked = hidden.flatten(0, 1).index_select(0, self._places)[None]
+        picked = hidden.flatten(0, 1).index_select(0, self._positions)[None]
         if self.is_plain:
             return picked
         return self._own(picked)
 
     def _leaves_logits(self, model: Any) -> bool:
-        """Whether the family's forward returns its head's output as it is, on a dummy input."""
+        """Whether the family's forward returns the head's output unchanged, tested on a dummy
+        input."""
         decoder = model.base_model
-        whole = model.base_model.forward
-        given: list[Tensor] = []
+        decoder_forward = model.base_model.forward
+        head_inputs: list[Tensor] = []
 
         def echo(hidden: Tensor) -> Tensor:
-            given.append(hidden)
+            head_inputs.append(hidden)
             return hidden
 
         nothing = torch.zeros(1, 1, self._head.in_features)
-        decoder.forward = lambda *_, **__: _Decoded(nothing)
+        decoder.forward = lambda *_, **__: _DecoderOutput(nothing)
         self._head.forward = echo
-        found = self._forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
-        decoder.forward = whole
+        output = self._forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+        decoder.forward = decoder_forward
         self._head.forward = self._pick
-        return len(given) == 1 and found.logits is given[0]
+        return len(head_inputs) == 1 and output.logits is head_inputs[0]
 
 
-class _Decoded:
-    """A decoder's output with hidden states alone; all other fields are None."""
+class _DecoderOutput:
+    """A decoder's output with hidden states only. All other fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -165,12 +169,13 @@ class _Decoded:
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, place: int) -> Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         return self.last_hidden_state
 
 
 def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
-    """The module of the folder cfg.path; ConfigError if the folder or a tensor of it is missing.
+    """The module of the folder cfg.path. ConfigError if the folder or one of its tensors is
+    missing.
 
     head: causal_lm, scalar (a trained one-label head) or critic (a zero head if there is none).
     """
@@ -198,7 +203,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     module = model
     score = None
     if head == "causal_lm":
-        _AskedHead(model)
+        _SelectiveHead(model)
     else:
         module = _scalar_model(cfg, model)
         score = module.get_submodule("score")
@@ -217,18 +222,19 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
 
 
 def _rotate_in_one_pass(decoder: Any) -> None:
-    """Let this decoder's queries and keys turn by `rotate`, in a sixth of transformers' time.
+    """Makes this decoder rotate queries and keys by `rotate`, in a sixth of transformers' time.
 
-    Its attention calls a function of its family's module, which is replaced. The sines of this
-    decoder carry signed ones for `rotate`; with others, or should they be lost, the original runs.
+    Replaces the function of the family's module that its attention calls. The sines of this decoder
+    carry signed ones for `rotate`. For other decoders' sines the original function runs.
     """
     family: Any = sys.modules[type(decoder).__module__]
-    theirs = family.apply_rotary_pos_emb
+    original = family.apply_rotary_pos_emb
 
     def rotate_signed(query: Tensor, key: Tensor, cos: Tensor, sin: Any, *more: Any) -> Any:
+        """Rotates by the signed sines if there are some, otherwise by the original function."""
         signed = getattr(sin, "spmdflow_signed", None)
         if signed is None:
-            return theirs(query, key, cos, sin, *more)
+            return original(query, key, cos, sin, *more)
         return rotate(query, key, cos, signed)
 
     def sign(module: nn.Module, _: Any, angles: tuple[Tensor, Any]) -> None:
@@ -237,7 +243,7 @@ def _rotate_in_one_pass(decoder: Any) -> None:
         sin.spmdflow_signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
     decoder.rotary_emb.register_forward_hook(sign)
-    if theirs.__name__ != rotate_signed.__name__:
+    if original.__name__ != rotate_signed.__name__:
         family.apply_rotary_pos_emb = rotate_signed
 
 
@@ -252,7 +258,7 @@ def _open_or_load(
     folder = folder_of(module, path, new_head=new_head)
     if folder is not None:
         return module, folder.read
-    # its report of missing tensors repeats on every rank; they are checked here instead
+    # transformers would report missing tensors on every rank; they are checked here instead
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     attention = attention_of(module.config)
@@ -280,6 +286,7 @@ def _open_or_load(
 
 
 def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:
+    """The decoder and head of a transformers model. ConfigError if it has no head named score."""
     if not hasattr(model, "score"):
         raise ConfigError(
             f"model.path {cfg.path}: {type(model).__name__} has no head named score; expected a "
@@ -301,14 +308,14 @@ def row_attention(
     packed_rows: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers, of families whose rows may be packed; needs no mask.
+    """Attention function for transformers, for families whose rows may be packed. Needs no mask.
 
     query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, T, heads, d); b is 1 if the
     rows are packed.
     """
     if packed_rows is None:
-        found = dense_attention(query, key, value, scale=scaling, window=sliding_window)
-        return found.transpose(1, 2), None
+        output = dense_attention(query, key, value, scale=scaling, window=sliding_window)
+        return output.transpose(1, 2), None
     # a view whose gradient is one: that of x[0] would be a copy into zeros
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     mixed = packed_attention(q, k, v, packed_rows, scale=scaling, window=sliding_window)
@@ -326,7 +333,7 @@ def grouped_attention(
     """transformers' "sdpa" with key and value heads repeated where the kernels need it.
 
     query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, T, heads, d). Of CUDA's kernels
-    only those for half precision take grouped heads; in float32 the T x T scores would be stored.
+    only those for half precision support grouped heads; float32 would store the T x T scores.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -334,8 +341,8 @@ def grouped_attention(
     if query.dtype == torch.float32 and query.device.type != "cpu":
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         owner = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    found: tuple[Tensor, None] = sdpa_attention_forward(owner, query, key, value, mask, **settings)
-    return found
+    output: tuple[Tensor, None] = sdpa_attention_forward(owner, query, key, value, mask, **settings)
+    return output
 
 
 def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:

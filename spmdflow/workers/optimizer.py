@@ -1,7 +1,8 @@
-"""The optimizer of one rank's part of the weights, and what it counts.
+"""The optimizer of one rank's part of the weights, its schedule and counters.
 
-Only elementwise classes of torch.optim: stepping the parts equals stepping the whole. The step
-works on plain tensors that share storage with the engine's parameters. Knows no collectives.
+Only elementwise classes of torch.optim: stepping the parts equals stepping the complete tensors.
+The step works on plain tensors that share storage with the engine's parameters. Knows no
+collectives.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from spmdflow.workers.schedule import RunProgress, learning_rate
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a float64 scalar on device."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    found = list(gradients)
-    norms = torch._foreach_norm(found, 2, dtype=torch.float64) if found else ()
+    tensors = list(gradients)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64) if tensors else ()
     return torch.stack([zero, *norms]).square().sum()
 
 
 def clip_(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Scale gradients in place by max_norm / norm if the global norm exceeds max_norm."""
-    if norm > max_norm and (found := list(gradients)):
-        torch._foreach_mul_(found, max_norm / norm)
+    """Scales gradients in place by max_norm / norm if the global norm exceeds max_norm."""
+    if norm > max_norm and (tensors := list(gradients)):
+        torch._foreach_mul_(tensors, max_norm / norm)
 
 
 def undecayed_of(
     cfg: OptimizerConfig, num_dims: Mapping[str, int], embeddings: Collection[str]
 ) -> frozenset[str]:
-    """Names of the tensors that weight decay spares (optimizer.decay_parameters).
+    """Names of the tensors without weight decay (optimizer.decay_parameters).
 
-    num_dims: dimensions of each whole tensor by name. embeddings: names, also of tied ones.
+    num_dims: dimensions of each complete tensor by name. embeddings: names, also of tied ones.
     """
     if cfg.decay_parameters == "all" or cfg.weight_decay == 0:
         return frozenset()
@@ -67,26 +68,26 @@ def split_groups(
 
 
 class Scheduled:
-    """What every optimizer counts: the steps done, and the learning rate of the next one."""
+    """The state that every optimizer has: the steps done, and the learning rate of the next one."""
 
     def __init__(self, cfg: OptimizerConfig, total_steps: int) -> None:
-        """total_steps: planned for the whole run, unless the settings say how many; ConfigError if
-        a schedule that ends with it has none."""
+        """total_steps: planned for the whole run, unless the settings state the number. ConfigError
+        if it is zero and the schedule ends with it."""
         total_steps = cfg.total_steps or total_steps
         if cfg.schedule != "constant" and total_steps < 1:
             where = f"optimizer.schedule {cfg.schedule}"
             got = f"{total_steps} optimizer steps in total"
             do = "set total_steps or choose the constant schedule"
-            raise ConfigError.of(where, got, "at least 1, as it ends with them", do)
+            raise ConfigError.of(where, got, "at least 1, because it ends with them", do)
         self.cfg = cfg
         self.total_steps = total_steps
         self.steps_done = 0
         self.nonfinite_in_a_row = 0
-        """Steps since the last one that was done, left out because of their gradients."""
+        """Steps skipped in a row because their gradients were not finite."""
         self.last_lr: float | None = None
-        """The rate of the last step of a train step; None: as the schedule has it."""
+        """The rate of the last train step. None: that of the schedule."""
         self.progress = RunProgress()
-        """Where in the run the next step is; of no effect with optimizer.total_steps."""
+        """The position of the next step in the run. Unused with optimizer.total_steps."""
 
     @property
     def next_lr(self) -> float:
@@ -94,41 +95,44 @@ class Scheduled:
         progress = self.progress
         if self.cfg.total_steps or progress.num_steps == 0:
             return learning_rate(self.cfg, self.steps_done, self.total_steps)
-        place = progress.place(self.steps_done)
-        return learning_rate(self.cfg, self.steps_done, progress.total, place=place)
+        position = progress.position_of(self.steps_done)
+        return learning_rate(self.cfg, self.steps_done, progress.total, position=position)
 
-    def restored(self, steps_done: int) -> None:
-        """The weights and moments were overwritten with those after so many steps."""
+    def mark_restored(self, steps_done: int) -> None:
+        """Called after weights and moments were overwritten with those after this number of
+        steps."""
         self.steps_done = steps_done
 
     def schedule_state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the number of steps: JSON data, equal on every rank."""
+        """State for a checkpoint in addition to the number of steps: JSON data, equal on every
+        rank."""
         return self.progress.state(self.steps_done) | {
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "last_lr": self.last_lr,
         }
 
     def load_schedule(self, state: Mapping[str, Any]) -> None:
-        """Continue from `schedule_state`; called before `restored`. An older checkpoint has {}."""
+        """Continues from `schedule_state`. Called before `mark_restored`. An older checkpoint has
+        {}."""
         self.progress.load_state(state)
         self.nonfinite_in_a_row = int(state.get("nonfinite_in_a_row", 0))
         self.last_lr = state.get("last_lr")
 
 
 class TorchOptimizer(Scheduled):
-    """A class of torch.optim with its state allocated from the start, so that memory is known and
-    checkpoints always hold the same tensors."""
+    """A class of torch.optim whose state is allocated from the start, so that memory is known and
+    checkpoints always have the same tensors."""
 
     inner: torch.optim.Optimizer
-    """The one that has this rank's state."""
+    """The torch optimizer that has this rank's state."""
     moment_names: tuple[str, ...] = ()
-    """What it keeps of each element, as torch calls it, such as exp_avg and exp_avg_sq."""
+    """Torch's names of its state per element, such as exp_avg and exp_avg_sq."""
 
     @property
     def torch_class(self) -> type[torch.optim.Optimizer]:
         """The class that the settings name."""
-        found: type[torch.optim.Optimizer] = getattr(torch.optim, self.cfg.name)
-        return found
+        optimizer_class: type[torch.optim.Optimizer] = getattr(torch.optim, self.cfg.name)
+        return optimizer_class
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -146,7 +150,7 @@ class TorchOptimizer(Scheduled):
         return result
 
     def use(self, inner: torch.optim.Optimizer) -> None:
-        """Adopt an optimizer of torch_class that has not stepped yet, and allocate its state."""
+        """Adopts an optimizer of torch_class that has not stepped yet, and allocates its state."""
         self.inner = inner
         parameters = []
         for group in inner.param_groups:
@@ -183,10 +187,10 @@ class TorchOptimizer(Scheduled):
                 result[moment] = state[moment]
         return result
 
-    def restored(self, steps_done: int) -> None:
-        """See `Scheduled.restored`. Other counters of the class are computed by a replay of the
+    def mark_restored(self, steps_done: int) -> None:
+        """See `Scheduled.mark_restored`. Other counters of the class are computed by replaying the
         steps on a small tensor (`_probe`)."""
-        super().restored(steps_done)
+        super().mark_restored(steps_done)
         for parameter, state in self.inner.state.items():
             if state.keys() - {"step", *self.moment_names}:
                 counters = self._probe(steps_done, parameter.device)
@@ -201,17 +205,17 @@ class TorchOptimizer(Scheduled):
         """State of two elements after steps with zero gradient: (2,) moments, scalar counters."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
-        found: Any = self.torch_class([probe], **self.arguments)
-        (group,) = found.param_groups
+        optimizer: Any = self.torch_class([probe], **self.arguments)
+        (group,) = optimizer.param_groups
         group["lr"] = learning_rate(self.cfg, 0, self.total_steps)
-        lists = len(inspect.signature(found._init_group).parameters) - 1
-        found._init_group(group, *([] for _ in range(lists)))
+        lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+        optimizer._init_group(group, *([] for _ in range(lists)))
         for step in range(steps):
             group["lr"] = learning_rate(self.cfg, step, self.total_steps)
             if step == steps - 1 and self.last_lr is not None:
                 group["lr"] = self.last_lr  # the only rate that a counter rests on (ASGD's eta)
-            found.step()
-        state = found.state[probe].items()
+            optimizer.step()
+        state = optimizer.state[probe].items()
         result = {}
         for name, value in state:
             if isinstance(value, Tensor):
@@ -230,7 +234,7 @@ class ShardedOptimizer(TorchOptimizer):
         *,
         undecayed: Collection[str] = (),
     ) -> None:
-        """undecayed: names of the shards that weight decay spares."""
+        """undecayed: names of the shards without weight decay."""
         super().__init__(cfg, total_steps)
         self._parameters = {name: nn.Parameter(shard.detach()) for name, shard in shards.items()}
         every = list(self._parameters.values())
@@ -241,7 +245,8 @@ class ShardedOptimizer(TorchOptimizer):
         self.use(getattr(self._stepper, "optim", self._stepper))
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Update the shards in place from their gradients; a shard without one is left alone."""
+        """Updates the shards in place from their gradients. A shard without a gradient does not
+        change."""
         for group in self._stepper.param_groups:
             group["lr"] = self.next_lr
         for name, parameter in self._parameters.items():

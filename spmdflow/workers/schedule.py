@@ -1,7 +1,7 @@
-"""The learning rate of an optimizer step, and where in the run the step is (`RunProgress`).
+"""The learning rate of an optimizer step, and the step's position in the run (`RunProgress`).
 
-A schedule ends with the run. How many optimizer steps a run takes is only known when it is over: a
-script may update twice in a step, or learn from fewer rows than it draws. The number of the run's
+A schedule ends with the run, but the number of optimizer steps is only known when the run is over:
+a script may update twice in a step, or learn from fewer rows than it draws. The number of the run's
 steps is known, so the rate follows these. Numbers only; knows no tensors.
 """
 
@@ -15,20 +15,20 @@ from spmdflow.config.schema import OptimizerConfig
 
 
 def learning_rate(
-    cfg: OptimizerConfig, step: int, total_steps: int, *, place: int | None = None
+    cfg: OptimizerConfig, step: int, total_steps: int, *, position: int | None = None
 ) -> float:
-    """Rate of optimizer step number step (from 0), at this place of total_steps; None: at step.
+    """Rate of optimizer step `step` (from 0), at this position of total_steps. None: at step.
 
     Warm-up: lr (step + 1) / warmup_steps. Then, with x in [0, 1) the fraction of the remaining
-    places that is done: constant lr, linear lr (1 - x), cosine lr (1 + cos(pi x)) / 2. x would
-    reach 1, and a rate that decays 0, right after the last place.
+    positions that is done: constant lr, linear lr (1 - x), cosine lr (1 + cos(pi x)) / 2. x would
+    reach 1, and a decaying rate 0, right after the last position.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
-    if place is None:
-        place = step
+    if position is None:
+        position = step
     remaining = max(1, total_steps - cfg.warmup_steps)
-    done = (place - cfg.warmup_steps) / remaining
+    done = (position - cfg.warmup_steps) / remaining
     return cfg.lr * _SCHEDULES[cfg.schedule](min(1.0, max(0.0, done)))
 
 
@@ -40,35 +40,40 @@ _SCHEDULES = {
 
 
 class RunProgress:
-    """Where in the run an optimizer is, in optimizer steps.
+    """The position of an optimizer in the run, in optimizer steps.
 
-    A step of the run counts as many of them as the largest step so far has taken, and as planned
-    while none has ended. If the plan is right, the place is the number of optimizer steps done.
+    Each step of the run counts as many optimizer steps as the largest one so far has taken, or as
+    planned until the first one has ended. If the plan is right, the position is the number of
+    optimizer steps done.
     """
 
     def __init__(self) -> None:
+        """Starts with an unknown run."""
         self.num_steps = 0
-        """Steps of the run; 0: unknown, no update of a step has begun."""
+        """Steps of the run. 0: unknown, because no update of a step has begun."""
         self.most_in_step = 0
-        """Optimizer steps of the largest step that has ended; 0: none has."""
+        """Optimizer steps of the largest step that has ended. 0: none has ended."""
         self._planned_in_step = 1
         self._step = 0
         self._done_before = 0
 
     @property
     def in_step(self) -> int:
-        """Optimizer steps that a step of the run is taken to have."""
+        """Assumed number of optimizer steps in a step of the run."""
         return self.most_in_step or self._planned_in_step
 
     @property
     def total(self) -> int:
-        """Places of the run."""
+        """Number of positions of the run."""
         return self.in_step * self.num_steps
 
     def begin_update(
         self, *, step: int, num_steps: int, planned_in_step: int, steps_done: int
     ) -> None:
-        """An update in this step (from 1) of the run begins; optimizer steps done before it."""
+        """Records that an update in this step (from 1) of the run begins.
+
+        steps_done: optimizer steps before it.
+        """
         if step == 0 or num_steps == 0:
             return  # outside of the steps of a script
         if step != self._step:
@@ -79,22 +84,23 @@ class RunProgress:
         self._planned_in_step = planned_in_step
 
     def most_after(self, steps_done: int) -> int:
-        """`most_in_step` if the running step ends after so many optimizer steps of the run."""
+        """`most_in_step` if the running step ends after this number of optimizer steps of the
+        run."""
         if self._step == 0:
             return self.most_in_step
         return max(self.most_in_step, steps_done - self._done_before)
 
-    def place(self, steps_done: int) -> int:
-        """The place of the next optimizer step, never beyond the end of the running step."""
+    def position_of(self, steps_done: int) -> int:
+        """The position of the next optimizer step, never beyond the end of the running step."""
         within = min(steps_done - self._done_before, self.in_step)
         return (self._step - 1) * self.in_step + within
 
     def state(self, steps_done: int) -> dict[str, Any]:
-        """What a run that continues after the running step needs: JSON data."""
+        """State for a run that continues after the running step: JSON data."""
         return {"most_in_step": self.most_after(steps_done)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step that `state` was taken in."""
+        """Continues after the step in which `state` was taken."""
         self.most_in_step = int(state.get("most_in_step", 0))
         self._step = 0
         self._done_before = 0

@@ -1,4 +1,4 @@
-"""Cuts a module into FSDP2 shards, reads them, and says which rows of a tensor a shard has."""
+"""Cuts a module into FSDP2 shards, reads their weights, and locates their rows in the tensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from spmdflow.weights.table import row_box
 from spmdflow.workers.model import LoadedModel
 
 UNIT_BYTES = 4 << 20
-"""Least bytes of several layers that are gathered together, in compute precision."""
+"""Minimum bytes of the layers that are gathered together, in compute precision."""
 
 
 def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
     """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard).
 
-    Shards lie on the layout's shard_size neighbours; parameters that stay whole have shards of 1.
-    torch takes meshes of equal ranks and axis names for the same mesh. The pool's group name in the
-    axis names tells this one from a host program's, or from that of an earlier launch.
+    Shards are on the layout's shard_size neighbours. Parameters that are not divided have shards of
+    size 1. torch treats meshes of equal ranks and axis names as the same mesh. The pool's group
+    name in the axis names distinguishes this one from a host program's, or an earlier launch's.
     """
     layout = context.layout
     device = context.device.type
@@ -53,9 +53,9 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
 
 
 def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> None:
-    """Shard model.module in place over mesh: one unit per decoder layer, one for the rest.
+    """Shards model.module in place over mesh: one unit per decoder layer, one for the remainder.
 
-    Neighbours of small layers are one unit: gathers of less than `UNIT_BYTES` mostly wait.
+    Adjacent small layers are one unit: gathers of less than `UNIT_BYTES` are latency-bound.
 
     Master parameters stay float32; a unit is gathered in model.dtype and its gradients are
     summed in float32. Backward *sums* over the mesh: losses are divided by global totals.
@@ -70,28 +70,28 @@ def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> Non
         fully_shard(part, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
     fully_shard(model.module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     for unit in units(model.module):
-        # a plain sum; without the second line gloo is asked for PREMUL_SUM, which it lacks
+        # a plain sum; without the second line FSDP uses PREMUL_SUM, which gloo lacks
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def unit_layers(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
-    """Neighbours together, as few as make a unit of at least `UNIT_BYTES`."""
-    found: list[list[nn.Module]] = []
+    """Groups adjacent layers, as few as reach `UNIT_BYTES` together."""
+    groups: list[list[nn.Module]] = []
     size = UNIT_BYTES
     for layer in layers:
         if size >= UNIT_BYTES:
-            found.append([])
+            groups.append([])
             size = 0
-        found[-1].append(layer)
+        groups[-1].append(layer)
         size += sum(parameter.numel() for parameter in layer.parameters()) * dtype.itemsize
-    return found
+    return groups
 
 
 def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
-    """The module with its weights on a device; of a sharded one this rank's rows are read.
+    """The module with its weights on a device. Of a sharded module, only this rank's rows are read.
 
-    A module that came with its weights is only moved.
+    A module that already has its weights is only moved.
     """
     if model.read is None:
         if isinstance(model.module, FSDPModule):
@@ -116,7 +116,8 @@ def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
 
 
 def set_last_micro_batch(root: nn.Module, sharding: Sharding, *, last: bool) -> None:
-    """Call before each micro-batch: reductions that can wait run in the step's last one only."""
+    """Called before each micro-batch: reductions that can be deferred run only in the step's last
+    one."""
     if not isinstance(root, FSDPModule):
         return
     if sharding.micro_batch_reductions:
@@ -133,10 +134,10 @@ def _reshards(sharding: Sharding) -> bool:
 
 
 def recompute_in_backward(model: LoadedModel) -> None:
-    """Keep only the layers' inputs in forward and compute the rest again in backward.
+    """Stores only the layers' inputs in forward, and recomputes the remainder in backward.
 
-    Their forward is wrapped before they become FSDP units (whose hooks then run once) and parameter
-    names stay as they are. No random numbers are drawn: models run without dropout.
+    The forward is wrapped before layers become FSDP units (whose hooks then run once), and
+    parameter names do not change. No random numbers are drawn: models run without dropout.
     """
     for layer in model.layers:
         again = functools.partial(
@@ -146,25 +147,25 @@ def recompute_in_backward(model: LoadedModel) -> None:
 
 
 def units(module: nn.Module) -> Iterator[FSDPModule]:
-    """Every FSDP unit of a sharded module, the root included."""
+    """Every FSDP unit of a sharded module, including the root."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's rows of one parameter: chunk r of torch.chunk over dimension 0; all of them where
-    the module is plain."""
+    """This rank's rows of one parameter: chunk r of torch.chunk over dimension 0, or all rows if
+    the module is not sharded."""
 
     parameter: nn.Parameter | DTensor
 
     @property
     def local(self) -> Tensor:
-        """The rows held here, sharing storage with the parameter; may be empty."""
+        """This rank's rows, sharing storage with the parameter. May be empty."""
         parameter = self.parameter
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
-    def whole(self) -> Tensor:
-        """All rows, new. Collective over the ranks that share them."""
+    def full_tensor(self) -> Tensor:
+        """All rows, as a new tensor. Collective over the ranks that share them."""
         parameter = self.parameter.detach()
         if isinstance(parameter, DTensor):
             return parameter.full_tensor()
@@ -180,52 +181,59 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """Where the rows lie in the whole tensor."""
+        """The box of the rows in the complete tensor."""
         if not isinstance(self.parameter, DTensor):
             return Box.of_shape(self.parameter.shape)
         mesh = self.parameter.device_mesh
         shape = self.parameter.shape
         rows = -(-shape[0] // mesh.size(mesh.ndim - 1))  # torch.chunk: all but the last are full
-        place = mesh.get_local_rank(mesh.ndim - 1)
-        return row_box(shape, place * rows, (place + 1) * rows)
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        return row_box(shape, rank * rows, (rank + 1) * rows)
 
 
-def merged(
-    held: Mapping[str, Shard], *, scale: float, dtype: torch.dtype, count: Callable[[int], None]
+def merged_adapter_blocks(
+    shards_by_name: Mapping[str, Shard],
+    *,
+    scale: float,
+    dtype: torch.dtype,
+    count: Callable[[int], None],
 ) -> Iterator[Block]:
-    """Rows of every weight, live, or of W + scale B A, new, where there is an adapter.
+    """Rows of every weight: live, or new W + scale B A where there is an adapter.
 
-    B has the rows of W; all of A is gathered, and count told its bytes that were not here.
+    B has the same rows as W. A is gathered completely, and `count` gets the bytes received.
     Collective over the ranks that share them.
     """
-    for name, shard in held.items():
+    for name, shard in shards_by_name.items():
         a, b = adapter_names(name)
-        if a in held:
-            whole = held[a].whole()
-            count(whole.nbytes - held[a].local.nbytes)
-            change = held[b].local.float() @ whole.float()
+        if a in shards_by_name:
+            full_a = shards_by_name[a].full_tensor()
+            count(full_a.nbytes - shards_by_name[a].local.nbytes)
+            change = shards_by_name[b].local.float() @ full_a.float()
             summed = torch.add(shard.local.float(), change, alpha=scale)
             yield name, summed.to(dtype), shard.box
         elif not is_adapter(name):
             yield name, shard.local, shard.box
 
 
-def beside(held: Mapping[str, Shard], *, scale: float) -> Iterator[Block]:
-    """Rows of every weight and every A, live, and of scale B, new: as generators add adapters."""
-    for name, shard in held.items():
+def separate_adapter_blocks(
+    shards_by_name: Mapping[str, Shard], *, scale: float
+) -> Iterator[Block]:
+    """Rows of every weight and every A, live, and of scale B, new: the form in which generators add
+    adapters."""
+    for name, shard in shards_by_name.items():
         yield name, shard.local * scale if is_b(name) else shard.local, shard.box
 
 
 def shards(module: nn.Module) -> dict[str, Shard]:
-    """Shards by Hugging Face name; a tied parameter appears once, under its first name."""
-    found = dict(module.named_parameters())
+    """Shards by Hugging Face name. A tied parameter appears once, under its first name."""
+    parameters = dict(module.named_parameters())
     if isinstance(module, FSDPModule):
-        wrong = []
-        for name, parameter in found.items():
+        gathered = []
+        for name, parameter in parameters.items():
             if not isinstance(parameter, DTensor):
-                wrong.append(name)
-        assert not wrong, f"gathered parameters {wrong[:3]}: reshard before looking at shards"
+                gathered.append(name)
+        assert not gathered, f"gathered parameters {gathered[:3]}: reshard before looking at shards"
     result = {}
-    for name, parameter in found.items():
+    for name, parameter in parameters.items():
         result[name] = Shard(parameter)
     return result

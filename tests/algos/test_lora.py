@@ -67,7 +67,7 @@ def test_two_ranks_take_the_steps_of_one_and_send_the_planned_bytes(
         assert two["reward/mean"] == one["reward/mean"]
         assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
         assert two["rollout/weights_verified"] == 1
-    assert "trains 17408 parameters beside 332416" in log_of(on_two).read_text()
+    assert "trains 17408 parameters next to 332416" in log_of(on_two).read_text()
     check_prediction(on_two)
 
 

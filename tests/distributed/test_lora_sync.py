@@ -72,7 +72,7 @@ def measure(
         update(engine, 2 * number + 1)
         found["bytes"].append(hybrid.sync()["rollout/synced_bytes"].total)  # type: ignore[union-attr]
         answer = hybrid.generate(world.prompts(), GREEDY, world.seeds)
-        state = {n: x.whole() for n, x in engine._trained().items()}
+        state = {n: x.full_tensor() for n, x in engine._trained_shards().items()}
         fresh = merged_model(Path(path), state, lora)
         expected = reference(fresh, world.prompts(), GREEDY, world.seeds, (END,))
         found["faults"] += disagreements(answer, expected, tolerance=1e-5)

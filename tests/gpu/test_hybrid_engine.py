@@ -71,8 +71,8 @@ def test_rows_behind_one_prompt_attend_as_rows_that_each_have_it() -> None:
     ]
     keys = torch.cat([torch.arange(prompt), *rows])
     seen = SeenKeys.of([prompt, *map(len, rows)], keys)
-    shared = replace(PackedRows.of([prompt, *answers]), seen=seen).moved(torch.Tensor.cuda)
-    alone = PackedRows.of([len(row) for row in rows]).moved(torch.Tensor.cuda)
+    shared = replace(PackedRows.of([prompt, *answers]), seen=seen).move_tensors(torch.Tensor.cuda)
+    alone = PackedRows.of([len(row) for row in rows]).move_tensors(torch.Tensor.cuda)
     size = prompt + sum(answers)
     parts = [torch.randn(size, heads, 64).bfloat16().cuda() for heads in (4, 2, 2)]
     places = torch.cat(rows).cuda()

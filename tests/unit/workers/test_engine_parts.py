@@ -18,7 +18,7 @@ from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.transfer.register import map_function, map_spec
 from spmdflow.workers.optimizer import Scheduled, ShardedOptimizer
 from spmdflow.workers.schedule import RunProgress, learning_rate
-from spmdflow.workers.sharding import UNIT_BYTES, Shard, merged, unit_layers
+from spmdflow.workers.sharding import UNIT_BYTES, Shard, merged_adapter_blocks, unit_layers
 
 
 @given(
@@ -238,7 +238,7 @@ def test_rate_of_any_run_falls_and_is_never_behind_or_ahead_of_its_step(
             again.steps_done += resumed
         if step == cut:
             again.load_schedule(scheduled.schedule_state())
-            again.restored(scheduled.steps_done)
+            again.mark_restored(scheduled.steps_done)
 
     assert rates == sorted(rates, reverse=True)
 
@@ -291,7 +291,9 @@ def test_merged_weight_has_alpha_over_rank_times_b_a_added() -> None:
     alpha = 16.0
     rank = 2
 
-    blocks = merged(held, scale=alpha / rank, dtype=torch.float32, count=lambda num_bytes: None)
+    blocks = merged_adapter_blocks(
+        held, scale=alpha / rank, dtype=torch.float32, count=lambda num_bytes: None
+    )
     found = {name: tensor for name, tensor, _ in blocks}
 
     weight, a, b, norm = (shard.local for shard in held.values())

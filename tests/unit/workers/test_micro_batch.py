@@ -143,7 +143,7 @@ def test_shared_prompts_lie_once_and_every_row_can_be_read_from_what_it_sees(
         places = own_places
         if packed.seen is not None:
             start, end = packed.seen.offsets[own : own + 2].tolist()
-            places = packed.seen.places[start:end].tolist()
+            places = packed.seen.indices[start:end].tolist()
             assert places[-number:] == list(own_places)
         assert positions[list(places)].tolist() == list(range(len(places)))
         read.append(tuple(ids[list(places)].tolist()))

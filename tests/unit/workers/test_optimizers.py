@@ -131,7 +131,7 @@ def test_state_that_goes_on_is_that_of_steps_without_a_break(name: str) -> None:
     for key in resumed:
         for moment, values in second.moments_of(key).items():
             values.copy_(first.moments_of(key)[moment])
-    second.restored(3)
+    second.mark_restored(3)
     for gradient in gradients[3:]:
         second.step(cut(gradient))
 

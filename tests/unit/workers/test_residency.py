@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from spmdflow.data.ragged import ragged
 from spmdflow.weights.move import Storages
-from spmdflow.workers.micro_batch import lengthened, micro_batches
+from spmdflow.workers.micro_batch import micro_batches, pad_length
 
 
 def test_views_have_their_values_again_after_a_stay_on_the_host() -> None:
@@ -72,12 +72,12 @@ def test_lengthened_packed_rows_have_a_row_of_padding_at_their_end() -> None:
         packed=True,
     )
 
-    longer = lengthened(micro, 4)
+    longer = pad_length(micro, 4)
 
     assert longer.input_ids.tolist() == [[*micro.input_ids[0].tolist(), 0]]
     assert longer.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 0]]
     assert longer.packed is not None and longer.packed.lengths == (2, 5, 1)
-    assert torch.equal(longer.predicting, micro.predicting) and lengthened(longer, 4) is longer
+    assert torch.equal(longer.predicting, micro.predicting) and pad_length(longer, 4) is longer
 
 
 def test_lengthened_rows_keep_their_tokens_and_what_predicts_them() -> None:
@@ -94,9 +94,9 @@ def test_lengthened_rows_keep_their_tokens_and_what_predicts_them() -> None:
         device=torch.device("cpu"),
     )
 
-    longer = lengthened(micro, 4)
+    longer = pad_length(micro, 4)
 
-    assert longer.input_ids.shape == (2, 8) and lengthened(longer, 4) is longer
+    assert longer.input_ids.shape == (2, 8) and pad_length(longer, 4) is longer
     assert torch.equal(longer.input_ids[:, :5], micro.input_ids)
     assert not bool(longer.input_ids[:, 5:].any())
     assert torch.equal(longer.position_ids[0], torch.arange(8))
