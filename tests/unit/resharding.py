@@ -83,7 +83,7 @@ def execute(arch: Architecture, plan: ReshardPlan, have: RankTables, need: RankT
     for rank, table in need.items():
         local[rank] = _empty(table, 0.0)
         writers[rank] = Blocks(blocks(local[rank], table))
-        for part in plan.kept_by(rank):
+        for part in plan.local_parts(rank):
             writers[rank].write(part.name, part.box, readers[rank].read(part.name, part.box))
     arrived = dict.fromkeys(plan.ranks, 0)
     for bucket in plan.buckets:

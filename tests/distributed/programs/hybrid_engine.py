@@ -223,12 +223,12 @@ def missed_reset(actor: ActorWorker) -> tuple[float | None, float | None]:
     generator = actor.generator
     prompts = make_prompts(len(SEEDS), longest=400, vocab_size=100, seed=77)  # beyond a block
     generate(actor, prompts, GREEDY)
-    forget = generator._forget
-    generator._forget = lambda: None
+    forget = generator._reset_prefixes
+    generator._reset_prefixes = lambda: None
     update(actor, 8)
     sync(actor)
     kept = drift(actor, prompts)
-    generator._forget = forget
+    generator._reset_prefixes = forget
     forget()
     return kept, drift(actor, prompts)
 

@@ -42,7 +42,7 @@ from spmdflow.errors import WeightSyncError
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import Request, generator_of
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.rollout.vllm_process import replaced
+from spmdflow.rollout.vllm_process import replace_attribute
 from spmdflow.weights.move import Storages
 from tests.rollout_reference import (
     END,
@@ -156,7 +156,7 @@ def check_refused_request(world: World, generator: Any) -> dict[str, Any]:
     def refuse(*_: Any, **__: Any) -> None:
         raise WeightSyncError("as vLLM might")
 
-    with replaced(generator._llm.llm_engine, "add_request", refuse):
+    with replace_attribute(generator._llm.llm_engine, "add_request", refuse):
         said.append(message(lambda: generator.add(other)))
     left = len(generator._sampler.requests) + len(generator.step())
     after = tokens_of(generator.generate(world.prompts(), SAMPLED, world.seeds))
