@@ -62,7 +62,7 @@ def test_adapters_alone_move_each_element_once_to_each_rank_that_lacks_it(
     plan = plan_reshard(have, need, scopes=scopes, element_bytes=4, bucket_bytes=1 << 16)
 
     assert check_weights(Copies(plan, have, need), way="adapter") == []
-    names = {name for bucket in plan.buckets for name, _ in bucket.moves} | dict(plan.kept).keys()
+    names = {name for bucket in plan.buckets for name, _ in bucket.moves} | dict(plan.local).keys()
     assert names == arch.adapters.shapes(shapes_by_name(arch)).keys()
 
 
