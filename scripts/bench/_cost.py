@@ -40,7 +40,7 @@ from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import (
     BUCKET_BYTES,
     RankTables,
-    buffer_places,
+    buffer_offsets,
     default_vocab_multiple,
     megatron_tables,
     row_shards,
@@ -170,7 +170,7 @@ class Case:
         """Where a rank's parameter buffer has each tensor of its table, and its elements."""
         aligned_over = self.layout.dp_size if self.distributed_optimizer else None
         shared = self.arch.tied and self.layout.pp_size > 1
-        return buffer_places(table, aligned_over=aligned_over, shared_embedding=shared)
+        return buffer_offsets(table, aligned_over=aligned_over, shared_embedding=shared)
 
 
 def cost_of(system: str, case: Case, *, mode: str = "") -> Cost:

@@ -20,7 +20,7 @@ from spmdflow.checkpoint.state import StateFiles
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.adapter import adapter_names
 from spmdflow.weights.file import Facts, write_file
-from spmdflow.weights.folder import HuggingFaceFolder, file_names, write_beside
+from spmdflow.weights.folder import HuggingFaceFolder, file_names, write_other_files
 
 _LEAST_FILE_BYTES = 64 << 20
 _MOST_FILE_BYTES = 4 << 30
@@ -105,7 +105,7 @@ class ModelExport:
                 weights[n] = {x.name: x.num_bytes for x in facts}
             config = {**self._model["config"], "dtype": str(self._dtype).removeprefix("torch.")}
             source = files_from or Path(self._model["source"])
-            write_beside(folder, weights, config=config, source=source)
+            write_other_files(folder, weights, config=config, source=source)
             if self._lora:
                 config = _peft_config(self._lora, self._model["source"])
                 (folder / "config.json").unlink()

@@ -25,7 +25,7 @@ from typing import Any
 
 from spmdflow.checkpoint.disk import disk_errors, read_patiently
 from spmdflow.errors import CheckpointError
-from spmdflow.weights.file import changed_bytes, read_head
+from spmdflow.weights.file import find_changed_tensor, read_head
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _verify_file(folder: Path, name: str, expected: FileFacts) -> None:
     def read() -> tuple[FileFacts, str | None]:
         actual = _facts_of_file(path, is_synced=False)
         is_hashed_by_tensor = actual == expected and actual.head_bytes is not None
-        return actual, changed_bytes(path) if is_hashed_by_tensor else None
+        return actual, find_changed_tensor(path) if is_hashed_by_tensor else None
 
     try:
         actual, changed = read_patiently(path, read)

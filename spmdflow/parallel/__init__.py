@@ -14,7 +14,7 @@ generation replicas inside one training replica (paper section 5):
     micro_dp = (pp % (p/p_g)) * (t/t_g) + tp % (t/t_g)
 
 Generation tp groups are strided and micro-dp groups are neighbours, so that each training shard
-lies inside its own rank's generation shard. Training 1-4-2, generation 1-2-2-2: generation tp
+is inside its own rank's generation shard. Training 1-4-2, generation 1-2-2-2: generation tp
 [0,2][1,3][4,6][5,7], micro-dp [0,1][2,3][4,5][6,7].
 
 `layout` has the integers and needs no torch. `group` turns rank tuples into process groups, once,

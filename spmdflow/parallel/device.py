@@ -51,7 +51,7 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
     joined = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
 
     def parts(packed: Tensor) -> list[Tensor]:
-        """Views of the packed bytes, one per column. `.data` gives them own version counters."""
+        """Views of the packed bytes, one per column; `.data` for separate version counters."""
         pairs = zip(packed.split(sizes), columns, strict=True)
         result = []
         for each, x in pairs:

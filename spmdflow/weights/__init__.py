@@ -1,18 +1,18 @@
-"""Where every weight lies: boxes of Hugging Face tensors in the tensors of each engine.
+"""How weights are sharded: boxes of Hugging Face tensors in the tensors of each engine.
 
-One declarative table per architecture family (`architecture` for what differs between families,
-`table` for the tensors) and one function per engine (`ranks`) that says, for a rank, which box of
-which Hugging Face tensor fills which part of which local tensor. Loading, export, resharding
-and checksums read these tables; no other code knows how a weight is cut. Integers
-only but for `move`, `direct`, `file` and `folder`; no processes, no Megatron, no vLLM.
+One declarative table per architecture family (`architecture` for the differences between families,
+`table` for the tensors) and one function per engine (`ranks`), which says for a rank which box of
+which Hugging Face tensor fills which part of which local tensor. Loading, export, resharding and
+checksums read these tables; no other code knows how a weight is cut. All modules but `move`,
+`direct`, `file` and `folder` handle integers only. No module uses processes, Megatron or vLLM.
 
 | file | what |
 |---|---|
-| `architecture` | `Architecture`: sizes and features read from config.json, or why no table fits |
-| `table` | `parameters`: name and shape of every tensor; `Piece`, `LocalTensor`; the ways to cut |
+| `architecture` | `Architecture`: sizes and features from config.json, or why no table fits |
+| `table` | `parameters`: name and shape of every tensor; `Piece`, `LocalTensor`; ways to cut |
 | `ranks` | the tables of all ranks of a layout: Megatron's, vLLM's, rows in equal chunks (FSDP2) |
 | `move` | fill local tensors through a reader; views by box; memory freed and reallocated |
-| `direct` | a new file written past the page cache |
+| `direct` | a new file that is written with O_DIRECT, bypassing the page cache |
 | `file` | safetensors files that are hashed while they are written, and read in parts |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 

@@ -1,4 +1,4 @@
-"""LoRA adapters by name: which weights have one, and what A and B of a weight are called.
+"""LoRA adapters by name: which weights have one, and the names of a weight's A and B.
 
 y = W x + scale B A x (Hu et al. 2021). The weight `q_proj.weight` (out, in) has the adapter
 `q_proj.lora_A.weight` (rank, in) and `q_proj.lora_B.weight` (out, rank). Names and integers only.
@@ -24,18 +24,18 @@ class Adapters:
     """Ends of names of linear layers, or `ALL_LINEAR`."""
 
     def shapes(self, weights: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
-        """Name -> shape of every A and B. weights: of the model, shapes by Hugging Face name."""
-        found: dict[str, tuple[int, int]] = {}
+        """Name -> shape of every A and B. weights: the model's shapes by Hugging Face name."""
+        shapes: dict[str, tuple[int, int]] = {}
         for name, shape in weights.items():
             is_linear = len(shape) == 2 and ".layers." in name and not is_adapter(name)
             if is_linear and is_target(name.removesuffix(".weight"), self.targets):
                 a, b = adapter_names(name)
-                found |= {a: (self.rank, shape[1]), b: (shape[0], self.rank)}
-        return found
+                shapes |= {a: (self.rank, shape[1]), b: (shape[0], self.rank)}
+        return shapes
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of A and B of a weight."""
+    """Names of the A and the B of a weight."""
     layer = weight.removesuffix(".weight")
     return layer + _A, layer + _B
 
@@ -51,5 +51,5 @@ def is_b(name: str) -> bool:
 
 
 def is_target(layer: str, targets: Iterable[str]) -> bool:
-    """Whether a linear layer of this name gets an adapter: a target is the end of its name."""
+    """Whether a linear layer of this name gets an adapter, because its name ends in a target."""
     return any(end in (ALL_LINEAR, layer) or layer.endswith(f".{end}") for end in targets)

@@ -1,8 +1,8 @@
-"""`Architecture`: the sizes of a decoder, and what decides its tensors and its forward pass.
+"""`Architecture`: the sizes of a decoder, and the features of its tensors and its forward pass.
 
-Read from a Hugging Face config.json, in the form of transformers 4 or 5. A model that no engine
-here computes by itself, only transformers, has sizes and no table of tensors: `from_config` raises
-the reason, `sizes_from_config` reads what it states. Knows no ranks and no engine.
+Read from a Hugging Face config.json, in the form of transformers 4 or 5. A model that only
+transformers can run has sizes but no table of tensors: `from_config` raises the reason, and
+`sizes_from_config` reads the sizes. This module does not know ranks or engines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RopeScaling:
     kind: Literal["linear", "llama3"]
     factor: float
     low_freq_factor: float = 1.0
-    """llama3 only, as the two below."""
+    """Only for llama3, like the next two."""
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
 
@@ -61,40 +61,40 @@ class Architecture:
     rope_theta: float = 0.0
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
-    """Tokens that attention reaches back; None: all."""
+    """Number of previous tokens that attention sees; None: all."""
     head: Head = "causal_lm"
     gated: bool = True
     """Whether the feed-forward network has a gate: three matrices instead of two."""
     adapters: Adapters | None = None
     """Adapters that are among its tensors; None: there are none, or they are merged."""
     obstacle: str = ""
-    """Why only transformers computes it; empty: its tensors are in `weights.table`."""
+    """Why only transformers can run the model; empty if its tensors are in `weights.table`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, head: Head = "causal_lm") -> Architecture:
-        """From the content of config.json; ConfigError if the model cannot be run, with why."""
+        """From the content of config.json; ConfigError with the reason if it is not supported."""
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             got = f"model_type {config.get('model_type')!r}"
-            raise _unfit(got, f"one of {', '.join(sorted(FAMILIES))}")
+            raise _unsupported_error(got, f"one of {', '.join(sorted(FAMILIES))}")
         stated = {**family.defaults, **config}
         facts = {}
         for key, value in stated.items():
             if value is not None:
                 facts[key] = value
         _check_features(facts, family)
-        num_heads = _size(facts, "num_attention_heads")
-        hidden_size = _size(facts, "hidden_size")
+        num_heads = _positive_int(facts, "num_attention_heads")
+        hidden_size = _positive_int(facts, "hidden_size")
         theta, scaling = _rope(facts)
         arch = cls(
             family=facts["model_type"],
-            num_layers=_size(facts, "num_hidden_layers"),
+            num_layers=_positive_int(facts, "num_hidden_layers"),
             hidden_size=hidden_size,
-            ffn_size=_size(facts, "intermediate_size"),
+            ffn_size=_positive_int(facts, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=facts.get("num_key_value_heads", num_heads),
             head_dim=facts.get("head_dim", hidden_size // num_heads),
-            vocab_size=_size(facts, "vocab_size"),
+            vocab_size=_positive_int(facts, "vocab_size"),
             tied=head == "causal_lm" and bool(facts.get("tie_word_embeddings", False)),
             qkv_bias=_has(family.qkv_bias, facts),
             o_bias=_has(family.o_bias, facts),
@@ -103,7 +103,7 @@ class Architecture:
             norm_eps=float(facts.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_positions=_size(facts, "max_position_embeddings"),
+            max_positions=_positive_int(facts, "max_position_embeddings"),
             sliding_window=facts.get("sliding_window") if family.has_sliding_window else None,
             head=head,
         )
@@ -114,7 +114,7 @@ class Architecture:
     def sizes_from_config(
         cls, config: Mapping[str, Any], *, head: Head = "causal_lm"
     ) -> Architecture:
-        """From the content of config.json, also of a model that only transformers computes."""
+        """From the content of config.json, also for a model that only transformers can run."""
         try:
             return cls.from_config(config, head=head)
         except ConfigError as err:
@@ -127,7 +127,7 @@ class Architecture:
 
     @classmethod
     def sizes_from_folder(cls, path: str | Path, *, head: Head = "causal_lm") -> Architecture:
-        """From a folder with config.json, also of a model that only transformers computes."""
+        """From a folder with config.json, also for a model that only transformers can run."""
         return cls.sizes_from_config(read_config(path), head=head)
 
     @property
@@ -182,12 +182,12 @@ def packs_rows(kind: str, options: Collection[str], path: str | Path) -> bool:
 
 
 def read_config(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
-    """The content of a folder's config.json; ConfigError naming the setting `key` otherwise."""
+    """The content of a folder's config.json; ConfigError about the setting `key` otherwise."""
     return read_json(Path(path) / "config.json", key=key)
 
 
 def read_json(file: Path, *, key: str) -> dict[str, Any]:
-    """A JSON object of a model folder; ConfigError naming the setting `key` otherwise."""
+    """Read a JSON object of a model folder; ConfigError about the setting `key` otherwise."""
     if not file.is_file():
         raise ConfigError(
             f"{key}: no {file.name} in {file.parent}, expected a Hugging Face folder; "
@@ -208,16 +208,16 @@ _Rule = bool | str
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes a family from the others."""
+    """Features of a family of architectures, and its defaults."""
 
     qkv_bias: _Rule = False
     o_bias: _Rule = False
     mlp_bias: _Rule = False
     qk_norm: bool = False
     has_sliding_window: bool = False
-    """Whether sliding_window holds for every layer as it stands."""
+    """Whether sliding_window applies to every layer."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers assumes where config.json is silent."""
+    """Defaults of transformers for keys that config.json lacks."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -259,14 +259,14 @@ def _has(rule: _Rule, facts: Mapping[str, Any]) -> bool:
     return rule
 
 
-def _unfit(got: object, expected: object) -> ConfigError:
-    """The error for a model that no engine with tables computes."""
+def _unsupported_error(got: object, expected: object) -> ConfigError:
+    """Error for a model that no engine with tables supports."""
     do = f"choose another model, or engine.kind={engine_names()[0]}, which runs what transformers"
     return ConfigError.of("model", got, expected, f"{do} can load")
 
 
 def _check_features(facts: Mapping[str, Any], family: Family) -> None:
-    """ConfigError for the first feature that no engine with tables computes."""
+    """Raise ConfigError for the first feature that no engine with tables supports."""
     windowed = facts.get("use_sliding_window") and not family.has_sliding_window
     layers = sorted(set(facts.get("layer_types", ())))
     if layers in ([], ["full_attention"]) or family.has_sliding_window:
@@ -281,16 +281,22 @@ def _check_features(facts: Mapping[str, Any], family: Family) -> None:
     }
     for key, (got, expected) in features.items():
         if got != expected:
-            raise _unfit(f"{key} {got!r} in a {facts['model_type']} config", repr(expected))
+            raise _unsupported_error(
+                f"{key} {got!r} in a {facts['model_type']} config", repr(expected)
+            )
 
 
 def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """rope_parameters (transformers 5), or rope_scaling and the values beside it (4)."""
-    beside = {}
+    """rope_parameters (transformers 5), or rope_scaling and top-level values (4)."""
+    top_level = {}
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in facts:
-            beside[key] = facts[key]
-    return {**beside, **(facts.get("rope_scaling") or {}), **(facts.get("rope_parameters") or {})}
+            top_level[key] = facts[key]
+    return {
+        **top_level,
+        **(facts.get("rope_scaling") or {}),
+        **(facts.get("rope_parameters") or {}),
+    }
 
 
 def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -310,10 +316,11 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             float(rope["high_freq_factor"]),
             int(rope["original_max_position_embeddings"]),
         )
-    raise _unfit(f"rope scaling {kind!r}", "default, linear or llama3")
+    raise _unsupported_error(f"rope scaling {kind!r}", "default, linear or llama3")
 
 
-def _size(facts: Mapping[str, Any], key: str) -> int:
+def _positive_int(facts: Mapping[str, Any], key: str) -> int:
+    """The value of a key of config.json; ConfigError unless it is a positive integer."""
     value = facts.get(key)
     if not isinstance(value, int) or value < 1:
         got = f"{key} {value!r} in config.json"
@@ -323,7 +330,7 @@ def _size(facts: Mapping[str, Any], key: str) -> int:
 
 
 def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architecture:
-    """What a file states of a model that has no table, also by GPT-2's names."""
+    """The sizes that config.json has for a model without a table, also by GPT-2's names."""
 
     def first(*names: str) -> int:
         return next((facts[name] for name in names if isinstance(facts.get(name), int)), 0)
@@ -349,9 +356,10 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
 
 
 def _check_heads(arch: Architecture) -> None:
+    """Raise ConfigError unless key-value heads divide attention heads and head_dim is even."""
     if arch.num_heads % arch.num_kv_heads:
         got = f"{arch.num_kv_heads} key-value heads for {arch.num_heads} attention heads"
         raise ConfigError.of("model", got, "a divisor", "fix config.json")
     if arch.head_dim % 2:
-        expected = "an even number, as rotary positions turn pairs"
+        expected = "an even number, as rotary positions rotate pairs"
         raise ConfigError.of("model", f"head_dim {arch.head_dim}", expected, "fix config.json")

@@ -1,12 +1,12 @@
-"""A folder that torch.distributed.checkpoint (DCP) wrote, read box by box, and nothing of it run.
+"""Reads a folder of torch.distributed.checkpoint (DCP) box by box, without running its code.
 
-    .metadata         a pickle: each tensor's shape, its chunks (boxes), their places in the files
+    .metadata         a pickle: each tensor's shape, its chunks (boxes), their offsets in the files
     __0_0.distcp      items one after the other, each as torch.save writes it
 
 The pickle is read by an unpickler that knows a few names: torch's records of the metadata become
-`_Record`, which only keeps what it is given, and no class or function of the pickle's choice is
-looked up. Items are read by torch.load(weights_only=True). Tensors have the names that they have
-in the model's state dict, also where that was saved as {"model": state_dict}.
+`_Record`, which only stores its state, and no other class or function is looked up. Items are read
+by torch.load(weights_only=True). Tensors have the names of the model's state dict, also if that was
+saved as {"model": state_dict}.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TorchCheckpoint:
     """The tensors of one model; the methods are those of safetensors' `safe_open`."""
 
     def __init__(self, folder: Path) -> None:
-        """ConfigError if the metadata is damaged, or names anything but records of tensors."""
+        """Raises ConfigError if the metadata is damaged or has anything but records of tensors."""
         self._folder = folder
         self._read: tuple[_Chunk | None, Tensor] = (None, torch.empty(0))
         path = folder / METADATA
@@ -53,31 +53,31 @@ class TorchCheckpoint:
         return list(self._tensors)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the host."""
+        """A complete tensor, on the host."""
         return self.read(name, Box.of_shape(self._tensors[name].shape))
 
     def get_slice(self, name: str) -> Slice:
-        """A tensor to be read in part."""
+        """A view of a tensor from which parts can be read."""
         return Slice(self, name, self._tensors[name].shape)
 
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box; ConfigError if the files lack some of it or are damaged."""
         chunks = self._tensors[name].chunks
-        held = tuple(chunk.box for chunk in chunks)
-        if missing := subtract_all([box], held):
+        boxes = tuple(chunk.box for chunk in chunks)
+        if missing := subtract_all([box], boxes):
             got = f"{self._folder} without {name}{list(missing[0].bounds)}"
             raise ConfigError.of("model", got, f"all of {list(box.bounds)}", _DO)
         result: Tensor | None = None
-        for place, part in plan_reads(held, (box,)):
-            values = self._chunk(name, chunks[place])
+        for index, part in plan_reads(boxes, (box,)):
+            values = self._read_chunk(name, chunks[index])
             result = values.new_empty(box.shape) if result is None else result
-            result[part.slices(box)] = values[part.slices(held[place])]
+            result[part.slices(box)] = values[part.slices(boxes[index])]
         if result is None:  # an empty box
-            return self._chunk(name, chunks[0]).new_empty(box.shape)
+            return self._read_chunk(name, chunks[0]).new_empty(box.shape)
         return result
 
-    def _chunk(self, name: str, chunk: _Chunk) -> Tensor:
-        """One item; the last one is kept, as boxes are read in their order."""
+    def _read_chunk(self, name: str, chunk: _Chunk) -> Tensor:
+        """Read one item. The last one is cached, because boxes are read in order."""
         if self._read[0] is chunk:
             return self._read[1]
         try:
@@ -98,19 +98,20 @@ class TorchCheckpoint:
 
 @dataclass(frozen=True)
 class Slice:
-    """As safetensors' slice: `slice[rows, columns]` reads, `get_shape()` does not."""
+    """Like safetensors' slice: `slice[rows, columns]` reads, `get_shape()` does not."""
 
     checkpoint: TorchCheckpoint
     name: str
     shape: tuple[int, ...]
 
     def get_shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the complete tensor."""
         return self.shape
 
     def __getitem__(self, slices: slice | tuple[slice, ...]) -> Tensor:
-        given = slices if isinstance(slices, tuple) else (slices,)
-        every = (*given, *[slice(None)] * (len(self.shape) - len(given)))
+        """Read the values of these leading dimensions; further dimensions are complete."""
+        leading = slices if isinstance(slices, tuple) else (slices,)
+        every = (*leading, *[slice(None)] * (len(self.shape) - len(leading)))
         pairs = (each.indices(size) for each, size in zip(every, self.shape, strict=True))
         return self.checkpoint.read(self.name, Box(tuple((low, high) for low, high, _ in pairs)))
 
@@ -128,11 +129,11 @@ class _Stored(NamedTuple):
 
 
 def _tensors_of(folder: Path, metadata: Any) -> dict[str, _Stored]:
-    """The model's tensors by name. Any: what the pickle held; errors of any kind if it is odd."""
-    places = {}
+    """The model's tensors by name. Any: unpickled metadata; invalid content may raise any error."""
+    locations = {}
     for key, x in metadata.storage_data.items():
-        places[(key.fqn, getattr(key, "offset", None))] = x
-    found: dict[tuple[Any, ...], dict[str, _Stored]] = {}
+        locations[(key.fqn, getattr(key, "offset", None))] = x
+    tensors: dict[tuple[Any, ...], dict[str, _Stored]] = {}
     for key, facts in metadata.state_dict_metadata.items():
         if not hasattr(facts, "chunks"):
             continue  # bytes: numbers, texts
@@ -140,7 +141,7 @@ def _tensors_of(folder: Path, metadata: Any) -> dict[str, _Stored]:
         chunks = []
         for chunk in facts.chunks:
             offsets = chunk.offsets
-            at = places[key, chunk.offsets]
+            at = locations[key, chunk.offsets]
             if Path(at.relative_path).name != at.relative_path:
                 raise ValueError(f"a file outside of the folder: {at.relative_path!r}")
             if getattr(at, "transform_descriptors", None):
@@ -150,17 +151,17 @@ def _tensors_of(folder: Path, metadata: Any) -> dict[str, _Stored]:
             path = folder / at.relative_path
             chunks.append(_Chunk(box, path, int(at.offset), int(at.length)))
         shape = tuple(int(size) for size in facts.size)
-        found.setdefault(tuple(holder), {})[str(name)] = _Stored(shape, chunks)
+        tensors.setdefault(tuple(holder), {})[str(name)] = _Stored(shape, chunks)
     for holder in ((), ("model",)):
-        if holder in found:
-            return found[holder]
-    raise LookupError(f"no tensors at its top or under 'model', but under {list(found)}")
+        if holder in tensors:
+            return tensors[holder]
+    raise LookupError(f"no tensors at its top or under 'model', but under {list(tensors)}")
 
 
 class _Record:
-    """An object of torch's metadata: what it was given, and no code."""
+    """An object of torch's metadata: its state, without its code."""
 
-    def __init__(self, *given: object) -> None:
+    def __init__(self, *arguments: object) -> None:
         pass
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -180,23 +181,24 @@ _RECORDS = {
 }
 
 
-class _Unpickler(pickle._Unpickler):  # in Python: C's allocates what a few bytes ask for
-    """Knows the names above, and refuses all others before anything is imported."""
+class _Unpickler(pickle._Unpickler):  # Python's: the C one allocates any size that the file names
+    """Accepts the names above and refuses all others before anything is imported."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any] | torch.dtype:
-        """What stands for module.name."""
+        """The replacement of module.name; UnpicklingError if the name is not accepted."""
         if name in _RECORDS.get(module, "").split():
             return _Record
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def _unpickle(path: Path) -> Any:
+    """Read a pickle with `_Unpickler`; ConfigError if that fails."""
     try:
         with path.open("rb") as file:
             return _Unpickler(file).load()

@@ -1,8 +1,8 @@
-"""A file written once from its beginning to its end, past the page cache where it can be.
+"""A file written once from start to end, bypassing the page cache if possible.
 
-Large writes go to the disk from a buffer (O_DIRECT): keeping their pages would take the processors,
-on which a run may be training, several times as long as to fill the buffer. A small file, and one
-on a file system that refuses such writes, is written as any other.
+Large files are written to the disk from a buffer (O_DIRECT): the page cache would cost several
+times the CPU time of filling the buffer, and a run may be training on these CPUs. A small file, or
+one on a file system that refuses such writes, is written normally.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 4096
-"""Of memory, place and size of a direct write."""
+"""Alignment of address, file offset and size of a direct write."""
 _BUFFER_BYTES = 8 << 20
 
 
 class NewFile:
-    """A file whose head is known last. Open within the context; OSError as of open and write."""
+    """A file whose head is written last. Use it as a context manager. May raise OSError."""
 
     def __init__(self, path: Path, *, head_bytes: int, num_bytes: int) -> None:
-        """num_bytes: of the whole file."""
+        """num_bytes: size of the complete file, including its head."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         direct = os.O_DIRECT if num_bytes >= _BUFFER_BYTES else 0
         try:
@@ -35,14 +35,14 @@ class NewFile:
             if not direct or err.errno != errno.EINVAL:
                 raise
             self._file = os.open(path, flags, 0o666)
-        self._first = _aligned(-(-head_bytes // _ALIGNMENT) * _ALIGNMENT)
-        self._more = _aligned(min(_BUFFER_BYTES, -(-num_bytes // _ALIGNMENT) * _ALIGNMENT))
+        self._first = _aligned_buffer(-(-head_bytes // _ALIGNMENT) * _ALIGNMENT)
+        self._more = _aligned_buffer(min(_BUFFER_BYTES, -(-num_bytes // _ALIGNMENT) * _ALIGNMENT))
         self._buffer = self._first
         self._start = 0
         self._filled = head_bytes
 
     def append(self, values: Tensor) -> None:
-        """Add bytes, a flat uint8 tensor; releases the GIL."""
+        """Append the bytes of a flat uint8 tensor. Releases the GIL."""
         while values.numel():
             room = self._buffer[self._filled :]
             part = values[: len(room)]
@@ -56,7 +56,7 @@ class NewFile:
                 self._filled = 0
 
     def finish(self, head: bytes) -> None:
-        """Write what is left, and the head into its place."""
+        """Write the remaining bytes, and the head at the start of the file."""
         if self._filled:
             self._flush()
         self._first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -75,15 +75,16 @@ class NewFile:
         os.close(self._file)
 
     def _flush(self) -> None:
-        """Write the buffer, to its end also where it is not filled: `finish` cuts the file."""
+        """Write the complete buffer, even if it is not full: `finish` truncates the file."""
         if self._buffer is not self._first:
             self._write(self._buffer, self._start)
 
-    def _write(self, values: Tensor, place: int) -> None:
+    def _write(self, values: Tensor, offset: int) -> None:
+        """Write values at an offset, without O_DIRECT if the file system refuses it."""
         left = view_of(values)
         while left:
             try:
-                count = os.pwrite(self._file, left, place)
+                count = os.pwrite(self._file, left, offset)
             except OSError as err:
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
                 if err.errno != errno.EINVAL or not flags & os.O_DIRECT:
@@ -91,7 +92,7 @@ class NewFile:
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 continue
             left = left[count:]
-            place = place + count
+            offset = offset + count
 
 
 def view_of(values: Tensor) -> memoryview:
@@ -100,6 +101,7 @@ def view_of(values: Tensor) -> memoryview:
     return memoryview(plain)
 
 
-def _aligned(num_bytes: int) -> Tensor:
+def _aligned_buffer(num_bytes: int) -> Tensor:
+    """A uint8 buffer whose address is a multiple of _ALIGNMENT."""
     values = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
     return values[-values.data_ptr() % _ALIGNMENT :][:num_bytes]

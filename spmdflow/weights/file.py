@@ -1,9 +1,9 @@
 """safetensors files written tensor by tensor, hashed while they are written, read in parts.
 
-safetensors' own writer wants every tensor at once, and its bytes can be hashed only by reading the
-file again. Here the header, whose size is known beforehand, is written last and holds a hash of
-every tensor's bytes. So the sha256 of the header stands for the whole file (`Head.sha256`), and who
-reads one tensor can verify just that one. Any reader of safetensors reads these files.
+safetensors' own writer needs all tensors at once, and its bytes can be hashed only by reading the
+file again. Here the header, whose size is known in advance, is written last and has a hash of every
+tensor's bytes. So the sha256 of the header identifies the complete file (`Head.sha256`), and a
+reader of one tensor can verify just this one. Any reader of safetensors reads these files.
 
 The hash of a tensor is XXH3 with 128 bits: it finds damage, not forgery, in a tenth of the time.
 """
@@ -42,7 +42,7 @@ _START = b'{"__metadata__":{"xxh3_128":'
 
 
 class Facts(NamedTuple):
-    """What a tensor is, before there are values."""
+    """Name, type and shape of a tensor, without its values."""
 
     name: str
     dtype: torch.dtype
@@ -66,11 +66,11 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """The header: what comes before the tensors' bytes."""
+    """The header of a file, which precedes the tensors' bytes."""
 
     num_bytes: int
     sha256: str
-    """Over these bytes, which hold the hash of every tensor."""
+    """Hash of the header's bytes, which include the hash of every tensor."""
     metadata: Mapping[str, str]
     tensors: Mapping[str, Stored]
 
@@ -80,19 +80,19 @@ def write_file(
 ) -> None:
     """Write tensors (any device) in the order of facts, one at a time in host memory.
 
-    One may come in several parts: some rows, then the next ones. Wider dtypes come first, so that
-    each tensor's bytes are aligned. Does not fsync.
+    A tensor may be passed in several parts, each with the next rows. Wider dtypes must come first,
+    so that each tensor's bytes are aligned. Does not fsync.
     """
     widths = [each.dtype.itemsize for each in facts]
     assert widths == sorted(widths, reverse=True), "wider dtypes come first"
     digests = ["0" * 32] * len(facts)
-    head_bytes = len(_head(facts, digests, metadata))
+    head_bytes = len(_encode_head(facts, digests, metadata))
     num_bytes = head_bytes + sum(each.num_bytes for each in facts)
     with NewFile(path, head_bytes=head_bytes, num_bytes=num_bytes) as file:
         parts = iter(tensors)
-        for place, fact in enumerate(facts):
+        for index, fact in enumerate(facts):
             digest = xxhash.xxh3_128()
-            left = fact.num_bytes
+            remaining = fact.num_bytes
             shape = tuple(fact.shape)
             while True:
                 part = next(parts)
@@ -100,13 +100,13 @@ def write_file(
                 values = _bytes_of(part)
                 digest.update(view_of(values))
                 file.append(values)
-                left -= len(values)
-                assert left >= 0, fact
-                if left == 0:
+                remaining -= len(values)
+                assert remaining >= 0, fact
+                if remaining == 0:
                     break
-            digests[place] = digest.hexdigest()
+            digests[index] = digest.hexdigest()
         assert next(parts, None) is None, path
-        file.finish(_head(facts, digests, metadata))
+        file.finish(_encode_head(facts, digests, metadata))
 
 
 def read_head(path: Path) -> Head | None:
@@ -133,26 +133,29 @@ def read_head(path: Path) -> Head | None:
     return Head(len(data), hashlib.sha256(data).hexdigest(), metadata, tensors)
 
 
-def changed_bytes(path: Path) -> str | None:
-    """The first tensor of a file whose bytes have not the hash in its header: name[start:stop]."""
+def find_changed_tensor(path: Path) -> str | None:
+    """The first tensor whose bytes do not match its hash, as "name (bytes start:stop)", or None."""
     head = read_head(path)
     assert head is not None, path
     buffer = bytearray(_READ_BYTES)
     with path.open("rb", buffering=0) as file:
         for name, stored in head.tensors.items():
             digest = xxhash.xxh3_128()
-            left = stored.stop - stored.start
+            remaining = stored.stop - stored.start
             file.seek(stored.start)
-            while left and (count := file.readinto(memoryview(buffer)[:left])):
+            while remaining and (count := file.readinto(memoryview(buffer)[:remaining])):
                 digest.update(memoryview(buffer)[:count])
-                left -= count
+                remaining -= count
             if digest.hexdigest() != stored.xxh3_128:
                 return f"{name} (bytes {stored.start}:{stored.stop})"
     return None
 
 
 def read_bytes(path: Path, stored: Stored, *, is_hashed: bool = True) -> tuple[Tensor, str]:
-    """The values of one tensor on the host, and the hash of their bytes as they are now."""
+    """Read one tensor; return it, on the host, and the hash of the bytes that were read.
+
+    is_hashed=False: the hash is empty.
+    """
     data = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
     with path.open("rb", buffering=0) as file:
         file.seek(stored.start)
@@ -168,7 +171,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _head(facts: Sequence[Facts], digests: Sequence[str], metadata: Mapping[str, str]) -> bytes:
+def _encode_head(
+    facts: Sequence[Facts], digests: Sequence[str], metadata: Mapping[str, str]
+) -> bytes:
+    """The bytes of the header: its length, then JSON with every tensor's hash and offsets."""
     entries: dict[str, Any] = {"__metadata__": {"xxh3_128": " ".join(digests), **metadata}}
     start = 0
     for name, dtype, shape in facts:

@@ -1,7 +1,7 @@
-"""Hugging Face folders: boxes read straight from safetensors files (or torch's distributed
-checkpoint), also for a transformers module that has no weights yet; the files beside the weights.
+"""Hugging Face folders: reads boxes directly from safetensors files or torch's distributed
+checkpoint, also for a transformers module without weights; writes the files next to the weights.
 
-Files are memory-mapped: a rank touches only the bytes of its own boxes. Knows no engine.
+Files are memory-mapped: a rank reads only the bytes of its own boxes. This module knows no engine.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NOT_COPIED = (
 
 
 class HuggingFaceFolder:
-    """The tensors of a folder, read box by box. Every rank may read at the same time."""
+    """Reads the tensors of a folder box by box. All ranks may read at the same time."""
 
     bytes_read = 0
-    """Of the boxes that were read, in the precision of the files."""
+    """Bytes of the boxes that were read, in the precision of the files."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class HuggingFaceFolder:
         stored: Mapping[str, str] | None = None,
         kind: str = "model",
     ) -> None:
-        """ConfigError unless the folder has each tensor in its shape.
+        """Raises ConfigError unless the folder has each tensor in its shape.
 
-        wanted: the architecture, or a shape by name. new_head: a scalar head that the folder lacks
-        reads as zeros (a fresh critic). stored: the name in the files, where it is another one.
-        kind: of the model, for errors.
+        wanted: the architecture, or shapes by name. new_head: a scalar head that the folder lacks
+        reads as zeros (a new critic). stored: names in the files, for tensors with another name.
+        kind: kind of the model, for errors.
         """
         self._path = Path(path)
         self._files = dict[Path, Any]()
@@ -62,12 +62,12 @@ class HuggingFaceFolder:
         if isinstance(wanted, Architecture):
             kind = f"{wanted.family} model with a {wanted.head} head"
             wanted = shapes_by_name(wanted)
-        self._check(wanted, kind)
+        self._check_shapes(wanted, kind)
 
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box on the host, in the precision of the file.
 
-        ConfigError naming tensor and file if one is nan or infinite.
+        Raises ConfigError with tensor and file if a value is nan or infinite.
         """
         if name in self._zeros:
             return self._slice(min(self.names))[:1].new_zeros(box.shape)
@@ -89,6 +89,7 @@ class HuggingFaceFolder:
         return result
 
     def _slice(self, name: str) -> Any:
+        """The slice object of a tensor, from its file; opens the file at first use."""
         name = self._stored.get(name, name)
         path = self._file_of[name]
         if path not in self._files:
@@ -100,7 +101,8 @@ class HuggingFaceFolder:
             do = "download the folder again"
             raise ConfigError.of("model", got, f"that tensor, by {INDEX}", do) from err
 
-    def _check(self, wanted: Mapping[str, Sequence[int]], kind: str) -> None:
+    def _check_shapes(self, wanted: Mapping[str, Sequence[int]], kind: str) -> None:
+        """Raise ConfigError if a tensor is missing or has another shape."""
         wanted = {name: shape for name, shape in wanted.items() if name not in self._zeros}
         missing = []
         for name in wanted:
@@ -134,23 +136,23 @@ class HuggingFaceFolder:
 
 
 def check_finite(values: Tensor, name: str, path: str | Path) -> None:
-    """ConfigError naming a tensor and where it was read if a number of it is nan or infinite.
+    """Raise ConfigError with the tensor and its file if a value is nan or infinite.
 
-    Without it the first gradient of any model would be blamed.
+    Without this check, the first gradient would be blamed.
     """
     if not values.is_floating_point() or values.itemsize == 1 or not values.numel():
         return
     if not torch.stack(values.aminmax()).isfinite().all():
         wrong = int((~values.isfinite()).sum())
         got = f"{wrong} of {values.numel()} numbers nan or infinite in {name} of {path}"
-        do = "download the file again, or save it anew"
+        do = "download the file again, or save it again"
         raise ConfigError.of("model", got, "numbers", do)
 
 
 def folder_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every file of a folder, one at a time, on the host.
+    """Yields (name, complete tensor) of all files of a folder, one at a time, on the host.
 
-    ConfigError for a file that does not read as safetensors, nor as torch's checkpoint.
+    Raises ConfigError for a file that is neither safetensors nor torch's checkpoint.
     """
     files = sorted(Path(path).glob("*.safetensors"))
     for file in files or sorted(Path(path).glob(METADATA)):
@@ -160,11 +162,10 @@ def folder_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def empty_module(auto: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> Any:
-    """The transformers module of a folder, in eval mode, its parameters on the meta device.
+    """The transformers module of a folder, in eval mode, with its parameters on the meta device.
 
-    It takes no memory; what it computes for itself (rotary frequencies) is there.
-
-    auto: transformers.AutoModelFor...; settings: of the configuration.
+    Parameters take no memory. Buffers that the module computes (rotary frequencies) have values.
+    auto: transformers.AutoModelFor...; settings: overrides of the configuration.
     """
     import transformers
 
@@ -184,10 +185,10 @@ def empty_module(auto: Any, path: str | Path, dtype: torch.dtype, **settings: An
 
 
 def attention_of(config: Any) -> dict[str, str]:
-    """How transformers must compute the attention of a model, as an argument for its loaders.
+    """The attention implementation that a model needs, as an argument for transformers' loaders.
 
-    "eager" where the scores are capped (Gemma 2, attn_logit_softcapping): "sdpa", their default,
-    leaves the cap out without a word. {}: their default is right.
+    "eager" if the scores are capped (Gemma 2, attn_logit_softcapping), because their default "sdpa"
+    silently ignores the cap. Otherwise {}, for their default.
     """
     capping = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if capping is None:
@@ -196,15 +197,16 @@ def attention_of(config: Any) -> dict[str, str]:
 
 
 def folder_of(module: Any, path: str | Path, *, new_head: bool = False) -> HuggingFaceFolder | None:
-    """Reads the parameters of an `empty_module` by their names, a tied one by its first.
+    """A reader of the parameters of an `empty_module` by their names; also fills its buffers.
 
-    None, and a warning with the reason, if transformers does more than copy the files' tensors.
-    ConfigError if one is missing or of another shape. new_head: as `HuggingFaceFolder`.
+    A tied parameter has its first name. Returns None and logs a warning with the reason if
+    transformers does more than copy the files' tensors. Raises ConfigError if a tensor is missing
+    or has another shape. new_head: like in `HuggingFaceFolder`.
     """
     buffers = dict(module.named_buffers()).keys() & module.state_dict().keys()
     try:
         stored = _stored_names(module, path)
-    except _NotByBoxes as why:
+    except _NeedsTransformers as why:
         logger.warning("model.path %s is loaded whole on every rank: %s", path, why)
         return None
     tensors = {**dict(module.named_parameters()), **{n: module.get_buffer(n) for n in buffers}}
@@ -218,17 +220,20 @@ def folder_of(module: Any, path: str | Path, *, new_head: bool = False) -> Huggi
     return folder
 
 
-class _NotByBoxes(Exception):
-    """Why transformers must load a model by itself."""
+class _NeedsTransformers(Exception):
+    """Only transformers can load the model; the message is the reason."""
 
 
 def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
-    """Name in the module -> name in the files, of what transformers copies from them."""
+    """Name in the module -> name in the files, for tensors that transformers copies unchanged.
+
+    Raises _NeedsTransformers if it computes a tensor in another way.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     if getattr(module.config, "quantization_config", None):
-        raise _NotByBoxes("its weights are quantized")
+        raise _NeedsTransformers("its weights are quantized")
     is_torch = (Path(path) / METADATA).is_file()
     if not is_torch and not any(Path(path).glob("*.safetensors")):
         got = f"{path} without safetensors files"
@@ -244,28 +249,32 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
     for change in changes:
         if not isinstance(change, WeightConverter):
             renamings.append(change)
-    found: dict[str, str] = {}
+    file_name_of: dict[str, str] = {}
     for key in HuggingFaceFolder(path, {}).names:
         name, converted = rename_source_key(
             key, renamings, converters, module.base_model_prefix, state
         )
         if converted is not None and name in state:
-            raise _NotByBoxes(f"transformers computes {name} from several tensors of the files")
-        found[name if name in state else key] = key
+            raise _NeedsTransformers(
+                f"transformers computes {name} from several tensors of the files"
+            )
+        file_name_of[name if name in state else key] = key
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     for names in aliases.values():
-        there = [name for name in names if name in found]
-        if len(there) > 1 and not is_torch:  # torch saves a tied tensor under each name
-            raise _NotByBoxes(f"{' and '.join(there)} are tied, but two tensors in the files")
-        if there:
-            found[names[0]] = found[there[0]]
-    return found
+        present = [name for name in names if name in file_name_of]
+        if len(present) > 1 and not is_torch:  # torch saves a tied tensor under each name
+            raise _NeedsTransformers(
+                f"{' and '.join(present)} are tied, but two tensors in the files"
+            )
+        if present:
+            file_name_of[names[0]] = file_name_of[present[0]]
+    return file_name_of
 
 
 def file_names(num_files: int) -> list[str]:
-    """Names that from_pretrained looks for."""
+    """Names of the weight files that from_pretrained looks for."""
     if num_files == 1:
         return [_SINGLE]
     result = []
@@ -274,30 +283,34 @@ def file_names(num_files: int) -> list[str]:
     return result
 
 
-def write_beside(
+def write_other_files(
     folder: Path,
     weights: Mapping[str, Mapping[str, int]],
     *,
     config: Mapping[str, Any],
     source: Path,
 ) -> None:
-    """Write what belongs to the files of weights (file -> tensor -> bytes): config.json, an index
-    if there are several, and source's other files, if it is there (tokenizer, ...)."""
+    """Write the other files of a model folder: config.json, an index, and copies from `source`.
+
+    weights: file -> tensor -> bytes. The index is written if there are several files. Files of
+    `source` other than weights (tokenizer, ...) are copied if that folder exists.
+    """
     for path in source.iterdir() if source.is_dir() else ():
         if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
     if len(weights) > 1:
         total = sum(num_bytes for tensors in weights.values() for num_bytes in tensors.values())
-        places = {}
+        weight_map = {}
         for file, tensors in weights.items():
             for name in tensors:
-                places[name] = file
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+                weight_map[name] = file
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _open(path: Path) -> Any:
+    """Open a safetensors file or torch's checkpoint; ConfigError if it cannot be read."""
     if path.name == METADATA:
         return TorchCheckpoint(path.parent)
     try:

@@ -1,4 +1,4 @@
-"""Which file of a model folder holds which tensor, by its index. Reads JSON only."""
+"""The index of a model folder: which file has which tensor. Reads JSON only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_index(folder: Path, *, key: str = "model.path") -> dict[str, Path] | None:
-    """Tensor name -> file, by the folder's index; None if it has none.
+    """Tensor name -> file, from the folder's index; None if it has no index.
 
-    ConfigError, naming the setting `key` and the file, for an index that is no JSON or names no
-    files of the folder.
+    Raises ConfigError with the setting `key` and the file if the index is not JSON or has names
+    that are no files of the folder.
     """
     file = folder / INDEX
     if not file.is_file():
         return None
-    again = "download the folder again, or save the model anew"
+    again = "download the folder again, or save the model again"
     weight_map = read_json(file, key=key).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         expected = "weight_map: the file of each tensor"
@@ -27,7 +27,7 @@ def read_index(folder: Path, *, key: str = "model.path") -> dict[str, Path] | No
     for name in dict.fromkeys(weight_map.values()):
         if not isinstance(name, str) or Path(name).name != name:
             got = f"{file}, which names {name!r} as a file of weights"
-            raise ConfigError.of(key, got, "files beside it", again)
+            raise ConfigError.of(key, got, "files next to it", again)
         if not (folder / name).is_file():
             got = f"{folder} without {name}, which {INDEX} names"
             raise ConfigError.of(key, got, "every file of the index", again)

@@ -1,10 +1,10 @@
-"""Values between local tensors and boxes. Pure torch, no processes.
+"""Copies values between local tensors and boxes. Pure torch, no processes.
 
 fill(local, table, read)          boxes -> local tensors (loading, resharding, a checkpoint)
 blocks(local, table)              local tensors -> live views by box (the inverse)
-Blocks(blocks).read               boxes out of such views: fill's third argument
+Blocks(blocks).read               reads boxes from such views: fill's third argument
 
-`Storages`: memory that is freed for a while.
+`Storages`: memory that is freed temporarily.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Block = tuple[str, Tensor, Box]
 def fill(local_tensors: Mapping[str, Tensor], table: ShardTable, read: Read) -> None:
     """Write every piece of every local tensor in place, and zeros into the padding.
 
-    local_tensors: at least those of the table, in its shapes; values are rounded to their dtype.
+    local_tensors: at least those of the table, in its shapes. Values are rounded to their dtype.
     """
     with torch.no_grad():
         for name, described in table.items():
-            tensor = _local(local_tensors, name, described.shape)
+            tensor = _find_local_tensor(local_tensors, name, described.shape)
             if described.padding:
                 tensor.zero_()
             for piece in described.pieces:
@@ -45,7 +45,7 @@ def fill(local_tensors: Mapping[str, Tensor], table: ShardTable, read: Read) -> 
 def copy_box(target: Tensor, name: str, box: Box, read: Read) -> None:
     """Write a box in place, rounded to target's dtype.
 
-    Some rows at a time: what is read for another device is converted in host memory first.
+    Copies some rows at a time, because values for a device are first converted in host memory.
     """
     if target.ndim:
         rows = max(1, _READ_ELEMENTS * len(target) // max(1, target.numel()))
@@ -63,85 +63,86 @@ def copy_box(target: Tensor, name: str, box: Box, read: Read) -> None:
 def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[Block]:
     """Every piece as a view that shares storage with its local tensor, in the table's order."""
     for name, described in table.items():
-        tensor = _local(local_tensors, name, described.shape).detach()
+        tensor = _find_local_tensor(local_tensors, name, described.shape).detach()
         for piece in described.pieces:
             yield piece.name, tensor[piece.local.slices()], piece.box
 
 
-def own_parts(held: Iterable[Block], own: Iterable[Iterable[Box]]) -> Iterator[Block]:
-    """The parts of each block that `blocks.box.own_boxes` gives to this rank."""
-    for (name, view, box), parts in zip(held, own, strict=True):
+def own_parts(pieces: Iterable[Block], own: Iterable[Iterable[Box]]) -> Iterator[Block]:
+    """The parts of each block that this rank owns, by `blocks.box.own_boxes`."""
+    for (name, view, box), parts in zip(pieces, own, strict=True):
         for part in parts:
             yield name, view[part.slices(box)], part
 
 
 class Blocks:
-    """Live views by the boxes that they hold, of one rank or of several: read, or written."""
+    """Live views by name and box, of one rank or several, that can be read and written by box."""
 
     def __init__(self, some: Iterable[Block]) -> None:
-        self._held: dict[str, list[tuple[Tensor, Box]]] = {}
+        self._blocks: dict[str, list[tuple[Tensor, Box]]] = {}
         for name, values, box in some:
-            self._held.setdefault(name, []).append((values, box))
+            self._blocks.setdefault(name, []).append((values, box))
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box: a view if one block holds it, else a new tensor.
+        """The values of a box: a view if one block holds it, otherwise a new tensor.
 
-        PlanError if the blocks do not hold all of it.
+        Raises PlanError if the blocks do not hold all of it.
         """
         pieces = self.pieces(name, box)
         if pieces[0][1] == box:
             return pieces[0][0]
         result = pieces[0][0].new_empty(box.shape)
-        for values, held in pieces:
-            result[held.slices(box)] = values
+        for values, piece_box in pieces:
+            result[piece_box.slices(box)] = values
         return result
 
     def pieces(self, name: str, box: Box) -> list[tuple[Tensor, Box]]:
-        """Live views that make up a box: one if a block holds it, else what each block has.
+        """Live views that cover a box: one if a block holds all of it, otherwise one per block.
 
-        PlanError if the blocks do not hold all of it.
+        Raises PlanError if the blocks do not hold all of it.
         """
-        whole = self.view(name, box)
-        if whole is not None:
-            return [(whole, box)]
-        missing = subtract_all([box], [each for _, each in self._held.get(name, ())])
+        view = self.view(name, box)
+        if view is not None:
+            return [(view, box)]
+        missing = subtract_all([box], [each for _, each in self._blocks.get(name, ())])
         if missing:
             got = f"no values of box {missing[0].bounds}"
             expected = f"blocks that hold all of {box.bounds}"
             raise PlanError.of(f"tensor {name}", got, expected, "add the rank that holds it")
         result = []
-        for values, each, part in self._shared(name, box):
+        for values, each, part in self._overlaps(name, box):
             result.append((values[part.slices(each)], part))
         return result
 
     def view(self, name: str, box: Box) -> Tensor | None:
-        """The live values of a box; None if no block holds it whole."""
-        for values, whole in self._held.get(name, ()):
-            if whole.contains(box):
-                return values[box.slices(whole)]
+        """A live view of a box; None if no single block holds all of it."""
+        for values, block_box in self._blocks.get(name, ()):
+            if block_box.contains(box):
+                return values[box.slices(block_box)]
         return None
 
     def sole_view(self, name: str, box: Box) -> Tensor | None:
-        """As `view`; None too if another block holds an element of it."""
-        if len(list(self._shared(name, box))) == 1:
+        """Like `view`, but also None if another block holds an element of the box."""
+        if len(list(self._overlaps(name, box))) == 1:
             return self.view(name, box)
         return None
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Copy a box in place, rounded, wherever blocks hold an element of it (a tied copy too)."""
+        """Copy values, rounded, into every block with an element of the box, also tied copies."""
         with torch.no_grad():
-            for target, whole, common in self._shared(name, box):
-                target[common.slices(whole)].copy_(values[common.slices(box)])
+            for target, block_box, common in self._overlaps(name, box):
+                target[common.slices(block_box)].copy_(values[common.slices(box)])
 
-    def _shared(self, name: str, box: Box) -> Iterator[tuple[Tensor, Box, Box]]:
-        """(values, their box, what it has of `box`) of each block that has an element of it."""
-        for values, whole in self._held.get(name, ()):
-            common = whole.intersect(box)
+    def _overlaps(self, name: str, box: Box) -> Iterator[tuple[Tensor, Box, Box]]:
+        """(values, their box, the part of `box` in it) of each block that has an element of it."""
+        for values, block_box in self._blocks.get(name, ()):
+            common = block_box.intersect(box)
             if common is not None:
-                yield values, whole, common
+                yield values, block_box, common
 
 
-def _local(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+def _find_local_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """The local tensor of that name; PlanError if it is missing or has another shape."""
     tensor = tensors.get(name)
     if tensor is None or tuple(tensor.shape) != shape:
         got = None if tensor is None else tuple(tensor.shape)
@@ -151,32 +152,33 @@ def _local(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> 
 
 
 class Storages:
-    """The storages of some tensors, each once; freed and reallocated together.
+    """The storages of some tensors, which are freed and reallocated together.
 
-    A storage that is resized to nothing keeps its tensors: views, addresses in Python and aliases
-    stay valid, and reading them is an error until the storage has its size back.
+    Tensors keep a storage that is resized to 0 bytes: views, Python objects and aliases stay valid,
+    but reading them is an error until the storage has its size back.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {}
+        """A storage that several tensors share is counted once."""
+        storages = {}
         for t in tensors:
-            found[t.untyped_storage()._cdata] = t.untyped_storage()
-        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+            storages[t.untyped_storage()._cdata] = t.untyped_storage()
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self._host: Sequence[Tensor] = ()
         self._is_on_host = False
         self._version: int | None = None
-        """Of the values in host memory."""
+        """Version of the values in host memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now."""
+        """Bytes that are allocated now."""
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def to_host(self, version: int | None = None) -> None:
-        """Free the memory and keep the values in one host buffer, which is reused and, beside a
-        GPU, pinned, so that the host waits for no copy.
+        """Copy the values to a host buffer and free the memory.
 
-        version: of the values; if the host still has that version, nothing is copied.
+        The buffer is reused. With a GPU it is pinned, so that the host does not wait for copies.
+        version: version of the values; if the host still has that version, nothing is copied.
         """
         if self._is_on_host:
             return
@@ -187,21 +189,24 @@ class Storages:
         self._version = version
 
     def _copy_to_host(self) -> None:
+        """Copy all storages to the host buffer, which is allocated at first use."""
         if not self._host:
             sizes = [num_bytes for _, num_bytes in self._storages]
             pinned = own_device() != CPU
             self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned).split(sizes)
-        for (storage, _), kept in zip(self._storages, self._host, strict=True):
-            kept.copy_(_bytes_of(storage), non_blocking=True)
+        for (storage, _), target in zip(self._storages, self._host, strict=True):
+            target.copy_(_bytes_of(storage), non_blocking=True)
 
     def free(self) -> None:
-        """Free the memory; the values are lost, unless they are on the host."""
+        """Free the memory. Values that are not on the host are lost."""
         for storage, _ in self._storages:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Reallocate the memory: with the values kept on the host, else zeros (NaN in unused slots
-        would spread)."""
+        """Reallocate the memory, with the values from the host, or zeros if it has none.
+
+        Zeros, because NaN in unused elements would spread.
+        """
         for number, (storage, num_bytes) in enumerate(self._storages):
             if storage.nbytes() == num_bytes:
                 continue

@@ -1,7 +1,7 @@
-"""Python files that a model folder brings along (`auto_map`): never run, and refused where needed.
+"""Python code in a model folder (`auto_map`): it is never run; folders that need it are refused.
 
-transformers would fetch and run them, or ask on the terminal whether it may. Here every call says
-`trust_remote_code=False`; a folder that cannot do without is refused before ranks meet.
+transformers would fetch and run it, or ask for permission on the terminal. Here every call passes
+`trust_remote_code=False`, and a folder that needs its code is refused before ranks connect.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ _TOKENIZER = "tokenizer_config.json"
 
 
 def refuse_own_code(key: str, folder: Path) -> None:
-    """ConfigError if transformers has no class of its own for the folder's model or tokenizer.
+    """Raise ConfigError if transformers has no class for the folder's model or tokenizer.
 
-    key: the setting that names the folder. Code that is only an alternative is no error.
+    key: the setting that has the folder. Code that is only an alternative is no error.
     """
-    config = _read(key, folder / _CONFIG)
+    config = _read_or_empty(key, folder / _CONFIG)
     if config.get("auto_map") and not _knows_model(config):
-        raise _refusal(key, folder / _CONFIG, config, f"model_type {config.get('model_type')!r}")
-    tokenizer = _read(key, folder / _TOKENIZER)
+        raise _code_error(key, folder / _CONFIG, config, f"model_type {config.get('model_type')!r}")
+    tokenizer = _read_or_empty(key, folder / _TOKENIZER)
     if tokenizer.get("auto_map") and not _knows_tokenizer(config, tokenizer):
         what = f"tokenizer_class {tokenizer.get('tokenizer_class')!r}"
-        raise _refusal(key, folder / _TOKENIZER, tokenizer, what)
+        raise _code_error(key, folder / _TOKENIZER, tokenizer, what)
 
 
 def unused_code_text(folders: Iterable[str]) -> str:
-    """A line for each file of these folders that names code of the folder; empty without any."""
+    """One line for each file of these folders that refers to code of the folder."""
     lines = []
     for folder in dict.fromkeys(folders):
         for name in (_CONFIG, _TOKENIZER):
             file = Path(folder) / name
-            if _read("model", file).get("auto_map"):
+            if _read_or_empty("model", file).get("auto_map"):
                 lines.append(f"code   {file}: its auto_map is not used, transformers has a class")
     return "\n".join(lines)
 
 
-def _read(key: str, file: Path) -> dict[str, Any]:
+def _read_or_empty(key: str, file: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no such file."""
     if not file.is_file():
         return {}
-    found: dict[str, Any] = read_json(file, key=key)
-    return found
+    content: dict[str, Any] = read_json(file, key=key)
+    return content
 
 
 def _knows_model(config: dict[str, Any]) -> bool:
@@ -68,9 +69,9 @@ def _knows_tokenizer(config: dict[str, Any], tokenizer: dict[str, Any]) -> bool:
     return any(tokenizer_class_from_name(each) is not None for each in names)
 
 
-def _refusal(key: str, file: Path, found: dict[str, Any], what: str) -> ConfigError:
+def _code_error(key: str, file: Path, facts: dict[str, Any], what: str) -> ConfigError:
     return ConfigError(
-        f"{key}: got {file}, whose auto_map {found['auto_map']} names code of the folder, expected "
+        f"{key}: got {file}, whose auto_map {facts['auto_map']} names code of the folder, expected "
         f"a {what} that transformers has; code of a model folder is never run: use a model that "
         f"transformers knows, or register its classes in the script (AutoConfig.register)"
     )

@@ -1,6 +1,6 @@
 """Shard tables of all ranks of a layout, engine by engine. Integers only; no engine is imported.
 
-Data-parallel engines: rows in equal chunks, or whole tensors.
+Data-parallel engines: rows in equal chunks, or complete tensors.
 
 Megatron (megatron-core 0.16 to 0.19, its local layer specification):
 
@@ -8,11 +8,11 @@ Megatron (megatron-core 0.16 to 0.19, its local layer specification):
   beneath another; the rows are cut in t equal parts. With fewer kv heads than t a cut falls inside
   a group, or inside a head: nothing is replicated, Megatron gathers the *activations* over tp.
 - linear_fc1: this rank's rows of gate, then those of up.
-- linear_proj, linear_fc2: columns; their biases whole on every rank.
+- linear_proj, linear_fc2: columns; their complete biases on every rank.
 - Embedding and output layer: rows of the vocabulary, padded to `vocab_multiple`.
 - Layers over stages: `table.stage_layers`, numbered from 0 in each stage. The last stage of a tied
   model has a copy of the embedding as its output layer if there is more than one stage.
-- A scalar head is the output layer: one row, whole on every rank of the last stage.
+- A scalar head is the output layer: one row, on every rank of the last stage.
 
 vLLM 0.32, by its parameter names:
 
@@ -21,7 +21,7 @@ vLLM 0.32, by its parameter names:
 - gate_up_proj: this rank's rows of gate, then those of up; o_proj and down_proj: columns.
 - embed_tokens and lm_head: rows of the vocabulary padded to a multiple of 64.
 - Layers keep their number; stages as `table.stage_layers`. A tied model has the embedding on the
-  first and on the last stage, and no lm_head of its own.
+  first and on the last stage, and no lm_head.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from spmdflow.weights.table import (
 )
 
 RankTables = Mapping[int, ShardTable]
-"""By global rank; ranks that hold the same share one table object."""
+"""By global rank. Ranks with the same shards share one table object."""
 BUCKET_BYTES = 64 << 20
-"""Most bytes of weights that a rank packs, or receives, at a time between two layouts."""
+"""The most bytes of weights that a rank packs or receives at a time between two layouts."""
 SHARED_EMBEDDING = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Of a tied Megatron model over several stages: the first stage's, and the last stage's copy."""
+"""The first stage's embedding and the last stage's copy, in a tied multi-stage Megatron model."""
 OVERLAP_BUCKET = 40_000_000
-"""Elements at which Megatron closes a bucket of the first stage where it overlaps reductions."""
+"""Elements at which Megatron closes a bucket of the first stage if it overlaps reductions."""
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, whatever the tensor-parallel size."""
 
@@ -71,61 +71,62 @@ def _each(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
 
 
 _MEGATRON_LAYER: tuple[LayerRow, ...] = (
-    ("input_layernorm.weight", Cut.whole, ("input_layernorm.weight",)),
+    ("input_layernorm.weight", Cut.full_tensor, ("input_layernorm.weight",)),
     ("self_attention.linear_proj.weight", Cut.columns, ("self_attn.o_proj.weight",)),
-    ("self_attention.linear_proj.bias", Cut.whole, ("self_attn.o_proj.bias",)),
+    ("self_attention.linear_proj.bias", Cut.full_tensor, ("self_attn.o_proj.bias",)),
     ("self_attention.linear_qkv.weight", Cut.groups, _each(_QKV, "weight")),
     ("self_attention.linear_qkv.bias", Cut.groups, _each(_QKV, "bias")),
-    ("self_attention.q_layernorm.weight", Cut.whole, ("self_attn.q_norm.weight",)),
-    ("self_attention.k_layernorm.weight", Cut.whole, ("self_attn.k_norm.weight",)),
-    ("pre_mlp_layernorm.weight", Cut.whole, ("post_attention_layernorm.weight",)),
+    ("self_attention.q_layernorm.weight", Cut.full_tensor, ("self_attn.q_norm.weight",)),
+    ("self_attention.k_layernorm.weight", Cut.full_tensor, ("self_attn.k_norm.weight",)),
+    ("pre_mlp_layernorm.weight", Cut.full_tensor, ("post_attention_layernorm.weight",)),
     ("mlp.linear_fc1.weight", Cut.rows, _each(_GATE_UP, "weight")),
     ("mlp.linear_fc1.bias", Cut.rows, _each(_GATE_UP, "bias")),
     ("mlp.linear_fc2.weight", Cut.columns, ("mlp.down_proj.weight",)),
-    ("mlp.linear_fc2.bias", Cut.whole, ("mlp.down_proj.bias",)),
+    ("mlp.linear_fc2.bias", Cut.full_tensor, ("mlp.down_proj.bias",)),
 )
 _VLLM_LAYER: tuple[LayerRow, ...] = (
     ("self_attn.qkv_proj.weight", Cut.heads, _each(_QKV, "weight")),
     ("self_attn.qkv_proj.bias", Cut.heads, _each(_QKV, "bias")),
     ("self_attn.o_proj.weight", Cut.columns, ("self_attn.o_proj.weight",)),
-    ("self_attn.o_proj.bias", Cut.whole, ("self_attn.o_proj.bias",)),
-    ("self_attn.q_norm.weight", Cut.whole, ("self_attn.q_norm.weight",)),
-    ("self_attn.k_norm.weight", Cut.whole, ("self_attn.k_norm.weight",)),
+    ("self_attn.o_proj.bias", Cut.full_tensor, ("self_attn.o_proj.bias",)),
+    ("self_attn.q_norm.weight", Cut.full_tensor, ("self_attn.q_norm.weight",)),
+    ("self_attn.k_norm.weight", Cut.full_tensor, ("self_attn.k_norm.weight",)),
     ("mlp.gate_up_proj.weight", Cut.rows, _each(_GATE_UP, "weight")),
     ("mlp.gate_up_proj.bias", Cut.rows, _each(_GATE_UP, "bias")),
     ("mlp.down_proj.weight", Cut.columns, ("mlp.down_proj.weight",)),
-    ("mlp.down_proj.bias", Cut.whole, ("mlp.down_proj.bias",)),
-    ("input_layernorm.weight", Cut.whole, ("input_layernorm.weight",)),
-    ("post_attention_layernorm.weight", Cut.whole, ("post_attention_layernorm.weight",)),
+    ("mlp.down_proj.bias", Cut.full_tensor, ("mlp.down_proj.bias",)),
+    ("input_layernorm.weight", Cut.full_tensor, ("input_layernorm.weight",)),
+    ("post_attention_layernorm.weight", Cut.full_tensor, ("post_attention_layernorm.weight",)),
 )
 
 
 def row_tables(arch: Architecture, layout: Layout) -> RankTables:
-    """What each rank trains with where shard_size ranks divide every tensor's rows."""
-    places = {}
+    """Each rank's training shards if shard_size ranks divide every tensor's rows."""
+    shard_ranks = {}
     for rank in layout.ranks:
-        places[rank] = (layout.coordinate(rank).dp % layout.shard_size,)
-    return _shared(
-        places, lambda place: row_shards(arch, shard_size=layout.shard_size, shard_rank=place)
+        shard_ranks[rank] = (layout.coordinate(rank).dp % layout.shard_size,)
+    return _build_tables(
+        shard_ranks,
+        lambda shard_rank: row_shards(arch, shard_size=layout.shard_size, shard_rank=shard_rank),
     )
 
 
 def whole_tables(arch: Architecture, layout: Layout) -> RankTables:
-    """Every tensor on every rank: the built-in generator."""
+    """Every tensor on every rank, for the built-in generator."""
     return row_tables(arch, replace(layout, shard_size=1))
 
 
 def megatron_tables(
     arch: Architecture, layout: Layout, *, vocab_multiple: int | None = None
 ) -> RankTables:
-    """What each rank trains with under Megatron, its vocabulary padded to a multiple.
+    """Each rank's training shards under Megatron, with the vocabulary padded to a multiple.
 
-    Of a layout with virtual_size v, part c of stage s is stage c p + s of a pipeline of p v stages.
+    With virtual_size v, part c of stage s is stage c p + s of a pipeline of p v stages.
     """
     parts = layout.virtual_size
-    places = {}
+    coordinates = {}
     for r in layout.ranks:
-        places[r] = layout.coordinate(r)
+        coordinates[r] = layout.coordinate(r)
 
     def table(tp_rank: int, pp_rank: int) -> ShardTable:
         """Local tensors of a rank's parts, one after the other."""
@@ -142,35 +143,40 @@ def megatron_tables(
                 result[part_name(part, name, parts)] = tensor
         return result
 
-    return _shared({rank: (place.tp, place.pp) for rank, place in places.items()}, table)
+    return _build_tables(
+        {rank: (coordinate.tp, coordinate.pp) for rank, coordinate in coordinates.items()}, table
+    )
 
 
 def part_name(part: int, name: str, num_parts: int) -> str:
-    """A parameter of one of several parts of the model on a rank."""
+    """Name of a parameter in one of the parts of the model on a rank."""
     if num_parts == 1:
         return name
     return f"{part}.{name}"
 
 
 def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:
-    """What each rank generates with under vLLM, by the layout's generation sizes."""
+    """Each rank's shards under vLLM, by the layout's generation sizes."""
     sizes = {"tp_size": layout.gen_tp_size, "pp_size": layout.gen_pp_size}
-    places = {}
+    coordinates = {}
     for rank in layout.ranks:
-        places[rank] = layout.generation_coordinate(rank)
-    return _shared(
-        {rank: (place.tp, place.pp) for rank, place in places.items()},
+        coordinates[rank] = layout.generation_coordinate(rank)
+    return _build_tables(
+        {rank: (coordinate.tp, coordinate.pp) for rank, coordinate in coordinates.items()},
         lambda tp_rank, pp_rank: vllm_shards(arch, tp_rank=tp_rank, pp_rank=pp_rank, **sizes),
     )
 
 
-def _shared(places: Mapping[int, tuple[int, ...]], table: Callable[..., ShardTable]) -> RankTables:
-    made = {}
-    for place in dict.fromkeys(places.values()):
-        made[place] = table(*place)
+def _build_tables(
+    coordinates: Mapping[int, tuple[int, ...]], table: Callable[..., ShardTable]
+) -> RankTables:
+    """Each rank's table, from its coordinates; ranks with equal coordinates share one table."""
+    tables = {}
+    for coordinate in dict.fromkeys(coordinates.values()):
+        tables[coordinate] = table(*coordinate)
     result = {}
-    for rank, place in places.items():
-        result[rank] = made[place]
+    for rank, coordinate in coordinates.items():
+        result[rank] = tables[coordinate]
     return result
 
 
@@ -181,15 +187,15 @@ def row_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> Shard
     """
     assert 0 <= shard_rank < shard_size, (shard_rank, shard_size)
     table: dict[str, LocalTensor] = {}
-    alike: dict[tuple[int, ...], LocalTensor] = {}
+    by_shape: dict[tuple[int, ...], LocalTensor] = {}
     for name, shape in parameters(arch):
-        if shape not in alike:
+        if shape not in by_shape:
             rows = -(-shape[0] // shard_size)
             box = row_box(shape, shard_rank * rows, (shard_rank + 1) * rows)
-            alike[shape] = stack([(name, box)])
-        like = alike[shape]
-        pieces = tuple(Piece(name, piece.box, piece.local) for piece in like.pieces)
-        table[name] = LocalTensor(like.shape, pieces)
+            by_shape[shape] = stack([(name, box)])
+        first = by_shape[shape]
+        pieces = tuple(Piece(name, piece.box, piece.local) for piece in first.pieces)
+        table[name] = LocalTensor(first.shape, pieces)
     return table
 
 
@@ -205,7 +211,7 @@ def megatron_shards(
     """Local tensors of one rank, by the parameter names of `GPTModel`.
 
     vocab_multiple: the vocabulary is padded to a multiple of it; tp_size divides that.
-    ConfigError if the architecture cannot be cut so, or has biases that Megatron lacks.
+    ConfigError if the architecture cannot be cut this way, or has biases that Megatron lacks.
     """
     check_cut("megatron", arch, tp_size=tp_size, pp_size=pp_size)
     if arch.o_bias != arch.mlp_bias or (arch.mlp_bias and not arch.qkv_bias):
@@ -221,9 +227,9 @@ def megatron_shards(
         for name, tensor in cut.layer(_MEGATRON_LAYER, layer):
             table[f"decoder.layers.{number}.{name}"] = tensor
     if pp_rank == pp_size - 1:
-        table["decoder.final_layernorm.weight"] = cut.whole(["model.norm.weight"])
+        table["decoder.final_layernorm.weight"] = cut.full_tensor(["model.norm.weight"])
         if arch.head == "scalar":
-            table["output_layer.weight"] = cut.whole(["score.weight"])
+            table["output_layer.weight"] = cut.full_tensor(["score.weight"])
         elif not arch.tied:
             table["output_layer.weight"] = cut.vocabulary(["lm_head.weight"])
         elif pp_size > 1:
@@ -232,73 +238,73 @@ def megatron_shards(
 
 
 def default_vocab_multiple(tp_size: int) -> int:
-    """What Megatron's vocabulary is padded to: rows divide over tp, and vLLM pads to 64."""
+    """Multiple to which Megatron's vocabulary is padded, so that tp and vLLM's 64 divide it."""
     return math.lcm(VLLM_VOCAB_MULTIPLE, tp_size)
 
 
-def buffer_places(
+def buffer_offsets(
     table: ShardTable,
     *,
     aligned_over: int | None,
     shared_embedding: bool,
     bucket_size: int | None = None,
 ) -> tuple[dict[str, int], int]:
-    """Offset of each of a rank's parameters in the flat buffer of Megatron's DDP, and the buffer's
-    size, in elements. A bucket ends when it has bucket_size of them; None: there is one bucket.
+    """Offsets of a rank's parameters in the flat buffer of Megatron's DDP, and the buffer's size.
 
-    aligned_over: dp_size under the distributed optimizer, which begins each parameter at a
-    multiple of 64 and ends each bucket at one of lcm(dp_size, 128); None without it: no padding.
-    shared_embedding: tied over several stages, the embedding (or its copy) has a bucket of its own.
+    All are in elements. A bucket ends when it has bucket_size of them; None: there is one bucket.
+    aligned_over: dp_size under the distributed optimizer, which starts each parameter at a multiple
+    of 64 and ends each bucket at a multiple of lcm(dp_size, 128); None without it: no padding.
+    shared_embedding: the embedding (or its copy), tied over several stages, has a separate bucket.
     """
-    places: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     first = 0
     end = 0
     is_open = False
     if aligned_over is None:
         for name, tensor in table.items():
-            places[name] = end
+            offsets[name] = end
             end = end + tensor.size
-        return places, end
+        return offsets, end
     alignment = math.lcm(aligned_over, 128)
     for name in reversed(list(table)):
-        start = _rounded_up(end, 64)
-        alone = shared_embedding and name in SHARED_EMBEDDING
-        if alone and is_open:
-            start = first = _rounded_up(start, alignment)
-        places[name] = start
+        start = _round_up(end, 64)
+        is_separate = shared_embedding and name in SHARED_EMBEDDING
+        if is_separate and is_open:
+            start = first = _round_up(start, alignment)
+        offsets[name] = start
         end = start + table[name].size
-        is_open = not alone and (bucket_size is None or end - first < bucket_size)
+        is_open = not is_separate and (bucket_size is None or end - first < bucket_size)
         if not is_open:
-            end = first = _rounded_up(end, alignment)
-    return places, _rounded_up(end, alignment)
+            end = first = _round_up(end, alignment)
+    return offsets, _round_up(end, alignment)
 
 
 def storage_numel(
     arch: Architecture, layout: Layout, *, distributed_optimizer: bool, overlap: bool = False
 ) -> dict[int, int]:
-    """Elements of each rank's Megatron parameter buffer, padded for that optimizer if it is on."""
+    """Elements of each rank's Megatron parameter buffer, including the optimizer's padding."""
     aligned_over = layout.dp_size if distributed_optimizer else None
     shared = arch.tied and layout.pp_size > 1
-    found = {}
+    sizes = {}
     for rank, table in megatron_tables(arch, layout).items():
         if overlap and layout.coordinate(rank).pp == 0:
             bucket = OVERLAP_BUCKET
         else:
             bucket = None
-        found[rank] = buffer_places(
+        sizes[rank] = buffer_offsets(
             table, aligned_over=aligned_over, shared_embedding=shared, bucket_size=bucket
         )[1]
-    return found
+    return sizes
 
 
-def _rounded_up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
 def vllm_shards(
     arch: Architecture, *, tp_size: int, tp_rank: int, pp_size: int, pp_rank: int
 ) -> ShardTable:
-    """Local tensors of one rank; ConfigError if vLLM cannot hold the architecture so."""
+    """Local tensors of one rank; ConfigError if vLLM cannot shard the architecture this way."""
     if arch.head != "causal_lm":
         expected = "one that generates"
         do = "give rollout a causal language model"
@@ -316,7 +322,7 @@ def vllm_shards(
         for name, tensor in cut.layer(_VLLM_LAYER, layer):
             table[f"model.layers.{layer}.{name}"] = tensor
     if pp_rank == pp_size - 1:
-        table["model.norm.weight"] = cut.whole(["model.norm.weight"])
+        table["model.norm.weight"] = cut.full_tensor(["model.norm.weight"])
         if not arch.tied:
             table["lm_head.weight"] = cut.vocabulary(["lm_head.weight"])
     if arch.adapters is not None:
@@ -333,11 +339,14 @@ def vllm_shards(
 
 
 def adapter_boxes(piece: Piece, adapters: Adapters) -> dict[str, Box]:
-    """A and B beside a part of a weight: A has its columns, B its rows; none without an adapter."""
-    found = {}
+    """Boxes of A and B that belong to a part of a weight: A has its columns, B its rows.
+
+    Empty for a weight without an adapter.
+    """
+    boxes = {}
     for name, shape in adapters.shapes({piece.name: piece.box.shape}).items():
         bounds = [(0, size) for size in shape]
         cut = 1 if name == adapter_names(piece.name)[0] else 0
         bounds[cut] = piece.box.bounds[cut]
-        found[name] = Box(tuple(bounds))
-    return found
+        boxes[name] = Box(tuple(bounds))
+    return boxes

@@ -1,13 +1,13 @@
-"""The tensors of an architecture by Hugging Face name, and what a rank holds of them.
+"""The tensors of an architecture by Hugging Face name, and a rank's shards of them.
 
-`parameters`: in the order of the state dict. The families share names and order; which rows exist
-(biases, norms of q and k, the head) follows from the architecture's flags. A tied lm_head is the
-embedding and is left out.
+`parameters` lists them in the order of the state dict. The families share names and order. The
+architecture's flags determine which rows exist (biases, norms of q and k, the head). A tied lm_head
+is the embedding and is omitted.
 
-`Piece`: a box of a Hugging Face tensor and the equal box of a local tensor. `Cut`: the ways to
-cut; each takes Hugging Face names and gives the local tensor they fill. The engines' tables
-(`ranks`) say which way each of their tensors is made; a tensor is there if the architecture has its
-names. Integers only.
+`Piece`: a box of a Hugging Face tensor and the equal box of a local tensor. `Cut`: the ways to cut;
+each takes Hugging Face names and returns the local tensor that they fill. The engines' tables
+(`ranks`) have the way for each of their tensors. A tensor exists if the architecture has its names.
+Integers only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LAYER = (
     ("input_layernorm.weight", ("hidden",), ""),
     ("post_attention_layernorm.weight", ("hidden",), ""),
 )
-"""Names below a layer, extent of each dimension, and the flag of an architecture that has it."""
+"""Names below a layer, extent of each dimension, and the flag of architectures that have it."""
 
 
 @lru_cache(maxsize=64)
@@ -69,30 +69,30 @@ def parameters(arch: Architecture) -> tuple[Parameter, ...]:
     for name, dimensions, flag in _LAYER:
         if not flag or getattr(arch, flag):
             layer.append((name, tuple(sizes[dimension] for dimension in dimensions)))
-    found = [Parameter(EMBEDDING, (arch.vocab_size, hidden))]
+    tensors = [Parameter(EMBEDDING, (arch.vocab_size, hidden))]
     for number in range(arch.num_layers):
-        found += [Parameter(f"model.layers.{number}.{name}", shape) for name, shape in layer]
-    found.append(Parameter("model.norm.weight", (hidden,)))
+        tensors += [Parameter(f"model.layers.{number}.{name}", shape) for name, shape in layer]
+    tensors.append(Parameter("model.norm.weight", (hidden,)))
     if arch.head == "scalar":
-        found.append(Parameter("score.weight", (1, hidden)))
+        tensors.append(Parameter("score.weight", (1, hidden)))
     elif not arch.tied:
-        found.append(Parameter("lm_head.weight", (arch.vocab_size, hidden)))
+        tensors.append(Parameter("lm_head.weight", (arch.vocab_size, hidden)))
     if arch.adapters is not None:
-        found += [Parameter(*each) for each in arch.adapters.shapes(dict(found)).items()]
-    return tuple(found)
+        tensors += [Parameter(*each) for each in arch.adapters.shapes(dict(tensors)).items()]
+    return tuple(tensors)
 
 
 @lru_cache(maxsize=64)
 def shapes_by_name(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
-    """`parameters` by name; do not write it."""
+    """`parameters` by name. Do not write to it."""
     return dict(parameters(arch))
 
 
 def stage_layers(num_layers: int, *, pp_size: int, pp_rank: int) -> range:
-    """Layers of a pipeline stage: neighbours, the first stages one more if they do not divide.
+    """Layers of a pipeline stage. If they do not divide evenly, the first stages have one more.
 
-    Stage boundaries are ceil(stage * num_layers / pp_size), so the stages of a pp_size lie whole
-    inside those of its divisors. vLLM is made to divide layers in this way too
+    Stage boundaries are ceil(stage * num_layers / pp_size), so each stage is inside one stage of
+    every divisor of pp_size. vLLM is configured to divide layers in the same way
     (`rollout.vllm_engine`).
     """
     assert 0 <= pp_rank < pp_size, (pp_rank, pp_size)
@@ -102,19 +102,19 @@ def stage_layers(num_layers: int, *, pp_size: int, pp_rank: int) -> range:
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements `box` of the tensor `name` lie at `local` in the local tensor."""
+    """The elements `box` of the tensor `name` are at `local` in the local tensor."""
 
     name: str
     """Hugging Face name."""
     box: Box
     local: Box
-    """Of the same shape as box."""
+    """It has the same shape as box."""
 
     def __post_init__(self) -> None:
         assert self.box.shape == self.local.shape, self
 
     def part(self, box: Box) -> Piece:
-        """The piece of those elements; box lies in this piece's."""
+        """The piece with only the elements `box`, which must be inside this piece's box."""
         assert self.box.contains(box), (self, box)
         moved = []
         for (low, _), (origin, _), (start, stop) in zip(
@@ -124,25 +124,25 @@ class Piece:
         return Piece(self.name, box, Box(tuple(moved)))
 
     def box_at(self, local: Box) -> Box:
-        """The box of the tensor whose elements lie there; local lies in this piece's."""
+        """The tensor's box whose elements are at `local`, which must be inside this piece's."""
         return Piece(self.name, self.local, self.box).part(local).local
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A tensor that an engine holds; elements outside its pieces are padding, kept at zero."""
+    """A tensor of an engine. Elements outside its pieces are padding, which stays zero."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     @property
     def size(self) -> int:
-        """Number of elements, padding included."""
+        """Number of elements, including padding."""
         return prod(self.shape)
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no Hugging Face tensor."""
+        """Number of elements that belong to no Hugging Face tensor."""
         return self.size - sum(piece.local.size for piece in self.pieces)
 
 
@@ -151,9 +151,9 @@ ShardTable = Mapping[str, LocalTensor]
 
 
 def stack(parts: Iterable[tuple[str, Box]], *, num_rows: int = 0) -> LocalTensor:
-    """Boxes stacked along dimension 0, in order; num_rows pads the end. Empty boxes are left out.
+    """Stack boxes along dimension 0, in order, and pad the end to num_rows.
 
-    All boxes have the same shape but for dimension 0.
+    All boxes have the same shape except for dimension 0. Empty boxes are skipped.
     """
     pieces: list[Piece] = []
     inner: tuple[int, ...] = ()
@@ -182,7 +182,7 @@ LayerRow = tuple[str, Way, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """One rank's share of an architecture; `engine` is named in errors."""
+    """One rank's share of an architecture. `engine` is for errors."""
 
     engine: str
     arch: Architecture
@@ -201,13 +201,13 @@ class Cut:
             if names[0] in known:
                 yield local, way(self, names)
 
-    def whole(self, names: Sequence[str]) -> LocalTensor:
-        """The tensor as it is, on every rank."""
+    def full_tensor(self, names: Sequence[str]) -> LocalTensor:
+        """The complete tensor, on every rank."""
         (name,) = names
         return stack([(name, Box.of_shape(self._shape(name)))])
 
     def rows(self, names: Sequence[str]) -> LocalTensor:
-        """An equal part of the rows of each tensor, one tensor beneath another."""
+        """An equal part of the rows of each tensor, stacked."""
         parts = []
         for name in names:
             start, stop = self._chunk(f"rows of {name}", self._shape(name)[0])
@@ -229,8 +229,10 @@ class Cut:
         return stack([(name, row_box(self._shape(name), start, stop))], num_rows=stop - start)
 
     def heads(self, names: Sequence[str]) -> LocalTensor:
-        """q over k over v, each an equal part of its heads; a kv head is shared by neighbours
-        if there are fewer of them than ranks."""
+        """An equal part of the heads of q, k and v, stacked in this order.
+
+        Neighbouring ranks share a kv head if there are fewer kv heads than ranks.
+        """
         groups = self.arch.num_kv_heads
         head_dim = self.arch.head_dim
         query = self._chunk("attention heads", self.arch.num_heads)
@@ -242,8 +244,11 @@ class Cut:
         )
 
     def groups(self, names: Sequence[str]) -> LocalTensor:
-        """An equal part of the rows of q, k and v laid out group by group: a group's query heads,
-        its key head, its value head. A part may begin or end inside a head."""
+        """An equal part of the rows of q, k and v, arranged group by group.
+
+        A group has its query heads, its key head and its value head. A part may start or end inside
+        a head.
+        """
         groups = self.arch.num_kv_heads
         head_dim = self.arch.head_dim
         per_group = self.arch.num_heads // groups
@@ -275,7 +280,7 @@ class Cut:
 
 
 def check_cut(engine: str, arch: Architecture, *, tp_size: int, pp_size: int) -> None:
-    """ConfigError unless heads divide over tp_size and every stage gets a layer."""
+    """Raise ConfigError unless tp_size divides the heads and every stage gets a layer."""
     heads = arch.num_heads
     groups = arch.num_kv_heads
     if heads % tp_size or (groups % tp_size and tp_size % groups):

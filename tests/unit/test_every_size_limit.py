@@ -129,7 +129,7 @@ from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.transfer.register import register
 from spmdflow.weights import direct, move
 from spmdflow.weights import file as weight_file
-from spmdflow.weights.file import Facts, changed_bytes, write_file
+from spmdflow.weights.file import Facts, find_changed_tensor, write_file
 from tests.unit.controller.test_guarding import Learner
 from tests.unit.datasets.test_datasets import MODEL
 from tests.unit.datasets.test_examples import TURNS, chat_tokenizer
@@ -821,13 +821,13 @@ def test_changed_byte_at_the_end_of_a_block_that_is_read_is_found(
     values = seeded_bytes(weight_file._READ_BYTES + more)
     path = tmp_path / "w.safetensors"
     write_file(path, [Facts("w", torch.uint8, values.shape)], [values], {})
-    assert changed_bytes(path) is None
+    assert find_changed_tensor(path) is None
 
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(bytes([int(values[-1]) ^ 1]))
 
-    assert (changed_bytes(path) or "").startswith("w (bytes ")
+    assert (find_changed_tensor(path) or "").startswith("w (bytes ")
 
 
 @JUST_AROUND

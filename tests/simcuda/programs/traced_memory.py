@@ -58,10 +58,10 @@ class FakeGroups(GroupTable):
     def get(self, ranks: Any, lane: str = "compute", backend: str | None = None) -> Any:
         """See `GroupTable.get`."""
         ranks = tuple(ranks)
-        if ranks not in self._known:
+        if ranks not in self._groups:
             with unset_fake_temporarily():
-                self._known[ranks] = dist.new_group(list(ranks), backend="fake")
-        return self._known[ranks]
+                self._groups[ranks] = dist.new_group(list(ranks), backend="fake")
+        return self._groups[ranks]
 
     get_or_none = get
 

@@ -14,7 +14,7 @@ from bench._cost import SYSTEMS, Case, cost_of, obstacle, paper, plan_shards
 
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import Layout
-from spmdflow.weights.ranks import buffer_places
+from spmdflow.weights.ranks import buffer_offsets
 from spmdflow.weights.table import parameters
 from tests.unit.resharding import arch_for, nested_layouts
 
@@ -197,7 +197,7 @@ def test_buffer_is_as_long_as_megatrons_own(dp_size, pp_rank):
         parameter.shared_embedding = name in SHARED_EMBEDDING
 
     for distributed in (False, True):
-        _, ours = buffer_places(
+        _, ours = buffer_offsets(
             table, aligned_over=dp_size if distributed else None, shared_embedding=True
         )
 
