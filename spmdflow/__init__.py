@@ -5,6 +5,14 @@ groups*: a model spread over the ranks of a *resource pool*. A *transfer protoco
 each rank gets and who answers. HybridFlow (arXiv 2409.19256) on plain `torch.distributed`.
 
 Start reading at `algos/ppo.py`; start running at `python -m spmdflow`.
+
+| file | what |
+|---|---|
+| run, program | one rank of a run; runs started by a Python program |
+| replay | runs a kept step again and compares |
+| report, status, live | what runs reached; what a live run does now |
+| export | a trained model of a checkpoint as a Hugging Face folder |
+| errors, log | every error that a user can meet; the log lines of a rank |
 """
 
 from __future__ import annotations

@@ -14,6 +14,16 @@ rename -> `latest` -> links in export -> old checkpoints removed.
 After a kill or a power cut between any two of these, the old or the new checkpoint can be loaded:
 every file and every folder is fsynced before the next name points to it, metrics before `latest`.
 
+| file | what |
+|---|---|
+| lock | one live run in a RUN_DIR |
+| run_dir | the rules of RUN_DIR itself |
+| manifest, state, tensors | a checkpoint's list of files; a rank's state, written and read |
+| rows | columns of rows in a file, for inspection |
+| reading, disk | reads that try again, errors of file systems, fsync |
+| export, hub | a trained model as a Hugging Face folder; its push to a hub |
+| summary | the last message of a run: where its models are |
+
 `run_dir` has the rules of RUN_DIR itself: who may start a run, from which checkpoint it continues,
 and with which settings. `disk` checks at the start that every rank sees RUN_DIR. `summary` has the
 message at the end of a run. Frozen models are not saved: the manifest has their folders and hashes

@@ -27,6 +27,10 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | draw_count | how often a row was drawn in a step |
 | step, evaluation, saving, transcript | what a step measures and writes, evaluation, checkpoints |
 | call, assignment, caller | a call: planned once, as integers, and sent |
+| queue | rollouts that begin steps before they are learnt from |
+| sample | a few scored rows of a step, for people |
+| ending | when a run ends before its last step |
+| extending | what the answer of a call carries along of its batch |
 | guarding, capsule | what is done when a guard holds; a step that is kept to be run again |
 | old_log_probs | where the log-probs of before an update come from |
 | result | what is known of rows, and how they move |

@@ -4,6 +4,14 @@ A batch is a set of rows with ids unique in a run (held-out rows: unique in an e
 in each; `row_id`) and a set of named columns. A column is dense (fixed row shape), ragged (values
 and lengths) or text (utf-8 bytes and lengths). The controller knows ids, shapes and lengths; the
 values are in each rank's `RowStore` until the controller drops its last reference to them.
+
+| file | what |
+|---|---|
+| row_id | row ids, and the groups of rows with the same prompt |
+| column, ragged | the values of a column; rows of different lengths |
+| micro | how many micro-batches some rows need, and which rows go into each |
+| store | the rows that a rank holds |
+
 docs/COLUMNS.md lists all columns; the main ones:
 
 | column | kind | what |

@@ -5,6 +5,7 @@ actor.rollout.episode.environment like a custom one. They run in worker processe
 library only when it is used. This package does not know tokens or ranks.
 
   client    a client of an OpenAI-compatible endpoint that needs only the standard library
+  reasoning tasks of reasoning-gym, and their reward
   textarena games of TextArena
   tools     a class with `reset(**row)`, public methods as tools and `get_reward()`
 """

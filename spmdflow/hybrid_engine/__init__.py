@@ -27,7 +27,6 @@ The parts of a trainer listed in engine.residency are on the device only for cal
 | `sync` | versions, checksums, release; copies on the same ranks or to others; shards in place |
 | `shared_storage` | the trainer's shards as generation reads them: blocks and flat |
 | `stream` | a plan's messages over the job's groups; whole Hugging Face tensors out of shards |
-| `export` | a model as a Hugging Face folder, written by many ranks |
 | `reshard` | the boxes of each rank according to the settings, and plans to move them |
 | `bucket` | bounded buckets of transfers that are in flight at the same time |
 """

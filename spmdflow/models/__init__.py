@@ -13,4 +13,13 @@
 | `SupervisedWorker` | compute_loss, update_actor | 3D_PROTO |
 | `RewardModelWorker` | compute_preference, update_reward_model | 3D_PROTO |
 | `CostCriticWorker` | compute_cost_values, update_cost_critic | 3D_PROTO |
+
+| file | what |
+|---|---|
+| base | what roles with a train engine share |
+| policy, critic, reward, preference | the roles above |
+| generator | generation on ranks of its own, and what it shares with the actor |
+| ahead | rows that a generator draws ahead of the steps that learn from them |
+| turn, episode | another turn of a response; conversations with an environment |
+| rows | rows of data -> the rows of prompt and response that engines read |
 """

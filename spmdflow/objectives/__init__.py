@@ -10,6 +10,16 @@ Settings select these functions by name: advantages (`@advantage`) and losses (`
 `@preference_loss`), to which a script may add its own, and the entries of `KL_ESTIMATORS`,
 `AGGREGATIONS` and `CORRECTIONS`.
 
+| file | what |
+|---|---|
+| estimator, advantage | advantage estimators by name; the map functions that apply them |
+| surrogate, policy | policy losses by name; the loss of an update |
+| covariance | tokens marked for kl_cov and clip_cov |
+| kl | KL estimates, an adaptive weight, importance weights |
+| preference, supervised | losses of pairs and labels; cross-entropy of given text |
+| log_prob | log-probabilities and entropies without a (tokens, V) tensor |
+| loss | what losses share: masks, means with global denominators |
+
 | advantage | baseline | source |
 |---|---|---|
 | gae | the critic | Schulman et al. 2016 |

@@ -17,6 +17,15 @@ Generation tp groups are strided and micro-dp groups are neighbours, so that eac
 is inside its own rank's generation shard. Training 1-4-2, generation 1-2-2-2: generation tp
 [0,2][1,3][4,6][5,7], micro-dp [0,1][2,3][4,5][6,7].
 
+| file | what |
+|---|---|
+| layout | the integers of the grid |
+| group | process groups of rank tuples |
+| device | what this process computes on |
+| message | plain data as bytes |
+| product | float32 matrix products on a CPU by oneDNN |
+| derivative | backward functions that refuse to be differentiated themselves |
+
 `layout` has the integers and needs no torch. `group` turns rank tuples into process groups, once,
 while models are spawned. `device` chooses the device of this process. `message` turns plain data
 into bytes, for commands and for messages between ranks. `product` multiplies matrices on a CPU.

@@ -21,4 +21,5 @@ controller's own; nothing is modelled twice. Knows no tensors, makes no process 
 | `showing` | what a planning that takes long does, on a terminal and in status.json |
 | `comparison` | prediction beside measurement, after a run |
 | `auto` | placement=auto |
+| `residency` | what `auto` means for engine.residency, rollout.weights and rollout.kv_cache |
 """

@@ -14,6 +14,10 @@ checksums read these tables; no other code knows how a weight is cut. All module
 | `move` | fill local tensors through a reader; views by box; memory freed and reallocated |
 | `direct` | a new file that is written with O_DIRECT, bypassing the page cache |
 | `file` | safetensors files that are hashed while they are written, and read in parts |
+| `index` | which file of a folder holds which tensor |
+| `own_code` | Python files of a model folder: never run, refused where they are needed |
+| `adapter` | the names of LoRA adapters |
+| `dcp` | a reader of boxes over a folder of torch.distributed.checkpoint |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 
     table = megatron_shards(arch, tp_size=2, tp_rank=1, pp_size=2, pp_rank=0, vocab_multiple=64)
