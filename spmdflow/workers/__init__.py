@@ -18,5 +18,6 @@ Files: `model` what an engine is built from, the only file that imports transfor
 rows -> the tensors of a forward; `attention` over packed rows; `optimizer` the schedule, and AdamW
 over shards; `sharding` FSDP2 meshes and shards; `lora` linear layers with an adapter. Megatron:
 `megatron_runtime` process groups, and its CUDA names on a CPU; `megatron_model` what a stage
-computes, `megatron_packed` of packed rows; `megatron_optimizer` gradients and AdamW. Only these files and `megatron` import Megatron.
+computes, `megatron_packed` of packed rows; `megatron_optimizer` gradients and AdamW. Only these
+files and `megatron` import Megatron.
 """
