@@ -154,8 +154,6 @@ class Caller:
         num_updates = self.num_updates[target.name]
         instead = self.old_log_probs.replacements(target, spec, batch, num_updates)
         plan = self._plan(target, method, batch, arguments, instead=instead)
-        for command in plan.commands.values():
-            command["total_steps"] = self.total_steps
         self.learnt = batch
         self.num_updates[target.name] += 1
         return self._run(plan, batch)
@@ -169,7 +167,11 @@ class Caller:
         *,
         instead: Mapping[str, str] | None = None,
     ) -> CallPlan:
-        return plan_method(
+        """The call as commands by rank; an update also hears how many steps the run has.
+
+        instead: column -> replacement, as of `OldLogProbs.replacements`.
+        """
+        plan = plan_method(
             target,
             method,
             given,
@@ -179,6 +181,10 @@ class Caller:
             draw=partial(self._draws.take, self.step, self.phase),
             instead=instead or {},
         )
+        if plan.spec.minibatches:
+            for command in plan.commands.values():
+                command["total_steps"] = self.total_steps
+        return plan
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
