@@ -34,7 +34,7 @@ from spmdflow.controller.capsule import FACTS, ROWS, SETTINGS, capsule_folder
 from spmdflow.controller.flow import Flow
 from spmdflow.data.column import Column
 from spmdflow.errors import ConfigError
-from spmdflow.run import FAILED, FINISHED, Arguments, Place, prepare_rank, run_rank
+from spmdflow.run import FAILED, FINISHED, Arguments, RankEnvironment, prepare_rank, run_rank
 from spmdflow.tracking.progress import shorten_text
 
 TOLERANCE = 1e-3
@@ -68,12 +68,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return FINISHED
     folder = Path(next((w for w in words if not w.startswith("-") and "=" not in w), ".")).resolve()
     status = run_rank(partial(_prepare, folder, words))
-    if status != FINISHED or Place.from_environment().rank:
+    if status != FINISHED or RankEnvironment.from_environment().rank:
         return status
     return _report(folder)
 
 
-def _prepare(folder: Path, words: Sequence[str], place: Place) -> tuple[Loaded, bool]:
+def _prepare(folder: Path, words: Sequence[str], place: RankEnvironment) -> tuple[Loaded, bool]:
     """The script and settings of a capsule, to run its step; and whether in one process."""
     facts = read_facts(folder)
     step = int(facts["step"])
@@ -123,7 +123,7 @@ def _report(folder: Path) -> int:
     return FINISHED
 
 
-class Comparison(NamedTuple):
+class CapsuleComparison(NamedTuple):
     """What two capsules of one step have in common."""
 
     num_equal: int
@@ -152,7 +152,7 @@ class Comparison(NamedTuple):
         return "\n".join(lines) + "\n"
 
 
-def compare(recorded: Path, replayed: Path) -> Comparison:
+def compare(recorded: Path, replayed: Path) -> CapsuleComparison:
     """Compare the tensors of two capsules in the order in which the recorded run made them."""
     one = read_facts(recorded)
     other = read_facts(replayed)
@@ -174,13 +174,13 @@ def compare(recorded: Path, replayed: Path) -> Comparison:
     largest = 0.0
     for name, old, new in _pairs(recorded, replayed, step):
         if new is None:
-            return Comparison(num_equal, largest, f"{name} was not made again", notes)
+            return CapsuleComparison(num_equal, largest, f"{name} was not made again", notes)
         difference, text = _difference(old, new)
         if difference > tolerance:
-            return Comparison(num_equal, largest, f"{name}: {text}", notes)
+            return CapsuleComparison(num_equal, largest, f"{name}: {text}", notes)
         num_equal += not difference
         largest = max(largest, difference)
-    return Comparison(num_equal, largest, None, notes)
+    return CapsuleComparison(num_equal, largest, None, notes)
 
 
 def _pairs(

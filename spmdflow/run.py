@@ -95,7 +95,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """Where torchrun put this process; rank 0 of 1 without torchrun."""
 
     rank: int
@@ -103,7 +103,7 @@ class Place:
     world_size: int
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> RankEnvironment:
         """Read torchrun's variables."""
         return cls(
             rank=int(os.environ.get("RANK", 0)),
@@ -117,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return run_rank(partial(_load, sys.argv[1:] if words is None else words))
 
 
-def run_rank(load: Callable[[Place], tuple[Loaded, bool] | None]) -> int:
+def run_rank(load: Callable[[RankEnvironment], tuple[Loaded, bool] | None]) -> int:
     """Run what load(place) gives: a script with its settings, and whether in this process alone.
 
     None: nothing is to be run. Returns the exit code of this rank.
@@ -133,7 +133,7 @@ def run_rank(load: Callable[[Place], tuple[Loaded, bool] | None]) -> int:
         return FAILED
     watch = StartWatch(launcher) if launcher is not None else None
     allow_open_files()
-    place = Place.from_environment()
+    place = RankEnvironment.from_environment()
     try:
         found = load(place)
     except (ConfigError, CheckpointError) as err:
@@ -145,7 +145,7 @@ def run_rank(load: Callable[[Place], tuple[Loaded, bool] | None]) -> int:
     return _launch(found[0], place, watch, inproc=found[1])
 
 
-def _load(words: Sequence[str], place: Place) -> tuple[Loaded, bool] | None:
+def _load(words: Sequence[str], place: RankEnvironment) -> tuple[Loaded, bool] | None:
     arguments = parse_arguments(words)
     if "help" in arguments.flags:
         if arguments.script is None:
@@ -178,7 +178,7 @@ def _flag(word: str) -> str:
     return _FLAGS[word]
 
 
-def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
+def prepare_rank(arguments: Arguments, place: RankEnvironment) -> Loaded:
     """Load and check everything; ConfigError for what cannot work."""
     if arguments.script is None:
         expected = "one such as algos/ppo.py"
@@ -211,7 +211,7 @@ def prepare_rank(arguments: Arguments, place: Place) -> Loaded:
     return loaded
 
 
-def _say(place: Place, text: str) -> None:
+def _say(place: RankEnvironment, text: str) -> None:
     """Print text on rank 0; ConfigError if standard output does not take it."""
     if place.rank != 0:
         return
@@ -223,7 +223,7 @@ def _say(place: Place, text: str) -> None:
         raise ConfigError.of("standard output", err, expected, do) from err
 
 
-def _refuse(err: SpmdflowError, place: Place) -> int:
+def _refuse(err: SpmdflowError, place: RankEnvironment) -> int:
     """Tell the user once per node; a node may lack a file that the others have."""
     if place.local_rank == 0:
         where = f" rank {place.rank}:" if place.rank else ""
@@ -243,7 +243,9 @@ def _tell_torchrun(message: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
 
 
-def _launch(loaded: Loaded, place: Place, watch: StartWatch | None, *, inproc: bool) -> int:
+def _launch(
+    loaded: Loaded, place: RankEnvironment, watch: StartWatch | None, *, inproc: bool
+) -> int:
     """Join the other ranks and run. Imports are here: errors in settings need no torch."""
     import torch.distributed as dist
 
@@ -322,7 +324,7 @@ def _join_group(run: RunConfig) -> None:
         store.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
 
-def _take_device(place: Place) -> None:
+def _take_device(place: RankEnvironment) -> None:
     """Select the local rank's device, or the only one there is; ConfigError if there are too few.
 
     NCCL's watchdog is told to leave failures to this program, which writes their cause first and

@@ -33,7 +33,7 @@ from spmdflow.runtime.order import Order, Transport  # noqa: E402
 from spmdflow.runtime.peers import Peers  # noqa: E402
 from spmdflow.runtime.process import Process  # noqa: E402
 from spmdflow.runtime.rendezvous import SessionSettings  # noqa: E402
-from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind  # noqa: E402
+from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket  # noqa: E402
 
 WARM_UP = 300
 PAYLOAD = {"operation": "nothing"}
@@ -164,7 +164,7 @@ def _endpoints_main(address: str, run_id: str, count: str) -> None:
     poll = select.epoll()
     endpoints = {}
     for rank in range(int(count)):
-        endpoint = Endpoint(address, rank, run_id=bytes.fromhex(run_id), context=context)
+        endpoint = RankSocket(address, rank, run_id=bytes.fromhex(run_id), context=context)
         endpoint.send(envelopes.seal(Kind.HELLO))
         endpoints[endpoint.descriptor] = endpoint
         poll.register(endpoint.descriptor, select.EPOLLIN)
@@ -178,7 +178,7 @@ def _endpoints_main(address: str, run_id: str, count: str) -> None:
     context.term()
 
 
-def _answer(endpoint: Endpoint, envelopes: Envelopes) -> bool:
+def _answer(endpoint: RankSocket, envelopes: Envelopes) -> bool:
     """Reply to what is there; True if the end was among it."""
     ended = False
     while (data := endpoint.receive()) is not None:

@@ -19,7 +19,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.state import StateFiles
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.adapter import adapter_names
-from spmdflow.weights.file import Facts, write_file
+from spmdflow.weights.file import TensorInfo, write_file
 from spmdflow.weights.folder import HuggingFaceFolder, file_names, write_other_files
 
 _LEAST_FILE_BYTES = 64 << 20
@@ -31,12 +31,12 @@ _PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
 def plan_files(
-    facts: Iterable[Facts],
+    facts: Iterable[TensorInfo],
     count: int,
     *,
     least_bytes: int = _LEAST_FILE_BYTES,
     most_bytes: int = _MOST_FILE_BYTES,
-) -> list[list[Facts]]:
+) -> list[list[TensorInfo]]:
     """Divide tensors into `count` files of similar size, or fewer or more to respect the limits.
 
     Returns the tensors of each file: wider dtypes first, otherwise in the given order.
@@ -44,7 +44,7 @@ def plan_files(
     ordered = sorted(facts, key=lambda each: -each.dtype.itemsize)
     total = sum(each.num_bytes for each in ordered)
     number = max(1, min(count, total // least_bytes), -(-total // most_bytes))
-    files: dict[int, list[Facts]] = {}
+    files: dict[int, list[TensorInfo]] = {}
     done = 0
     for each in ordered:  # into the file that contains the tensor's middle
         files.setdefault((2 * done + each.num_bytes) * number // (2 * total + 1), []).append(each)
@@ -80,7 +80,7 @@ class ModelExport:
         prefix = _PEFT if self._lora else ""
         facts = []
         for n, x in shapes:
-            facts.append(Facts(prefix + n, dtype_by_name.get(n, self._dtype), x))
+            facts.append(TensorInfo(prefix + n, dtype_by_name.get(n, self._dtype), x))
         files = [facts] if self._lora else plan_files(facts, count)
         names = _PEFT_FILES[:1] if self._lora else file_names(len(files))
         self._files = dict(zip(names, files, strict=True))
@@ -161,7 +161,9 @@ class MergedState:
         return torch.add(values.float(), tall @ wide, alpha=self._lora["alpha"] / rank)
 
 
-def _read_by_rows(state: StateFiles | MergedState, tensors: Sequence[Facts]) -> Iterator[Tensor]:
+def _read_by_rows(
+    state: StateFiles | MergedState, tensors: Sequence[TensorInfo]
+) -> Iterator[Tensor]:
     """Values of each tensor, in boxes of consecutive rows."""
     for name, dtype, shape in tensors:
         saved = name.removeprefix(_PEFT)

@@ -29,7 +29,7 @@ from spmdflow.checkpoint.disk import disk_errors, read_patiently, sync
 from spmdflow.checkpoint.manifest import check_plain, damage_error
 from spmdflow.errors import CheckpointError
 from spmdflow.parallel.device import CPU
-from spmdflow.weights.file import Facts, Head, Stored, read_bytes, read_head, write_file
+from spmdflow.weights.file import Head, Stored, TensorInfo, read_bytes, read_head, write_file
 from spmdflow.weights.move import Block
 
 _MAX_BOX_BYTES = 64 << 20
@@ -50,7 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str,
             path.parent.mkdir(parents=True, exist_ok=True)
             facts = []
             for name, each in ordered:
-                facts.append(Facts(name, each.dtype, each.shape))
+                facts.append(TensorInfo(name, each.dtype, each.shape))
             write_file(path, facts, (each for _, each in ordered), metadata)
             sync(path)
         except OSError:

@@ -18,7 +18,7 @@ MOST_OF_EPISODE = 32
 STRANGER_SECONDS = 5.0
 
 
-class Connection:
+class ClientConnection:
     """One client connection."""
 
     def __init__(self, close: Callable[[], None], deadline: float) -> None:
@@ -48,18 +48,18 @@ class Connections:
         self._most_idle = most_idle
         self._most_of_episode = most_of_episode
         # dicts are used as ordered sets, oldest first
-        self._strangers: dict[Connection, None] = {}
-        self._idle: dict[Connection, None] = {}
-        self._of_episode: dict[str, dict[Connection, None]] = {}
+        self._strangers: dict[ClientConnection, None] = {}
+        self._idle: dict[ClientConnection, None] = {}
+        self._of_episode: dict[str, dict[ClientConnection, None]] = {}
 
-    def admit(self, close: Callable[[], None], now: float) -> tuple[Connection, bool]:
+    def admit(self, close: Callable[[], None], now: float) -> tuple[ClientConnection, bool]:
         """Registers a new connection. Returns it, and whether another one was closed to make
         room."""
-        connection = Connection(close, now + self._stranger_seconds)
+        connection = ClientConnection(close, now + self._stranger_seconds)
         self._strangers[connection] = None
         return connection, _close_oldest(self._strangers, self._most_strangers)
 
-    def claim(self, connection: Connection, name: str) -> bool:
+    def claim(self, connection: ClientConnection, name: str) -> bool:
         """Assigns a connection to the episode that sent a request. False if that has too many."""
         if connection.episode == name:
             return True
@@ -79,7 +79,7 @@ class Connections:
             self._idle[connection] = None
         _close_oldest(self._idle, self._most_idle)
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: ClientConnection) -> None:
         """Removes a connection, because it was closed or its owner changes."""
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
@@ -93,7 +93,7 @@ class Connections:
                 connection.close()
 
 
-def _close_oldest(group: dict[Connection, None], most: int) -> bool:
+def _close_oldest(group: dict[ClientConnection, None], most: int) -> bool:
     """Closes the oldest connections of a group above the limit. Returns whether any was closed."""
     surplus = list(group)[: max(0, len(group) - most)]
     for connection in surplus:

@@ -27,7 +27,7 @@ from spmdflow.episodes.connections import (
     MOST_OF_EPISODE,
     MOST_STRANGERS,
     STRANGER_SECONDS,
-    Connection,
+    ClientConnection,
     Connections,
 )
 from spmdflow.episodes.fields import Refusal, Reply, parse_request, write_answer, write_error
@@ -236,7 +236,7 @@ class Endpoint:
 
     async def _exchange(
         self,
-        connection: Connection,
+        connection: ClientConnection,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
@@ -304,7 +304,7 @@ class Endpoint:
             raise Refusal("got no running episode of this client", status=status, code="not_found")
         return episode
 
-    def _claim(self, connection: Connection, episode: _RunningEpisode) -> None:
+    def _claim(self, connection: ClientConnection, episode: _RunningEpisode) -> None:
         """Assigns a connection to its episode. Refusal if the episode has too many."""
         if not self._connections.claim(connection, episode.name):
             raise Refusal(

@@ -21,7 +21,7 @@ Moves = tuple[Move, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class BoxPart:
     """A box of a Hugging Face tensor."""
 
     name: str
@@ -35,7 +35,7 @@ class Message:
     source: int
     destinations: tuple[int, ...]
     """Ascending, without the source."""
-    parts: tuple[Part, ...]
+    parts: tuple[BoxPart, ...]
     relayed: bool = False
     """See `Bucket.relayed`."""
 
@@ -66,10 +66,12 @@ class Bucket:
 
     def messages_of(self, moves: Iterable[tuple[str, Iterable[Move]]]) -> tuple[Message, ...]:
         """The messages of some of the moves, in the order in which every rank starts them."""
-        parts: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
+        parts: dict[tuple[int, tuple[int, ...]], list[BoxPart]] = {}
         for name, some in moves:
             for move in some:
-                parts.setdefault((move.source, move.destinations), []).append(Part(name, move.box))
+                parts.setdefault((move.source, move.destinations), []).append(
+                    BoxPart(name, move.box)
+                )
         return tuple(Message(*key, tuple(parts[key]), self.relayed) for key in sorted(parts))
 
 

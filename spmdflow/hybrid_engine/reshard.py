@@ -36,10 +36,10 @@ from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import Boxes, Move, NodeOf, redistribute, redistribute_through_nodes
 from spmdflow.errors import PlanError
 from spmdflow.hybrid_engine.bucket import (
+    BoxPart,
     Bucket,
     Message,
     Moves,
-    Part,
     TensorPlan,
     chunk_moves,
     pack_buckets,
@@ -77,9 +77,9 @@ class ReshardPlan:
         """Every rank that takes part, ascending."""
         return tuple(sorted(rank for group in self.groups for rank in group))
 
-    def local_parts(self, rank: int) -> Iterator[Part]:
+    def local_parts(self, rank: int) -> Iterator[BoxPart]:
         """The parts that a rank both has and needs."""
-        return (Part(name, box) for name, by_rank in self.local for box in by_rank.get(rank, ()))
+        return (BoxPart(name, box) for name, by_rank in self.local for box in by_rank.get(rank, ()))
 
     def messages_of(self, rank: int) -> list[tuple[Message, ...]]:
         """For each bucket, the messages that a rank sends or receives, in order."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.errors import WeightSyncError
-from spmdflow.hybrid_engine.bucket import Message, Part
+from spmdflow.hybrid_engine.bucket import BoxPart, Message
 from spmdflow.hybrid_engine.reshard import (
     BoxesByRank,
     ReshardPlan,
@@ -194,7 +194,7 @@ class WeightStream:
             ) from err
 
 
-def _pack(parts: Iterable[Part], reader: Blocks, values: Tensor) -> None:
+def _pack(parts: Iterable[BoxPart], reader: Blocks, values: Tensor) -> None:
     """Copies boxes one after the other into values (1-D), in the precision of values."""
     with torch.no_grad():
         for part, target in _split_parts(parts, values):
@@ -202,7 +202,7 @@ def _pack(parts: Iterable[Part], reader: Blocks, values: Tensor) -> None:
                 target[box.slices(part.box)].copy_(values_of_box)
 
 
-def _split_parts(parts: Iterable[Part], values: Tensor) -> Iterator[tuple[Part, Tensor]]:
+def _split_parts(parts: Iterable[BoxPart], values: Tensor) -> Iterator[tuple[BoxPart, Tensor]]:
     """Each part and its view of values, in the shape of its box."""
     start = 0
     for part in parts:

@@ -33,7 +33,7 @@ from spmdflow.models.episode import (
     check_environment,
     requests_of,
 )
-from spmdflow.models.turn import RESPONSE, Turn
+from spmdflow.models.turn import RESPONSE, ContinuedRows
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import (
     NEVER,
@@ -160,7 +160,7 @@ class SamplingWorker(EpisodeWorker):
         else:
             texts = list(batch["tool_text"])
         ids = template_ids(load_tokenizer(self.cfg.rollout.tokenizer_path), texts)
-        turn = Turn.of(batch, ids, most=self.cfg.rollout.max_new_tokens)
+        turn = ContinuedRows.of(batch, ids, most=self.cfg.rollout.max_new_tokens)
         limits = []
         for room in turn.room:
             limits.append(min(room, sampling.max_new_tokens))

@@ -21,7 +21,7 @@ _TOOL_ENTRIES = (0, False, 0.0)
 
 
 @dataclass(frozen=True)
-class Turn:
+class ContinuedRows:
     """The rows of a batch whose responses continue, and the columns of all rows."""
 
     rows: list[int]
@@ -36,7 +36,7 @@ class Turn:
     """The columns of `RESPONSE` of all rows."""
 
     @classmethod
-    def of(cls, batch: TensorDict, texts: Sequence[Sequence[int]], *, most: int) -> Turn:
+    def of(cls, batch: TensorDict, texts: Sequence[Sequence[int]], *, most: int) -> ContinuedRows:
         """Continues the rows that have room for at least one more token after their tool text.
 
         texts: ids of the tool text of each row. most: maximum number of tokens of a response.

@@ -44,7 +44,7 @@ from spmdflow.runtime.place import ROWS
 from spmdflow.runtime.process import STATES, Process, Signals, leave
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.stacks import dump_stacks, line_in_stacks, stacks_path
-from spmdflow.runtime.wire import Endpoint, Kind, Waiter
+from spmdflow.runtime.wire import Kind, RankSocket, Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Comm:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: RankSocket,
         *,
         rank: int,
         controller: Process,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError
 from spmdflow.runtime.failure import Failure, own_traceback, what_was_done
-from spmdflow.runtime.place import PEERS, ROWS, Place, place_of
+from spmdflow.runtime.place import PEERS, ROWS, LaneState, place_of
 from spmdflow.runtime.process import give_way, leave
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -93,7 +93,7 @@ class Lane:
                 self.operations["begin"](command.payload, command.number)
             self._commands.put(command)
 
-    def place(self, *, with_line: bool = True) -> Place | None:
+    def place(self, *, with_line: bool = True) -> LaneState | None:
         """Where the lane's thread is inside the command that runs; None between two commands."""
         return place_of(self._thread, Lane.run.__code__, with_line=with_line)
 

@@ -33,7 +33,7 @@ _COLLECTIVES = os.path.join("torch", "distributed", "")
 
 
 @dataclass(frozen=True)
-class Place:
+class LaneState:
     """What a rank does in a call."""
 
     kind: str
@@ -43,7 +43,7 @@ class Place:
     """Where it was last seen: "file:line in function: text"."""
 
 
-def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> Place | None:
+def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> LaneState | None:
     """What a thread does in its frames inside `until` (None: in all); None if it has none.
 
     The line is the innermost one of the user's code, else of any that is not torch.distributed's.
@@ -62,7 +62,7 @@ def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> 
     elif any(each.f_code.co_name == "wait" and _file(each).endswith(_STORE) for each in inside):
         kind = ROWS
     if not with_line:
-        return Place(kind)
+        return LaneState(kind)
     own = []
     for each in inside:
         if is_own(_file(each)):
@@ -74,7 +74,7 @@ def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> 
     shown = (own or other or inside)[0]
     name = shown.f_code.co_name
     line = f"{_file(shown)}:{shown.f_lineno} in {name}: {_text(shown)}"
-    return Place(kind, line, line)
+    return LaneState(kind, line, line)
 
 
 def _file(frame: FrameType) -> str:
@@ -99,7 +99,7 @@ def _line(file: str, number: int) -> str:
     return ""
 
 
-def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:
+def blame(doing: Mapping[int, LaneState]) -> tuple[list[int], str]:
     """The ranks that a call waits for, and why; none while it waits for rows or for its turn.
 
     doing: what every rank of the call does.
@@ -138,7 +138,7 @@ def blame(doing: Mapping[int, Place]) -> tuple[list[int], str]:
     return odd, f"it is in a collective at {doing[odd[0]].text}, {there}"
 
 
-def _odd_ones(ranks: list[int], doing: Mapping[int, Place]) -> list[int]:
+def _odd_ones(ranks: list[int], doing: Mapping[int, LaneState]) -> list[int]:
     """The fewest ranks that are at one line; all ranks if as many are at another."""
     lines: dict[str, list[int]] = {}
     for rank in ranks:

@@ -33,7 +33,7 @@ from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process, Signals, outlive_launcher
 from spmdflow.runtime.rendezvous import SessionSettings, meet
 from spmdflow.runtime.stacks import stacks_on_signal, stacks_path
-from spmdflow.runtime.wire import Endpoint, Hub
+from spmdflow.runtime.wire import Hub, RankSocket
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def run_session(
         sys.setswitchinterval(_SWITCH_SECONDS)
         signals = at_end.enter_context(Signals())
         at_end.enter_context(stacks_on_signal(stacks_path(settings.run_dir, rank)))
-        endpoint = Endpoint(
+        endpoint = RankSocket(
             found.address,
             rank,
             run_id=found.run_id,

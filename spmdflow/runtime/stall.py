@@ -29,7 +29,7 @@ from spmdflow.runtime.place import (
     ROWS,
     SILENT,
     STOPPED,
-    Place,
+    LaneState,
     blame,
     named,
     place_of,
@@ -208,33 +208,33 @@ class Stalls:
                 return doing
         return None
 
-    def _doing(self, sent: Sent, now: float) -> dict[int, Place]:
+    def _doing(self, sent: Sent, now: float) -> dict[int, LaneState]:
         """What every rank of a call does."""
         result = {}
         for rank in sent.order.commands:
             result[rank] = self._place(rank, sent, now)
         return result
 
-    def _place(self, rank: int, sent: Sent, now: float) -> Place:
+    def _place(self, rank: int, sent: Sent, now: float) -> LaneState:
         if rank in sent.answered:
             took = sent.took[rank].seconds
             ago = now - sent.answered[rank]
-            return Place(DONE, f"finished after {took:.1f} s, {ago:.0f} s ago")
+            return LaneState(DONE, f"finished after {took:.1f} s, {ago:.0f} s ago")
         doing = self._heard_doing(rank, sent.order)
         process = self._peers.processes[rank]
         line = doing[4] if doing else ""
         seen = f"; last seen at {line}" if line else ""
         silent = self._peers.silence(rank, now)
         if process.is_stopped():
-            return Place(STOPPED, f"{process.describe()}{seen}", line)
+            return LaneState(STOPPED, f"{process.describe()}{seen}", line)
         if self._is_silent(rank, now):
             text = f"{process.describe()} and has been silent for {silent:.0f} s{seen}"
-            return Place(SILENT, text, line)
+            return LaneState(SILENT, text, line)
         if self._ledger.start_or_none(rank, sent.ticket) is None:
-            return Place(QUEUED, "other calls come first")
+            return LaneState(QUEUED, "other calls come first")
         if not doing:
-            return Place(CODE, "a line not known yet")
-        return Place(doing[3], line + (f" ({doing[5]})" if doing[5] else ""), line)
+            return LaneState(CODE, "a line not known yet")
+        return LaneState(doing[3], line + (f" ({doing[5]})" if doing[5] else ""), line)
 
     def _describe(self, sent: Sent, seconds: float, now: float) -> list[str]:
         """A call in words: since when, which rank does what, whom it waits for, who called."""

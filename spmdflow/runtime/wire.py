@@ -305,7 +305,7 @@ class Hub(_Socket):
         self.context.term()
 
 
-class Endpoint(_Socket):
+class RankSocket(_Socket):
     """A rank's end: a DEALER connected to the controller. Calls must not overlap."""
 
     def __init__(

@@ -196,7 +196,7 @@ OpenReceiver = Callable[[Mapping[str, Any], ServedModel], Receiver]
 
 
 @dataclass
-class Facts:
+class ReceiverFacts:
     """Plain data for a receiver, in the form in which vLLM passes it: {"facts": {...}}."""
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -243,10 +243,10 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
     class ReceiverEngine(base):  # type: ignore[misc]
         """Adapter from vLLM's interface to a `Receiver`."""
 
-        init_info_cls = update_info_cls = Facts
+        init_info_cls = update_info_cls = ReceiverFacts
         _receiver: Receiver | None = None
 
-        def init_transfer_engine(self, init_info: Facts) -> None:
+        def init_transfer_engine(self, init_info: ReceiverFacts) -> None:
             self.shutdown()
             self._receiver = open_receiver(init_info.facts, ServedModel(self))
 
@@ -258,7 +258,7 @@ def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
             if self.device.type != "cpu":  # vLLM's own wants an accelerator
                 torch.accelerator.synchronize()
 
-        def receive_weights(self, update_info: Facts) -> None:
+        def receive_weights(self, update_info: ReceiverFacts) -> None:
             self._open_receiver().receive(update_info.facts)
 
         def finish_weight_update(self) -> None:

@@ -187,7 +187,7 @@ def build_weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, d
 
     is_property = isinstance(transfer.WeightSource.metadata, property)  # since 0.33
 
-    class Source(transfer.WeightSource):  # type: ignore[misc, name-defined]
+    class GatheredTensors(transfer.WeightSource):  # type: ignore[misc, name-defined]
         """Gathers whole tensors while it is iterated."""
 
         metadata = functools.cached_property(describe) if is_property else describe
@@ -197,7 +197,7 @@ def build_weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, d
 
         iter_full = __iter__  # the name since 0.33
 
-    return Source()
+    return GatheredTensors()
 
 
 def _free_port() -> int:

@@ -23,7 +23,7 @@ _PART_SPANS = 8000
 """Items in one part of the page, unless a single step has more."""
 
 
-class Part(NamedTuple):
+class PageData(NamedTuple):
     """Samples or spans of some steps of a run (step -> a list), or plotly's script."""
 
     name: str
@@ -35,7 +35,7 @@ class RunContent:
     """A run on the page, which decodes `summary` at once and a part when a step of it is shown."""
 
     summary: Mapping[str, Any]
-    parts: Sequence[Part]
+    parts: Sequence[PageData]
 
 
 def content_of(files: RunFiles, number: int) -> RunContent:
@@ -132,7 +132,7 @@ def _subsample_steps(
     return shown_steps
 
 
-def _split_into_parts(name: str, steps: Mapping[int, Sequence[Any]], size: int) -> list[Part]:
+def _split_into_parts(name: str, steps: Mapping[int, Sequence[Any]], size: int) -> list[PageData]:
     """Parts of consecutive steps with at most `size` items each, unless a single step has more."""
     chunks: list[dict[int, Sequence[Any]]] = []
     for step, items in steps.items():
@@ -141,7 +141,7 @@ def _split_into_parts(name: str, steps: Mapping[int, Sequence[Any]], size: int) 
         chunks[-1][step] = items
     parts = []
     for number, content in enumerate(chunks):
-        parts.append(Part(f"{name}-{number}", content))
+        parts.append(PageData(f"{name}-{number}", content))
     return parts
 
 

@@ -20,7 +20,7 @@ from spmdflow.checkpoint.disk import write_atomically
 from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.errors import ConfigError
 from spmdflow.tracking.reading import RunFiles
-from spmdflow.view.content import Part, content_of
+from spmdflow.view.content import PageData, content_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def page_text(runs: Sequence[RunFiles], *, refresh_seconds: float = 0.0) -> str:
     for content in contents:
         for part in content.parts:
             parts.append(part)
-    parts.append(Part("plotly", plotly_script()))
+    parts.append(PageData("plotly", plotly_script()))
     summary = {
         "made": datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
         "refresh": refresh_seconds,
@@ -103,7 +103,7 @@ def plotly_script() -> str:
     return script
 
 
-def _script_element(part: Part) -> str:
+def _script_element(part: PageData) -> str:
     plain = json.dumps(part.content, separators=(",", ":"), allow_nan=False).encode()
     coded = base64.b64encode(gzip.compress(plain, 6, mtime=0)).decode()
     return f'<script type="application/gzip" id="{part.name}">{coded}</script>'

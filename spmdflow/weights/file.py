@@ -41,7 +41,7 @@ _READ_BYTES = 1 << 20
 _START = b'{"__metadata__":{"xxh3_128":'
 
 
-class Facts(NamedTuple):
+class TensorInfo(NamedTuple):
     """Name, type and shape of a tensor, without its values."""
 
     name: str
@@ -76,7 +76,7 @@ class Head:
 
 
 def write_file(
-    path: Path, facts: Sequence[Facts], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    path: Path, facts: Sequence[TensorInfo], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write tensors (any device) in the order of facts, one at a time in host memory.
 
@@ -123,7 +123,7 @@ def read_head(path: Path) -> Head | None:
         digests = metadata.pop("xxh3_128").split()
         tensors = {}
         for (name, entry), digest in zip(entries.items(), digests, strict=True):
-            facts = Facts(name, _DTYPE_OF[entry["dtype"]], tuple(entry["shape"]))
+            facts = TensorInfo(name, _DTYPE_OF[entry["dtype"]], tuple(entry["shape"]))
             start, stop = (len(data) + offset for offset in entry["data_offsets"])
             if stop - start != facts.num_bytes:
                 return None
@@ -172,13 +172,13 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _encode_head(
-    facts: Sequence[Facts], digests: Sequence[str], metadata: Mapping[str, str]
+    facts: Sequence[TensorInfo], digests: Sequence[str], metadata: Mapping[str, str]
 ) -> bytes:
     """The bytes of the header: its length, then JSON with every tensor's hash and offsets."""
     entries: dict[str, Any] = {"__metadata__": {"xxh3_128": " ".join(digests), **metadata}}
     start = 0
     for name, dtype, shape in facts:
-        stop = start + Facts(name, dtype, shape).num_bytes
+        stop = start + TensorInfo(name, dtype, shape).num_bytes
         entry = {"dtype": _NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         assert name not in entries, name
         entries[name] = entry

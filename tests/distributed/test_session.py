@@ -20,7 +20,7 @@ from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import run_session
-from spmdflow.runtime.wire import Endpoint, Envelopes, Kind
+from spmdflow.runtime.wire import Envelopes, Kind, RankSocket
 from tests.distributed.session_parts import (
     global_sum,
     one_round,
@@ -279,7 +279,7 @@ def _foreign_message(run_dir: str) -> list[Any]:
     def main(transport: Transport) -> None:
         assert isinstance(transport, Io)
         address = transport._hub.bind("127.0.0.1")
-        stranger = Endpoint(address, 1, run_id=b"?" * 16)
+        stranger = RankSocket(address, 1, run_id=b"?" * 16)
         stranger.send(Envelopes(b"?" * 16).seal(Kind.REPLY, [1, {}]))
         stranger.send(b"")
         time.sleep(0.3)

@@ -129,7 +129,7 @@ from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.transfer.register import register
 from spmdflow.weights import direct, move
 from spmdflow.weights import file as weight_file
-from spmdflow.weights.file import Facts, find_changed_tensor, write_file
+from spmdflow.weights.file import TensorInfo, find_changed_tensor, write_file
 from tests.unit.controller.test_guarding import Learner
 from tests.unit.datasets.test_datasets import MODEL
 from tests.unit.datasets.test_examples import TURNS, chat_tokenizer
@@ -154,7 +154,7 @@ def test_messages_wait_for_a_rank_that_takes_none_until_there_are_too_many() -> 
     run_id = os.urandom(RUN_ID_BYTES)
     hub = Hub(run_id)
     envelopes = Envelopes(run_id)
-    rank = wire.Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
+    rank = wire.RankSocket(hub.bind("127.0.0.1"), 1, run_id=run_id)
     rank.send(envelopes.seal(Kind.HELLO))
     assert wait_for_message(hub)[0] == 1
     hub.admit(1)
@@ -802,12 +802,16 @@ def test_box_of_the_largest_size_is_written_whole_and_a_larger_one_in_parts(
 def test_model_files_have_at_least_and_at_most_their_sizes(more: int) -> None:
     largest = 4 << 30
     smallest = 64 << 20
-    quarter = Facts("quarter", torch.uint8, (largest // 4,))
-    last = Facts("last", torch.uint8, (largest // 4 + more,))
+    quarter = TensorInfo("quarter", torch.uint8, (largest // 4,))
+    last = TensorInfo("last", torch.uint8, (largest // 4 + more,))
 
     one = plan_files([quarter] * 3 + [last], 1)
     two = plan_files(
-        [Facts("a", torch.uint8, (smallest,)), Facts("b", torch.uint8, (smallest - more,))], 2
+        [
+            TensorInfo("a", torch.uint8, (smallest,)),
+            TensorInfo("b", torch.uint8, (smallest - more,)),
+        ],
+        2,
     )
 
     assert len(one) == 1 + more
@@ -820,7 +824,7 @@ def test_changed_byte_at_the_end_of_a_block_that_is_read_is_found(
 ) -> None:
     values = seeded_bytes(weight_file._READ_BYTES + more)
     path = tmp_path / "w.safetensors"
-    write_file(path, [Facts("w", torch.uint8, values.shape)], [values], {})
+    write_file(path, [TensorInfo("w", torch.uint8, values.shape)], [values], {})
     assert find_changed_tensor(path) is None
 
     with path.open("r+b") as file:
@@ -835,13 +839,15 @@ def test_file_is_written_alike_past_the_page_cache_and_through_it(
     tmp_path: Path, more: int
 ) -> None:
     values = seeded_bytes(direct._BUFFER_BYTES + more)
-    facts = [Facts("w", torch.uint8, values.shape)]
-    write_file(tmp_path / "empty", [Facts("w", torch.uint8, (0, 10))], [values[:0].view(0, 10)], {})
+    facts = [TensorInfo("w", torch.uint8, values.shape)]
+    write_file(
+        tmp_path / "empty", [TensorInfo("w", torch.uint8, (0, 10))], [values[:0].view(0, 10)], {}
+    )
     head_bytes = (tmp_path / "empty").stat().st_size
     shorter = values[: len(values) - head_bytes]
 
     write_file(tmp_path / "larger", facts, [values], {})
-    write_file(tmp_path / "smaller", [Facts("w", torch.uint8, shorter.shape)], [shorter], {})
+    write_file(tmp_path / "smaller", [TensorInfo("w", torch.uint8, shorter.shape)], [shorter], {})
 
     for name, expected in (("larger", values), ("smaller", shorter)):
         with safe_open(tmp_path / name, "pt") as file:

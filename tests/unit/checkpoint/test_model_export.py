@@ -15,7 +15,7 @@ from spmdflow.checkpoint import export, tensors
 from spmdflow.checkpoint.export import ModelExport, plan_files
 from spmdflow.checkpoint.state import StateFiles
 from spmdflow.checkpoint.tensors import write_state
-from spmdflow.weights.file import Facts
+from spmdflow.weights.file import TensorInfo
 
 BF16 = torch.bfloat16
 WHOLE = {
@@ -25,9 +25,11 @@ WHOLE = {
 }
 
 
-def facts_of(count: int, *, wide: int = -1) -> list[Facts]:
+def facts_of(count: int, *, wide: int = -1) -> list[TensorInfo]:
     """Tensors of 2 MiB in bfloat16; the one numbered wide in float32."""
-    return [Facts(f"w{n}", torch.float32 if n == wide else BF16, (1 << 20,)) for n in range(count)]
+    return [
+        TensorInfo(f"w{n}", torch.float32 if n == wide else BF16, (1 << 20,)) for n in range(count)
+    ]
 
 
 def save(folder: Path, cuts: list[dict[str, Box]]) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def test_a_tensor_in_the_files_is_read_once_and_rows_of_a_tensor_at_a_time(
     plain = save(tmp_path, COLUMNS)
     state = StateFiles(tmp_path, unsealed=["rank-0.safetensors", "rank-1.safetensors"])
 
-    parts = list(export._read_by_rows(state, [Facts("wide", torch.float32, (32, 12))]))
+    parts = list(export._read_by_rows(state, [TensorInfo("wide", torch.float32, (32, 12))]))
 
     assert torch.equal(torch.cat(parts), WHOLE["wide"])
     assert len(parts) == 3, "borders that both cuts share: 15 and 30"

@@ -82,7 +82,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def command_line(words: str) -> str:
     """Everything behind `python -m spmdflow.run`."""
     arguments = run.parse_arguments(shlex.split(words))
-    run.prepare_rank(arguments, run.Place.from_environment())
+    run.prepare_rank(arguments, run.RankEnvironment.from_environment())
     return ""
 
 

@@ -350,7 +350,7 @@ def test_hardware_that_does_not_exist_is_refused_before_the_run_starts(
     words = [str(ALGORITHMS / "ppo.py"), f"placement={placement}", "run.hardware=mine.yaml"]
 
     with pytest.raises(ConfigError, match=r"hardware: got mine\.yaml, expected one of a100_80gb"):
-        run.prepare_rank(run.parse_arguments(words), run.Place(0, 0, 4))
+        run.prepare_rank(run.parse_arguments(words), run.RankEnvironment(0, 0, 4))
 
 
 def test_command_plans_for_the_hardware_of_the_settings_unless_another_is_named(

@@ -24,7 +24,7 @@ from spmdflow.runtime.order import Order
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind
+from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
 from spmdflow.transfer.register import find_map_function
 from spmdflow.transfer.worker import Sum, find_worker_class
 from tests.unit.runtime.noisy_record import CALLS, NoisyRecord
@@ -135,8 +135,8 @@ class Session:
         self.address = hub.bind("127.0.0.1")
         self.io.thread.start()
 
-    def connect(self, rank: int) -> Endpoint:
-        return Endpoint(self.address, rank, run_id=self.run_id, key=KEY)
+    def connect(self, rank: int) -> RankSocket:
+        return RankSocket(self.address, rank, run_id=self.run_id, key=KEY)
 
     def join(self) -> None:
         self.ranks = [self.connect(rank) for rank in (0, 1)]
@@ -178,7 +178,7 @@ class Session:
             endpoint.close()
         self._hub.terminate()
 
-    def _next(self, endpoint: Endpoint, kind: Kind) -> Any:
+    def _next(self, endpoint: RankSocket, kind: Kind) -> Any:
         limit = time.monotonic() + 60
         while time.monotonic() < limit:
             data = endpoint.receive()
@@ -189,7 +189,7 @@ class Session:
         raise AssertionError(f"no {kind.name} came")
 
 
-def _storm(session: Session, stranger: Endpoint, number: int, draw: random.Random) -> float:
+def _storm(session: Session, stranger: RankSocket, number: int, draw: random.Random) -> float:
     """Send so many; MB by which this process grew after the first tenth."""
     good = samples(session.envelopes, NAMES)
     start = session.handled

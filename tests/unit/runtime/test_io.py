@@ -19,7 +19,7 @@ from spmdflow.runtime.order import Order, Pending
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Endpoint, Hub, Kind
+from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub, Kind, RankSocket
 
 
 class Controller:
@@ -36,7 +36,7 @@ class Controller:
         self.io = Io(
             self.hub, peers=Peers({0: me}, own_rank=0), settings=SessionSettings(run_dir, (0,))
         )
-        self.rank = Endpoint(LOCAL_ADDRESS, 0, run_id=run_id, context=self.hub.context)
+        self.rank = RankSocket(LOCAL_ADDRESS, 0, run_id=run_id, context=self.hub.context)
         self.say(Kind.HELLO)
         while not self.io.met.done:
             self.io._step()

@@ -19,22 +19,22 @@ from spmdflow.runtime.place import (
     ROWS,
     SILENT,
     STOPPED,
-    Place,
+    LaneState,
     blame,
     named,
     place_of,
 )
 
-LOOP = Place(CODE, "own.py:3 in loop: pass")
-SUM = Place(PEERS, "own.py:9 in step: all_reduce(x)")
+LOOP = LaneState(CODE, "own.py:3 in loop: pass")
+SUM = LaneState(PEERS, "own.py:9 in step: all_reduce(x)")
 
 
 def test_stopped_and_silent_ranks_explain_everything() -> None:
-    held = Place(STOPPED, "process 7 is stopped (state T)")
+    held = LaneState(STOPPED, "process 7 is stopped (state T)")
 
     assert blame({0: SUM, 1: held, 2: LOOP}) == ([1], "its process 7 is stopped (state T)")
-    assert blame({0: SUM, 1: Place(SILENT, "process 7"), 2: held})[0] == [2]
-    assert blame({0: Place(QUEUED), 1: held})[0] == [1]
+    assert blame({0: SUM, 1: LaneState(SILENT, "process 7"), 2: held})[0] == [2]
+    assert blame({0: LaneState(QUEUED), 1: held})[0] == [1]
 
 
 def test_rank_in_its_own_code_is_waited_for_by_those_in_a_collective() -> None:
@@ -45,14 +45,16 @@ def test_rank_in_its_own_code_is_waited_for_by_those_in_a_collective() -> None:
 
 
 def test_of_ranks_that_all_run_code_the_fewest_at_one_line_are_named() -> None:
-    item = Place(CODE, "own.py:9 in step: loss.item()")  # on a device a collective looks like this
+    item = LaneState(
+        CODE, "own.py:9 in step: loss.item()"
+    )  # on a device a collective looks like this
 
     assert blame({0: item, 1: LOOP, 2: item})[0] == [1]
     assert blame({0: item, 1: LOOP})[0] == [0, 1]
 
 
 def test_rank_that_finished_without_the_collective_of_the_others_is_named() -> None:
-    done = Place(DONE, "finished after 0.1 s, 60 s ago")
+    done = LaneState(DONE, "finished after 0.1 s, 60 s ago")
 
     assert blame({0: SUM, 1: done, 2: SUM})[0] == [1]
     ranks, why = blame({0: done, 1: SUM, 2: done})
@@ -61,7 +63,7 @@ def test_rank_that_finished_without_the_collective_of_the_others_is_named() -> N
 
 
 def test_rank_in_another_collective_is_the_odd_one() -> None:
-    other = Place(PEERS, "own.py:12 in step: broadcast(x)")
+    other = LaneState(PEERS, "own.py:12 in step: broadcast(x)")
 
     assert blame({0: SUM, 1: SUM, 2: other})[0] == [2]
     assert blame({0: SUM, 1: other})[0] == [0, 1]
@@ -69,8 +71,8 @@ def test_rank_in_another_collective_is_the_odd_one() -> None:
 
 
 def test_call_that_waits_for_rows_or_its_turn_waits_for_no_rank() -> None:
-    assert blame({0: SUM, 1: Place(ROWS)}) == ([], "")
-    assert blame({0: SUM, 1: Place(QUEUED)}) == ([], "")
+    assert blame({0: SUM, 1: LaneState(ROWS)}) == ([], "")
+    assert blame({0: SUM, 1: LaneState(QUEUED)}) == ([], "")
 
 
 def test_ranks_are_named_as_spans() -> None:
@@ -100,7 +102,7 @@ def _started(step: object) -> threading.Thread:
     return thread
 
 
-def _place_of(thread: threading.Thread, where: str) -> Place:
+def _place_of(thread: threading.Thread, where: str) -> LaneState:
     """The place of a thread once its line has `where` (first it may stand at the line of a def)."""
     until = time.monotonic() + 60
     while time.monotonic() < until:

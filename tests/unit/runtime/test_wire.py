@@ -20,7 +20,7 @@ from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.parallel.message import HOMES, MAX_MESSAGE_BYTES
 from spmdflow.runtime.operation import RankSettings, RankState
-from spmdflow.runtime.wire import RUN_ID_BYTES, Endpoint, Envelopes, Hub, Kind
+from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.register import register
 from spmdflow.transfer.worker import Worker
@@ -42,7 +42,7 @@ def test_nothing_is_sent_to_a_rank_before_it_has_shown_the_run_id() -> None:
     run_id = os.urandom(RUN_ID_BYTES)
     hub = Hub(run_id)
     envelopes = Envelopes(run_id)
-    endpoint = Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
+    endpoint = RankSocket(hub.bind("127.0.0.1"), 1, run_id=run_id)
     endpoint.send(envelopes.seal(Kind.HELLO))
     rank, hello = wait_for_message(hub)
 
@@ -99,7 +99,7 @@ def test_message_without_end_is_cut_and_others_are_heard() -> None:
             looked.release()
     looked.release()
     attacker.join(60)
-    endpoint = Endpoint(address, 2, run_id=run_id)
+    endpoint = RankSocket(address, 2, run_id=run_id)
     endpoint.send(hello)
 
     assert cut == [1] and not attacker.is_alive()
@@ -114,7 +114,7 @@ def test_large_messages_that_end_are_not_cut() -> None:
     run_id = os.urandom(RUN_ID_BYTES)
     hub = Hub(run_id)
     envelopes = Envelopes(run_id)
-    endpoint = Endpoint(hub.bind("127.0.0.1"), 1, run_id=run_id)
+    endpoint = RankSocket(hub.bind("127.0.0.1"), 1, run_id=run_id)
     large = envelopes.seal(Kind.REPLY, bytes(MAX_MESSAGE_BYTES - 2**10))
     for _ in range(3):
         endpoint.send(large)
