@@ -175,7 +175,7 @@ def launch(
 
     from spmdflow.runtime.launch import check_ranks
 
-    loaded = _loaded(script, cfg, settings)
+    loaded = _load(script, cfg, settings)
     world_size = 1 if inproc else dist.get_world_size()
     members = tuple(range(world_size)) if ranks is None or inproc else tuple(ranks)
     check_ranks(members, world_size)
@@ -187,7 +187,7 @@ def launch(
     return outcome
 
 
-def _loaded(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) -> Loaded:
+def _load(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) -> Loaded:
     """`launch`'s script and completed settings; an imported script is not imported again."""
     if cfg is None:
         if isinstance(script, ModuleType):

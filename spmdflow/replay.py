@@ -217,7 +217,10 @@ def _difference(old: Column, new: Column) -> tuple[float, str]:
         if len(longer):
             row = int(longer[0])
             lengths = f"{int(old.lengths[row])} items, replayed {int(new.lengths[row])}"
-            return inf, f"row {row}: recorded {lengths}: {_shown(old, row)}, {_shown(new, row)}"
+            return (
+                inf,
+                f"row {row}: recorded {lengths}: {_show_row(old, row)}, {_show_row(new, row)}",
+            )
         rows = rows.repeat_interleave(old.lengths)
     one, other = (
         each.values.double().flatten(1) if each.values.ndim > 1 else each.values.double()[:, None]
@@ -235,11 +238,11 @@ def _difference(old: Column, new: Column) -> tuple[float, str]:
     else:
         share = inf
     text = f"{len(rows[wrong].unique())} of {len(old)} rows differ, the first is {row}: recorded "
-    text += f"{_shown(old, row)}, replayed {_shown(new, row)}; largest difference {most:.3g}"
+    text += f"{_show_row(old, row)}, replayed {_show_row(new, row)}; largest difference {most:.3g}"
     return share, text
 
 
-def _shown(column: Column, row: int) -> str:
+def _show_row(column: Column, row: int) -> str:
     """A row as short text."""
     value = column.take(torch.tensor([row])).to_value()
     rows = list(value.unbind()) if isinstance(value, Tensor) else value

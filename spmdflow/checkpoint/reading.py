@@ -22,7 +22,7 @@ from typing import Any
 
 from spmdflow.checkpoint.manifest import NAME, order_of
 from spmdflow.config.leaf import parts_of
-from spmdflow.config.location import named
+from spmdflow.config.location import name_cached_folders
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 
@@ -169,7 +169,7 @@ def _resolve_link(path: str) -> str:
     is."""
     absolute = os.path.abspath(path)
     target = os.path.realpath(path)
-    if target == absolute or not os.path.isdir(target) or named(path) != path:
+    if target == absolute or not os.path.isdir(target) or name_cached_folders(path) != path:
         return path
     return target
 

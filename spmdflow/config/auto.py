@@ -74,7 +74,7 @@ def _choices(cfg: Any, device: str, here: bool) -> Iterator[Choice]:
     for key, rollout in parts_of(cfg, RolloutConfig):
         engine = rollout.engine
         if engine == AUTO:
-            engine = generator_names()[0] if on_cpu else _packaged(here)
+            engine = generator_names()[0] if on_cpu else _first_installed_generator(here)
             yield Choice(f"{key}.engine", engine, why)
         if on_cpu and rollout.kv_cache == AUTO and generator_kind(engine).fixed_cache:
             yield Choice(f"{key}.kv_cache", "64 MiB", why)
@@ -90,7 +90,7 @@ def _choices(cfg: Any, device: str, here: bool) -> Iterator[Choice]:
                 yield Choice(f"{key}.options", name, why)
 
 
-def _packaged(here: bool) -> str:
+def _first_installed_generator(here: bool) -> str:
     """The first generator with a package of its own that can be imported; else the built-in one."""
     packages = {}
     for name in generator_names():

@@ -87,14 +87,14 @@ def load(
     known = _known(schema)
     tree = OmegaConf.structured(schema)
     errors = Errors()
-    given = _given(schema, sources, known)
+    given = _collect_assignments(schema, sources, known)
     for setting in given:
         with errors.noted():
             _set(tree, setting.key, setting.value, setting.source, known)
     cfg = _resolve(tree, known, errors)
     resolve_paths(cfg, download=download)
     follow(cfg)
-    return Loaded(cfg, script, assume, _shown(given, known, tree))
+    return Loaded(cfg, script, assume, _changed_settings(given, known, tree))
 
 
 def help_text(
@@ -111,12 +111,12 @@ def help_text(
     known = _known(schema)
     tree = OmegaConf.structured(schema)
     errors = Errors()
-    given = _given(schema, sources, known)
+    given = _collect_assignments(schema, sources, known)
     for setting in given:
         with errors.noted():
             _set(tree, setting.key, setting.value, setting.source, known)
     errors.raise_all()
-    return schema_help(schema, _shown(given, known, tree))
+    return schema_help(schema, _changed_settings(given, known, tree))
 
 
 def settings_text(loaded: Loaded) -> str:
@@ -157,7 +157,7 @@ class _Given(NamedTuple):
     source: Source
 
 
-def _given(schema: type, sources: Sequence[Source], known: _Known) -> list[_Given]:
+def _collect_assignments(schema: type, sources: Sequence[Source], known: _Known) -> list[_Given]:
     """What all sources say, in the order in which they lie over each other."""
     given: list[_Given] = []
     for source in sources:
@@ -171,7 +171,9 @@ def _given(schema: type, sources: Sequence[Source], known: _Known) -> list[_Give
     return given
 
 
-def _shown(given: Sequence[_Given], known: _Known, tree: DictConfig) -> dict[str, tuple[Any, str]]:
+def _changed_settings(
+    given: Sequence[_Given], known: _Known, tree: DictConfig
+) -> dict[str, tuple[Any, str]]:
     """Value and source of each setting that has another value than its default.
 
     A map has what all sources say of it, and the name of the last.
@@ -321,7 +323,7 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
         raise ConfigError(f"{name}: unknown key {key}{near}; --help lists every key")
     if key in known.groups and not isinstance(value, dict | None):  # also a ${reference}
         raise _wrong_type(name, key, value, known)
-    if error := _unfilled(f"{name}: {key}", value):
+    if error := _missing_value_error(f"{name}: {key}", value):
         raise error
     before = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
     if source.key.startswith(f"{key}.") and isinstance(before, str):
@@ -340,7 +342,7 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
         raise _wrong_type(name, key, value, known) from err
 
 
-def _unfilled(where: str, value: Any) -> ConfigError | None:
+def _missing_value_error(where: str, value: Any) -> ConfigError | None:
     """The error of a list or map with the mark for "still to be given" in it; None without."""
     if value == REQUIRED or not _holds_required(value):
         return None
@@ -404,10 +406,10 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
             references[key] = value
     broken = []
     for key, value in references.items():
-        broken.append(_unresolved(tree, key, value))
+        broken.append(_reference_error(tree, key, value))
     unfilled = []
     for key, value in written.items():
-        unfilled.append(_unfilled(key, value))
+        unfilled.append(_missing_value_error(key, value))
     for error in filter(None, [*broken, *unfilled]):
         errors.add(error)
     if any(broken) or any(unfilled):
@@ -427,7 +429,7 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
     return cfg
 
 
-def _unresolved(tree: DictConfig, key: str, written: Any) -> ConfigError | None:
+def _reference_error(tree: DictConfig, key: str, written: Any) -> ConfigError | None:
     """The error of a ${reference} that was written for a key; None if it resolves."""
     group, _, name = key.rpartition(".")
     try:

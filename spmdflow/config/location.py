@@ -72,22 +72,24 @@ def to_yaml(cfg: Any) -> str:
 
     Models and data sets of the hub's cache are named, with their commit.
     """
-    return yaml.safe_dump(named(plain_tree(cfg)), sort_keys=False, default_flow_style=False)
+    return yaml.safe_dump(
+        name_cached_folders(plain_tree(cfg)), sort_keys=False, default_flow_style=False
+    )
 
 
-def named(value: Any) -> Any:
+def name_cached_folders(value: Any) -> Any:
     """Plain settings in which folders of the hub's cache are replaced by name@commit."""
     if isinstance(value, dict):
         result = {}
         for key, part in value.items():
-            result[key] = named(part)
+            result[key] = name_cached_folders(part)
         return result
     if isinstance(value, str) and "/snapshots/" in value:
-        return with_places(value, _named)
+        return with_places(value, _hub_name_of)
     return value
 
 
-def _named(place: str) -> str:
+def _hub_name_of(place: str) -> str:
     path, split = split_place(place)
     match = _SNAPSHOT.fullmatch(path)
     if match is None or Path(match["cache"]) != _cache():
@@ -235,7 +237,7 @@ class _Finder:
 
     def _folder(self, key: str, name: HubName, wanted: Wanted) -> Path:
         """The name's folder in the cache, downloaded if it is not there."""
-        found = _cached(name, wanted)
+        found = _find_in_cache(name, wanted)
         if found is not None:
             return found
         why = "nothing is downloaded for a plan"
@@ -243,7 +245,7 @@ class _Finder:
             why = "HF_HUB_OFFLINE is set"
         elif self.download:
             with _one_of_a_node(key, name, self.run.start_seconds):
-                found = _cached(name, wanted)
+                found = _find_in_cache(name, wanted)
                 try:
                     return found or _download(name, wanted)
                 except (OSError, ValueError, RuntimeError, _hub().errors.HTTPError) as err:
@@ -298,7 +300,7 @@ def _download_command(name: HubName, wanted: Wanted) -> str:
     return shlex.join(words)
 
 
-def _cached(name: HubName, wanted: Wanted) -> Path | None:
+def _find_in_cache(name: HubName, wanted: Wanted) -> Path | None:
     """The name's folder if the cache has every file that is needed."""
     folder = _cache() / name.cached
     revision = name.revision or "main"
@@ -340,7 +342,7 @@ def _download(name: HubName, wanted: Wanted) -> Path:
         ignore_patterns=list(wanted.ignored),
     )
     Path(folder).mkdir(parents=True, exist_ok=True)  # not made if no file fits
-    found = _cached(replace(name, revision=Path(folder).name), wanted)
+    found = _find_in_cache(replace(name, revision=Path(folder).name), wanted)
     if found is None:
         raise ValueError(f"the hub has no {' or no '.join(wanted.files)} of it")
     return found
@@ -386,8 +388,8 @@ def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, 
         facts = _hub().metadata_load(readme) if readme.is_file() else None
     except (yaml.YAMLError, ValueError):
         facts = None  # the library that reads the rows says what is wrong
-    named = (facts or {}).get("configs", ())
-    entries = {str(entry.get("config_name", "default")): entry for entry in named}
+    name_cached_folders = (facts or {}).get("configs", ())
+    entries = {str(entry.get("config_name", "default")): entry for entry in name_cached_folders}
     if not entries:
         return (_DATA,)
     wanted = config or next((n for n, entry in entries.items() if entry.get("default")), "default")

@@ -124,7 +124,7 @@ class Batch:
 
     def select(self, positions: Sequence[int] | np.ndarray) -> Batch:
         """The rows at `positions` (each at most once), in that order; ids stay."""
-        places = _checked(positions, len(self))
+        places = _check_positions(positions, len(self))
         return self._at(places, self.ids[places], self.parents[places])
 
     def where(self, rows: str | Sequence[bool] | np.ndarray | Tensor) -> Batch:
@@ -373,7 +373,7 @@ def _places(ids: Ids, others: Ids) -> np.ndarray:
     return order[np.searchsorted(others, ids, sorter=order)]
 
 
-def _checked(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:
+def _check_positions(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:
     """Positions as int64; RowError for repeats, positions beyond the batch and masks."""
     places = np.asarray(positions)
     if places.dtype == bool or places.ndim != 1:

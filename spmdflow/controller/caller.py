@@ -300,7 +300,7 @@ class Caller:
         pieces = []
         ids = []
         for part in self._pieces_of(ref, piece_bytes):
-            fetched, fetched_ids = self._fetched(name, part)
+            fetched, fetched_ids = self._fetch_rows(name, part)
             pieces.append(fetched)
             ids.append(fetched_ids)
         column = join(pieces)
@@ -327,7 +327,7 @@ class Caller:
             pieces.append(whole.at(places))
         return pieces
 
-    def _fetched(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
+    def _fetch_rows(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
         """The rows of a column, each once, and their ids, rank by rank."""
         ids = np.unique(ref.ids)
         result = ref.result

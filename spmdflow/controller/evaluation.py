@@ -114,7 +114,7 @@ class Evaluation:
             return {}
         sampled = _respond(model, generate, samples, greedy=False)
         sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
-        rows = judged(sampled)
+        rows = judged_samples(sampled)
         shares = _shares([rows[place] for place in _places_whole([rows])])
         return estimate_metrics(estimates(shares, seed=self._seed), "eval")
 
@@ -127,8 +127,8 @@ class Evaluation:
 
     def report(self, greedy: Batch, sampled: Batch, run_dir: Path) -> dict[str, float]:
         """See `Flow.report`."""
-        by_prompt = judged(greedy)
-        samples = judged(sampled)
+        by_prompt = judged_samples(greedy)
+        samples = judged_samples(sampled)
         whole = _places_whole([by_prompt, samples] if samples else [by_prompt])
         firsts = [by_prompt[place][0] for place in whole]
         numbers: dict[str, list[float]] = {"score": [row.score or 0.0 for row in firsts]}
@@ -227,7 +227,7 @@ class Judged(NamedTuple):
         return cls(text, score, right, None if answer is None else str(answer), num_tokens)
 
 
-def judged(scored: Batch) -> list[list[Judged]]:
+def judged_samples(scored: Batch) -> list[list[Judged]]:
     """The samples of each prompt, prompts and samples in the order of the rows; waits for them."""
     values = scored.fetch_for("evaluation", "response_text", "scores", "score_terms")
     rows = zip(*map(list, values.values()), scored.lengths("responses").tolist(), strict=True)

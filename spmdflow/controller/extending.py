@@ -17,7 +17,7 @@ def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:
     """ColumnError if the batch has columns that the method writes and cannot go on from."""
     found = []
     for name in batch.columns:
-        if name in _taken(spec):
+        if name in _consumed_columns(spec):
             found.append(name)
     missing = []
     for name in spec.writes:
@@ -45,7 +45,7 @@ def carried_columns(spec: MethodSpec, batch: Batch) -> dict[str, ColumnRef]:
     def stays(name: str) -> bool:
         result = batch.column(name).result
         is_older = not isinstance(result, RowResult) or not old & result.lineage
-        return name not in _taken(spec) and (is_older or name in spec.reads)
+        return name not in _consumed_columns(spec) and (is_older or name in spec.reads)
 
     result = {}
     for name in batch.columns:
@@ -58,6 +58,6 @@ def _goes_on(spec: MethodSpec) -> bool:
     return set(spec.writes) <= set(spec.optional)
 
 
-def _taken(spec: MethodSpec) -> set[str]:
+def _consumed_columns(spec: MethodSpec) -> set[str]:
     """Columns that the method replaces or uses up."""
     return {*spec.writes, *(spec.optional if _goes_on(spec) else ())}

@@ -110,15 +110,15 @@ def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "lengths", row["lengths"]
     own = row.get(_OWN, row.get(_OLD))
     if own is not None:
-        yield "log_probs", _rounded(own, 2)
+        yield "log_probs", _round_numbers(own, 2)
     if _OWN in row and _OLD in row:
         gap = row[_OLD] - row[_OWN]
-        yield "gap", _rounded(gap if mask is None else gap.where(mask, 0.0), 3)
+        yield "gap", _round_numbers(gap if mask is None else gap.where(mask, 0.0), 3)
     if mask is not None and not mask.all():
         yield "mask", "".join(map(str, mask.int().tolist()))
 
 
-def _rounded(numbers: Tensor, digits: int) -> list[float | None]:
+def _round_numbers(numbers: Tensor, digits: int) -> list[float | None]:
     """Short for JSON: 0 without a point, null where not finite."""
     result = []
     for x in numbers.tolist():

@@ -67,7 +67,7 @@ class Step:
         phases: dict[str, list[CallRecord]] = {"train": [], "eval": []}
         for record in records:
             phases[record.phase].append(record)
-        train, evaluation = map(_reported, phases.values())
+        train, evaluation = map(_merge_reports, phases.values())
         metrics = train | self.logged() | _seconds_by_method(phases["train"])
         for name, value in evaluation.items():
             if name.startswith("eval/"):
@@ -113,7 +113,7 @@ def _check_logged(result: object, place: str) -> None:
             logger.warning("step.log: got %s=%s at %s, expected a number", name, value, place)
 
 
-def _reported(records: Iterable[CallRecord]) -> dict[str, float]:
+def _merge_reports(records: Iterable[CallRecord]) -> dict[str, float]:
     """Metrics that workers reported during calls, merged over answering ranks."""
     answered = []
     for record in records:

@@ -68,7 +68,7 @@ class Transcript:
             if _operation(record) != "save":
                 entries.append(_entry(record, record.step))
         self._content["orders"] += entries + [_entry(record, number) for record in transfers]
-        data = _encoded(self._content)
+        data = _encode_content(self._content)
         self._is_open = data is not None and number < self._first_step + NUM_STEPS
         if not self._is_open:
             self._content["orders"] = []
@@ -82,7 +82,7 @@ class Transcript:
                 self._is_open = False
 
 
-def _encoded(content: Mapping[str, Any]) -> bytes | None:
+def _encode_content(content: Mapping[str, Any]) -> bytes | None:
     """The file; None: it is too large, or something in it is no plain data."""
     try:
         data = encode(content)

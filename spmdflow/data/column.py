@@ -96,9 +96,9 @@ def column_of(name: str, value: Any, num_rows: int) -> Column:
     else:
         texts = value
     if is_ragged(value):
-        column = Column("ragged", _copied(value.values()), lengths_of(value).cpu())
+        column = Column("ragged", _copy_to_host(value.values()), lengths_of(value).cpu())
     elif isinstance(value, Tensor):
-        column = Column("dense", _copied(value))
+        column = Column("dense", _copy_to_host(value))
     elif isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
         column = _encode(texts)
     else:
@@ -111,7 +111,7 @@ def column_of(name: str, value: Any, num_rows: int) -> Column:
     return column
 
 
-def _copied(values: Tensor) -> Tensor:
+def _copy_to_host(values: Tensor) -> Tensor:
     """A copy in host memory, so that the worker may go on writing into its tensor."""
     return empty_values(values.shape, values.dtype).copy_(values.detach())
 

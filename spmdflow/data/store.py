@@ -67,7 +67,7 @@ class _Rows:
         self._parts.append((ids, column))
         self._order = None
 
-    def _joined(self) -> tuple[np.ndarray, Column, np.ndarray]:
+    def _join_parts(self) -> tuple[np.ndarray, Column, np.ndarray]:
         if len(self._parts) > 1:
             ids = np.concatenate([ids for ids, _ in self._parts])
             self._parts = [(ids, join([column for _, column in self._parts]))]
@@ -79,11 +79,11 @@ class _Rows:
     def missing(self, ids: np.ndarray) -> np.ndarray:
         if not self._parts:
             return ids
-        held, _, _ = self._joined()
+        held, _, _ = self._join_parts()
         return ids[~np.isin(ids, held)]
 
     def take(self, ids: np.ndarray) -> Column:
-        held, column, order = self._joined()
+        held, column, order = self._join_parts()
         if np.array_equal(held, ids):
             return column
         places = order[np.searchsorted(held, ids, sorter=order)]

@@ -34,9 +34,9 @@ from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, Ranking, explain, reason
 from spmdflow.plan.record import Trace
-from spmdflow.plan.text import WIDTH, wrapped
+from spmdflow.plan.text import WIDTH, wrap_paragraph
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import simulated
+from spmdflow.plan.workload import simulate_orders
 
 _SCORING = "preparation"
 _ALL_ROWS = 1 << 30
@@ -118,7 +118,7 @@ def _set(cfg: Any, values: Mapping[str, Any]) -> None:
 
 def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Dataflow:
     """Models and calls of one step of a script, sizes that may be searched left open."""
-    traced = _traced(script, cfg, examples)
+    traced = _trace_on_two_ranks(script, cfg, examples)
     roles = roles_of(cfg)
     others = []
     for n, model in traced.models.items():
@@ -130,7 +130,7 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
             f"one model of each of {', '.join(roles)}, as a placement says where a role lives; "
             f"set placement=colocate or pools of your own"
         )
-    known = simulated(traced, traced.in_step())
+    known = simulate_orders(traced, traced.in_step())
     weights = []
     for name in known.without:
         weights.append(getattr(traced.models[name].settings, "model", None))
@@ -150,7 +150,7 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
     return Dataflow(models, known.dataflow.calls, pairs)
 
 
-def _traced(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
+def _trace_on_two_ranks(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
     """The script on two ranks, every size at its default."""
     small = copy.deepcopy(cfg)
     apart = "generator" in getattr(cfg, "more_roles", ())
@@ -257,7 +257,7 @@ def auto_text(found: Automatic) -> str:
     """The explanation, and the settings that give the same without a search."""
     lines = ["placement=auto", "", f"  {_EACH_LINE}"]
     for line in explain(found.mapping, count=COUNT).splitlines():
-        lines += wrapped("  " + line, "", colon="") if line.strip() else [""]
+        lines += wrap_paragraph("  " + line, "", colon="") if line.strip() else [""]
     lines += ["", "  the first as settings of a command line:", "", *settings_text(found)]
     return "\n".join(lines) + "\n\n"
 

@@ -28,7 +28,7 @@ from spmdflow.data.row_id import Ids
 from spmdflow.hybrid_engine.bucket import Moves
 from spmdflow.hybrid_engine.reshard import BoxesByRank, Copies, Shards
 from spmdflow.plan.record import Problem, Trace, TracedOrder
-from spmdflow.plan.rows import shown
+from spmdflow.plan.rows import shorten_numbers
 
 _SHOWN = 5
 _MOST_CELLS = 1 << 28
@@ -58,13 +58,15 @@ def _wrong_members(trace: Trace) -> Iterator[str]:
         for rank in missing[:1] or strange[:1]:
             yield (
                 f"{order.name}: got {'no' if missing else 'a'} command for rank {rank}, expected "
-                f"exactly the ranks {shown(expected)} of its group; the others would wait for ever"
+                f"exactly the ranks {shorten_numbers(expected)} of its group; the others would "
+                f"wait for ever"
             )
         for name, ranks, backend in _groups_entered(trace, order):
             if len(ranks) > 1 and (ranks, backend) not in made:
                 yield (
-                    f"{order.name}: uses the {f'{backend} group'.strip()} of ranks {shown(ranks)}, "
-                    f"which no order made before, expected it among {name}; add it there"
+                    f"{order.name}: uses the {f'{backend} group'.strip()} of ranks "
+                    f"{shorten_numbers(ranks)}, which no order made before, expected it among "
+                    f"{name}; add it there"
                 )
                 made.add((ranks, backend))
 

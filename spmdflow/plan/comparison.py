@@ -116,7 +116,7 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
 
     DataError without a step in metrics.jsonl. Any: the script's settings.
     """
-    measured = _measured(run_dir)
+    measured = _median_seconds(run_dir)
     try:
         replay = Replay.of_run(run_dir)
         traced = recorded_trace(replay)
@@ -153,7 +153,7 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
     )
 
 
-def _measured(run_dir: Path) -> dict[str, float]:
+def _median_seconds(run_dir: Path) -> dict[str, float]:
     """Median seconds by method and of a step."""
     steps = []
     for line in read_lines(run_dir / "metrics.jsonl"):

@@ -23,7 +23,7 @@ from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, transition_seconds
 from spmdflow.plan.record import COMPUTE, Problem, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
-from spmdflow.plan.workload import Simulated, simulated
+from spmdflow.plan.workload import Simulated, simulate_orders
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def predict(
     ways: `weight_plans` of the trace; a model without one, or whose bytes by edge are unknown, gets
     the seconds of the paper's formula (Table 2).
     """
-    step = simulated(trace, orders)
+    step = simulate_orders(trace, orders)
     memory = _memory(trace, step, hardware)
     problems = []
     for phase in memory.values():

@@ -25,7 +25,7 @@ from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.residency import Residency, Share, choose_residency, choose_weights
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulated
+from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulate_orders
 
 _SAFE = 0.3
 """Share of a device's usable memory for the KV cache of a script that cannot be planned."""
@@ -82,12 +82,12 @@ def choose_by_plan(
     traced = None
     try:
         traced = trace(script, cfg, settings)
-        step = simulated(traced, traced.in_step())
+        step = simulate_orders(traced, traced.in_step())
     except (PlanError, ConfigError) as err:
-        made = write(_unplanned(caches, hardware, str(err).partition(";")[0]))
+        made = write(_choose_without_plan(caches, hardware, str(err).partition(";")[0]))
     else:
         rollouts = dict(parts_of(cfg, RolloutConfig))
-        made = write(_planned(traced, step, engines, caches, rollouts, hardware))
+        made = write(_choose_by_plan(traced, step, engines, caches, rollouts, hardware))
     told = {choice.key for choice in made}
     kept = []
     for key in engines:
@@ -107,7 +107,7 @@ def _share_of(rollout: RolloutConfig) -> Share:
     return Share(size, rollout.max_batch_size if unit == AUTO else None)
 
 
-def _planned(
+def _choose_by_plan(
     traced: Trace,
     step: Simulated,
     engines: Mapping[str, EngineConfig],
@@ -184,7 +184,7 @@ def _roomy(
     traced: Trace, engines: Mapping[str, EngineConfig], hardware: Hardware
 ) -> Iterator[Choice]:
     """Options that there is memory for beside what was chosen, model by model."""
-    step = simulated(traced, traced.in_step())
+    step = simulate_orders(traced, traced.in_step())
     if step.dataflow is None:
         return
     found = {}
@@ -220,7 +220,7 @@ def _why(pool: str, found: Residency, hardware: Hardware) -> str:
     return f"pool {pool}, {peak}{copies}{'' if found.fits else ', which does not fit'}"
 
 
-def _unplanned(
+def _choose_without_plan(
     caches: Mapping[str, RolloutConfig], hardware: Hardware, why: str
 ) -> Iterator[Choice]:
     for key, rollout in caches.items():

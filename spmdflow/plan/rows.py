@@ -91,7 +91,7 @@ class _Rows:
                     ids = _ids(lacking[lacking >> _SHIFT == rank])
                     self.found.append(
                         f"edge {_either(_holders_of_all(ids, held))} -> {rank}: got no rows "
-                        f"{shown(ids)} of column {name!r} of "
+                        f"{shorten_numbers(ids)} of column {name!r} of "
                         f"{self._label.get(result, f'call {result}')}, expected them before "
                         f"{order.name}; a transfer was dropped, or brings other rows"
                     )
@@ -128,7 +128,7 @@ class _Rows:
         arriving = arriving[ascending]
         ids = ids[ascending]
         twice = np.concatenate([[False], arriving[1:] == arriving[:-1]])
-        strange = ~_among(arriving, _needed(consumer, result, columns))
+        strange = ~_among(arriving, _rows_needed(consumer, result, columns))
         wrong = [
             (columns, twice, "twice, expected each row once"),
             (columns, strange, unread),
@@ -189,7 +189,7 @@ def _parts(plain: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     return plain.get("inputs", ())
 
 
-def _needed(consumer: TracedOrder | None, result: int, columns: tuple[str, ...]) -> np.ndarray:
+def _rows_needed(consumer: TracedOrder | None, result: int, columns: tuple[str, ...]) -> np.ndarray:
     """Rows that the consumer reads of a result's columns, by rank."""
     return _keys(
         (rank, part["ids"])
@@ -238,7 +238,7 @@ def _either(ranks: Sequence[int]) -> str:
     return last
 
 
-def shown(numbers: Iterable[int]) -> str:
+def shorten_numbers(numbers: Iterable[int]) -> str:
     """Numbers in brackets; of many the first four and the last."""
     values = [int(number) for number in numbers]
     if len(values) <= 8:

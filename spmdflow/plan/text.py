@@ -52,7 +52,7 @@ def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Ite
     yield from (line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in lines)
 
 
-def wrapped(head: str, text: str, *, colon: str = ":") -> Iterator[str]:
+def wrap_paragraph(head: str, text: str, *, colon: str = ":") -> Iterator[str]:
     """A paragraph that hangs below its head."""
     yield from textwrap.wrap(
         f"{head}{colon} {text}".rstrip(), WIDTH, subsequent_indent="      ", break_on_hyphens=False
@@ -98,7 +98,7 @@ def plan_text(report: PlanReport) -> str:
         _orders_by_rank,
     )
     lines = [*_head(report)]
-    for section in (*sections, _assumed, _proofs, _wrong):
+    for section in (*sections, _assumption_lines, _proofs, _wrong):
         found = [*section(report)]
         lines += ["", *found] if found else []
     return "\n".join(lines) + "\n"
@@ -115,7 +115,7 @@ def _head(report: PlanReport) -> Iterator[str]:
         synced = sum(sum(way.received.values()) * way.syncs for way in report.weights)
         yield (
             f"       {seconds_of(prediction.seconds)} a step predicted, "
-            f"{prediction.tokens_per_second:,.0f} tokens/s; {_moved(report)} of rows and "
+            f"{prediction.tokens_per_second:,.0f} tokens/s; {_moved_text(report)} of rows and "
             f"{bytes_of(synced)} of weights move"
         )
     wrong = len(report.problems)
@@ -139,7 +139,7 @@ def _pools(report: PlanReport) -> Iterator[str]:
 
 def _chosen(report: PlanReport) -> Iterator[str]:
     for line in choices_text(report.choices).splitlines():
-        yield from wrapped(*line.split(": ", 1))
+        yield from wrap_paragraph(*line.split(": ", 1))
 
 
 def _models(report: PlanReport) -> Iterator[str]:
@@ -189,17 +189,17 @@ def _calls(report: PlanReport) -> Iterator[str]:
     stages = prediction.stage_seconds().items()
     if prediction.seconds and stages:
         shown = ", ".join(f"{stage} {seconds_of(seconds)}" for stage, seconds in stages)
-        yield from wrapped("  by stage", shown)
+        yield from wrap_paragraph("  by stage", shown)
     yield from (f"  {call.order.label}: {note}" for call in prediction.calls for note in call.notes)
     for why in prediction.without.values():
-        yield from wrapped("  not predicted", why)
+        yield from wrap_paragraph("  not predicted", why)
 
 
 def _routes(report: PlanReport) -> Iterator[str]:
     if not report.routes:
         yield "rows between ranks: none"
         return
-    yield f"rows between ranks: {_moved(report)} over {len(report.edge_bytes)} edges"
+    yield f"rows between ranks: {_moved_text(report)} over {len(report.edge_bytes)} edges"
     rows: _Rows = [("from", "to", "edges", "in node", "between", "columns")]
     for route in report.routes:
         sizes = bytes_of(route.intra_bytes), bytes_of(route.inter_bytes)
@@ -208,7 +208,7 @@ def _routes(report: PlanReport) -> Iterator[str]:
     yield from table(rows, right=(2, 3, 4))
     ranked = sorted(report.edge_bytes.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{a} -> {b} {bytes_of(size)}" for (a, b), size in ranked[:5])
-    yield from wrapped("  largest edges", shown)
+    yield from wrap_paragraph("  largest edges", shown)
 
 
 def _weights(report: PlanReport) -> Iterator[str]:
@@ -230,7 +230,7 @@ def _weights(report: PlanReport) -> Iterator[str]:
         rows.append((*how, spread, edges, bytes_of(sum(sizes)), far, way.syncs))
     yield from table(rows, right=(4, 5, 6, 7, 8))
     for way in report.weights:
-        yield from wrapped(f"  {way.target}", way.note) if way.note else ()
+        yield from wrap_paragraph(f"  {way.target}", way.note) if way.note else ()
 
 
 def _memory(report: PlanReport) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _groups(report: PlanReport) -> Iterator[str]:
         return
     for (maker, axis, lane, backend), groups in kinds.items():
         everyone = ", ".join(str(list(ranks)) for ranks in groups)
-        yield from wrapped(f"  {maker} {axis} ({lane}, {backend})", everyone)
+        yield from wrap_paragraph(f"  {maker} {axis} ({lane}, {backend})", everyone)
 
 
 def _orders_by_rank(report: PlanReport) -> Iterator[str]:
@@ -282,7 +282,9 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
     yield f"order of commands by rank (and {released} transfers, in the order of their release)"
     for labels, (ranks, counts) in alike.items():
         many = f"{min(counts)}-{max(counts)}" if len(counts) > 1 else str(*counts)
-        yield from wrapped(f"  ranks {spans(ranks)}, {many} transfers", ", ".join(labels) or "none")
+        yield from wrap_paragraph(
+            f"  ranks {spans(ranks)}, {many} transfers", ", ".join(labels) or "none"
+        )
     if released and report.world_size > MOST_LISTED:
         yield "  --json lists the transfers of every rank"
         return
@@ -296,17 +298,17 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
         else:
             more = []
         label = report.trace.orders[place].label
-        yield from wrapped(f"  {label}", ", ".join(shown[:_MOST_EDGES] + more))
+        yield from wrap_paragraph(f"  {label}", ", ".join(shown[:_MOST_EDGES] + more))
 
 
-def _assumed(report: PlanReport) -> Iterator[str]:
+def _assumption_lines(report: PlanReport) -> Iterator[str]:
     trace = report.trace
     if trace.assumptions or trace.reads or report.missing_here:
         yield "assumed"
     if report.missing_here:
-        yield from wrapped("  - not on this machine", report.missing_here)
+        yield from wrap_paragraph("  - not on this machine", report.missing_here)
     for sentence in trace.assumptions:
-        yield from wrapped("  -", sentence, colon="")
+        yield from wrap_paragraph("  -", sentence, colon="")
     for read in trace.reads:
         if read.in_loop:
             again = "; inside a loop, traced as often as the examples say"
@@ -316,7 +318,7 @@ def _assumed(report: PlanReport) -> Iterator[str]:
             what = f"waits for data ({read.what}){again}"
         else:
             what = f"repeats ({read.what})"
-        yield from wrapped(f"  - line {read.line}", what)
+        yield from wrap_paragraph(f"  - line {read.line}", what)
 
 
 def _proofs(report: PlanReport) -> Iterator[str]:
@@ -329,8 +331,8 @@ def _proofs(report: PlanReport) -> Iterator[str]:
 def _wrong(report: PlanReport) -> Iterator[str]:
     yield from ("wrong",) if report.problems else ()
     for number, problem in enumerate(report.problems, 1):
-        yield from wrapped(f"  {number}. {problem.check}", problem.text)
+        yield from wrap_paragraph(f"  {number}. {problem.check}", problem.text)
 
 
-def _moved(report: PlanReport) -> str:
+def _moved_text(report: PlanReport) -> str:
     return bytes_of(sum(report.edge_bytes.values()))

@@ -88,13 +88,13 @@ def trace(
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == file), None)
         if line is None and not isinstance(err, SpmdflowError):
             raise  # not the script's error
-        raise PlanError(_located(err, line, examples)) from err
+        raise PlanError(_locate_error(err, line, examples)) from err
     finally:
         logger.setLevel(level)
     return flow.to_trace(script)
 
 
-def _located(err: BaseException, line: int | None, examples: Examples) -> str:
+def _locate_error(err: BaseException, line: int | None, examples: Examples) -> str:
     text = str(err)
     if isinstance(err, _UnknownMetric):
         text = (

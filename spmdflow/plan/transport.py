@@ -296,18 +296,18 @@ class Answers:
             for n, _ in names_in(part):
                 seen[n] = part
         if self._goes_on(plain, seen):
-            given = (self._given(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT))
+            given = (self._known_lengths(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT))
             before, heard = (0 if tokens is None else tokens for tokens in given)
             grown = np.minimum(before + heard + drawn, self.examples.longest[RESPONSES])
             return np.maximum(before, grown)
         for other in seen:
             if self.examples.form(other).like == form.like:
-                tokens = self._given(other, seen, plain, ids)
+                tokens = self._known_lengths(other, seen, plain, ids)
                 if tokens is not None:
                     return tokens * form.items_per_token
         return drawn * form.items_per_token
 
-    def _given(
+    def _known_lengths(
         self, name: str, seen: Mapping[str, Plain], plain: Plain, ids: np.ndarray
     ) -> np.ndarray | None:
         """(n,) int64: tokens of the rows ids of an input that is not dense; None: not known.

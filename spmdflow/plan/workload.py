@@ -105,7 +105,7 @@ class Simulated:
     """Models without a simulator, and why."""
 
 
-def simulated(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
+def simulate_orders(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
     """The orders of one step, as far as there are simulators."""
     models: dict[str, Model] = {}
     without: dict[str, str] = {}

@@ -210,19 +210,19 @@ class Io:
     def _work(self) -> None:
         """Handle all orders and messages that are there."""
         with self._lock:
-            self._guarded(self._work_through_inbox)
+            self._call_guarded(self._work_through_inbox)
             for _ in range(_TURN_MESSAGES):
                 if (message := self._hub.receive()) is None:
                     break
-                self._guarded(self._handle, *message)
+                self._call_guarded(self._handle, *message)
                 if self._inbox:
-                    self._guarded(self._work_through_inbox)
+                    self._call_guarded(self._work_through_inbox)
             else:
                 self._hub.waiter.wake()  # the clocks first, then the rest
             if self._close_wanted:
-                self._guarded(self._close_if_idle)
+                self._call_guarded(self._close_if_idle)
 
-    def _guarded(self, function: Callable[..., object], *arguments: Any) -> None:
+    def _call_guarded(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call function; what it raises ends the run instead of the thread."""
         outer = self._worker
         self._worker = threading.get_ident()
@@ -334,15 +334,15 @@ class Io:
         self._work()  # first: a process that was stopped has not read what came meanwhile
         with self._lock:
             for rank in self._hub.cut_endless():
-                self._guarded(self._verdict.add_endless, rank)
+                self._call_guarded(self._verdict.add_endless, rank)
             if now >= self._next_beat:
                 self._next_beat = now + self._settings.beat_seconds
                 for rank in self._peers.staying():
-                    self._guarded(self._probe, rank)
+                    self._call_guarded(self._probe, rank)
                 self._status.put(self._stalls.state(now))
             if not self._verdict.failures:
-                self._guarded(self._stalls.look, now)  # first: it notices that time was lost
-            self._guarded(self._watch.look, now, self._probe)
+                self._call_guarded(self._stalls.look, now)  # first: it notices that time was lost
+            self._call_guarded(self._watch.look, now, self._probe)
             if self._verdict.is_due(now):
                 self._end_failed_run(now)
 

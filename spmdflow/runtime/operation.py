@@ -115,10 +115,10 @@ class RankState:
         }
         timed = {}
         for name, operation in named.items():
-            timed[name] = self._timed(operation)
+            timed[name] = self._report_times(operation)
         return timed | {"begin": self._begin}
 
-    def _timed(self, operation: Operation) -> Operation:
+    def _report_times(self, operation: Operation) -> Operation:
         """The operation with more: frees results that the command lists, reports start and end."""
 
         def run(plain: Plain, number: int) -> dict[str, Any]:

@@ -116,17 +116,17 @@ def blame(doing: Mapping[int, LaneState]) -> tuple[list[int], str]:
     if ROWS in kinds or QUEUED in kinds or not (waiting or busy):
         return [], ""
     if waiting:
-        where = f"{named(waiting)} in a collective at {doing[waiting[0]].text}"
+        where = f"{name_ranks(waiting)} in a collective at {doing[waiting[0]].text}"
     else:
         where = ""
     if busy:
         busy = _odd_ones(busy, doing)
-        others = f"; {named(waiting)} in a collective, waiting" if waiting else ""
+        others = f"; {name_ranks(waiting)} in a collective, waiting" if waiting else ""
         return busy, f"it is at {doing[busy[0]].text}{others}"
     if done and len(done) <= len(waiting):
         return done, f"it has finished this call and left out a collective: {where}"
     if done:
-        return waiting, f"it is in a collective that {named(done)} left out: {where}"
+        return waiting, f"it is in a collective that {name_ranks(done)} left out: {where}"
     odd = _odd_ones(waiting, doing)
     if odd == waiting:
         return odd, f"its ranks are all in collectives (network or device): {where}"
@@ -134,7 +134,7 @@ def blame(doing: Mapping[int, LaneState]) -> tuple[list[int], str]:
     for rank in waiting:
         if rank not in odd:
             rest.append(rank)
-    there = f"{named(rest)} in one at {doing[rest[0]].text}"
+    there = f"{name_ranks(rest)} in one at {doing[rest[0]].text}"
     return odd, f"it is in a collective at {doing[odd[0]].text}, {there}"
 
 
@@ -149,7 +149,7 @@ def _odd_ones(ranks: list[int], doing: Mapping[int, LaneState]) -> list[int]:
     return fewest
 
 
-def named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0-2, 5"; ranks ascend."""
     spans: list[list[int]] = []
     for rank in ranks:

@@ -166,7 +166,7 @@ def meet(
     if refusal or key is None:
         error = StartRefused if refusal and refusal[0] else RunFailed
         raise error(refusal[1] if refusal else f"start: rank {rank} has no key of this run")
-    return Rendezvous(run_id, addresses[info.network], controller, _mixed(key, settings.secret))
+    return Rendezvous(run_id, addresses[info.network], controller, _mix_key(key, settings.secret))
 
 
 def _refusing_everywhere(store: Store, prefix: str, work: Callable[[], Rendezvous]) -> Rendezvous:
@@ -208,7 +208,7 @@ def _claim_and_open(
     return replace(_open_hub(store, prefix, info, settings, store_host), lock=lock)
 
 
-def _mixed(key: bytes, secret: str | None) -> bytes:
+def _mix_key(key: bytes, secret: str | None) -> bytes:
     """What both ends of a connection must know: the run's key, and SPMDFLOW_SECRET if it is set."""
     return hmac.digest((secret or "").encode(), key, hashlib.sha256)
 
@@ -226,7 +226,7 @@ def _open_hub(
     others: dict[int, RankInfo] = {rank: _read(store, key) for rank, key in keys.items()}
     _check_shared(settings, replace(info, key_name=name), others)
     run_id = os.urandom(RUN_ID_BYTES)
-    key = _mixed(key, settings.secret)
+    key = _mix_key(key, settings.secret)
     hub = Hub(run_id, key=key, most_ranks=len(settings.ranks))
     hosts: dict[str, str] = {}
     for other in others.values():

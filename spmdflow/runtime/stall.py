@@ -31,7 +31,7 @@ from spmdflow.runtime.place import (
     STOPPED,
     LaneState,
     blame,
-    named,
+    name_ranks,
     place_of,
 )
 from spmdflow.runtime.rendezvous import SessionSettings
@@ -248,8 +248,8 @@ class Stalls:
         usual = "no call before it" if known is None else f"median {known:.2g} s"
         name = f"{order.label} (call {order.number}, {order.lane} lane)"
         parts = [f"{name} runs for {seconds:.0f} s ({usual})"]
-        parts += [f"{named(of)} {text}" for text, of in groups.items()]
-        parts += [f"the call waits for {named(ranks)}: {why}"] if ranks else []
+        parts += [f"{name_ranks(of)} {text}" for text, of in groups.items()]
+        parts += [f"the call waits for {name_ranks(ranks)}: {why}"] if ranks else []
         return parts + ([f"called at {order.line}"] if order.line else [])
 
     def _tell(self, sent: Sent, seconds: float, now: float, *, is_first: bool) -> None:
@@ -339,7 +339,7 @@ class Stalls:
             why = f"it is {doing[ranks[0]].kind}"
         place = doing[ranks[0]]
         lines = [p.line for p in doing.values()] if place.kind == DONE else []
-        also = f" (also {named(ranks[1:])})" if ranks[1:] else ""
+        also = f" (also {name_ranks(ranks[1:])})" if ranks[1:] else ""
         return Failure(
             "stopped" if place.kind == STOPPED else "deadline",
             ranks[0],

@@ -187,11 +187,11 @@ class Verdict:
         """Add stopped ranks that owe an answer: they explain why others are late."""
         late = first_cause(self.failures).kind == "deadline"
         for rank in sorted(self.ledger.owing()):
-            stopped = self._stopped(rank, now, silence_counts=late)
+            stopped = self._why_stopped(rank, now, silence_counts=late)
             if stopped and not self._is_known("stopped", rank):
                 self.add(self._about("stopped", rank, f"does not answer: {stopped}"))
 
-    def _stopped(self, rank: int, now: float, *, silence_counts: bool) -> str | None:
+    def _why_stopped(self, rank: int, now: float, *, silence_counts: bool) -> str | None:
         silent = 3 * self.settings.beat_seconds if silence_counts else float("inf")
         return self.peers.stopped(rank, now, silent_seconds=silent)
 

@@ -21,7 +21,7 @@ from spmdflow.runtime.place import (
     STOPPED,
     LaneState,
     blame,
-    named,
+    name_ranks,
     place_of,
 )
 
@@ -76,7 +76,7 @@ def test_call_that_waits_for_rows_or_its_turn_waits_for_no_rank() -> None:
 
 
 def test_ranks_are_named_as_spans() -> None:
-    assert [named(r) for r in ([3], [0, 1, 2, 5], [1, 3])] == [
+    assert [name_ranks(r) for r in ([3], [0, 1, 2, 5], [1, 3])] == [
         *("rank 3", "ranks 0-2, 5", "ranks 1, 3"),
     ]
 
