@@ -323,7 +323,7 @@ class Errors:
             self._found.append(error)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         """Record a ConfigError that is raised inside and go on after the block."""
         try:
             yield

@@ -89,7 +89,7 @@ def load(
     errors = Errors()
     given = _collect_assignments(schema, sources, known)
     for setting in given:
-        with errors.noted():
+        with errors.collecting():
             _set(tree, setting.key, setting.value, setting.source, known)
     cfg = _resolve(tree, known, errors)
     resolve_paths(cfg, download=download)
@@ -113,7 +113,7 @@ def help_text(
     errors = Errors()
     given = _collect_assignments(schema, sources, known)
     for setting in given:
-        with errors.noted():
+        with errors.collecting():
             _set(tree, setting.key, setting.value, setting.source, known)
     errors.raise_all()
     return schema_help(schema, _changed_settings(given, known, tree))
@@ -275,10 +275,10 @@ def _read(files: Sequence[Path], overrides: Sequence[str]) -> list[Source]:
     errors = Errors()
     sources = []
     for file in files:
-        with errors.noted():
+        with errors.collecting():
             sources.append(read_yaml(file))
     for text in overrides:
-        with errors.noted():
+        with errors.collecting():
             sources.append(read_override(text))
     errors.raise_all()
     return sources

@@ -52,7 +52,7 @@ class Step:
             _check_logged(result, place)
             self._logged.append((result, place))
 
-    def logged(self) -> dict[str, float]:
+    def merge_logged(self) -> dict[str, float]:
         """The logged metrics, waited for and merged; ProtocolError for results without any."""
         metrics = []
         for result, place in self._logged:
@@ -68,7 +68,7 @@ class Step:
         for record in records:
             phases[record.phase].append(record)
         train, evaluation = map(_merge_reports, phases.values())
-        metrics = train | self.logged() | _seconds_by_method(phases["train"])
+        metrics = train | self.merge_logged() | _seconds_by_method(phases["train"])
         for name, value in evaluation.items():
             if name.startswith("eval/"):
                 metrics[name] = value

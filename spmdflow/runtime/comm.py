@@ -229,7 +229,7 @@ class Comm:
                 secret = "; is SPMDFLOW_SECRET the same on every rank?"
             self._lost_controller(f"its connection is lost{secret}")
         if self._neighbours and self._neighbours.unwatch(self._waiter, ready):
-            for ended in self._neighbours.ended().items():
+            for ended in self._neighbours.ended_ranks().items():
                 self._send(Kind.ENDED, list(ended))
 
     def _tick(self, now: float) -> None:

@@ -43,11 +43,11 @@ class Inflow:
         self.num_messages: Counter[int] = Counter()
         """Messages that were read, by rank."""
 
-    def opened(self, descriptor: int) -> None:
+    def add_connection(self, descriptor: int) -> None:
         """Somebody has connected."""
         self._connections[descriptor] = _Connection()
 
-    def closed(self, descriptor: int) -> None:
+    def remove_connection(self, descriptor: int) -> None:
         """A connection is gone."""
         self._connections.pop(descriptor, None)
 
@@ -68,7 +68,7 @@ class Inflow:
             received = _received_or_none(descriptor)
             read = self.num_messages[rank] if rank >= 0 else 0
             if received is None:
-                self.closed(descriptor)
+                self.remove_connection(descriptor)
             elif read > known.num_messages:
                 known.num_messages = read
                 known.num_bytes = received
@@ -76,7 +76,7 @@ class Inflow:
             elif received > known.num_bytes + _MOST_BYTES:
                 if known.is_late and _shut_down(descriptor, ports):
                     cut.append(rank)
-                    self.closed(descriptor)
+                    self.remove_connection(descriptor)
                 known.is_late = True
         return cut
 

@@ -69,7 +69,7 @@ class Io:
             Kind.HELLO: self._on_hello,
             Kind.REPLY: self._on_reply,
             Kind.FAILURE: lambda rank, failure: self._verdict.add(failure),
-            Kind.BEAT: lambda rank, body: self._stalls.heard(rank, body, time.monotonic()),
+            Kind.BEAT: lambda rank, body: self._stalls.note_heartbeat(rank, body, time.monotonic()),
             Kind.STOP: lambda rank, number: self._watch.signal_arrived(
                 rank, number, time.monotonic()
             ),
@@ -246,7 +246,7 @@ class Io:
             return  # not even decoded
         envelope = self._hub.open(data, rank)
         if envelope is not None:
-            self._peers.heard(rank, time.monotonic())
+            self._peers.note_message(rank, time.monotonic())
             kind, body = envelope
             self._handlers[kind](rank, body)
 
@@ -280,7 +280,7 @@ class Io:
         now = time.monotonic()
         done = self._ledger.answer(rank, ticket, payload, now=now, took=Took(*took))
         if done is not None:
-            self._stalls.finished(done, now)
+            self._stalls.end_call(done, now)
             if done.order.on_done and not self._run_on_done(done.order, done.replies):
                 return
             done.pending.resolve(done.replies)

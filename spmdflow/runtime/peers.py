@@ -66,7 +66,7 @@ class Peers:
             del self._pidfds[pidfd]
         return bool(done)
 
-    def heard(self, rank: int, now: float) -> None:
+    def note_message(self, rank: int, now: float) -> None:
         """Note a message or heartbeat of rank."""
         self._heard[rank] = now
         if rank in self._warned:
@@ -81,7 +81,7 @@ class Peers:
                 result.append(rank)
         return result
 
-    def ended(self) -> dict[int, str]:
+    def ended_ranks(self) -> dict[int, str]:
         """Ranks whose process is known to have ended without BYE, and how."""
         for rank in self._others:
             process = self.processes[rank]
@@ -123,7 +123,7 @@ class Peers:
                     self.processes[rank].describe(),
                 )
 
-    def stopped(self, rank: int, now: float, *, silent_seconds: float) -> str | None:
+    def why_stopped(self, rank: int, now: float, *, silent_seconds: float) -> str | None:
         """Why rank counts as stopped, or None if it is alive."""
         process = self.processes[rank]
         silent = now - self._heard[rank]

@@ -79,11 +79,11 @@ class Stalls:
         self._stuck_since: float | None = None
         """Since when every open call waits for rows or for its turn; None: some call runs."""
 
-    def heard(self, rank: int, doing: Sequence[Doing] | None, now: float) -> None:
+    def note_heartbeat(self, rank: int, doing: Sequence[Doing] | None, now: float) -> None:
         """A heartbeat."""
         self._beats[rank] = now, doing or ()
 
-    def finished(self, sent: Sent, now: float) -> None:
+    def end_call(self, sent: Sent, now: float) -> None:
         """All ranks of a call have answered."""
         self._due.pop(sent.ticket, None)
         self._idle_since = now

@@ -193,7 +193,7 @@ class Verdict:
 
     def _why_stopped(self, rank: int, now: float, *, silence_counts: bool) -> str | None:
         silent = 3 * self.settings.beat_seconds if silence_counts else float("inf")
-        return self.peers.stopped(rank, now, silent_seconds=silent)
+        return self.peers.why_stopped(rank, now, silent_seconds=silent)
 
     def _about(self, kind: str, rank: int, cause: str) -> Failure:
         """A failure of rank as seen from here, with what it was running."""
@@ -337,7 +337,7 @@ class Watch:
         )
 
     def _check_deaths(self, now: float, probe: Callable[[int], bool]) -> None:
-        gone = self._peers.ended()
+        gone = self._peers.ended_ranks()
         if now < self._probe_until:
             gone = dict.fromkeys(self._peers.unreachable(probe), LOST) | gone
         for rank, how in gone.items():

@@ -230,9 +230,9 @@ class Hub(_Socket):
 
     def _hear(self, event: int, value: int) -> bool:
         if event == zmq.EVENT_ACCEPTED:
-            self._inflow.opened(value)
+            self._inflow.add_connection(value)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._inflow.closed(value)
+            self._inflow.remove_connection(value)
         if self._listeners:
             self._num_strangers += _STEP.get(event, 0)
             if self._is_full:

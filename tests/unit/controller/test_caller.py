@@ -373,6 +373,6 @@ def test_step_logs_metrics_of_calls_and_numbers_of_the_script(
         batch |= toy.make(batch)
         step.log(toy.measure(batch), {"mine/a": 1.0}, temperature=0.5)
 
-    logged = step.logged()
+    logged = step.merge_logged()
     assert logged["mine/a"] == 1 and logged["temperature"] == 0.5
     assert logged["toy/largest"] == max(batch.ids)

@@ -82,7 +82,7 @@ def test_metrics_and_numbers_of_any_kind_are_logged() -> None:
 
     step.log({"a": Mean(1.0, 2.0)}, b=True, c=3)
 
-    assert step.logged() == {"a": 0.5, "b": 1.0, "c": 3.0}
+    assert step.merge_logged() == {"a": 0.5, "b": 1.0, "c": 3.0}
 
 
 def test_nan_is_logged_with_a_warning_that_names_the_line(
@@ -102,7 +102,7 @@ def test_plain_answer_that_is_logged_as_metrics_names_the_line(toy: WorkerGroup)
         r"^step.log at \S+test_script_mistakes.py:\d+: step.log\(.*: toy.describe: returned int, "
     )
     with pytest.raises(ProtocolError, match=told):
-        step.logged()
+        step.merge_logged()
 
 
 @pytest.mark.parametrize("every", ["5", 2.0, True, -1])

@@ -30,7 +30,7 @@ class Session:
         self.peers = Peers({0: own, 1: own}, own_rank=0)
         self.ledger = Ledger()
         for rank in (0, 1):
-            self.peers.heard(rank, self.now)  # not by the clock, which has gone on
+            self.peers.note_message(rank, self.now)  # not by the clock, which has gone on
         self.stalls = Stalls(
             self.peers,
             self.ledger,
@@ -63,7 +63,7 @@ class Session:
         for rank in ranks:
             took = Took(seconds)
             if self.ledger.answer(rank, sent.ticket, {}, now=self.now, took=took):
-                self.stalls.finished(sent, self.now)
+                self.stalls.end_call(sent, self.now)
 
     def measure(self, seconds: float, **named: str) -> None:
         for _ in range(3):
@@ -80,6 +80,8 @@ class Session:
             for rank, (call, kind) in doing.items():
                 waited = self._row_seconds.get((rank, call), 0.0) + (kind == ROWS)
                 self._row_seconds[rank, call] = waited
-                self.peers.heard(rank, self.now)
-                self.stalls.heard(rank, [[call, "compute", waited, kind, HERE, ""]], self.now)
+                self.peers.note_message(rank, self.now)
+                self.stalls.note_heartbeat(
+                    rank, [[call, "compute", waited, kind, HERE, ""]], self.now
+                )
             self.stalls.look(self.now)

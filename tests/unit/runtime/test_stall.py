@@ -174,12 +174,12 @@ def test_ranks_that_wait_for_one_another_are_blamed_unless_another_call_computes
     for _ in range(610):
         session.now += 1.0
         for rank in (0, 1):
-            session.peers.heard(rank, session.now)
+            session.peers.note_message(rank, session.now)
             heartbeat = [
                 [waiting.ticket, "compute", 0.0, PEERS, HERE, ""],
                 [other.ticket, "transfer", 0.0, other_kind, HERE, ""],
             ]
-            session.stalls.heard(rank, heartbeat, session.now)
+            session.stalls.note_heartbeat(rank, heartbeat, session.now)
         session.stalls.look(session.now)
 
     blamed = {failure.number for failure in session.failures}
