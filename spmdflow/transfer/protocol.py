@@ -221,7 +221,7 @@ def _by_share(
             result[rank] = shares[share_of(layout, rank)]
         return result
 
-    def held(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
+    def rows_after(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
         assert holds is not None
         given = distribute(layout, num_rows, shares)
         result = {}
@@ -235,7 +235,7 @@ def _by_share(
         distribute=distribute,
         collect=lambda layout: Answer(tuple(answerers(layout)), joined),
         num_shares=num_shares,
-        holds=held if holds else None,
+        holds=rows_after if holds else None,
     )
 
 
