@@ -180,7 +180,7 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
     store = dist.distributed_c10d._get_default_store()
     found = {"calls": 0, "longest": 0.0}
     beside = 0
-    connect = session.Endpoint
+    connect = session.RankSocket
 
     def late(*arguments: Any, **more: Any) -> Any:
         store.wait([f"{release}/go"], timedelta(seconds=600))
@@ -201,7 +201,7 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
                 store.set(f"{release}/enough", "")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Endpoint", late if is_late else connect)
+        patch.setattr(session, "RankSocket", late if is_late else connect)
         patch.setattr(wire, "_GREETING_MILLISECONDS", 1000 * GREETING_SECONDS)
         assert session.run_session(main, operations, settings) == 0
     return found

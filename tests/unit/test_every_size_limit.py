@@ -429,14 +429,14 @@ def test_ignored_fields_are_logged_up_to_a_number_and_their_names_up_to_a_length
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     names = ["a" * fields._NAME_LETTERS, "b" * (fields._NAME_LETTERS + 1)]
-    names += [f"field {number}" for number in range(fields._MOST_TOLD)]
+    names += [f"field {number}" for number in range(fields._MOST_WARNINGS)]
     told: set[str] = set()
 
     parse_request({"prompt": "a", **dict.fromkeys(names, 1)}, chat=False, warned_fields=told)
     parse_request({"prompt": "a", "one more": 1}, chat=False, warned_fields=told)
 
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == fields._MOST_TOLD
+    assert len(said) == fields._MOST_WARNINGS
     assert f"'{names[0]}'" in said[0]
     assert names[1] not in said[1] and "b ... b" in said[1]
 

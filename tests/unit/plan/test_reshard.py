@@ -155,7 +155,7 @@ def test_box_that_is_kept_but_not_there_or_not_needed_is_found() -> None:
     name = next(iter(need[4]))
     box = need[4][name][0]
 
-    kept = replace(plan, kept=((name, {4: (box,)}),))
+    kept = replace(plan, local=((name, {4: (box,)}),))
     nothing = ("no.such", (Move(0, Box(((0, 1),)), (4,)),))
     strange = replace(plan, buckets=(*plan.buckets, Bucket((nothing,))))
 
