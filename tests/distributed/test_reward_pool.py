@@ -104,8 +104,8 @@ def refusal(name: str, what: str, *, number: int, response: str) -> str:
     """The message about one sample, without a traceback or stack."""
     return (
         f"reward.function {name!r} {what}; expected a finite number or a dict with "
-        f'"score" within {LIMIT} s; fix the function, or set reward.on_error=drop to leave such '
-        f"samples out\nprompt: 'p{number}'\nresponse: {response!r}\nrow: "
+        f'"score" within {LIMIT} s; fix the function, or set reward.on_error=drop to omit '
+        f"such samples\nprompt: 'p{number}'\nresponse: {response!r}\nrow: "
         f'{{"n": {number}}}\nfunction: {name.removesuffix(":score")}:4'
     )
 

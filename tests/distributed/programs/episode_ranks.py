@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.episode import AgentActorConfig, AgentRolloutConfig, EpisodeConfig
+from spmdflow.config.objective import PolicyUpdateConfig
 from spmdflow.config.schema import DataConfig, EngineConfig, ModelConfig, RunConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.script import run_flow
@@ -109,7 +110,8 @@ def config_of(case: str, out: Path) -> Config:
         samples_per_prompt=2,
     )
     model = ModelConfig(path=str(TASK / "model"))
-    actor = AgentActorConfig(model=model, engine=EngineConfig(), rollout=rollout)
+    update = PolicyUpdateConfig(old_log_probs="recompute")
+    actor = AgentActorConfig(model=model, engine=EngineConfig(), rollout=rollout, update=update)
     return Config(RunConfig(dir=str(out / case), sample_every=0), data, actor)
 
 
