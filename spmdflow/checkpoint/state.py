@@ -93,15 +93,11 @@ class StateFiles:
         """Name -> shape of each tensor, in the order of the files."""
         while self._unopened:
             self._open_next()
-        corners = {}
+        shapes = {}
         for name, boxes in self._stored_boxes.items():
-            corners[name] = zip(
-                *([stop for _, stop in each.box.bounds] for each in boxes), strict=True
-            )
-        result = {}
-        for name, stops in corners.items():
-            result[name] = tuple(map(max, stops))
-        return result
+            ends = [[stop for _, stop in each.box.bounds] for each in boxes]
+            shapes[name] = tuple(max(of_axis) for of_axis in zip(*ends, strict=True))
+        return shapes
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
         """Boxes of consecutive rows that cover a tensor; no stored slab overlaps two of them."""

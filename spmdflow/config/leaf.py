@@ -225,17 +225,12 @@ def follow(tree: Any) -> None:
 
 def plain_tree(tree: Any) -> dict[str, Any]:
     """The settings of a dataclass object as nested dicts."""
-    shown = []
-    for each in fields(tree):
-        if _FOLLOWS not in each.metadata:
-            shown.append(each.name)
-    values = {}
-    for name in shown:
-        values[name] = getattr(tree, name)
-    result = {}
-    for name, x in values.items():
-        result[name] = plain_tree(x) if is_dataclass(x) else x
-    return result
+    settings = {}
+    for setting_field in fields(tree):
+        if _FOLLOWS not in setting_field.metadata:
+            value = getattr(tree, setting_field.name)
+            settings[setting_field.name] = plain_tree(value) if is_dataclass(value) else value
+    return settings
 
 
 def defaults(cls: type) -> Any:
@@ -299,11 +294,9 @@ class SettingErrors(ConfigError):
         """partial: the settings that could be read, for more checks (Any: the user's class)."""
         self.errors = tuple(errors)
         self.partial = partial
-        shown = []
-        for error in self.errors:
-            shown.append(str(error).replace("\n", "\n     "))
         lines = []
-        for number, text in enumerate(shown, 1):
+        for number, error in enumerate(self.errors, 1):
+            text = str(error).replace("\n", "\n     ")
             lines.append(f"{number:3}. {text}")
         if len(lines) == 1:
             super().__init__(str(self.errors[0]))

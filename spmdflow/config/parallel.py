@@ -288,12 +288,12 @@ def count_of(number: int, noun: str) -> str:
 def spans(ranks: Sequence[int]) -> str:
     """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"; of many only the first and last."""
     runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
-    found = []
-    for _, run in runs:
-        found.append([rank for _, rank in run])
     parts = []
-    for s in found:
-        parts.append(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}")
+    for _, run in runs:
+        consecutive = [rank for _, rank in run]
+        first = consecutive[0]
+        last = consecutive[-1]
+        parts.append(f"{first}-{last}" if last > first else f"{first}")
     if len(parts) > 4:
         parts = [*parts[:2], f"... {parts[-1]} ({len(ranks)} ranks)"]
     return ", ".join(parts)

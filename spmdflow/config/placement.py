@@ -42,13 +42,10 @@ def roles_of(cfg: Any) -> tuple[str, ...]:
 
     `more_roles` of its class names further models, which are spawned with another role's settings.
     """
-    parts = {}
-    for field in fields(cfg):
-        parts[field.name] = getattr(cfg, field.name)
     models = []
-    for name, part in parts.items():
-        if has_engine(part):
-            models.append(name)
+    for field in fields(cfg):
+        if has_engine(getattr(cfg, field.name)):
+            models.append(field.name)
     return (*models, *getattr(cfg, "more_roles", ()))
 
 

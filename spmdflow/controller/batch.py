@@ -289,12 +289,9 @@ class Batch:
         """
         results = {}
         for ref in self._columns.values():
-            results[ref.result.number] = ref.result
-        made = []
-        for result in results.values():
-            if isinstance(result, RowResult):
-                made.append(result)
-        return self._caller.metrics_of(made)
+            if isinstance(ref.result, RowResult):
+                results[ref.result.number] = ref.result
+        return self._caller.metrics_of(results.values())
 
     def _numbers(self, what: str, name: str) -> list[float]:
         """One number for each row; ColumnError for columns of text and of ragged or long rows."""

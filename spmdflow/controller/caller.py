@@ -92,13 +92,10 @@ class Caller:
 
     def nodes(self) -> list[int]:
         """Node of every rank, by global rank; -1: not a rank of the run."""
-        found = {}
+        nodes = [-1] * (max(self.ranks) + 1)
         for rank in self.ranks:
-            found[rank] = self.transport.node_of(rank)
-        result = []
-        for rank in range(max(self.ranks) + 1):
-            result.append(found.get(rank, -1))
-        return result
+            nodes[rank] = self.transport.node_of(rank)
+        return nodes
 
     # Calls
 

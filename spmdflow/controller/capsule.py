@@ -135,11 +135,9 @@ def _calls(
     for record, result, given in captured:
         if result is not None:
             ids = np.unique(np.concatenate([*result.answer.values()]))
-            refs = {}
-            for name in result.held:
-                refs[name] = ColumnRef(result, ids, name)
             made = {}
-            for name, ref in refs.items():
+            for name in result.held:
+                ref = ColumnRef(result, ids, name)
                 made[name] = caller.column(name, ref, purpose="capsule")
         elif (numbers := _numbers(record)) is not None:
             made = numbers

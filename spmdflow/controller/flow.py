@@ -323,14 +323,10 @@ class Flow:
         _check_every("evaluate", every)
         if not every or (self.step is not None and not is_due(self.step.number, every)):
             return
-        streams = []
-        for thing in self.kept.values():
-            if isinstance(thing, PromptStream):
-                streams.append(thing)
         held_out = []
-        for stream in streams:
-            if stream.eval_scan is not None:
-                held_out.append(stream)
+        for thing in self.kept.values():
+            if isinstance(thing, PromptStream) and thing.eval_scan is not None:
+                held_out.append(thing)
         if not held_out:
             raise no_held_out_prompts()
         evaluate = partial(self._evaluation.run, held_out[0], model, others, generate)

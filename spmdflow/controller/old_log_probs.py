@@ -124,7 +124,7 @@ class OldLogProbs:
         return self._choose(target, ROLLOUT, why)
 
     def omit(self, target: Target, batch: Batch, num_updates: int) -> None:
-        """Remember rows of which the update takes the log-probs of its own forward."""
+        """Remember the rows of a `compute_log_prob` that was not run (own)."""
         omission = _Omission(np.unique(batch.ids), num_updates)
         self._omitted.setdefault(target.name, []).append(omission)
 
@@ -160,22 +160,26 @@ class OldLogProbs:
 
     def _advice(self) -> str:
         """What to change if something of an omitted call is needed; empty: none was omitted."""
-        for model, omissions in self._omitted.items():
-            if omissions:
-                key = f"{model}.update.old_log_probs"
-                return (
-                    f"compute_log_prob computes nothing under {key}=own, as only the update's own "
-                    f"forward does; set {key}=recompute"
-                )
+        for model in self._omitted:
+            key = f"{model}.update.old_log_probs"
+            return (
+                f"compute_log_prob computes nothing under {key}=own, because the update's forward "
+                f"computes the log-probs; set {key}=recompute"
+            )
         return ""
 
     def _is_from_generator(self, target: Target, batch: Batch, name: str, other: str) -> bool:
+        """Whether a column is the generator's column `other` (rollout)."""
         if _setting_of(target) == RECOMPUTE or other not in batch.columns:
             return False
         return batch.column(name).equals(batch.column(other))
 
     def _is_first_step(self, target: Target, batch: Batch, num_updates: int) -> bool:
-        """Whether all rows were omitted; ColumnError if the policy has changed since, or would."""
+        """Whether an update may compare with the log-probs of its own forward.
+
+        It may if its rows have no old log-probs, if it is one optimizer step, and if the policy has
+        not changed since `compute_log_prob`. ColumnError if only the first of these holds.
+        """
         before = self._updates_before(target.name, batch.ids)
         if (before < 0).any():
             return False
@@ -183,8 +187,10 @@ class OldLogProbs:
         if is_one_step and (before == num_updates).all():
             return True
         key = f"{target.name}.update.old_log_probs"
-        got = "a second optimizer step on the rows of one compute_log_prob, with log-probs of the "
-        got += "update's own forward, so that its ratio would be 1"
+        got = (
+            "a second optimizer step on the rows of one compute_log_prob; the old log-probs would "
+        )
+        got += "be those of the step's own forward, and its ratio always 1"
         do = f"set {key}=recompute, or update.mini_batch_size to the rows of a batch"
         raise ColumnError.of(f"{target.name}, {key}=own", got, "one optimizer step", do)
 

@@ -90,13 +90,11 @@ class Saving:
         info = self.resumed_from
         if info is None:
             return None
-        classes = {}
-        for name, group in groups.items():
-            classes[name] = group.target.worker_class
         by_rank = {}
-        for n, x in classes.items():
-            if not loads_any_layout(x):
-                by_rank[n] = x.__name__
+        for name, group in groups.items():
+            worker_class = group.target.worker_class
+            if not loads_any_layout(worker_class):
+                by_rank[name] = worker_class.__name__
         if moved := moved_groups(info, _layout(groups), by_rank):
             logger.info("saved on another layout, loaded box by box: %s", ", ".join(moved))
         synced = []

@@ -131,14 +131,10 @@ class EngineWorker(Worker):
 
         head: replaces that of the class. ConfigError if a class combines roles with several heads.
         """
-        bases = []
-        for each in type(self).__mro__:
-            if each is not EngineWorker:
-                bases.append(each)
         heads = {}
-        for x in bases:
-            if "head" in vars(x):
-                heads[vars(x)["head"]] = x.__name__
+        for role in type(self).__mro__:
+            if role is not EngineWorker and "head" in vars(role):
+                heads[vars(role)["head"]] = role.__name__
         if len(heads) > 1 and "head" not in vars(type(self)):
             raise ConfigError(
                 f"{type(self).__name__}: combines roles with several heads ("
@@ -416,15 +412,10 @@ def _lender_of(cfg: Any, context: WorkerContext) -> EngineWorker | None:
 
 def axis_groups(layout: Layout, axes: Sequence[str]) -> list[tuple[int, ...]]:
     """The pool and the groups of some axes, each once, without groups of a single rank."""
-    groups = []
+    groups = [layout.ranks]
     for axis in axes:
-        for group in layout.axis_groups(axis):
-            groups.append(group)
-    result = []
-    for ranks in dict.fromkeys([layout.ranks, *groups]):
-        if len(ranks) > 1:
-            result.append(ranks)
-    return result
+        groups += layout.axis_groups(axis)
+    return [ranks for ranks in dict.fromkeys(groups) if len(ranks) > 1]
 
 
 class FSDPWorker(EngineWorker):

@@ -333,15 +333,11 @@ def _encloses(loop: range, lines: Lines) -> bool:
 
 def _inner_loops(text: str) -> list[range]:
     """Lines of all loops but those over the run's steps, and those that such a loop is in."""
-    loops = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, _LOOPS):
-            loops.append(node)
-    result = []
-    for loop in loops:
-        if not any(_is_over_steps(node) for node in ast.walk(loop)):
-            result.append(range(loop.lineno, (loop.end_lineno or loop.lineno) + 1))
-    return result
+    line_ranges = []
+    for loop in ast.walk(ast.parse(text)):
+        if isinstance(loop, _LOOPS) and not any(map(_is_over_steps, ast.walk(loop))):
+            line_ranges.append(range(loop.lineno, (loop.end_lineno or loop.lineno) + 1))
+    return line_ranges
 
 
 def _is_over_steps(node: ast.AST) -> bool:

@@ -152,13 +152,9 @@ def _other_pids() -> list[int]:
     """Pids of all other processes."""
     pids = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
             pids.append(int(entry.name))
-    result = []
-    for pid in pids:
-        if pid != os.getpid():
-            result.append(pid)
-    return result
+    return pids
 
 
 def _environment_of(pid: int) -> bytes:

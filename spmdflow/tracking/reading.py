@@ -108,12 +108,10 @@ class RunFiles:
         """File -> settings up to a step, of a run that was continued with changed settings."""
         settings_by_file = {}
         for path in self._matching_files("config.until-step-*.yaml"):
-            settings_by_file[path.name] = _read_settings(path)
-        result = {}
-        for name, settings in settings_by_file.items():
+            settings = _read_settings(path)
             if settings:
-                result[name] = settings
-        return result
+                settings_by_file[path.name] = settings
+        return settings_by_file
 
     @cached_property
     def spans(self) -> Sequence[Span]:
@@ -138,13 +136,12 @@ class RunFiles:
         """File -> the stack traces that a rank wrote."""
         texts = {}
         for path in self._matching_files("stacks-rank*.txt"):
+            text = ""
             with suppress(OSError):  # a run that ends removes its empty files
-                texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
-        result = {}
-        for name, text in texts.items():
+                text = path.read_text(encoding="utf-8", errors="replace")
             if text:
-                result[name] = text
-        return result
+                texts[path.name] = text
+        return texts
 
     def needed_metrics(self) -> Sequence[Record]:
         """The records of metrics.jsonl; DataError if there are none."""
@@ -174,14 +171,12 @@ def failure_text(failure: Record) -> str:
 def setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Keys whose values differ -> the value in each of the settings, or "(absent)"."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    values_by_key = {}
+    differences = {}
     for key in keys:
-        values_by_key[key] = [each.get(key, "(absent)") for each in settings]
-    result = {}
-    for key, values in values_by_key.items():
-        if any(v != values[0] for v in values):
-            result[key] = values
-    return result
+        values = [each.get(key, "(absent)") for each in settings]
+        if any(value != values[0] for value in values):
+            differences[key] = values
+    return differences
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -123,14 +123,12 @@ def method_spec(cls: type, name: str) -> MethodSpec:
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
     """Every marked method of a worker class, by name."""
-    found = {}
+    methods = {}
     for name in dir(cls):
-        found[name] = getattr(getattr(cls, name, None), _ATTRIBUTE, None)
-    result = {}
-    for name, spec in found.items():
+        spec = getattr(getattr(cls, name, None), _ATTRIBUTE, None)
         if spec is not None:
-            result[name] = spec
-    return result
+            methods[name] = spec
+    return methods
 
 
 _MAP_ATTRIBUTE = "_spmdflow_map_function"

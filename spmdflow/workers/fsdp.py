@@ -251,11 +251,9 @@ class FSDPEngine(TrainEngine):
 
     def _gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's shards, of tensors that have one."""
-        gradient_of_name = {}
-        for name, shard in self._shards().items():
-            gradient_of_name[name] = shard.gradient
         gradients = {}
-        for name, gradient in gradient_of_name.items():
+        for name, shard in self._shards().items():
+            gradient = shard.gradient
             if gradient is not None:
                 gradients[name] = gradient
         return gradients

@@ -307,7 +307,7 @@ def test_rows_that_are_learnt_a_step_later_need_no_log_probs_unless_the_policy_h
 
     assert not any(CALL in labels for labels in run(tmp_path / "later", body=later).labels)
     kept.clear()
-    with pytest.raises(ColumnError, match="old_log_probs"):
+    with pytest.raises(ColumnError, match=r"set actor\.update\.old_log_probs=recompute"):
         run(tmp_path / "too late", body=too_late)
 
 
