@@ -239,7 +239,7 @@ def test_base_class_binds_its_engine_where_the_settings_leave_the_default(
 def test_engine_of_another_base_class_is_refused_with_both_names() -> None:
     cfg = replace(ActorConfig(), engine=EngineConfig(kind="zero2"))
 
-    with pytest.raises(ConfigError, match=r"got zero2, but FSDPWorker is bound to fsdp; leave it"):
+    with pytest.raises(ConfigError, match=r"got zero2, but FSDPWorker is bound to fsdp; remove it"):
         FSDPWorker.bind_engine(cfg)
 
 

@@ -23,16 +23,16 @@ READ = "aten::_local_scalar_dense"
 UP = "copy to the device (pageable) and wait"
 DOWN = "copy to the host (pageable) and wait"
 WAITS = {
-    (UP, "rollout/builtin.py:_append"): (
+    (UP, "rollout/builtin.py:_append_rows"): (
         2,
         "prompt lengths, seeds and limits of new rows; their prompts",
     ),
-    (UP, "rollout/builtin.py:_settle"): (1, "which rows stay"),
+    (UP, "rollout/builtin.py:_compact"): (1, "which rows stay"),
     (UP, "rollout/generator.py:generate"): (1, "the order of the rows"),
     (READ, "rollout/generator.py:response_columns"): (1, "whether a log-probability is nan"),
     (READ, "rollout/builtin.py:_counts_of_ended"): (1, "whether all rows go on, every 8 tokens"),
     (DOWN, "rollout/builtin.py:_counts_of_ended"): (2, "if not, which, and their lengths"),
-    (DOWN, "data/column.py:_copied"): (3, "what a method returns lies in host memory"),
+    (DOWN, "data/column.py:_copy_to_host"): (3, "what a method returns lies in host memory"),
     (DOWN, "data/column.py:column_of"): (3, "the lengths of its rows"),
     ("synchronize", "workers/engine.py:forward"): (3, "its answers have arrived"),
     (DOWN, "workers/engine.py:dp_sums"): (8, "sums over ranks by NCCL: loss scales and metrics"),
