@@ -74,8 +74,9 @@ _NAMES = {
     "spmdflow.tracking.reading": "RunFiles",
     "spmdflow.tracking.tracker": "Sink",
     "spmdflow.transfer.protocol": "Answer Protocol register_protocol",
-    "spmdflow.transfer.register": "map_function register",
-    "spmdflow.transfer.worker": "Max Mean Min Sum Worker WorkerContext",
+    "spmdflow.worker_api.metric": "Max Mean Min Sum",
+    "spmdflow.worker_api.register": "map_function register",
+    "spmdflow.worker_api.worker": "Worker WorkerContext",
 }
 """Module -> its public names. Imported at first use, so checking settings does not load torch."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spmdflow.models.policy import ActorWorker
-from spmdflow.transfer.register import register
+from spmdflow.worker_api.register import register
 
 PHASES = ("none", "waited", "beside")
 

@@ -25,8 +25,8 @@ from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig
 from spmdflow.controller.script import run_flow
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "algos" / "arithmetic"

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import Worker
 
 HARMED = "harmed"
 """File that says when a run harmed itself."""

@@ -7,7 +7,7 @@ method's name. `runtime` carries the commands out; every rank, rank 0 too, is an
 The life of a call, `batch |= actor.compute_log_prob(batch)`:
 
 1. `group`: the handle finds the method; `Caller.invoke` (`caller`) is given the batch.
-2. `call` plans all of it, as one `CallPlan`, from the marks of the method (`transfer.register`)
+2. `call` plans all of it, as one `CallPlan`, from the marks of the method (`worker_api.register`)
    and the columns of the batch. What cannot work is refused here: the only errors that a script
    may catch.
 3. For this, `assignment` says which rows each rank is given and holds afterwards, and who

@@ -31,7 +31,7 @@ from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.parallel.message import encode
 from spmdflow.transfer.protocol import protocol
-from spmdflow.transfer.register import MethodSpec, map_spec, method_spec
+from spmdflow.worker_api.register import MethodSpec, map_spec, method_spec
 
 TOKENS = ("prompts", "responses", "pretrain_ids")
 """Columns of tokens: a row costs those of its columns that a call reads. Of a data file's columns

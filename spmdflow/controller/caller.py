@@ -43,7 +43,7 @@ from spmdflow.errors import ColumnError, MessageError
 from spmdflow.runtime.failure import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.register import method_spec
+from spmdflow.worker_api.register import method_spec
 
 PIECE_BYTES = 32 << 20
 """Rows that the controller fetches travel in pieces of at most this size."""

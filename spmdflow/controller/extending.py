@@ -10,7 +10,7 @@ from __future__ import annotations
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.result import ColumnRef, RowResult
 from spmdflow.errors import ColumnError
-from spmdflow.transfer.register import MethodSpec
+from spmdflow.worker_api.register import MethodSpec
 
 
 def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:

@@ -34,7 +34,8 @@ from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
 from spmdflow.parallel.message import name_of
 from spmdflow.runtime.failure import noting
-from spmdflow.transfer.worker import Metric, Worker
+from spmdflow.worker_api.metric import Metric
+from spmdflow.worker_api.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.result import Result
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.runtime.order import Order, Replies
-from spmdflow.transfer.register import method_spec
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import method_spec
+from spmdflow.worker_api.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.estimator import ESTIMATORS
 from spmdflow.tracking.guard import SKIP, Guards
-from spmdflow.transfer.register import MethodSpec
+from spmdflow.worker_api.register import MethodSpec
 
 logger = logging.getLogger(__name__)
 

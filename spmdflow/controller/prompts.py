@@ -18,7 +18,7 @@ from spmdflow.data.row_id import Ids, held_out_ids
 from spmdflow.datasets.scan import ScanReport, join_reports
 from spmdflow.datasets.stream import PromptOrder, eval_rows
 from spmdflow.errors import ConfigError, ProtocolError, RowError
-from spmdflow.transfer.worker import Mean, Metric, Sum
+from spmdflow.worker_api.metric import Mean, Metric, Sum
 
 logger = logging.getLogger(__name__)
 

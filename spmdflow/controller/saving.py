@@ -39,7 +39,7 @@ from spmdflow.runtime.failure import noting
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.runtime.process import launched_seconds, shutdown_seconds
 from spmdflow.tracking.tracker import sync_records
-from spmdflow.transfer.worker import loads_any_layout
+from spmdflow.worker_api.worker import loads_any_layout
 
 logger = logging.getLogger(__name__)
 

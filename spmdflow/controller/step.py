@@ -25,7 +25,7 @@ from spmdflow.tracking.origin import git_state, versions
 from spmdflow.tracking.progress import print_samples, progress_line
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
-from spmdflow.transfer.worker import Max, Mean, Metric, Min, Sum
+from spmdflow.worker_api.metric import Max, Mean, Metric, Min, Sum
 
 logger = logging.getLogger(__name__)
 

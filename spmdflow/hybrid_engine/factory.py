@@ -12,8 +12,8 @@ from spmdflow.kind.generator import generator_kind
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.vllm import VllmGenerator
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 
 

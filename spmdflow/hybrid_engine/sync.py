@@ -44,10 +44,11 @@ from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_blocks import is_whole, vllm_names
-from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import BUCKET_BYTES, SHARED_EMBEDDING, default_vocab_multiple
 from spmdflow.weights.table import parameters
+from spmdflow.worker_api.metric import Max, Metric, Sum
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 
 logger = logging.getLogger(__name__)

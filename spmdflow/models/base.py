@@ -34,9 +34,10 @@ from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.worker import Metric, Worker, WorkerContext, any_layout
 from spmdflow.weights.adapter import ALL_LINEAR
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.metric import Metric
+from spmdflow.worker_api.worker import Worker, WorkerContext, any_layout
 from spmdflow.workers.engine import (
     EMPTY,
     NONFINITE,

@@ -14,7 +14,7 @@ from spmdflow.data.ragged import VALID, without_failed
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.objectives.policy import ValueLoss
-from spmdflow.transfer.register import register
+from spmdflow.worker_api.register import register
 from spmdflow.workers.micro_batch import MicroBatch
 
 

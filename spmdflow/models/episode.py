@@ -33,8 +33,9 @@ from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
 from spmdflow.rollout.resumable import ResumableRequests
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Max, Mean, Metric, Sum, Worker
+from spmdflow.worker_api.metric import Max, Mean, Metric, Sum
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import CallInfo, Worker
 
 logger = logging.getLogger(__name__)
 

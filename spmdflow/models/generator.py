@@ -45,9 +45,10 @@ from spmdflow.rollout.generator import (
     take_folder_weights,
 )
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Max, Mean, Sum, WorkerContext, any_layout
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.metric import Max, Mean, Sum
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import CallInfo, WorkerContext, any_layout
 
 
 def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:

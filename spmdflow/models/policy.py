@@ -33,8 +33,9 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.publisher import Publisher, publisher_of
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Max, Mean, Metric, WorkerContext
+from spmdflow.worker_api.metric import Max, Mean, Metric
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import Part
 from spmdflow.workers.micro_batch import MicroBatch
 

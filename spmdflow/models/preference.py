@@ -38,8 +38,9 @@ from spmdflow.objectives.preference import (
     pair_losses,
     score_slopes,
 )
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Mean, Metric, WorkerContext
+from spmdflow.worker_api.metric import Mean, Metric
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 ANSWERS = ("prompts", "loss_mask")

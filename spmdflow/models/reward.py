@@ -25,9 +25,10 @@ from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Judgement, Result, RewardPool, combine_terms
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Mean, Metric, Sum, Worker, WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.metric import Mean, Metric, Sum
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import CallInfo, Worker, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 READS = ("prompts", "responses", "prompt_text", "row")

@@ -24,7 +24,7 @@ from spmdflow.data.ragged import (
     rows_of,
 )
 from spmdflow.errors import RowError
-from spmdflow.transfer.worker import CallInfo, MiniBatch
+from spmdflow.worker_api.worker import CallInfo, MiniBatch
 
 Sequence = tuple[Tensor, Tensor, Tensor]
 """Token ids of prompt (P,) and response (R,), and the mask of the tokens to learn, (R,) bool."""

@@ -46,8 +46,8 @@ from spmdflow.objectives.loss import (
     whiten,
     zero_outside,
 )
-from spmdflow.transfer.register import map_function
-from spmdflow.transfer.worker import Mean, Metric
+from spmdflow.worker_api.metric import Mean, Metric
+from spmdflow.worker_api.register import map_function
 
 
 @map_function(

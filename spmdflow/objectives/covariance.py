@@ -20,7 +20,7 @@ from spmdflow.config.objective import PolicyLossConfig
 from spmdflow.data.ragged import VALID, chosen_mask, lengths_of, pad, ragged_from_padded
 from spmdflow.data.row_id import RowGroups
 from spmdflow.objectives.loss import Reduce, Report, zero_outside
-from spmdflow.transfer.register import map_function
+from spmdflow.worker_api.register import map_function
 
 
 @map_function(

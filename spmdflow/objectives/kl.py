@@ -47,8 +47,8 @@ from spmdflow.data.ragged import (
 from spmdflow.errors import ConfigError
 from spmdflow.kind.registry import Registry
 from spmdflow.objectives.loss import Reduce, Report, zero_outside
-from spmdflow.transfer.register import map_function
-from spmdflow.transfer.worker import Max, Mean, Metric, Min
+from spmdflow.worker_api.metric import Max, Mean, Metric, Min
+from spmdflow.worker_api.register import map_function
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, so that every ratio (at most 4.8e8) is finite."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdflow.data.ragged import pad
 from spmdflow.errors import ProtocolError
 from spmdflow.kind.registry import Registry
-from spmdflow.transfer.worker import Metric
+from spmdflow.worker_api.metric import Metric
 
 
 class Micro(Protocol):

@@ -22,7 +22,7 @@ from spmdflow.objectives.loss import (
     zero_outside,
 )
 from spmdflow.objectives.surrogate import MARKED, POLICY_LOSSES, Surrogate
-from spmdflow.transfer.worker import Max, Mean, Metric
+from spmdflow.worker_api.metric import Max, Mean, Metric
 
 
 class PreUpdateMetrics:

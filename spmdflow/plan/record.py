@@ -16,8 +16,8 @@ from spmdflow.mapping.dataflow import Kind
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.register import method_spec
-from spmdflow.transfer.worker import Worker, find_worker_class
+from spmdflow.worker_api.register import method_spec
+from spmdflow.worker_api.worker import Worker, find_worker_class
 
 
 @dataclass(frozen=True)

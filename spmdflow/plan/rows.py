@@ -16,7 +16,7 @@ import numpy as np
 
 from spmdflow.plan.record import TRANSFER, Problem, Trace, TracedOrder
 from spmdflow.runtime.order import names_in
-from spmdflow.transfer.register import find_map_function, map_spec, method_spec
+from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
 
 _SHIFT = 40
 _NONE = np.zeros(0, dtype=np.int64)

@@ -27,7 +27,7 @@ from spmdflow.plan.example import PROMPTS, RESPONSES, Examples
 from spmdflow.plan.record import Read, Trace, links_of, models_of
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.transport import MOST_CALLS, Answers, Lines, TraceTransport
-from spmdflow.transfer.register import method_spec
+from spmdflow.worker_api.register import method_spec
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ from spmdflow.runtime.order import (
     names_in,
     refuse_to_wait,
 )
-from spmdflow.transfer.register import find_map_function, map_spec, method_spec
-from spmdflow.transfer.worker import find_worker_class
+from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
+from spmdflow.worker_api.worker import find_worker_class
 
 Lines = tuple[int, ...]
 """Lines of the script that were running, the innermost first: a helper's, then its caller's."""

@@ -26,10 +26,10 @@ from spmdflow.hybrid_engine.reshard import (
 from spmdflow.kind.engine import engine_kind
 from spmdflow.plan.record import BytesByEdge, Trace, TracedModel
 from spmdflow.transfer.protocol import protocol
-from spmdflow.transfer.register import method_spec
 from spmdflow.weights.adapter import is_adapter, is_b
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import storage_numel
+from spmdflow.worker_api.register import method_spec
 
 Nodes = Mapping[int, int]
 """The node of each rank."""

@@ -35,15 +35,9 @@ from spmdflow.runtime.process import host_bytes
 from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
-from spmdflow.transfer.register import find_map_function, map_spec, method_spec
-from spmdflow.transfer.worker import (
-    CallInfo,
-    Metric,
-    MiniBatch,
-    Worker,
-    WorkerContext,
-    find_worker_class,
-)
+from spmdflow.worker_api.metric import Metric
+from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
+from spmdflow.worker_api.worker import CallInfo, MiniBatch, Worker, WorkerContext, find_worker_class
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from spmdflow.checkpoint.manifest import (
 from spmdflow.checkpoint.tensors import model_hash
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ReadError
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.worker import Worker
 
 Plain = Mapping[str, Any]
 _LOOK_SECONDS = 0.05

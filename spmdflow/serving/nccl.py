@@ -23,9 +23,10 @@ from spmdflow.hybrid_engine.stream import GroupWire, WholeTensors
 from spmdflow.rollout.vllm_contract import missing_names
 from spmdflow.serving.connection import address_towards, share_address
 from spmdflow.serving.server import VllmServer
-from spmdflow.transfer.worker import Max, Metric, WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import parameters
+from spmdflow.worker_api.metric import Max, Metric
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 
 _NAMES = {

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from spmdflow.errors import ConfigError
 from spmdflow.serving.nccl import NcclPublisher
 from spmdflow.serving.sender import WeightPublisher
-from spmdflow.transfer.worker import Metric, WorkerContext
+from spmdflow.worker_api.metric import Metric
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 
 

@@ -30,8 +30,9 @@ from spmdflow.serving.connection import (
     unpack_hashes,
 )
 from spmdflow.serving.server import VllmServer
-from spmdflow.transfer.worker import Max, Metric, Sum, WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.metric import Max, Metric, Sum
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 
 

@@ -7,7 +7,7 @@ from math import fsum
 from typing import Any
 
 from spmdflow.errors import ProtocolError
-from spmdflow.transfer.worker import Max, Mean, Metric, Min, Sum
+from spmdflow.worker_api.metric import Max, Mean, Metric, Min, Sum
 
 
 def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:

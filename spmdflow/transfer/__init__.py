@@ -1,4 +1,4 @@
-"""What travels between ranks: the mark on worker methods, the protocols, the lane that moves rows.
+"""Which rows travel to which rank, and how: the protocols, and the lane that moves the rows.
 
 A protocol's `distribute` promises which rows each rank is given: they are there when the method
 starts. Its `collect` promises which ranks answer, in which order; `holds` which ranks keep rows
@@ -16,6 +16,5 @@ the controller and the planner call them, no rank asks another.
 | 3D_PP_AS_DP | chunk dp*p + pp of p*d | tp = 0, by (dp, pp), joined |
 | DP_METRIC | chunk of its rank | all ranks, as a list |
 
-Files: `register` the marks of methods and map functions; `protocol` who gets what; `worker` what a
-worker is told; `lane` moves the bytes of a plan.
+Files: `protocol` decides who gets what and who answers; `lane` moves the rows of a released plan.
 """  # noqa: E501 a table row is one line

@@ -31,9 +31,10 @@ from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.device import CPU, to_device, to_host
 from spmdflow.parallel.group import all_gather_plain
-from spmdflow.transfer.worker import Metric, WorkerContext
 from spmdflow.weights.architecture import packs_rows
 from spmdflow.weights.move import Block, Storages, own_parts
+from spmdflow.worker_api.metric import Metric
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model

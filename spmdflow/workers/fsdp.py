@@ -37,9 +37,9 @@ from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.objectives.loss import Loss
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.move import Block
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.lora import without_adapters
 from spmdflow.workers.micro_batch import MicroBatch

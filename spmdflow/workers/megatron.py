@@ -28,10 +28,10 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.group import all_gather_plain
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.move import Block, Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_tables, part_name
 from spmdflow.weights.table import EMBEDDING, parameters
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_model import build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdflow.blocks.box import Box
 from spmdflow.kind.engine import Sharding
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.adapter import adapter_names, is_adapter, is_b
 from spmdflow.weights.move import Block, copy_box
 from spmdflow.weights.table import row_box
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.model import LoadedModel
 
 UNIT_BYTES = 4 << 20

@@ -18,7 +18,7 @@ from spmdflow.errors import RewardError
 from spmdflow.models.reward import RewardWorker, count_dropped
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import CallInfo, WorkerContext
+from spmdflow.worker_api.worker import CallInfo, WorkerContext
 
 MODEL = Path(__file__).resolve().parents[2] / "algos" / "arithmetic" / "model"
 JUDGE = """

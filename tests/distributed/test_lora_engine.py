@@ -24,8 +24,8 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.move import Block, Blocks
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.model import load_model
 

@@ -21,7 +21,7 @@ from spmdflow.hybrid_engine.sync import BoxSync
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Replica, generator_of
-from spmdflow.transfer.worker import WorkerContext
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.model import load_model

@@ -27,7 +27,7 @@ from spmdflow.errors import SpmdflowError
 from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.transfer.worker import WorkerContext
+from spmdflow.worker_api.worker import WorkerContext
 from tests.rollout_reference import load, make_prompts
 
 ROUNDS = 3

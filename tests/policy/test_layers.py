@@ -10,7 +10,7 @@ LAYERS = [
     ["errors", "log", "kind"],
     ["parallel", "blocks", "weights"],
     ["config"],
-    ["data"],
+    ["data", "worker_api"],
     ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking"],
     ["runtime", "workers", "rollout", "mapping"],
     ["controller", "hybrid_engine"],

@@ -126,10 +126,10 @@ from spmdflow.tracking.guard import Guards
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.transfer import lane
 from spmdflow.transfer.lane import CountedTransport, run_release
-from spmdflow.transfer.register import register
 from spmdflow.weights import direct, move
 from spmdflow.weights import file as weight_file
 from spmdflow.weights.file import TensorInfo, find_changed_tensor, write_file
+from spmdflow.worker_api.register import register
 from tests.unit.controller.test_guarding import Learner
 from tests.unit.datasets.test_datasets import MODEL
 from tests.unit.datasets.test_examples import TURNS, chat_tokenizer

@@ -22,7 +22,7 @@ from spmdflow.errors import MessageError
 from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import InprocTransport
-from spmdflow.transfer.register import map_function
+from spmdflow.worker_api.register import map_function
 from tests.unit.toy_flow import Rank, Toy, ToyConfig, draw, rank_of_one
 
 HEAD_BYTES = 5

@@ -32,8 +32,9 @@ from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.order import InprocTransport
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.protocol import Answer, Protocol, Shares, register_protocol
-from spmdflow.transfer.register import map_function, register
-from spmdflow.transfer.worker import Max, Mean, Sum, Worker
+from spmdflow.worker_api.metric import Max, Mean, Sum
+from spmdflow.worker_api.register import map_function, register
+from spmdflow.worker_api.worker import Worker
 
 TASK = Path(__file__).parents[2] / "algos" / "arithmetic"
 ROWS = 6

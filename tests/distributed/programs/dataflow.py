@@ -21,8 +21,9 @@ from spmdflow.config.schema import DataConfig, EngineConfig, RunConfig, UpdateCo
 from spmdflow.controller.flow import Flow
 from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
-from spmdflow.transfer.register import map_function, register
-from spmdflow.transfer.worker import Mean, Sum, Worker
+from spmdflow.worker_api.metric import Mean, Sum
+from spmdflow.worker_api.register import map_function, register
+from spmdflow.worker_api.worker import Worker
 
 ROWS = 11
 

@@ -43,7 +43,7 @@ from spmdflow.kind.registry import resolve
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import WorkerContext
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.model import load_model
 

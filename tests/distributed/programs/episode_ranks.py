@@ -25,7 +25,7 @@ from spmdflow.controller.script import run_flow
 from spmdflow.data.ragged import rows_of
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import ActorWorker
-from spmdflow.transfer.register import map_function
+from spmdflow.worker_api.register import map_function
 from tests.distributed.programs import episode_env
 
 TASK = Path(__file__).parents[3] / "algos" / "guess"

@@ -24,7 +24,7 @@ from tensordict import TensorDict
 import spmdflow
 from spmdflow.models.policy import ActorWorker
 from spmdflow.models.reward import RewardWorker
-from spmdflow.transfer.register import register
+from spmdflow.worker_api.register import register
 from tests.distributed.programs.inside_torchrun import (
     ROOT,
     TASK,

@@ -33,7 +33,7 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.weight import weight_plans
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.transfer.worker import CallInfo, WorkerContext
+from spmdflow.worker_api.worker import CallInfo, WorkerContext
 from tests.rollout_reference import END, disagreements, load, make_prompts, reference
 
 ROUNDS = 3

@@ -34,8 +34,8 @@ from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import Answer, Protocol, Shares, register_protocol
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import Worker
 
 ROOT = Path(__file__).parents[3]
 TASK = ROOT / "algos" / "arithmetic"

@@ -28,7 +28,7 @@ from spmdflow import (
 )
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from spmdflow.transfer.worker import any_layout
+from spmdflow.worker_api.worker import any_layout
 from tests.distributed.programs.recorded import RecordedActor
 from tests.distributed.programs.saving import ROOT, run_all, whole_tensors
 

@@ -21,8 +21,8 @@ from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.folder import folder_tensors
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.megatron import MegatronEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import open_model

@@ -34,7 +34,7 @@ from spmdflow.kind.registry import resolve
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import WorkerContext
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import load_model

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from spmdflow.transfer.worker import Max, Sum
+from spmdflow.worker_api.metric import Max, Sum
 from tests.distributed.programs.old_log_probs import run_modes
 from tests.distributed.programs.recorded import RecordedActor, Rows
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.models.policy import ActorWorker
-from spmdflow.transfer.register import register
+from spmdflow.worker_api.register import register
 
 COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 Rows = list[dict[str, Tensor]]

@@ -43,7 +43,7 @@ from spmdflow.rollout.generator import (
     take_folder_weights,
 )
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.transfer.worker import WorkerContext
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.model import load_model
 from tests.rollout_reference import (

@@ -49,9 +49,9 @@ from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.vllm_contract import check_contract
 from spmdflow.serving.backend import register_backend
 from spmdflow.serving.receiver import ConnectionReceiver
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Storages
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.model import load_model
 from tests.rollout_reference import FAMILIES, load, make_prompts, put_weights, write_family

@@ -23,7 +23,7 @@ from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
-from spmdflow.transfer.worker import WorkerContext
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine, engine_of
 
 ROOT = Path(__file__).parents[3]

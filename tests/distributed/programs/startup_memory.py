@@ -29,10 +29,10 @@ from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from spmdflow.models.base import axis_groups
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import HuggingFaceFolder
 from spmdflow.weights.table import parameters
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine, engine_of
 
 AXES = ("tp", "pp", "dp", "replica", "embedding")

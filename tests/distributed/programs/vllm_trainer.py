@@ -24,8 +24,8 @@ from spmdflow.errors import SpmdflowError
 from spmdflow.models.policy import PolicyWorker
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.serving.nccl import build_weight_source, source_of
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.table import parameters
+from spmdflow.worker_api.worker import WorkerContext
 from tests.rollout_reference import MARGIN, load
 
 ROUNDS = 3

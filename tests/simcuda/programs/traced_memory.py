@@ -41,8 +41,8 @@ from spmdflow.config.schema import ActorConfig, CriticConfig, ReferenceConfig, R
 from spmdflow.data.ragged import ragged
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
-from spmdflow.transfer.worker import WorkerContext
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers import attention, fsdp, micro_batch, model
 from spmdflow.workers.engine import TrainEngine, engine_of
 from tests.simcuda.memory_cases import CASES, Case

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from spmdflow.config.algorithm import DynamicSamplingConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.prompts import DynamicSampling
-from spmdflow.transfer.register import map_function
-from spmdflow.transfer.worker import Mean
+from spmdflow.worker_api.metric import Mean
+from spmdflow.worker_api.register import map_function
 
 SCORES = [
     ([nan, 0.0, 1.0], True),

@@ -14,7 +14,7 @@ from spmdflow.checkpoint.rows import read_rows
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.guarding import MOST_FILES
 from spmdflow.errors import ConfigError, GuardError
-from spmdflow.transfer.register import register
+from spmdflow.worker_api.register import register
 from tests.unit.toy_flow import ROWS, Rank, Toy, ToyConfig, draw, rank_of_one, share
 
 

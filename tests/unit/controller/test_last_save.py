@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.controller.flow import Flow
-from spmdflow.transfer.register import register
+from spmdflow.worker_api.register import register
 from tests.unit.toy_flow import TASK, Rank, Toy, ToyConfig, draw, rank_of_one
 
 

@@ -27,7 +27,7 @@ from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.models.policy import ActorWorker
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.objectives.kl import compute_rollout_weights
-from spmdflow.transfer.register import map_function
+from spmdflow.worker_api.register import map_function
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 
 ROWS = 8

@@ -15,7 +15,7 @@ from spmdflow.data.column import Column, column_of
 from spmdflow.data.ragged import lengths_of, ragged
 from spmdflow.data.store import Unchanged
 from spmdflow.errors import ColumnError
-from spmdflow.transfer.register import map_function, register
+from spmdflow.worker_api.register import map_function, register
 from tests.unit.toy_flow import ROWS, FrozenToyConfig, Rank, Toy, rank_of_one
 
 Write = Callable[[TensorDict], object]

@@ -16,7 +16,7 @@ from spmdflow.controller.group import WorkerGroup
 from spmdflow.controller.step import Step
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.run import main
-from spmdflow.transfer.worker import Mean
+from spmdflow.worker_api.metric import Mean
 from tests.algos.runs import ROOT, finish, log_of, torchrun
 from tests.unit.toy_flow import Rank, share
 

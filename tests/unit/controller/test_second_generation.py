@@ -19,8 +19,8 @@ from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError
 from spmdflow.models.generator import row_seeds
 from spmdflow.models.policy import ActorWorker
-from spmdflow.transfer.register import map_function
-from spmdflow.transfer.worker import CallInfo
+from spmdflow.worker_api.register import map_function
+from spmdflow.worker_api.worker import CallInfo
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 
 ROWS = 1024

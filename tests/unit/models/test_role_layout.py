@@ -14,7 +14,7 @@ from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import ActorWorker, PolicyWorker, ReferenceWorker
 from spmdflow.models.reward import RewardWorker
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.worker import any_layout, loads_any_layout
+from spmdflow.worker_api.worker import any_layout, loads_any_layout
 from tests.unit.weight_shapes import TINY
 
 

@@ -17,8 +17,8 @@ from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.advantage import compute_advantages, gae
 from spmdflow.objectives.loss import whiten
-from spmdflow.transfer.register import map_spec
-from spmdflow.transfer.worker import Mean
+from spmdflow.worker_api.metric import Mean
+from spmdflow.worker_api.register import map_spec
 from tests.unit.replayed_ranks import run_ranks, take
 
 

@@ -20,7 +20,7 @@ from spmdflow.objectives.kl import KL_ESTIMATORS, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import AGGREGATIONS, Loss, aggregate, mask_totals, masked_sum
 from spmdflow.objectives.policy import PolicyLoss, PreUpdateMetrics, ValueLoss, clipped_value_loss
-from spmdflow.transfer.worker import Mean
+from spmdflow.worker_api.metric import Mean
 from tests.outputs import entropy_of, log_probs_of, of_logits, scalar_output
 
 

@@ -16,7 +16,7 @@ from spmdflow.data.ragged import lengths_of, pad, ragged, rows_of, select_rows
 from spmdflow.models.rows import text_rows, with_text_rows
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss
-from spmdflow.transfer.worker import CallInfo, MiniBatch
+from spmdflow.worker_api.worker import CallInfo, MiniBatch
 from spmdflow.workers.micro_batch import micro_batches
 from tests.outputs import causal_output
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import spmdflow
-from spmdflow.transfer.register import map_spec, registered_methods
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import map_spec, registered_methods
+from spmdflow.worker_api.worker import Worker
 
 _PAGE = (Path(__file__).parents[3] / "docs" / "COLUMNS.md").read_text(encoding="utf-8")
 _OF_DATA = {"responses", "prompt_text", "row", "chosen_tokens", "answers", "desirable"}

@@ -9,8 +9,8 @@ import pytest
 
 import spmdflow
 from spmdflow.parallel.layout import Layout
-from spmdflow.transfer.register import registered_methods
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import registered_methods
+from spmdflow.worker_api.worker import Worker
 
 ROOT = Path(__file__).parents[3]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))

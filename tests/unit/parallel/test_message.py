@@ -23,7 +23,7 @@ from spmdflow.errors import MessageError
 from spmdflow.parallel import message
 from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.runtime.wire import Envelopes, Kind
-from spmdflow.transfer.worker import Max, Mean, Sum
+from spmdflow.worker_api.metric import Max, Mean, Sum
 
 _SCALARS = (
     st.none()
@@ -205,7 +205,7 @@ def test_name_of_a_module_that_is_not_imported_runs_nothing_of_it(tmp_path: Path
     (tmp_path / "harm.py").write_text("raise SystemExit('ran')\n")
     program = (
         "import sys\n"
-        "from spmdflow.transfer.register import find_map_function as find\n"
+        "from spmdflow.worker_api.register import find_map_function as find\n"
         "from spmdflow.errors import ProtocolError\n"
         "for name in ('harm:function', 'spmdflow.doctor.__main__:main'):\n"
         "    try:\n"

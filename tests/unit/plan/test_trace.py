@@ -15,8 +15,8 @@ from spmdflow.plan.example import KNOWN
 from spmdflow.plan.record import bytes_by_edge, row_edges
 from spmdflow.plan.rows import check_rows
 from spmdflow.plan.trace import trace
-from spmdflow.transfer.register import map_spec, registered_methods
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import map_spec, registered_methods
+from spmdflow.worker_api.worker import Worker
 from tests.unit.planned import (
     ALGORITHMS,
     SMALL,

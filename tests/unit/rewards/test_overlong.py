@@ -15,7 +15,7 @@ from spmdflow.data.ragged import ragged_from_rows as ragged
 from spmdflow.data.ragged import rows_of
 from spmdflow.objectives.advantage import add_overlong_penalty, overlong_penalty
 from spmdflow.objectives.loss import Reduce
-from spmdflow.transfer.worker import Mean
+from spmdflow.worker_api.metric import Mean
 
 
 def definition(length: int, limit: int, buffer: int) -> float:

@@ -21,8 +21,8 @@ from spmdflow.runtime.executor import COMPUTE, Command, Lane, Unwound
 from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer.lane import CountedTransport
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Worker, WorkerContext
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import CallInfo, Worker, WorkerContext
 
 IDS = np.arange(3)
 BEGUN = threading.Event()

@@ -25,8 +25,9 @@ from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
-from spmdflow.transfer.register import find_map_function
-from spmdflow.transfer.worker import Sum, find_worker_class
+from spmdflow.worker_api.metric import Sum
+from spmdflow.worker_api.register import find_map_function
+from spmdflow.worker_api.worker import find_worker_class
 from tests.unit.runtime.noisy_record import CALLS, NoisyRecord
 
 KEY = b"of this run"

@@ -32,8 +32,9 @@ from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.order import Order, Pending
 from spmdflow.transfer import lane as transfer_lane
 from spmdflow.transfer.lane import CountedTransport
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import CallInfo, Mean, Worker
+from spmdflow.worker_api.metric import Mean
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import CallInfo, Worker
 from tests.unit.interleaving import (
     EveryOrder,
     Network,

@@ -22,8 +22,8 @@ from spmdflow.parallel.message import HOMES, MAX_MESSAGE_BYTES
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
 from spmdflow.transfer.lane import CountedTransport
-from spmdflow.transfer.register import register
-from spmdflow.transfer.worker import Worker
+from spmdflow.worker_api.register import register
+from spmdflow.worker_api.worker import Worker
 from tests.zmtp import MORE, frame, ready
 
 ROWS = {"ids": torch.zeros(0, dtype=torch.int64).numpy(), "inputs": []}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmdflow.errors import ProtocolError
 from spmdflow.tracking.metric import merge
-from spmdflow.transfer.worker import Max, Mean, Metric, Min, Sum
+from spmdflow.worker_api.metric import Max, Mean, Metric, Min, Sum
 
 NUMBERS = st.floats(-1e6, 1e6)
 WEIGHTS = st.integers(0, 100)

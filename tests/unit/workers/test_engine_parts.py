@@ -15,7 +15,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS, box_hash, positional_hash, to_signed
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.errors import ConfigError, ProtocolError
-from spmdflow.transfer.register import map_function, map_spec
+from spmdflow.worker_api.register import map_function, map_spec
 from spmdflow.workers.optimizer import Scheduled, ShardedOptimizer
 from spmdflow.workers.schedule import RunProgress, learning_rate
 from spmdflow.workers.sharding import UNIT_BYTES, Shard, merged_adapter_blocks, unit_layers

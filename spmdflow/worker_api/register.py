@@ -183,8 +183,8 @@ def map_function(
                 f"function that also writes one"
             )
         known = ("reduce", "report", "groups") if groups else ("reduce", "report")
-        given = tuple(name for name in known if name in signature(fn).parameters)
-        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, given, reads_for))
+        arguments = tuple(name for name in known if name in signature(fn).parameters)
+        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, arguments, reads_for))
         return fn
 
     return mark
@@ -208,8 +208,8 @@ def find_map_function(name: str) -> Callable[..., Any]:
     def is_marked(thing: object) -> bool:
         return callable(thing) and _MAP_ATTRIBUTE in getattr(thing, "__dict__", {})
 
-    found: Callable[..., Any] = find(name, is_marked, "a function marked with @map_function")
-    return found
+    function: Callable[..., Any] = find(name, is_marked, "a function marked with @map_function")
+    return function
 
 
 def _require_module_level(fn: Callable[..., Any]) -> None:

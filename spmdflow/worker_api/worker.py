@@ -1,7 +1,7 @@
-"""What a worker is told: its place in the world, and the call it is running.
+"""`Worker`, the base class of every role, and what it knows of the run and of the running call.
 
-A worker is one rank's part of a model. It is built once by `spawn` and then runs registered
-methods in call order. Knows nothing of sockets or other models.
+A worker is one rank's part of a model. `spawn` creates it once. It then runs its registered methods
+in the order of the script's calls. It does not know sockets or other models.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,34 +18,7 @@ from torch import Tensor
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.parallel.message import find
-
-
-class Mean(NamedTuple):
-    """A metric that is total / weight, summed over ranks and calls before dividing."""
-
-    total: float
-    weight: float
-
-
-class Sum(NamedTuple):
-    """A metric that adds up over ranks and calls."""
-
-    total: float
-
-
-class Max(NamedTuple):
-    """A metric reduced to its largest value over ranks and calls."""
-
-    value: float
-
-
-class Min(NamedTuple):
-    """A metric reduced to its smallest value over ranks and calls."""
-
-    value: float
-
-
-Metric = float | Mean | Sum | Max | Min
+from spmdflow.worker_api.metric import Metric
 
 Load = TypeVar("Load", bound=Callable[..., None])
 
@@ -218,5 +191,5 @@ def find_worker_class(name: str) -> type[Worker]:
     def is_worker(thing: object) -> bool:
         return isinstance(thing, type) and issubclass(thing, Worker)
 
-    found: type[Worker] = find(name, is_worker, "a subclass of Worker")
-    return found
+    worker_class: type[Worker] = find(name, is_worker, "a subclass of Worker")
+    return worker_class
