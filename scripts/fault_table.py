@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spmdflow.runtime.stacks import line_in_stacks, stacks_path
+from spmdflow.failure.stacks import line_in_stacks, stacks_path
 
 ROOT = Path(__file__).parents[1]
 TASK = ROOT / "algos" / "arithmetic"

@@ -45,17 +45,12 @@ from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import ModelConfig, PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
+from spmdflow.failure.launcher import AGENT_MARK, die_with_launcher
+from spmdflow.failure.start_watch import StartWatch
 from spmdflow.log import print_text
 from spmdflow.plan.showing import planning_shown
 from spmdflow.program import prepare
-from spmdflow.runtime.process import (
-    AGENT_MARK,
-    allow_open_files,
-    die_with_launcher,
-    keep_freed_memory,
-    open_closed_streams,
-)
-from spmdflow.runtime.start_watch import StartWatch
+from spmdflow.runtime.process import allow_open_files, keep_freed_memory, open_closed_streams
 from spmdflow.weights.own_code import unused_code_text
 
 FINISHED = 0
@@ -249,10 +244,10 @@ def _launch(
     """Join the other ranks and run. Imports are here: errors in settings need no torch."""
     import torch.distributed as dist
 
+    from spmdflow.failure.user_code import own_traceback
     from spmdflow.log import quiet_libraries, set_up_logging
     from spmdflow.parallel.device import CPU, own_device
     from spmdflow.program import run_prepared
-    from spmdflow.runtime.failure import own_traceback
     from spmdflow.runtime.launch import Surroundings
     from spmdflow.runtime.rendezvous import StartRefused
 

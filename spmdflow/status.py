@@ -26,9 +26,9 @@ from typing import Any
 from rich.console import Console
 
 from spmdflow.checkpoint.lock import STATUS_FILE
+from spmdflow.failure.process import Process
+from spmdflow.failure.status_file import WANTED_FILE
 from spmdflow.live import watch
-from spmdflow.runtime.process import Process
-from spmdflow.runtime.status_file import WANTED_FILE
 from spmdflow.tracking.progress import stage_seconds
 from spmdflow.tracking.reading import RunFiles, RunState, failure_text, read_json
 

@@ -27,11 +27,11 @@ if str(ROOT) not in sys.path:  # started by torchrun, without bench.py
     sys.path.insert(0, str(ROOT))
 
 from spmdflow.data.store import RowCondition  # noqa: E402
+from spmdflow.failure.process import Process  # noqa: E402
 from spmdflow.runtime.executor import Operation  # noqa: E402
 from spmdflow.runtime.io import Io  # noqa: E402
 from spmdflow.runtime.order import Order, Transport  # noqa: E402
 from spmdflow.runtime.peers import Peers  # noqa: E402
-from spmdflow.runtime.process import Process  # noqa: E402
 from spmdflow.runtime.rendezvous import SessionSettings  # noqa: E402
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket  # noqa: E402
 

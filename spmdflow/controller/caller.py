@@ -40,7 +40,7 @@ from spmdflow.controller.result import (
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import ColumnError, MessageError
-from spmdflow.runtime.failure import script_line
+from spmdflow.failure.user_code import script_line
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
 from spmdflow.tracking.metric import merge
 from spmdflow.worker_api.register import method_spec

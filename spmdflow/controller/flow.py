@@ -32,8 +32,8 @@ from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
 from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
+from spmdflow.failure.cause import noting
 from spmdflow.parallel.message import name_of
-from spmdflow.runtime.failure import noting
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import Worker
 

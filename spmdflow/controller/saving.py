@@ -34,10 +34,10 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.ending import Ending
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, ReadError, RunFailed
+from spmdflow.failure.cause import noting
+from spmdflow.failure.launcher import launched_seconds, shutdown_seconds
 from spmdflow.runtime.executor import FILES
-from spmdflow.runtime.failure import noting
 from spmdflow.runtime.order import Order, Pending, Replies, Transport
-from spmdflow.runtime.process import launched_seconds, shutdown_seconds
 from spmdflow.tracking.tracker import sync_records
 from spmdflow.worker_api.worker import loads_any_layout
 

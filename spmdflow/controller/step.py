@@ -19,7 +19,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.result import CallRecord, Result
 from spmdflow.controller.sample import first_of_groups, is_shown, samples_of
 from spmdflow.errors import ProtocolError
-from spmdflow.runtime.failure import script_line
+from spmdflow.failure.user_code import script_line
 from spmdflow.tracking.metric import merge
 from spmdflow.tracking.origin import git_state, versions
 from spmdflow.tracking.progress import print_samples, progress_line

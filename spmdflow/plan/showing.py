@@ -16,8 +16,8 @@ from pathlib import Path
 
 from spmdflow.checkpoint.lock import LOCK_FILE, claim_run_dir
 from spmdflow.errors import ConfigError
+from spmdflow.failure.status_file import StatusFile
 from spmdflow.log import PLANNING
-from spmdflow.runtime.status_file import StatusFile
 
 _FIRST_SECONDS = 2.0
 _EVERY_SECONDS = 0.5

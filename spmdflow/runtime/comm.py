@@ -20,6 +20,19 @@ from typing import Any
 
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import MessageError
+from spmdflow.failure.cause import (
+    SHOW_SECONDS,
+    UNWIND_SECONDS,
+    Failure,
+    as_record,
+    call_within,
+    write_failure,
+)
+from spmdflow.failure.duration import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, SILENT_BEATS
+from spmdflow.failure.lane_state import ROWS
+from spmdflow.failure.process import STATES, Process, leave
+from spmdflow.failure.signals import Signals
+from spmdflow.failure.stacks import dump_stacks, line_in_stacks, stacks_path
 from spmdflow.runtime.executor import (
     COMPUTE,
     FILES,
@@ -30,20 +43,8 @@ from spmdflow.runtime.executor import (
     failure_of,
     stay_until,
 )
-from spmdflow.runtime.failure import (
-    SHOW_SECONDS,
-    UNWIND_SECONDS,
-    Failure,
-    as_record,
-    call_within,
-    write_failure,
-)
-from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, SILENT_BEATS
 from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.place import ROWS
-from spmdflow.runtime.process import STATES, Process, Signals, leave
 from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.stacks import dump_stacks, line_in_stacks, stacks_path
 from spmdflow.runtime.wire import Kind, RankSocket, Waiter
 
 logger = logging.getLogger(__name__)

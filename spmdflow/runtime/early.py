@@ -13,7 +13,7 @@ from typing import Any
 
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import DeadlineError
-from spmdflow.runtime.failure import UNWIND_SECONDS
+from spmdflow.failure.cause import UNWIND_SECONDS
 
 
 class Begun(Future[Any]):

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError
-from spmdflow.runtime.failure import Failure, own_traceback, what_was_done
-from spmdflow.runtime.place import PEERS, ROWS, LaneState, place_of
-from spmdflow.runtime.process import give_way, leave
+from spmdflow.failure.cause import Failure, what_was_done
+from spmdflow.failure.lane_state import PEERS, ROWS, LaneState, place_of
+from spmdflow.failure.process import leave
+from spmdflow.failure.user_code import own_traceback
+from spmdflow.runtime.process import give_way
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
 """operation(payload, number) -> reply payload; both plain data (parallel/message.py)."""

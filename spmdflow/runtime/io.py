@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any
 
 from spmdflow.errors import RunFailed
+from spmdflow.failure.cause import Failure
+from spmdflow.failure.duration import Took
+from spmdflow.failure.process import leave
+from spmdflow.failure.status_file import StatusFile
 from spmdflow.runtime.executor import failure_of, stay_until
-from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.order import Order, Pending, Replies, refuse_to_wait
-from spmdflow.runtime.pace import Took
 from spmdflow.runtime.peers import Ledger, Peers, Sent
-from spmdflow.runtime.process import leave
 from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.status_file import StatusFile
 from spmdflow.runtime.verdict import LOST, Verdict, Watch
 from spmdflow.runtime.wire import Hub, Kind
 

@@ -31,10 +31,10 @@ from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.config.leaf import call_limit_of, profiled_of, server_limit_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
+from spmdflow.failure.cause import as_record, write_failure
 from spmdflow.parallel.device import own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.executor import Operation, failure_of
-from spmdflow.runtime.failure import as_record, write_failure
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.order import InprocTransport, Transport, stop_on_signals
 from spmdflow.runtime.rendezvous import SessionSettings

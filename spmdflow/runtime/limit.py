@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spmdflow.failure.duration import FEWEST_CALLS, LIMIT_FACTOR, LIMIT_SECONDS, Key, Pace
 from spmdflow.runtime.order import Order
-from spmdflow.runtime.pace import FEWEST_CALLS, LIMIT_FACTOR, LIMIT_SECONDS, Key, Pace
 
 BOUNDED = ("call", "map", "join", "fetch")
 """Operations whose limits come from medians; a disk, a hub or a compiler may take its time."""

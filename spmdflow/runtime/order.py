@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError, RunFailed
+from spmdflow.failure.signals import STOP_SIGNALS
 from spmdflow.runtime.executor import Operation, find_operation
-from spmdflow.runtime.process import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 

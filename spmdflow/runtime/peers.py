@@ -13,9 +13,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from spmdflow.failure.duration import Took
+from spmdflow.failure.process import Process
 from spmdflow.runtime.order import Order, Pending, Replies
-from spmdflow.runtime.pace import Took
-from spmdflow.runtime.process import Process
 from spmdflow.runtime.wire import Waiter
 
 logger = logging.getLogger(__name__)

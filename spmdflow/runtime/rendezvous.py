@@ -40,8 +40,8 @@ from torch.distributed import DistError, PrefixStore, Store
 from spmdflow.checkpoint.disk import read_key, shared_key
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
+from spmdflow.failure.process import Process, node_identity
 from spmdflow.parallel.message import decode, encode
-from spmdflow.runtime.process import Process, node_identity
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class SessionSettings:
     secret: str | None = None
     """Needed beside the run's key to connect; the same on every rank (SPMDFLOW_SECRET)."""
     launcher: int | None = None
-    """Pid of the parent whose end ends this process (runtime/process.py); None: the current one."""
+    """Pid of the parent whose end ends this process (failure/launcher.py); None: of its parent."""
     on_met: Callable[[], None] = lambda: None
     """Called by the main thread when all ranks have met."""
     on_claimed: Callable[[RunDirLock], None] = lambda lock: None

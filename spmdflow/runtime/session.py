@@ -24,15 +24,17 @@ from torch import distributed as dist
 from spmdflow.checkpoint.lock import STATUS_FILE, RunDirLock, RunDirMark, claim_run_dir
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ProtocolError, RunFailed
+from spmdflow.failure.cause import run_failed
+from spmdflow.failure.launcher import outlive_launcher
+from spmdflow.failure.process import Process
+from spmdflow.failure.signals import Signals
+from spmdflow.failure.stacks import stacks_on_signal, stacks_path
 from spmdflow.runtime.comm import Comm
 from spmdflow.runtime.executor import Operation, failure_of
-from spmdflow.runtime.failure import run_failed
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Transport
 from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.process import Process, Signals, outlive_launcher
 from spmdflow.runtime.rendezvous import SessionSettings, meet
-from spmdflow.runtime.stacks import stacks_on_signal, stacks_path
 from spmdflow.runtime.wire import Hub, RankSocket
 
 logger = logging.getLogger(__name__)

@@ -2,10 +2,10 @@
 
 `Stalls` belongs to the controller; every method is called with the io lock held. It knows the
 clocks of the calls (Ledger), and from heartbeats what each rank does. After a while
-(runtime/pace.py) a call that still runs is printed, and all ranks write their stacks; again each
-time twice as long has passed. A call that reaches its limit (runtime/limit.py) ends the run. So do
-ranks that wait for rows while no call runs that could bring them, and, where run.call_seconds is
-auto, a rank that stays stopped.
+(failure/duration.py) a call that still runs is printed, and all ranks write their stacks; again
+each time twice as long has passed. A call that reaches its limit (runtime/limit.py) ends the run.
+So do ranks that wait for rows while no call runs that could bring them, and, where run.call_seconds
+is auto, a rank that stays stopped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmdflow.runtime.failure import Failure
-from spmdflow.runtime.limit import Heard, computing_seconds, key_of, limit_of
-from spmdflow.runtime.order import Order
-from spmdflow.runtime.pace import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, SILENT_BEATS, Key, Pace
-from spmdflow.runtime.peers import Ledger, Peers, Sent
-from spmdflow.runtime.place import (
+from spmdflow.failure.cause import Failure
+from spmdflow.failure.duration import (
+    HELD_SECONDS,
+    LIMIT_SECONDS,
+    LOOK_SECONDS,
+    SILENT_BEATS,
+    Key,
+    Pace,
+)
+from spmdflow.failure.lane_state import (
     CODE,
     DONE,
     PEERS,
@@ -34,6 +38,9 @@ from spmdflow.runtime.place import (
     name_ranks,
     place_of,
 )
+from spmdflow.runtime.limit import Heard, computing_seconds, key_of, limit_of
+from spmdflow.runtime.order import Order
+from spmdflow.runtime.peers import Ledger, Peers, Sent
 from spmdflow.runtime.rendezvous import SessionSettings
 
 logger = logging.getLogger(__name__)

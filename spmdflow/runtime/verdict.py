@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from spmdflow.errors import RunFailed
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES
-from spmdflow.runtime.failure import (
+from spmdflow.failure.cause import (
     GATHER_SECONDS,
     KINDS_OF_THE_LIVING,
     SHOW_SECONDS,
@@ -32,11 +31,12 @@ from spmdflow.runtime.failure import (
     run_failed,
     write_failure,
 )
+from spmdflow.failure.signals import STOP_SIGNALS
+from spmdflow.failure.stacks import dump_stacks, line_in_stacks, stacks_path
+from spmdflow.parallel.message import MAX_MESSAGE_BYTES
 from spmdflow.runtime.order import Pending
 from spmdflow.runtime.peers import Ledger, Peers
-from spmdflow.runtime.process import STOP_SIGNALS
 from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.stacks import dump_stacks, line_in_stacks, stacks_path
 from spmdflow.runtime.stall import Stalls
 from spmdflow.runtime.wire import Hub, Kind
 

@@ -125,7 +125,7 @@ class RunFiles:
 
     @cached_property
     def failures(self) -> Mapping[str, Record]:
-        """File -> a rank's record of a failure (`runtime.failure`)."""
+        """File -> a rank's record of a failure (`failure.cause`)."""
         result = {}
         for path in self._matching_files("failure*.json"):
             result[path.name] = read_json(path)

@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
+from spmdflow.failure.process import Process, node_identity
 from spmdflow.parallel.message import decode, encode
 from spmdflow.runtime import session, wire
 from spmdflow.runtime.order import Order, Transport
-from spmdflow.runtime.process import Process, node_identity
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import operations, settings_for, to_all

@@ -72,7 +72,7 @@ UNPICKLING = {
     "spmdflow/workers/megatron_runtime.py": "puts all_gather_plain in the place of Megatron's call",
     "spmdflow/weights/dcp.py": "reads torch's checkpoints with an unpickler that knows few classes",
 }
-BY_NAME = {"runtime", "parallel", "transfer", "data", "controller"}
+BY_NAME = {"runtime", "failure", "parallel", "transfer", "data", "controller"}
 """Packages that read messages: none of them imports what a text names."""
 NAMED_IMPORTS = {"spmdflow/parallel/message.py": "one of HOMES, a list written out"}
 

@@ -11,7 +11,7 @@ LAYERS = [
     ["parallel", "blocks", "weights"],
     ["config"],
     ["data", "worker_api"],
-    ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking"],
+    ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking", "failure"],
     ["runtime", "workers", "rollout", "mapping"],
     ["controller", "hybrid_engine"],
     ["serving", "episodes", "envs"],

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdflow.runtime.process import node_identity
+from spmdflow.failure.process import node_identity
 
 sys.path.append(str(Path(__file__).parents[3] / "algos"))
 from ppo import main as main  # noqa: E402

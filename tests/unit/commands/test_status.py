@@ -15,9 +15,9 @@ from rich.console import Console
 
 from spmdflow import status
 from spmdflow.checkpoint.lock import STATUS_FILE, claim_run_dir
+from spmdflow.failure.lane_state import CODE, PEERS
+from spmdflow.failure.status_file import StatusFile
 from spmdflow.live import panel
-from spmdflow.runtime.place import CODE, PEERS
-from spmdflow.runtime.status_file import StatusFile
 from spmdflow.tracking.reading import RunFiles, RunState
 from tests.unit.lock_holder import forked_holder
 from tests.unit.runtime.stalled import HERE, Session

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spmdflow.runtime.failure import Failure
+from spmdflow.failure.cause import Failure
+from spmdflow.failure.duration import Took
+from spmdflow.failure.lane_state import ROWS
+from spmdflow.failure.process import Process
 from spmdflow.runtime.order import Order, Pending
-from spmdflow.runtime.pace import Took
 from spmdflow.runtime.peers import Ledger, Peers, Sent
-from spmdflow.runtime.place import ROWS
-from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.stall import Stalls
 

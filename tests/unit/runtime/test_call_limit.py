@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow.failure.lane_state import CODE, PEERS, ROWS
 from spmdflow.runtime.limit import FIRST_SECONDS, Heard, computing_seconds
-from spmdflow.runtime.place import CODE, PEERS, ROWS
 from tests.unit.runtime.stalled import Session
 
 

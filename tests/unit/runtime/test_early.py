@@ -15,10 +15,10 @@ import torch
 from tensordict import TensorDict
 
 from spmdflow.data.store import RowCondition
+from spmdflow.failure.cause import Failure
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.executor import COMPUTE, Command, Lane, Unwound
-from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.worker_api.register import register

@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 
 from spmdflow.errors import CheckpointError
+from spmdflow.failure.cause import Failure, as_record, first_cause, noting, report, write_failure
+from spmdflow.failure.process import Process, describe_status
 from spmdflow.runtime.executor import failure_of
-from spmdflow.runtime.failure import (
-    Failure,
-    as_record,
-    first_cause,
-    noting,
-    report,
-    write_failure,
-)
-from spmdflow.runtime.process import Process, describe_status
 from spmdflow.runtime.session import remove_old_reports
 
 DIED = Failure("death", 2, "process 9 killed by SIGKILL", "actor.update_actor", 8, "compute")

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from spmdflow.errors import MessageError, ProtocolError
+from spmdflow.failure.process import Process
 from spmdflow.parallel.layout import Layout
 from spmdflow.parallel.message import HOMES, decode, encode
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Order
 from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
 from spmdflow.worker_api.metric import Sum

@@ -23,11 +23,11 @@ from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.group import WorkerGroup
+from spmdflow.failure.cause import Failure
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime import early
 from spmdflow.runtime.executor import COMPUTE, TRANSFER, Command, Lane
-from spmdflow.runtime.failure import Failure
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.order import Order, Pending
 from spmdflow.transfer import lane as transfer_lane

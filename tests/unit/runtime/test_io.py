@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from spmdflow.errors import ColumnError
+from spmdflow.failure.process import Process
 from spmdflow.runtime import io as io_module
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Order, Pending
 from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.process import Process
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub, Kind, RankSocket
 

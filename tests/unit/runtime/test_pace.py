@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdflow.runtime.pace import Pace, Took
+from spmdflow.failure.duration import Pace, Took
 
 KEY = ("actor.update", "train")
 

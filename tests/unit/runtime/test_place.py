@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from spmdflow.data.store import RowCondition
-from spmdflow.runtime.place import (
+from spmdflow.failure.lane_state import (
     CODE,
     DONE,
     PEERS,

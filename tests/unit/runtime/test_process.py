@@ -11,7 +11,8 @@ import textwrap
 import time
 from pathlib import Path
 
-from spmdflow.runtime.process import AGENT_MARK, Process, launched_seconds
+from spmdflow.failure.launcher import AGENT_MARK, launched_seconds
+from spmdflow.failure.process import Process
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,7 +60,7 @@ def test_restarted_rank_counts_from_the_start_of_its_torchrun() -> None:
 
 OUT_OF_DESCRIPTORS = """
     import os, resource
-    from spmdflow.runtime.process import Process, leave
+    from spmdflow.failure.process import Process, leave
     me = Process.of(os.getppid())
     resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
     try:

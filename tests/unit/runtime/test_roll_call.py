@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
-from spmdflow.runtime.process import Process
+from spmdflow.failure.process import Process
 from spmdflow.runtime.rendezvous import (
     _ROOT,
     RankInfo,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spmdflow.runtime.process import Process
-from spmdflow.runtime.stacks import dump_stacks, line_in_stacks, stacks_on_signal
+from spmdflow.failure.process import Process
+from spmdflow.failure.stacks import dump_stacks, line_in_stacks, stacks_on_signal
 
 PACKAGE = Path(__file__).parents[3] / "spmdflow" / "runtime"
 LANE = (

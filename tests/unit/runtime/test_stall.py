@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.runtime.place import CODE, PEERS
-from spmdflow.runtime.process import Process
+from spmdflow.failure.lane_state import CODE, PEERS
+from spmdflow.failure.process import Process
 from tests.unit.runtime.stalled import HERE, Session
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow.failure.launcher import shutdown_seconds
+from spmdflow.failure.signals import STOP_SIGNALS, Signals
 from spmdflow.runtime.order import InprocTransport, stop_on_signals
-from spmdflow.runtime.process import STOP_SIGNALS, Signals, shutdown_seconds
 from spmdflow.runtime.wire import Kind
 from tests.unit.runtime.test_io import Controller
 
@@ -152,8 +153,8 @@ def test_every_stop_signal_of_a_session_is_taken_but_one_that_was_ignored_before
 
 MET_AFTER_SIGTERM = """
 import os, signal, time
-from spmdflow.runtime.process import Signals
-from spmdflow.runtime.start_watch import StartWatch
+from spmdflow.failure.signals import Signals
+from spmdflow.failure.start_watch import StartWatch
 
 watch = StartWatch(os.getppid())
 os.kill(os.getpid(), signal.SIGTERM)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spmdflow.data.store import RowCondition
+from spmdflow.failure.cause import Failure
 from spmdflow.runtime.executor import COMPUTE, Command, Lane, Unwound
-from spmdflow.runtime.failure import Failure
 
 
 class Told:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import islice
 from types import CodeType, FrameType
 
-from spmdflow.runtime.failure import is_own
+from spmdflow.failure.user_code import is_own
 
 CODE = "running"
 PEERS = "in a collective"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from spmdflow.runtime.failure import is_own
-from spmdflow.runtime.process import STACKS_SIGNAL
+from spmdflow.failure.process import STACKS_SIGNAL
+from spmdflow.failure.user_code import is_own
 
 _DUMP_SECONDS = 1.0
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from spmdflow.checkpoint.lock import claim_run_dir, read_record
 from spmdflow.errors import ConfigError
-from spmdflow.runtime.failure import Failure, as_record, report, write_failure
-from spmdflow.runtime.process import Process, leave, parent_of
+from spmdflow.failure.cause import Failure, as_record, report, write_failure
+from spmdflow.failure.process import Process, leave, parent_of
 
 _LOOK_SECONDS = 0.2
 _TERM_SECONDS = 1.0

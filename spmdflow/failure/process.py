@@ -1,0 +1,217 @@
+"""Processes as Linux shows them: identity, state, how they ended, and signals to them.
+
+A pid alone can be reused, so a process is a pid with its start time. A `pidfd` becomes readable
+the moment the process ends, whoever its parent is. Knows no messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 0.5
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Asks a rank of a session for its stacks; no library is known to use it."""
+STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible: it waits for a disk or a device"}
+STATES |= {"T": "stopped", "t": "stopped by a debugger"}
+"""What the letters of `Process.state` mean."""
+_UNKNOWN = "?"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of one node."""
+
+    pid: int
+    start_ticks: int
+    """Start in clock ticks since boot: tells a reused pid from the process that was meant."""
+    node: str
+    """Equal where pids mean the same processes (`node_identity`)."""
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The process that has this pid now."""
+        fields = _stat_fields(pid)
+        return cls(pid, int(fields[19]) if fields else 0, node_identity())
+
+    def age_seconds(self) -> float:
+        """Seconds since it began; it runs on this node."""
+        began = self.start_ticks / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
+    def is_local(self) -> bool:
+        """Whether this process can be watched and killed from here."""
+        return self.node == node_identity()
+
+    def state(self) -> str | None:
+        """R, S, D (alive), T or t (stopped), Z (zombie); None if gone or elsewhere.
+
+        "?" if this process cannot look (out of descriptors): that says nothing about the other.
+        """
+        if not self.is_local():
+            return None
+        try:
+            fields = _stat_fields(self.pid)
+        except OSError:
+            return _UNKNOWN
+        is_same = fields is not None and int(fields[19]) == self.start_ticks
+        if fields and is_same:
+            return fields[0]
+        return None
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds it."""
+        return self.state() in ("T", "t")
+
+    def describe(self) -> str:
+        """The process and its state in words."""
+        state = self.state()
+        if state in STATES:
+            known = f"is {STATES[state]} (state {state})"
+        else:
+            known = "has an unknown state"
+        return f"process {self.pid} {known if self.is_local() else 'is on another node'}"
+
+    def has_ended(self) -> bool:
+        """Whether it is known to be gone (a zombie is gone); False on other nodes."""
+        return self.is_local() and self.state() in (None, "Z", "X")
+
+    def end_cause_or_none(self, seconds: float = 0.0) -> str | None:
+        """How it ended, such as "killed by SIGKILL"; only known until its parent asks.
+
+        Waits up to seconds for an end that has begun (its connections close a moment earlier).
+        """
+        until = time.monotonic() + seconds
+        while self.is_local() and not self.has_ended() and time.monotonic() < until:
+            time.sleep(0.001)
+        with contextlib.suppress(OSError):
+            fields = _stat_fields(self.pid) if self.state() == "Z" else None
+            if fields:
+                return describe_status(int(fields[-1]))
+            return None
+        return None
+
+    def pidfd_or_none(self) -> int | None:
+        """A descriptor that is readable once the process ended; close it. None if ended."""
+        if self.has_ended() or not self.is_local():
+            return None
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:
+            return None
+
+    def kill(self) -> bool:
+        """SIGKILL; False if it had ended or lives on another node."""
+        return self._send(signal.SIGKILL)
+
+    def show_stacks(self) -> bool:
+        """Let a rank of a session append its stacks to its file (failure/stacks.py).
+
+        A stopped one does it once it goes on. False as of `kill`.
+        """
+        return self._send(STACKS_SIGNAL)
+
+    def wake(self) -> bool:
+        """Let it go on if it is stopped. False as of `kill`."""
+        return self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> bool:
+        if not self.is_local() or self.has_ended():
+            return False
+        try:
+            os.kill(self.pid, number)
+        except OSError:
+            return False
+        return True
+
+
+def parent_of(pid: int) -> int | None:
+    """Pid of the parent of a process of this node; None if there is no such process."""
+    fields = _stat_fields(pid)
+    if fields:
+        return int(fields[1])
+    return None
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL, ...; of real-time signals Python names the first and the last alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_status(status: int) -> str:
+    """A wait status in words."""
+    if os.WIFSIGNALED(status):
+        return f"killed by {signal_name(os.WTERMSIG(status))}"
+    return f"exited with status {os.waitstatus_to_exitcode(status)}"
+
+
+@cache
+def node_identity() -> str:
+    """Names the boot, pid namespace, machine id and host name of this process.
+
+    Nodes restored from one snapshot share the first two, and may share the third.
+    """
+    texts = []
+    for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
+        with contextlib.suppress(OSError):  # containers may have no machine id
+            texts.append(Path(path).read_text(encoding="ascii").strip())
+    return "/".join([*texts, os.readlink("/proc/self/ns/pid"), os.uname().nodename])
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of all processes below pid, nearest first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found.extend(children.get(child, []))
+    return found
+
+
+def leave(status: int) -> None:
+    """End this process and everything it started, now, whatever its threads are doing.
+
+    Nothing that fails on the way, such as a /proc that cannot be read, keeps it from ending.
+    """
+    try:
+        flusher = threading.Thread(target=_flush, daemon=True)  # a full pipe must not hold us
+        flusher.start()
+        for child in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        flusher.join(_FLUSH_SECONDS)
+    finally:
+        os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third (state) on; None if there is no such process.
+
+    OSError if it cannot be read for another reason.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()
