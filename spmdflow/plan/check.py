@@ -1,8 +1,7 @@
-"""Proofs on the record of a dry run: members and groups, batch algebra, weights. Pure functions.
+"""Checks of a plan: members of groups, and weights box by box. Pure functions.
 
-They know what each rank was told, the batch that the script gave and the settings, and share no
-step with the controller's own assignment of rows (`controller.assignment`) or the planner of
-weights. Each returns what is wrong, at most a few problems of a kind; an empty list is a proof.
+They read what each rank was sent and what each rank has and needs. They share no code with the
+planner of weights. Each returns a few problems at most; an empty list means that nothing is wrong.
 """
 
 from __future__ import annotations
@@ -24,222 +23,162 @@ from spmdflow.blocks.plan import (
     Boxes,
     find_cover_error,
 )
-from spmdflow.data.row_id import Ids
 from spmdflow.hybrid_engine.bucket import Moves
 from spmdflow.hybrid_engine.reshard import BoxesByRank, Copies, Shards
 from spmdflow.plan.record import Problem, Trace, TracedOrder
-from spmdflow.plan.rows import shorten_numbers
 
 _SHOWN = 5
+"""Most problems that a check reports."""
 _MOST_CELLS = 1 << 28
-"""Cells times ranks that are counted at once, in two bytes each."""
-_NONE = np.zeros(0, dtype=np.int64)
+"""Most cells times ranks that are counted at once, in two bytes each."""
 
 
-def check_members(trace: Trace) -> list[Problem]:
-    """Every rank of a model runs its calls; all ranks of the world make the same groups in the
-    same order; every group that a model needs or that a map function reduces over (with gloo) is
-    made before it is used."""
-    members = []
-    for text in islice(_wrong_members(trace), _SHOWN):
-        members.append(Problem("members", text))
-    return members
+def check_group_members(trace: Trace) -> list[Problem]:
+    """Problems with groups, which would make a rank wait for ever.
+
+    Every rank of a model must run the model's calls. All ranks of the world must create the same
+    process groups in the same order. A group that a model needs, or that a map function reduces
+    over (with gloo), must be created before it is used.
+    """
+    problems = []
+    for text in islice(_member_errors(trace), _SHOWN):
+        problems.append(Problem("members", text))
+    return problems
 
 
-def _wrong_members(trace: Trace) -> Iterator[str]:
-    made: set[tuple[tuple[int, ...], str]] = set()
+def _member_errors(trace: Trace) -> Iterator[str]:
+    """Yields a message for each error of membership, in the order of the calls."""
+    created: set[tuple[tuple[int, ...], str]] = set()
     for order in trace.orders:
         if order.operation == "groups":
-            yield from _different_groups(order)
-            made |= {(tuple(s[0]), each) for s in order.command["specs"] for each in ("", s[2])}
-        expected = _members(trace, order)
-        missing = sorted(set(expected) - set(order.commands))
-        strange = sorted(set(order.commands) - set(expected)) if expected else []
-        for rank in missing[:1] or strange[:1]:
-            yield (
-                f"{order.name}: got {'no' if missing else 'a'} command for rank {rank}, expected "
-                f"exactly the ranks {shorten_numbers(expected)} of its group; the others would "
-                f"wait for ever"
-            )
-        for name, ranks, backend in _groups_entered(trace, order):
-            if len(ranks) > 1 and (ranks, backend) not in made:
+            yield from _differing_groups(order)
+            for ranks, _, backend in order.command["specs"]:
+                created.add((tuple(ranks), ""))
+                created.add((tuple(ranks), backend))
+        yield from _rank_errors(trace, order)
+        for method, ranks, backend in _groups_entered(trace, order):
+            if len(ranks) > 1 and (ranks, backend) not in created:
+                group = f"{backend} group".strip()
                 yield (
-                    f"{order.name}: uses the {f'{backend} group'.strip()} of ranks "
-                    f"{shorten_numbers(ranks)}, which no order made before, expected it among "
-                    f"{name}; add it there"
+                    f"{order.name}: uses the {group} of ranks {shorten_numbers(ranks)}, which "
+                    f"does not exist yet; add these ranks to what {method} returns"
                 )
-                made.add((ranks, backend))
+                created.add((ranks, backend))
 
 
-def _different_groups(order: TracedOrder) -> Iterator[str]:
-    first = order.commands[order.ranks[0]]["specs"]
-    other = next((r for r, plain in order.commands.items() if plain["specs"] != first), None)
-    if other is not None:
+def _rank_errors(trace: Trace, order: TracedOrder) -> Iterator[str]:
+    """Yields a message for the first rank that lacks its command, or else has one too many."""
+    members = _members(trace, order)
+    if not members:
+        return
+    missing = sorted(set(members) - set(order.commands))
+    surplus = sorted(set(order.commands) - set(members))
+    expected = f"expected exactly the ranks {shorten_numbers(members)} of its group"
+    if missing:
         yield (
-            f"{order.name}: got other groups on rank {other} than on rank {order.ranks[0]}, "
-            f"expected the same ones in the same order; a new_group that some ranks leave out "
-            f"poisons the ones after it"
+            f"{order.name}: got no command for rank {missing[0]}, {expected}; the other ranks "
+            f"would wait for ever"
+        )
+    elif surplus:
+        yield (
+            f"{order.name}: got a command for rank {surplus[0]}, {expected}; this rank would "
+            f"wait for ever"
         )
 
 
+def _differing_groups(order: TracedOrder) -> Iterator[str]:
+    """Yields a message if some rank creates other groups than the first one."""
+    first = order.ranks[0]
+    specs = order.commands[first]["specs"]
+    for rank, command in order.commands.items():
+        if command["specs"] != specs:
+            yield (
+                f"{order.name}: got other groups on rank {rank} than on rank {first}, expected "
+                f"the same ones in the same order; a new_group that some ranks skip breaks the "
+                f"groups created after it"
+            )
+            return
+
+
 def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
-    """Ranks that must take part; empty: any ranks may."""
+    """Ranks that must take part; empty if any ranks may."""
     if order.operation == "groups":
         return trace.world
     if order.operation == "map":
         return tuple(order.command["ranks"])
     if order.operation not in ("call", "spawn"):
         return ()
-    names = set()
-    for p in order.commands.values():
-        names.add(p.get("group", p.get("name")))
-    if {p.get("method") for p in order.commands.values()} & {"send_weights", "receive_weights"}:
-        names = next((set(pair) for pair in trace.links if names <= set(pair)), names)
-    return tuple(sorted({r for name in names for r in trace.models[name].layout.ranks}))
+    models = set()
+    methods = set()
+    for command in order.commands.values():
+        models.add(command.get("group", command.get("name")))
+        methods.add(command.get("method"))
+    if methods & {"send_weights", "receive_weights"}:
+        for pair in trace.links:
+            if models <= set(pair):
+                models = set(pair)
+                break
+    ranks: set[int] = set()
+    for name in models:
+        ranks.update(trace.models[name].layout.ranks)
+    return tuple(sorted(ranks))
 
 
 def _groups_entered(trace: Trace, order: TracedOrder) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(method of the worker that should name it, ranks, backend; "": any) of each group."""
+    """(method of the worker that should list it, ranks, backend; "": any) of each group."""
     if order.operation == "spawn":
         model = trace.models[order.command["name"]]
-        about = model.cfg, model.layout
-        for ranks in model.worker_class.needed_groups(*about):
+        for ranks in model.worker_class.needed_groups(model.cfg, model.layout):
             yield "needed_groups", ranks, ""
-        for ranks in model.worker_class.host_groups(*about):
+        for ranks in model.worker_class.host_groups(model.cfg, model.layout):
             yield "host_groups", ranks, "gloo"
     elif order.operation == "map":
         yield "host_groups", tuple(order.command["ranks"]), "gloo"
 
 
-def check_batches(trace: Trace) -> list[Problem]:
-    """Updates use every row of the batch once in each epoch, in mini-batches of the set size, and
-    every rank of a model runs the same number of forwards.
+def check_weight_copies(copies: Copies, *, label: str) -> list[Problem]:
+    """Problems with the boxes that ranks copy to one another.
 
-    A mini-batch may be smaller where an epoch ends, or where the next samples of one prompt, which
-    stay together, would not fit; larger only for such samples alone.
+    What a rank needs of each tensor must be exactly what it has and keeps, plus what it receives
+    once. A source must have what it sends, and nothing is sent that is already there or not
+    needed. label: how messages name these copies, such as "actor to generator".
     """
-    updates = (order for order in trace.orders if order.place in trace.batches)
-    found = (
-        f"{order.name}: {text}"
-        for order in updates
-        for text in _wrong_update(trace, order, *trace.batches[order.place])
-    )
-    batches = []
-    for text in islice(found, _SHOWN):
-        batches.append(Problem("batches", text))
-    return batches
+    problems = []
+    for text in islice(_copy_errors(copies), _SHOWN):
+        problems.append(Problem("weights", f"{label}: {text}; derive the plan again"))
+    return problems
 
 
-def _wrong_update(trace: Trace, order: TracedOrder, ids: Ids, parents: Ids) -> Iterator[str]:
-    model = trace.models[order.model]
-    firsts = []
-    for rank in model.layout.ranks:
-        if model.layout.coordinate(rank)[::2] == (0, 0):
-            firsts.append(rank)
-    shares = []
-    for rank in firsts:
-        if rank in order.commands:
-            shares.append(order.commands[rank])
-    counts = {len(plain["mini"]) for plain in shares}
-    forwards = set()
-    for plain in order.commands.values():
-        forwards.add(tuple(n for _, n in plain["mini"]))
-    if len(counts) > 1 or len(forwards) > 1:
-        yield (
-            f"got {sorted(counts)} mini-batches with different numbers of forwards by rank, "
-            f"expected the same on every rank; a rank would wait in a collective"
-        )
-        return
-    batches = []
-    for number in range(max(counts, default=0)):
-        batches.append(np.concatenate([plain["ids"][plain["mini"][number][0]] for plain in shares]))
-    update = model.cfg.update
-    times = _times(ids, batches)
-    if (times != update.num_epochs).any():
-        yield (
-            f"got rows used {np.unique(times).tolist()} times, expected {update.num_epochs} "
-            f"(update.num_epochs) each; report this plan"
-        )
-    group = dict(zip(ids.tolist(), parents.tolist(), strict=True))
-    groups = []
-    for rows in batches:
-        groups.append(np.array([group.get(row, -1) for row in rows.tolist()]))
-    for text in _wrong_sizes(batches, groups, len(ids), update.mini_batch_size):
-        yield f"{text}; report this plan"
+def _copy_errors(copies: Copies) -> Iterator[str]:
+    """Yields a message for each wrong box.
 
-
-def _times(ids: Ids, batches: Sequence[Ids]) -> np.ndarray:
-    """How often each row is used; 0 also for a row that is used but not in the batch."""
-    used = np.concatenate([_NONE, *batches])
-    rows, counts = np.unique(np.concatenate([ids, used]), return_counts=True)
-    return np.where(np.isin(rows, ids), counts - 1, 0)
-
-
-def _wrong_sizes(
-    batches: Sequence[Ids], groups: Sequence[np.ndarray], num_rows: int, size: int
-) -> Iterator[str]:
-    """What is wrong with single mini-batches and neighbours; groups: each row's prompt."""
-    filled = 0
-    seen = set[int]()
-    for number, rows in enumerate(batches):
-        here, counts = np.unique(groups[number], return_counts=True)
-        repeated = len(rows) - len(np.unique(rows))
-        if repeated or (len(rows) > size and len(here) > 1):
-            yield (
-                f"got mini-batch {number + 1} of {len(rows)} rows, {repeated} of them twice, "
-                f"expected at most {size} (update.mini_batch_size), each once"
-            )
-        if seen & set(here.tolist()):
-            yield (
-                f"got samples of one prompt in mini-batch {number + 1} and before in its epoch, "
-                f"expected all of them in one"
-            )
-        before = len(batches[number - 1])
-        if filled and before + counts.max(initial=0) <= size:
-            yield (
-                f"got mini-batch {number} of {before} rows before one of {len(rows)}, expected "
-                f"{size} (update.mini_batch_size) in each but the last of an epoch"
-            )
-        filled += len(rows)
-        seen |= set(here.tolist())
-        if filled >= num_rows:
-            filled = 0
-            seen = set[int]()
-
-
-def check_weights(copies: Copies, *, way: str) -> list[Problem]:
-    """What a rank needs of each tensor is what it has and keeps, and what it receives, once.
-
-    Also: a source has what it sends, and nothing is sent that is there or not needed. way: how
-    messages name it, such as "actor to generator".
+    Tensors with equal boxes on all ranks and the same moves are checked once.
     """
-    found = islice(_wrong_boxes(copies), _SHOWN)
-    weights = []
-    for text in found:
-        weights.append(Problem("weights", f"{way}: {text}; derive the plan again"))
-    return weights
-
-
-def _wrong_boxes(copies: Copies) -> Iterator[str]:
-    """Tensors that ranks have and need alike, and that are sent alike, are proved once."""
     rounds: dict[str, list[tuple[bool, Moves]]] = {}
     for bucket in copies.plan.buckets:
         for name, moves in bucket.moves:
             rounds.setdefault(name, []).append((bucket.relayed, moves))
-    kept = dict(copies.plan.local)
-    sides = [_tables(copies.have), _tables(copies.need)]
-    proved: set[tuple[object, ...]] = set()
-    for name in dict.fromkeys([*(n for table, _ in sides[1] for n in table), *rounds, *kept]):
+    local = dict(copies.plan.local)
+    have = _group_tables(copies.have)
+    need = _group_tables(copies.need)
+    names: dict[str, None] = {}
+    for table, _ in need:
+        names.update(dict.fromkeys(table))
+    names.update(dict.fromkeys(rounds))
+    names.update(dict.fromkeys(local))
+    checked: set[tuple[object, ...]] = set()
+    for name in names:
         sent = rounds.get(name, [])
-        stays = kept.get(name, {})
-        rows = []
-        for side in sides:
-            rows.append(tuple(tuple(table.get(name, ())) for table, _ in side))
-        key = (*rows, *((relayed, id(moves)) for relayed, moves in sent), id(stays))
-        if key not in proved:
-            proved.add(key)
-            yield from _wrong_tensor(
-                name, _by_rank(sides[0], name), _by_rank(sides[1], name), sent, stays
+        retained = local.get(name, {})
+        key: list[object] = [id(retained)]
+        for side in (have, need):
+            key.append(tuple(tuple(table.get(name, ())) for table, _ in side))
+        for relayed, moves in sent:
+            key.append((relayed, id(moves)))
+        if tuple(key) not in checked:
+            checked.add(tuple(key))
+            yield from _tensor_errors(
+                name, _boxes_by_rank(have, name), _boxes_by_rank(need, name), sent, retained
             )
 
 
@@ -247,103 +186,131 @@ Tables = list[tuple[Mapping[str, Sequence[Box]], list[int]]]
 """(boxes by tensor, ranks with exactly these boxes)"""
 
 
-def _tables(side: BoxesByRank) -> Tables:
-    found: dict[int, tuple[Mapping[str, Sequence[Box]], list[int]]] = {}
+def _group_tables(side: BoxesByRank) -> Tables:
+    """The ranks that share one table, by table."""
+    tables: dict[int, tuple[Mapping[str, Sequence[Box]], list[int]]] = {}
     for rank in sorted(side):
-        found.setdefault(id(side[rank]), (side[rank], []))[1].append(rank)
-    return list(found.values())
+        tables.setdefault(id(side[rank]), (side[rank], []))[1].append(rank)
+    return list(tables.values())
 
 
-def _by_rank(side: Tables, name: str) -> dict[int, Boxes]:
-    result = {}
+def _boxes_by_rank(side: Tables, name: str) -> dict[int, Boxes]:
+    """The boxes of one tensor on each rank."""
+    boxes = {}
     for table, ranks in side:
         for rank in ranks:
-            result[rank] = tuple(table.get(name, ()))
-    return result
+            boxes[rank] = tuple(table.get(name, ()))
+    return boxes
 
 
 class _Grid:
-    """Counts by cell and rank; all boxes are made of whole cells."""
+    """A tensor cut into cells so fine that every box is a union of whole cells."""
 
     def __init__(self, boxes: Iterable[Box], ranks: Iterable[int]) -> None:
         self.ranks = sorted(set(ranks))
-        self._place = {rank: place for place, rank in enumerate(self.ranks)}
-        bounds = zip(*(box.bounds for box in set(boxes)), strict=True)
-        cuts = []
-        for dim in bounds:
-            cuts.append(sorted({end for pair in dim for end in pair}))
-        self._at = [{cut: place for place, cut in enumerate(dim)} for dim in cuts]
-        self.shape = (*(len(dim) - 1 for dim in cuts), len(self.ranks))
+        self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
+        self._index_of_cut: list[dict[int, int]] = []
+        """By dimension: the index of the cell that begins at a cut."""
+        shape = []
+        for bounds in zip(*(box.bounds for box in set(boxes)), strict=True):
+            cuts = sorted({end for pair in bounds for end in pair})
+            self._index_of_cut.append({cut: index for index, cut in enumerate(cuts)})
+            shape.append(len(cuts) - 1)
+        self.shape = (*shape, len(self.ranks))
 
     def zeros(self) -> np.ndarray:
         """(cells of each dimension, ranks)."""
         return np.zeros(self.shape, dtype=np.int16)
 
-    def at(self, box: Box, ranks: Iterable[int]) -> tuple[slice | list[int], ...]:
-        """Index of a box on some ranks."""
-        cells = (slice(at[start], at[stop]) for at, (start, stop) in zip(self._at, box.bounds))
-        return (*cells, [self._place[rank] for rank in ranks])
+    def index(self, box: Box, ranks: Iterable[int]) -> tuple[slice | list[int], ...]:
+        """Index of a box on some ranks, into an array as `zeros` returns it."""
+        cells = []
+        for index_of_cut, (start, stop) in zip(self._index_of_cut, box.bounds, strict=True):
+            cells.append(slice(index_of_cut[start], index_of_cut[stop]))
+        return (*cells, [self._index_of_rank[rank] for rank in ranks])
 
-    def of(self, boxes: Mapping[int, Sequence[Box]]) -> np.ndarray:
-        """How often each rank's boxes have each cell."""
-        found = self.zeros()
+    def count(self, boxes: Mapping[int, Sequence[Box]]) -> np.ndarray:
+        """How often the boxes of each rank cover each cell."""
+        counts = self.zeros()
         ranks_of = dict[Box, list[int]]()
-        for rank, box in ((rank, box) for rank, some in boxes.items() for box in some):
-            if rank in ranks_of.setdefault(box, []):
-                found[self.at(box, [rank])] += 1
-            else:
-                ranks_of[box].append(rank)
+        for rank, own in boxes.items():
+            for box in own:
+                if rank in ranks_of.setdefault(box, []):
+                    counts[self.index(box, [rank])] += 1
+                else:
+                    ranks_of[box].append(rank)
         for box, ranks in ranks_of.items():
-            found[self.at(box, ranks)] += 1
-        return found
+            counts[self.index(box, ranks)] += 1
+        return counts
 
 
-def _wrong_tensor(
+def _tensor_errors(
     name: str,
     have: Mapping[int, Boxes],
     need: Mapping[int, Boxes],
     rounds: Sequence[tuple[bool, Moves]],
-    kept: Mapping[int, Boxes],
+    retained: Mapping[int, Boxes],
 ) -> Iterator[str]:
-    sent = []
+    """Yields a message for each wrong box of one tensor.
+
+    rounds: (whether relayed, moves) of each bucket. A relayed round sends on what arrived in the
+    rounds before it.
+    """
+    boxes: list[Box] = []
+    ranks = {*have, *need, *retained}
+    for side in (have, need, retained):
+        for own in side.values():
+            boxes.extend(own)
     for _, moves in rounds:
         for move in moves:
-            sent.append(move)
-    boxes = []
-    for side in (have, need, kept):
-        for some in side.values():
-            for box in some:
-                boxes.append(box)
-    ranks = {rank for move in sent for rank in (move.source, *move.destinations)}
-    grid = _Grid([*boxes, *(move.box for move in sent)], {*have, *need, *kept, *ranks})
+            boxes.append(move.box)
+            ranks.update((move.source, *move.destinations))
+    grid = _Grid(boxes, ranks)
     if prod(grid.shape) > _MOST_CELLS:
-        yield f"{name}: got {grid.shape} cells and ranks, expected fewer to prove; not proved"
+        yield f"{name}: got {grid.shape} cells and ranks, too many to check; it was not checked"
         return
-    held = grid.of(have) > 0
-    needed = grid.of(need) > 0
-    arrived = grid.zeros()
-    passed = grid.zeros()
+    present = grid.count(have) > 0
+    needed = grid.count(need) > 0
+    received = grid.zeros()
+    relayed_on = grid.zeros()
     for relayed, moves in rounds:
-        there, comes = (arrived > 0, passed) if relayed else (held, arrived)
+        available = present
+        counts = received
+        if relayed:
+            available = received > 0
+            counts = relayed_on
         for move in moves:
-            if not there[grid.at(move.box, [move.source])].all():
+            if not available[grid.index(move.box, [move.source])].all():
                 yield (
                     f"edge {move.source} -> {move.destinations[0]}: got {move.box.bounds} of "
                     f"{name}, which the source does not have, expected a source that has it"
                 )
-            comes[grid.at(move.box, move.destinations)] += 1
-    wrong = (arrived + passed != (needed & ~held)) | (grid.of(kept) != (needed & held))
-    for place in np.flatnonzero(wrong.any(axis=tuple(range(wrong.ndim - 1)))).tolist():
-        rank = grid.ranks[place]
-        comes_here = []
-        for move in sent:
-            if rank in move.destinations:
-                comes_here.append((move.source, move.box))
-        arriving = tuple(box for _, box in comes_here)
-        mine = (side.get(rank, ()) for side in (need, have, kept))
-        error = find_cover_error(*mine, arriving)
+            counts[grid.index(move.box, move.destinations)] += 1
+    wrong = (received + relayed_on != (needed & ~present)) | (
+        grid.count(retained) != (needed & present)
+    )
+    for index in np.flatnonzero(wrong.any(axis=tuple(range(wrong.ndim - 1)))).tolist():
+        rank = grid.ranks[index]
+        arriving = _arriving(rank, rounds)
+        error = find_cover_error(
+            need.get(rank, ()),
+            have.get(rank, ()),
+            retained.get(rank, ()),
+            tuple(box for _, box in arriving),
+        )
         if error is not None:
-            yield _cover_text(*error, rank, name, comes_here, have)
+            what, box = error
+            yield _cover_text(what, box, rank, name, arriving, have)
+
+
+def _arriving(rank: int, rounds: Sequence[tuple[bool, Moves]]) -> list[tuple[int, Box]]:
+    """(source, box) of everything that is sent to a rank."""
+    arriving = []
+    for _, moves in rounds:
+        for move in moves:
+            if rank in move.destinations:
+                arriving.append((move.source, move.box))
+    return arriving
 
 
 def _cover_text(
@@ -351,79 +318,92 @@ def _cover_text(
     box: Box,
     rank: int,
     name: str,
-    comes: Sequence[tuple[int, Box]],
+    arriving: Sequence[tuple[int, Box]],
     have: Mapping[int, Boxes],
 ) -> str:
-    """What is wrong with one tensor on one rank; names the edge, or all candidates."""
+    """The message for a wrong box of one tensor on one rank. It names the edge, or every
+    candidate."""
     where = f"{box.bounds} of {name}"
     if what == MISSING:
-        others = {}
-        for r in sorted(have):
-            if r != rank:
-                others[r] = have[r]
-        whole = []
-        for peer, held in others.items():
-            if not subtract_all([box], held):
-                whole.append(peer)
-        some = []
-        for peer, held in others.items():
-            if any(map(box.intersect, held)):
-                some.append(peer)
-        either = " or ".join(map(str, whole or some)) or "?"
-        return f"edge {either} -> {rank}: got no {where}, expected it before the generation"
+        sources = " or ".join(map(str, _possible_sources(box, rank, have))) or "?"
+        return f"edge {sources} -> {rank}: got no {where}, expected it before the generation"
     if what == WRONGLY_RETAINED:
         return f"rank {rank}: keeps {where}, expected a box that it has and needs"
     senders = []
-    for source, other in comes:
+    for source, other in arriving:
         if other.intersect(box):
             senders.append(source)
-    said = {
+    text = {
         SENT_TWICE: "twice, expected each element once",
         ALREADY_HELD: "which is there already, expected only what is missing",
         NOT_NEEDED: "which is not needed there, expected only what is needed",
     }[what]
-    return f"edge {senders[-1]} -> {rank}: got {where} {said}"
+    return f"edge {senders[-1]} -> {rank}: got {where} {text}"
 
 
-def check_shards(shards: Shards, *, way: str) -> list[Problem]:
-    """Rows of training weights that the members of a group send one another (blocks, flat).
+def _possible_sources(box: Box, rank: int, have: Mapping[int, Boxes]) -> list[int]:
+    """Other ranks that have all of a box; if there are none, those that have a part of it."""
+    with_all = []
+    with_part = []
+    for peer in sorted(have):
+        if peer == rank:
+            continue
+        if not subtract_all([box], have[peer]):
+            with_all.append(peer)
+        if any(map(box.intersect, have[peer])):
+            with_part.append(peer)
+    return with_all or with_part
 
-    Every rank is in one group; the rows of a group hold what each of its ranks needs, and nothing
-    else.
+
+def check_weight_shards(shards: Shards, *, label: str) -> list[Problem]:
+    """Problems with the rows of training weights that the members of a group exchange (blocks,
+    flat).
+
+    Every rank must be in one group. The rows of a group must be exactly what each of its ranks
+    needs. label: how messages name this exchange.
     """
-    found = islice(_wrong_rows(shards), _SHOWN)
-    result = []
-    for text in found:
-        result.append(Problem("weights", f"{way}: {text}; report this plan"))
-    return result
+    problems = []
+    for text in islice(_shard_errors(shards), _SHOWN):
+        problems.append(Problem("weights", f"{label}: {text}; report this plan"))
+    return problems
 
 
-def _wrong_rows(shards: Shards) -> Iterator[str]:
+def _shard_errors(shards: Shards) -> Iterator[str]:
+    """Yields a message for each wrong box. Groups with the same tables are checked once."""
     members = sorted(rank for group in shards.groups for rank in group)
     if members != sorted(shards.need):
         yield f"got groups of ranks {members}, expected {sorted(shards.need)}, each once"
         return
-    proved: set[tuple[int, ...]] = set()
+    checked: set[tuple[int, ...]] = set()
     for group in shards.groups:
-        sides = []
-        for side in (shards.have, shards.need):
-            sides.append([side[rank] for rank in group])
-        key = tuple(id(table) for side in sides for table in side)
-        if key in proved:
+        have = [shards.have[rank] for rank in group]
+        need = [shards.need[rank] for rank in group]
+        key = tuple(id(table) for table in (*have, *need))
+        if key in checked:
             continue
-        proved.add(key)
-        rows, needs = sides
-        for name in dict.fromkeys(name for table in [*rows, *needs] for name in table):
-            everything = tuple(box for table in rows for box in table.get(name, ()))
-            for rank, table in zip(group, needs, strict=True):
-                wanted = tuple(table.get(name, ()))
-                for what, box in _differences(wanted, everything):
+        checked.add(key)
+        for name in dict.fromkeys(name for table in (*have, *need) for name in table):
+            gathered = tuple(box for table in have for box in table.get(name, ()))
+            for rank, table in zip(group, need, strict=True):
+                needed = tuple(table.get(name, ()))
+                for what, box in _box_differences(needed, gathered):
                     yield f"rank {rank}: got {what} {box.bounds} of {name} from ranks {group}"
 
 
 @lru_cache(maxsize=4096)
-def _differences(wanted: Boxes, everything: Boxes) -> list[tuple[str, Box]]:
-    missing = subtract_all(wanted, everything)
-    strange = subtract_all(everything, wanted)
-    found = [("no", box) for box in missing[:1]]
-    return found + [("what it does not need,", box) for box in strange[:1]]
+def _box_differences(needed: Boxes, gathered: Boxes) -> list[tuple[str, Box]]:
+    """The first box that is missing and the first that is not needed, each with its words."""
+    differences = []
+    for box in subtract_all(needed, gathered)[:1]:
+        differences.append(("no", box))
+    for box in subtract_all(gathered, needed)[:1]:
+        differences.append(("what it does not need,", box))
+    return differences
+
+
+def shorten_numbers(numbers: Iterable[int]) -> str:
+    """Numbers in brackets; of more than eight the first four and the last."""
+    values = [int(number) for number in numbers]
+    if len(values) <= 8:
+        return str(values)
+    return f"[{', '.join(map(str, values[:4]))}, ... {values[-1]}; {len(values)}]"

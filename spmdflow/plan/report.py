@@ -1,4 +1,4 @@
-"""`PlanReport`: everything that a plan shows, put together from the record of a dry run."""
+"""`PlanReport`: everything that a plan shows, derived from the record of a dry run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmdflow.log import PLANNING
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.parallel.group import GroupSpec
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.check import check_batches, check_members, check_shards, check_weights
+from spmdflow.plan.check import check_group_members, check_weight_copies, check_weight_shards
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import (
     COMPUTE,
@@ -34,27 +34,27 @@ from spmdflow.plan.record import (
     row_edges,
 )
 from spmdflow.plan.replay import Replay
-from spmdflow.plan.rows import check_rows
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.weight import WeightPlan, weight_plans
 
 planning = logging.getLogger(PLANNING)
 
 _AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
+_MOST_BYTE_PROBLEMS = 5
 _ORDER_FACTS = ("number", "label", "line", "phase", "ranks")
 _SIZES = tuple(each.name for each in fields(Layout) if each.name != "ranks")
 
 GroupKind = tuple[str, str, str, str]
-"""Who made groups that are alike (a model, or run: the transfer lane's), their axis (such as tp, or
-pool, single; several names where axes have the same groups), lane and backend."""
+"""What groups of one kind share: owner (a model; `run` owns the transfer lane's), axis (such as tp,
+pool or single; several names if axes have the same groups), lane and backend."""
 
 
 @dataclass(frozen=True)
-class Proof:
-    """One check: what it covered and what it found."""
+class CheckResult:
+    """What one check covered, and the problems that it reports."""
 
     name: str
-    what: str
+    covered: str
     problems: Sequence[Problem]
 
 
@@ -71,9 +71,9 @@ class PlanReport:
     edges: tuple[TracedEdge, ...]
     weights: tuple[WeightPlan, ...]
     prediction: Prediction
-    proofs: tuple[Proof, ...]
+    checks: tuple[CheckResult, ...]
     missing_here: str | None
-    """Why the run would not start on this node, though the plan is fine."""
+    """Why the run could not start on this node although the plan is fine; None if it could."""
     choices: tuple[Choice, ...]
     """What `auto` means in the settings."""
     seconds: float
@@ -86,12 +86,11 @@ class PlanReport:
 
     @property
     def problems(self) -> list[Problem]:
-        """Everything that is wrong."""
-        result = []
-        for proof in self.proofs:
-            for problem in proof.problems:
-                result.append(problem)
-        return result
+        """The problems of all checks."""
+        problems: list[Problem] = []
+        for check in self.checks:
+            problems.extend(check.problems)
+        return problems
 
     @cached_property
     def edge_bytes(self) -> dict[tuple[int, int], int]:
@@ -100,34 +99,35 @@ class PlanReport:
 
     @cached_property
     def routes(self) -> list[Route]:
-        """The same by the calls that made the rows and that read them."""
+        """Row bytes of the step by the calls that write and read the rows."""
         return routes_of(self.trace, self.edges)
 
     @cached_property
     def groups(self) -> dict[GroupSpec, str]:
-        """Every process group and who asked for it first, in the order in which ranks make them."""
-        found = {GroupSpec(self.trace.world, "transfer", "gloo"): "run"}
+        """Every process group and who asked for it first, in the order of creation."""
+        owners = {GroupSpec(self.trace.world, "transfer", "gloo"): "run"}
         for order in self.trace.orders:
             if order.operation == "groups":
                 for ranks, lane, backend in order.command["specs"]:
                     spec = GroupSpec(tuple(ranks), lane, backend)
-                    found.setdefault(spec, order.label.removesuffix(".groups"))
-        return found
+                    owners.setdefault(spec, order.label.removesuffix(".groups"))
+        return owners
 
     def group_kinds(self) -> dict[GroupKind, list[tuple[int, ...]]]:
         """The ranks of every group, by kind."""
         axes = {}
         for name, model in self.trace.models.items():
             axes[name] = _axes_of(model.layout)
-        found: dict[GroupKind, list[tuple[int, ...]]] = {}
-        for spec, maker in self.groups.items():
-            axis = axes.get(maker, {}).get(spec.ranks)
-            axis = axis or ("all ranks" if maker == "run" else "both pools")
-            found.setdefault((maker, axis, spec.lane, spec.backend), []).append(spec.ranks)
-        return found
+        ranks_of: dict[GroupKind, list[tuple[int, ...]]] = {}
+        for spec, owner in self.groups.items():
+            axis = axes.get(owner, {}).get(spec.ranks)
+            if axis is None:
+                axis = "all ranks" if owner == "run" else "both pools"
+            ranks_of.setdefault((owner, axis, spec.lane, spec.backend), []).append(spec.ranks)
+        return ranks_of
 
     def calls(self) -> Iterator[dict[str, Any]]:
-        """What is known of every call of the step, in the order of the script."""
+        """The facts of every call of the step, as data, in the order of the script."""
         for call in self.prediction.calls:
             order = call.order
             tokens = self.trace.tokens.get(call.order.place)
@@ -143,7 +143,7 @@ class PlanReport:
             }
 
     def to_plain(self) -> dict[str, Any]:
-        """For --json: the same facts as the text, nothing left out but row ids."""
+        """The plan as data for --json: the facts of the text, and everything else but row ids."""
         trace = self.trace
         prediction = self.prediction
         return {
@@ -154,7 +154,7 @@ class PlanReport:
             "step": self.step,
             "ok": not self.problems,
             "findings": [asdict(problem) for problem in self.problems],
-            "checks": {proof.name: not proof.problems for proof in self.proofs},
+            "checks": {check.name: not check.problems for check in self.checks},
             "pools": {
                 name: {"ranks": pool.ranks, "roles": pool.roles}
                 for name, pool in trace.pools.items()
@@ -169,14 +169,14 @@ class PlanReport:
                 }
                 for model in trace.models.values()
             ],
-            "groups": [asdict(spec) | {"made_by": maker} for spec, maker in self.groups.items()],
+            "groups": [asdict(spec) | {"made_by": owner} for spec, owner in self.groups.items()],
             "calls": list(self.calls()),
             "edges": self._plain_edges(self.edge_bytes),
             "routes": [asdict(route) for route in self.routes],
             "weights": [
-                {name: value for name, value in vars(way).items() if name != "parts"}
-                | {"received": dict(way.received), "edges": self._plain_edges(way.edges)}
-                for way in self.weights
+                {name: value for name, value in vars(sync).items() if name != "parts"}
+                | {"received": dict(sync.received), "edges": self._plain_edges(sync.edges)}
+                for sync in self.weights
             ],
             "order": self._plain_order(),
             "memory": [asdict(phase) | {"total": phase.total} for phase in prediction.memory],
@@ -203,15 +203,15 @@ class PlanReport:
 
     def lanes(self) -> dict[int, dict[str, list[TracedOrder]]]:
         """The orders of each rank, by lane."""
-        found: dict[int, dict[str, list[TracedOrder]]] = {}
+        lanes_of: dict[int, dict[str, list[TracedOrder]]] = {}
         for order in self.orders:
             for rank in order.commands:
-                lanes = found.setdefault(rank, {COMPUTE: [], TRANSFER: []})
+                lanes = lanes_of.setdefault(rank, {COMPUTE: [], TRANSFER: []})
                 lanes[order.lane].append(order)
-        return dict(sorted(found.items()))
+        return dict(sorted(lanes_of.items()))
 
     def _plain_order(self) -> list[dict[str, Any]]:
-        """Numbers of calls and releases; ranks with the same ones together."""
+        """Numbers of calls and releases. Ranks with the same numbers share one entry."""
         alike: dict[str, dict[str, Any]] = {}
         for rank, lanes in self.lanes().items():
             numbers = {}
@@ -222,7 +222,7 @@ class PlanReport:
 
 
 def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:
-    """By group of a layout: the names of its axes, joined with commas."""
+    """The names of the axes that have a group, joined with commas, by group of a layout."""
     names: dict[tuple[int, ...], list[str]] = {(rank,): ["single"] for rank in layout.ranks}
     for axis in _AXES:
         for ranks in layout.axis_groups(axis):
@@ -245,7 +245,9 @@ def plan(
     replay: Replay | None = None,
     choices: Sequence[Choice] = (),
 ) -> PlanReport:
-    """Trace a script and prove, count and predict its last traced step. PlanError: see `trace`.
+    """Trace a script, then check its last traced step, count its bytes and predict its seconds.
+
+    Raises the PlanError of `trace`.
 
     Any: an object of the script's settings class. choices: what `auto` was resolved to in it.
     """
@@ -262,74 +264,97 @@ def plan(
         edges = tuple(row_edges(orders))
         weights = tuple(weight_plans(traced))
         prediction = predict(traced, orders, hardware, ways=weights)
-        world_size = len(traced.world)
-        wrong = []
-        for problem in problems_of(cfg, world_size, here=False):
-            wrong.append(str(problem))
-        found = map(str, problems_of(cfg, world_size))
-        here = next((text for text in found if text not in wrong), None)
-        settings_found = []
-        for text in wrong:
-            settings_found.append(Problem("settings", text))
-        proofs = [Proof("settings", "the settings' own checks", settings_found)]
-        proofs += _proofs(traced, edges, weights, prediction)
+        checks = [
+            _check_settings(cfg, len(traced.world)),
+            _check_members(traced),
+        ]
+        if weights:
+            checks.append(_check_weights(weights))
+        if prediction.memory:
+            covered = f"{len(prediction.memory)} phases fit ({prediction.hardware})"
+            checks.append(CheckResult("memory", covered, prediction.problems))
         if replay is not None:
-            proofs.append(_prove_bytes(traced, replay))
+            checks.append(_check_bytes(traced, replay))
     finally:
         if is_collecting:
             gc.enable()
-    chosen = (*choices, *traced.choices)
-    facts = traced, step, orders, edges, weights, prediction, tuple(proofs), here, chosen
-    return PlanReport(str(script.__file__), *facts, seconds=time.perf_counter() - started)
+    return PlanReport(
+        script=str(script.__file__),
+        trace=traced,
+        step=step,
+        orders=orders,
+        edges=edges,
+        weights=weights,
+        prediction=prediction,
+        checks=tuple(checks),
+        missing_here=_missing_here(cfg, len(traced.world)),
+        choices=(*choices, *traced.choices),
+        seconds=time.perf_counter() - started,
+    )
 
 
-def _proofs(
-    traced: Trace,
-    edges: Sequence[TracedEdge],
-    weights: Sequence[WeightPlan],
-    prediction: Prediction,
-) -> Iterator[Proof]:
+def _check_settings(cfg: Any, world_size: int) -> CheckResult:
+    """The errors in the settings that every node would have. Any: the script's settings."""
+    problems = []
+    for problem in problems_of(cfg, world_size, here=False):
+        problems.append(Problem("settings", str(problem)))
+    return CheckResult("settings", "the settings' own checks", problems)
+
+
+def _missing_here(cfg: Any, world_size: int) -> str | None:
+    """The first error in the settings that only this node has, such as a missing file."""
+    everywhere = {str(problem) for problem in problems_of(cfg, world_size, here=False)}
+    for problem in problems_of(cfg, world_size):
+        if str(problem) not in everywhere:
+            return str(problem)
+    return None
+
+
+def _check_members(traced: Trace) -> CheckResult:
+    """Whether all ranks that a call or a process group needs take part in it."""
     calls = sum(order.lane == COMPUTE for order in traced.orders)
-    planning.debug("proving %d edges of rows, %d calls", len(edges), calls)
-    yield Proof("rows", f"{len(edges)} edges bring each row once", check_rows(traced))
-    what = f"all members enter {calls} calls and their groups"
-    yield Proof("members", what, check_members(traced))
-    yield Proof("batches", "updates use each row once an epoch", check_batches(traced))
-    if weights:
-        found: list[Problem] = []
-        for way in weights:
-            name = f"weights of {way.source} to {way.target}"
-            planning.debug("proving the %s", name)
-            if isinstance(way.parts, Copies):
-                found += check_weights(way.parts, way=name)
-            elif way.parts is not None:
-                found += check_shards(way.parts, way=name)
-            else:
-                found.append(Problem("weights", f"{name}: {way.note}; nothing is proved"))
-        ranks, ways = (sum(len(getattr(w, of)) for w in weights) for of in ("received", "edges"))
-        what = f"{ranks} ranks get each element that they lack once, over {ways} edges"
-        yield Proof("weights", what, found)
-    phases = len(prediction.memory)
-    if phases:
-        yield Proof("memory", f"{phases} phases fit ({prediction.hardware})", prediction.problems)
+    planning.debug("checking the members of %d calls", calls)
+    covered = f"all members enter {calls} calls and their groups"
+    return CheckResult("members", covered, check_group_members(traced))
 
 
-def _prove_bytes(traced: Trace, replay: Replay) -> Proof:
-    """Whether the ranks of the run counted the bytes that are planned."""
-    found = []
+def _check_weights(weights: Sequence[WeightPlan]) -> CheckResult:
+    """Whether each rank gets every element of the weights that it lacks, once."""
+    problems: list[Problem] = []
+    num_ranks = 0
+    num_edges = 0
+    for sync in weights:
+        label = f"weights of {sync.source} to {sync.target}"
+        num_ranks += len(sync.received)
+        num_edges += len(sync.edges)
+        planning.debug("checking the %s", label)
+        if isinstance(sync.parts, Copies):
+            problems += check_weight_copies(sync.parts, label=label)
+        elif sync.parts is not None:
+            problems += check_weight_shards(sync.parts, label=label)
+        else:
+            problems.append(Problem("weights", f"{label}: {sync.note}; nothing was checked"))
+    covered = f"{num_ranks} ranks get each element that they lack once, over {num_edges} edges"
+    return CheckResult("weights", covered, problems)
+
+
+def _check_bytes(traced: Trace, replay: Replay) -> CheckResult:
+    """Whether the ranks of the run counted as many bytes as are planned, edge by edge."""
+    problems = []
     num_edges = 0
     for step in replay.steps:
         planned = traced.edges_by_step.get(step, {})
         counted = replay.edges(step)
         num_edges += len(counted)
         for edge in sorted({*planned, *counted}):
-            sizes = planned.get(edge, 0), counted.get(edge, 0)
-            if sizes[0] != sizes[1]:
+            got = counted.get(edge, 0)
+            expected = planned.get(edge, 0)
+            if got != expected:
                 text = (
-                    f"edge {edge[0]} -> {edge[1]} in step {step}: got {sizes[1]} bytes "
-                    f"counted, expected the {sizes[0]} that are planned; plan with the "
-                    f"script and settings of the run"
+                    f"edge {edge[0]} -> {edge[1]} in step {step}: got {got} bytes counted, "
+                    f"expected the planned {expected}; plan with the script and settings of the run"
                 )
-                found.append(Problem("bytes", text))
-    what = f"{num_edges} edges of steps {', '.join(map(str, replay.steps))} as the run counted them"
-    return Proof("bytes", what, found[:5])
+                problems.append(Problem("bytes", text))
+    steps = ", ".join(map(str, replay.steps))
+    covered = f"{num_edges} edges of steps {steps} as the run counted them"
+    return CheckResult("bytes", covered, problems[:_MOST_BYTE_PROBLEMS])

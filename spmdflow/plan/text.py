@@ -98,7 +98,7 @@ def plan_text(report: PlanReport) -> str:
         _orders_by_rank,
     )
     lines = [*_head(report)]
-    for section in (*sections, _assumption_lines, _proofs, _wrong):
+    for section in (*sections, _assumption_lines, _checks, _wrong):
         found = [*section(report)]
         lines += ["", *found] if found else []
     return "\n".join(lines) + "\n"
@@ -321,11 +321,12 @@ def _assumption_lines(report: PlanReport) -> Iterator[str]:
         yield from wrap_paragraph(f"  - line {read.line}", what)
 
 
-def _proofs(report: PlanReport) -> Iterator[str]:
+def _checks(report: PlanReport) -> Iterator[str]:
+    """One line for each check: verdict, name and what it covered."""
     yield "checks"
-    for proof in report.proofs:
-        verdict = f"{len(proof.problems)} wrong" if proof.problems else "ok"
-        yield f"  {verdict:8} {proof.name:9} {proof.what}"
+    for check in report.checks:
+        verdict = f"{len(check.problems)} wrong" if check.problems else "ok"
+        yield f"  {verdict:8} {check.name:9} {check.covered}"
 
 
 def _wrong(report: PlanReport) -> Iterator[str]:

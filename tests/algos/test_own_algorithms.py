@@ -22,7 +22,7 @@ from spmdflow.plan.trace import trace
 from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
 from tests.pages import blocks_of
 from tests.policy.house import imported_names
-from tests.unit.planned import settings_of
+from tests.unit.planned import row_problems, settings_of
 
 PAGE = ROOT / "docs" / "OWN_ALGORITHM.md"
 PROGRAMS = ROOT / "tests" / "algos" / "programs"
@@ -199,7 +199,7 @@ def test_own_algorithms_are_placed_by_auto_and_proved_by_a_plan(name: str, tmp_p
     check(auto.cfg, 4)
     report = plan(made.script, auto.cfg, settings_of(4), load_hardware("h100"))
 
-    assert report.problems == []
+    assert report.problems + row_problems(report.trace) == []
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from tests.algos.runs import (
     steps_of,
 )
 from tests.pages import blocks_of
-from tests.unit.planned import settings_of
+from tests.unit.planned import row_problems, settings_of
 
 PROGRAMS = ROOT / "tests" / "algos" / "programs"
 OWN = PROGRAMS / "own_kinds.py"
@@ -97,7 +97,8 @@ def test_auto_placement_of_both_is_proved() -> None:
     placed = [role for pool in pools.values() for role in pool.roles]
     assert sorted(placed) == sorted(roles_of(made.cfg))
     assert (auto.cfg.actor.engine.kind, auto.cfg.actor.rollout.engine) == ("ddp", "plain")
-    assert plan(made.script, auto.cfg, settings_of(4), load_hardware("h100")).problems == []
+    report = plan(made.script, auto.cfg, settings_of(4), load_hardware("h100"))
+    assert report.problems + row_problems(report.trace) == []
 
 
 @pytest.mark.parametrize(

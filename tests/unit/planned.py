@@ -9,9 +9,11 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.config.load import load
-from spmdflow.plan.record import Trace, TracedOrder
+from spmdflow.plan.record import Problem, Trace, TracedOrder
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import TraceSettings, settings_of_run, trace
+from tests.proofs.batches import check_batches
+from tests.proofs.rows import check_rows
 
 Commands = dict[int, Any]
 
@@ -94,6 +96,11 @@ def changed(trace: Trace, order: TracedOrder, change: Callable[[Commands], objec
 
 def find(trace: Trace, label: str) -> TracedOrder:
     return next(order for order in trace.orders if order.label == label)
+
+
+def row_problems(trace: Trace) -> list[Problem]:
+    """Problems with rows and mini-batches; an empty list proves the controller's row planner."""
+    return check_rows(trace) + check_batches(trace)
 
 
 def texts(problems: list[Any]) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spmdflow.errors import PlanError
 from spmdflow.hybrid_engine.reshard import Copies, boxes_of, plan_reshard, scopes_of
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.check import check_weights
+from spmdflow.plan.check import check_weight_copies
 from spmdflow.weights.ranks import megatron_tables, row_tables, vllm_tables, whole_tables
 from tests.unit.block_reference import elements
 from tests.unit.resharding import arch_for, crossing_layouts, execute, nested_layouts
@@ -221,7 +221,7 @@ def test_ranks_planned_together_get_what_each_of_them_lacks_element_by_element(
     }
     arrived = execute(arch, plan, have, need)
     assert {rank: arrived[rank] for rank in lacking} == {r: 4 * n for r, n in lacking.items()}
-    assert check_weights(Copies(plan, *boxes), way="any") == []
+    assert check_weight_copies(Copies(plan, *boxes), label="any") == []
     for rank in plan.ranks:
         own = _plan(have, need, scopes, bucket_bytes, node_of, rank=rank)
         mine = [some for some in own.messages_of(rank) if some]

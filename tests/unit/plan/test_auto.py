@@ -31,7 +31,14 @@ from spmdflow.program import prepare
 from tests.unit.checkpoint_files import seal_settings
 from tests.unit.plan.test_command import large
 from tests.unit.plan.test_trace import SCRIPTS
-from tests.unit.planned import ALGORITHMS, SMALL, SMALL_GROUPS, settings_of, write_script
+from tests.unit.planned import (
+    ALGORITHMS,
+    SMALL,
+    SMALL_GROUPS,
+    row_problems,
+    settings_of,
+    write_script,
+)
 
 MEGATRON = tuple(f"{role}.engine.kind=megatron" for role in ("actor", "critic", "reference"))
 
@@ -56,7 +63,7 @@ def test_placement_of_every_bundled_script_has_every_role_and_is_proved(script: 
 
     placed = [role for pool in pools_of(auto.cfg, 4).values() for role in pool.roles]
     assert sorted(placed) == sorted(roles_of(loaded.cfg))
-    assert report.problems == []
+    assert report.problems + row_problems(report.trace) == []
 
 
 def large_groups(folder: Path) -> list[str]:
@@ -88,7 +95,8 @@ def test_sizes_of_a_large_generator_of_its_own_are_searched_or_those_of_the_sett
     sizes = sizes_of("actor.rollout.layout", auto.changed["actor.rollout.layout"])[:2]
     assert sizes == (strategy.tp, strategy.pp)
     settings = settings_of(128, node_size=8, backend="nccl")
-    assert plan(loaded.script, auto.cfg, settings, hardware).problems == []
+    report = plan(loaded.script, auto.cfg, settings, hardware)
+    assert report.problems + row_problems(report.trace) == []
 
 
 def test_models_of_different_sizes_get_layouts_of_their_own(tmp_path: Path) -> None:
@@ -105,7 +113,8 @@ def test_models_of_different_sizes_get_layouts_of_their_own(tmp_path: Path) -> N
     )
     assert actor.tp * actor.pp < critic.tp * critic.pp
     settings = settings_of(128, node_size=8, backend="nccl")
-    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).problems == []
+    report = plan(loaded.script, auto.cfg, settings, load_hardware("h100"))
+    assert report.problems + row_problems(report.trace) == []
 
 
 def test_generator_of_its_own_gets_ranks_of_its_own() -> None:
@@ -118,7 +127,7 @@ def test_generator_of_its_own_gets_ranks_of_its_own() -> None:
     (scoring,) = [pool for pool in pools if "reward" in pool.roles]
     assert set(idle.roles) < set(scoring.roles)
     report = plan(loaded.script, auto.cfg, settings_of(4), load_hardware("h100"))
-    assert report.problems == []
+    assert report.problems + row_problems(report.trace) == []
 
 
 def test_the_same_is_found_again_and_the_settings_stay_as_they_were() -> None:
@@ -175,7 +184,8 @@ def test_models_that_need_host_memory_are_placed_and_their_plan_takes_as_long(
     best = auto.mapping.best[0]
     choose_by_plan(loaded.script, auto.cfg, 8, hardware)
     report = plan(loaded.script, auto.cfg, settings_of(8, node_size=8, backend="nccl"), hardware)
-    assert report.problems == [] and any(pool.moved for pool in best.pools)
+    assert report.problems + row_problems(report.trace) == []
+    assert any(pool.moved for pool in best.pools)
     # the plan counts the rows that travel, and the weights by edge
     assert report.prediction.seconds == pytest.approx(best.seconds, rel=0.05)
 
@@ -219,7 +229,8 @@ def test_evaluation_keeps_the_sizes_of_its_settings(tmp_path: Path) -> None:
     assert auto.cfg.actor.rollout.layout == "t8p1"
     assert loaded.cfg.actor.rollout.layout == "t8"
     settings = settings_of(16, node_size=8, backend="nccl")
-    assert plan(loaded.script, auto.cfg, settings, load_hardware("h100")).problems == []
+    report = plan(loaded.script, auto.cfg, settings, load_hardware("h100"))
+    assert report.problems + row_problems(report.trace) == []
 
 
 @pytest.mark.parametrize("folders", [("critic",), ("actor", "critic", "reference")])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.plan.check import check_batches, check_members
+from spmdflow.plan.check import check_group_members
 from spmdflow.plan.record import Trace, TracedEdge, row_edges
-from spmdflow.plan.rows import check_rows
+from tests.proofs.batches import check_batches
+from tests.proofs.rows import check_rows
 from tests.unit.planned import (
     ROOT,
     SMALL,
@@ -90,7 +91,7 @@ def test_plan_of_a_script_is_proved(name: str, request: pytest.FixtureRequest) -
     trace = request.getfixturevalue(name)
 
     assert edges_of(trace)
-    for check in (check_rows, check_members, check_batches):
+    for check in (check_rows, check_group_members, check_batches):
         assert check(trace) == []  # type: ignore[operator]
 
 
@@ -206,7 +207,7 @@ def test_rows_that_were_freed_before_they_are_read_are_found(right: Trace) -> No
 def test_call_that_does_not_reach_a_member_of_its_group_is_found(layered: Trace) -> None:
     update = find(layered, "critic.update_critic")
 
-    found = texts(check_members(changed(layered, update, lambda c: c.pop(5))))
+    found = texts(check_group_members(changed(layered, update, lambda c: c.pop(5))))
 
     assert (
         f"critic.update_critic (call {update.number}, line {LINE}): got no command for rank 5"
@@ -221,10 +222,10 @@ def test_group_that_a_rank_does_not_make_or_makes_otherwise_is_found(layered: Tr
         commands[3]["specs"] = commands[3]["specs"][::-1]
 
     assert "got no command for rank 3" in texts(
-        check_members(changed(layered, groups, lambda c: c.pop(3)))
+        check_group_members(changed(layered, groups, lambda c: c.pop(3)))
     )
     assert "got other groups on rank 3 than on rank 0" in texts(
-        check_members(changed(layered, groups, reorder))
+        check_group_members(changed(layered, groups, reorder))
     )
 
 
@@ -235,10 +236,10 @@ def test_group_that_nobody_makes_is_found(layered: Trace) -> None:
         for plain in commands.values():
             plain["specs"] = [spec for spec in plain["specs"] if spec[0] != [4, 5]]
 
-    found = texts(check_members(changed(layered, groups, leave_out)))
+    found = texts(check_group_members(changed(layered, groups, leave_out)))
 
     assert "actor.spawn" in found
-    assert "uses the group of ranks [4, 5], which no order made before" in found
+    assert "uses the group of ranks [4, 5], which does not exist yet" in found
 
 
 def test_group_of_devices_without_one_for_host_memory_is_found(layered: Trace) -> None:
@@ -248,9 +249,12 @@ def test_group_of_devices_without_one_for_host_memory_is_found(layered: Trace) -
         for plain in commands.values():
             plain["specs"] = [[*spec[:2], "nccl"] for spec in plain["specs"]]
 
-    found = texts(check_members(changed(layered, groups, leave_out)))
+    found = texts(check_group_members(changed(layered, groups, leave_out)))
 
-    assert "uses the gloo group of ranks" in found and "expected it among host_groups" in found
+    assert (
+        "uses the gloo group of ranks" in found
+        and "add these ranks to what host_groups returns" in found
+    )
 
 
 def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None:

@@ -18,7 +18,7 @@ from spmdflow.mapping.hardware import load_hardware
 from spmdflow.plan.__main__ import FINE, REFUSED, WRONG, main
 from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.text import bytes_of, plan_text, seconds_of
-from tests.unit.planned import ALGORITHMS, SMALL, settings_of, write_script
+from tests.unit.planned import ALGORITHMS, SMALL, row_problems, settings_of, write_script
 
 PPO = str(ALGORITHMS / "ppo.py")
 LLAMA_70B = {
@@ -107,7 +107,7 @@ def test_text_is_at_most_100_columns_and_says_what_matters(
         "by stage: generate_sequences ",
         "order of commands by rank",
         "nothing wrong",
-        "bring each row once",
+        "all members enter",
     ):
         assert part in text, part
 
@@ -351,4 +351,5 @@ def test_four_70b_models_on_1024_ranks_take_less_than_ten_seconds(
 
     assert time.process_time() - started < 10
     assert [f for f in report.problems if f.check != "memory"] == []
+    assert row_problems(report.trace) == []
     assert len(report.edge_bytes) > 10_000

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from spmdflow.config.load import load
 from spmdflow.plan.__main__ import FINE, main
-from tests.unit.planned import ALGORITHMS, ROOT
+from spmdflow.plan.trace import trace
+from tests.unit.planned import ALGORITHMS, ROOT, row_problems, settings_of
 
 _SHARED: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 _QWEN = {**_SHARED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -101,3 +103,12 @@ def test_recipe_is_planned_from_a_config_alone_and_fits(
     # the higher of both kinds of GPU is said
     assert 0.93 * bytes_said < peak["total"] / 1e9 < 1.01 * bytes_said
     assert phase == phase_said
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_of_a_recipe_are_proved(name: str, tmp_path: Path) -> None:
+    script, config, *rest = words_of(name, tmp_path, "h100")
+    loaded = load(script, config, [word for word in rest if not word.startswith("--")])
+    settings = settings_of(RECIPES[name].world, node_size=8, backend="nccl")
+
+    assert row_problems(trace(loaded.script, loaded.cfg, settings)) == []

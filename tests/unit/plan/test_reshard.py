@@ -25,7 +25,7 @@ from spmdflow.hybrid_engine.reshard import (
     training_tables,
 )
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.check import check_weights
+from spmdflow.plan.check import check_weight_copies
 from tests.unit.resharding import arch_for
 
 Case = tuple[ReshardPlan, BoxesByRank, BoxesByRank]
@@ -83,7 +83,7 @@ def with_move(
 
 
 def texts(case: Case, plan: ReshardPlan) -> str:
-    found = check_weights(Copies(plan, *case[1:]), way="actor to generator")
+    found = check_weight_copies(Copies(plan, *case[1:]), label="actor to generator")
     return "\n".join(problem.text for problem in found)
 
 
@@ -92,7 +92,7 @@ def test_plan_of_weights_is_proved(way: str) -> None:
     plan, have, need = planned(way)
 
     assert len(moves(plan)) > 2
-    assert check_weights(Copies(plan, have, need), way=way) == []
+    assert check_weight_copies(Copies(plan, have, need), label=way) == []
 
 
 def drawn_edge(plan: ReshardPlan, data: st.DataObject) -> tuple[tuple[int, int, int], Move, int]:

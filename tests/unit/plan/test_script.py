@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spmdflow.errors import PlanError
-from spmdflow.plan.check import check_members
-from spmdflow.plan.rows import check_rows
+from spmdflow.plan.check import check_group_members
+from tests.proofs.rows import check_rows
 from tests.unit.plan.test_trace import own_script
 from tests.unit.planned import SMALL_GROUPS, traced
 
@@ -37,7 +37,7 @@ def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_
     rows = [sum(len(plain["ids"]) for plain in order.commands.values()) for order in generated]
     assert rows == [8, 4]
     assert found.tokens[generated[1].place].prompts == found.tokens[generated[0].place].responses
-    assert check_rows(found) + check_members(found) == []
+    assert check_rows(found) + check_group_members(found) == []
     assert "scores = [0.0, 1.0]" in found.assumptions
 
 
@@ -48,7 +48,7 @@ def test_episodes_are_planned_with_declared_lengths() -> None:
     assert found.models["actor"].kind_of(played.method) == "generate"
     assert found.tokens[played.place].responses == 9
     assert "responses = [6, 12]" in found.assumptions
-    assert check_rows(found) + check_members(found) == []
+    assert check_rows(found) + check_group_members(found) == []
 
 
 def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import spmdflow
 from spmdflow.config.load import load
 from spmdflow.errors import PlanError
-from spmdflow.plan.check import check_batches
 from spmdflow.plan.example import KNOWN
 from spmdflow.plan.record import bytes_by_edge, row_edges
-from spmdflow.plan.rows import check_rows
 from spmdflow.plan.trace import trace
 from spmdflow.worker_api.register import map_spec, registered_methods
 from spmdflow.worker_api.worker import Worker
+from tests.proofs.batches import check_batches
+from tests.proofs.rows import check_rows
 from tests.unit.planned import (
     ALGORITHMS,
     SMALL,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from spmdflow.config.load import load
-from spmdflow.plan.check import check_members
-from spmdflow.plan.rows import check_rows
+from spmdflow.plan.check import check_group_members
 from spmdflow.plan.trace import trace
+from tests.proofs.rows import check_rows
 from tests.unit.planned import ALGORITHMS, settings_of
 
 SCRIPT = """\
@@ -64,4 +64,4 @@ def test_rows_judged_on_two_pools_are_mapped_where_one_pool_has_most_columns(
     (mapped,) = [order for order in found.in_step() if order.label == "map.compute_advantages"]
     (generated,) = [order for order in found.in_step() if order.label == "actor.generate_sequences"]
     assert set(mapped.commands) <= set(generated.commands)
-    assert check_rows(found) + check_members(found) == []
+    assert check_rows(found) + check_group_members(found) == []

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmdflow.plan.check import check_batches
 from spmdflow.plan.record import Trace
+from tests.proofs.batches import check_batches
 from tests.unit.planned import (
     SMALL_GROUPS,
     Commands,

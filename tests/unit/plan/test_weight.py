@@ -24,7 +24,7 @@ from spmdflow.mapping.seconds import transition_seconds
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.check import check_shards, check_weights
+from spmdflow.plan.check import check_weight_copies, check_weight_shards
 from spmdflow.plan.prediction import planned_transition
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.weight import WeightPlan, syncs_by_step, weight_plans
@@ -169,8 +169,8 @@ def test_twice_the_replicas_move_twice_the_weights_within_and_between_nodes(
 def proved(way: WeightPlan) -> bool:
     """Whether the way has a proof, and it holds."""
     if isinstance(way.parts, Copies):
-        return not check_weights(way.parts, way="weights")
-    return way.parts is not None and not check_shards(way.parts, way="weights")
+        return not check_weight_copies(way.parts, label="weights")
+    return way.parts is not None and not check_weight_shards(way.parts, label="weights")
 
 
 @pytest.mark.parametrize(

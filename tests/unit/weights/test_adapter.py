@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmdflow.hybrid_engine.reshard import Copies, boxes_of, moved_boxes, plan_reshard, scopes_of
 from spmdflow.parallel.layout import Layout
-from spmdflow.plan.check import check_weights
+from spmdflow.plan.check import check_weight_copies
 from spmdflow.weights.adapter import ALL_LINEAR, Adapters, is_adapter, is_b, is_target
 from spmdflow.weights.ranks import row_tables, vllm_tables
 from spmdflow.weights.table import shapes_by_name
@@ -61,7 +61,7 @@ def test_adapters_alone_move_each_element_once_to_each_rank_that_lacks_it(
     scopes = scopes_of(training, generation)
     plan = plan_reshard(have, need, scopes=scopes, element_bytes=4, bucket_bytes=1 << 16)
 
-    assert check_weights(Copies(plan, have, need), way="adapter") == []
+    assert check_weight_copies(Copies(plan, have, need), label="adapter") == []
     names = {name for bucket in plan.buckets for name, _ in bucket.moves} | dict(plan.local).keys()
     assert names == arch.adapters.shapes(shapes_by_name(arch)).keys()
 

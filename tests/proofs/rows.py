@@ -1,8 +1,8 @@
-"""Proof on the record of a dry run that every row is where it is read. Pure, integers only.
+"""Proof that the controller moves every row to where it is read, on the record of a dry run.
 
-Shares no step with the controller: rows are followed from rank to rank by what each command says.
-Rows on ranks are numbers rank * 2^40 + row id, in sorted arrays, so that a thousand ranks take a
-few array operations.
+Pure, integers only. It shares no code with the controller: rows are followed from rank to rank by
+what each command says. A row on a rank is the number rank * 2^40 + row id. These are kept in sorted
+arrays, so that a thousand ranks take a few array operations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spmdflow.plan.check import shorten_numbers
 from spmdflow.plan.record import TRANSFER, Problem, Trace, TracedOrder
 from spmdflow.runtime.order import names_in
 from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
@@ -25,49 +26,47 @@ _MOST_SOURCES = 64
 
 
 def check_rows(trace: Trace) -> list[Problem]:
-    """Every row that a call reads is there: made on the rank, or brought by exactly one edge.
+    """Problems with rows; an empty list proves that there are none.
 
-    Also: what is sent is received, the source has it, the call that it is for reads it, and
-    nothing is read after it was freed, or sent before it was made.
+    Every row that a call reads must be there: computed on the rank, or brought by exactly one edge.
+    What is sent must be received, the source must have it, and the call that it is for must read
+    it. Nothing is read after it was freed, or sent before it was computed.
     """
-    account = _Rows(trace)
+    locations = _RowLocations(trace)
     for order in trace.orders:
-        account.take(order)
-    rows = []
-    for text in account.found[: 4 * _SHOWN]:
-        rows.append(Problem("rows", text))
-    return rows
+        locations.follow(order)
+    return [Problem("rows", text) for text in locations.errors[: 4 * _SHOWN]]
 
 
-class _Rows:
+class _RowLocations:
     """Which rank has which rows, order by order."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._held: dict[tuple[int, str], np.ndarray] = {}
+        self._present: dict[tuple[int, str], np.ndarray] = {}
         """By result and column."""
         self._label: dict[int, str] = {}
         self._freed: dict[int, set[int]] = {}
-        self.found: list[str] = []
+        self.errors: list[str] = []
 
-    def take(self, order: TracedOrder) -> None:
-        """Follow one order."""
+    def follow(self, order: TracedOrder) -> None:
+        """Apply one order, and note what is wrong with it in `errors`."""
         if order.lane == TRANSFER:
-            self._transfer(order)
+            self._follow_transfer(order)
             return
         for rank, plain in order.commands.items():
             for result in plain.get("free", ()):
                 self._freed.setdefault(result, set()).add(rank)
-        self._reads(order)
+        self._check_reads(order)
         self._label[order.number] = order.label
         holds = {}
         for rank, p in order.commands.items():
             holds[rank] = p.get("holds", p.get("ids"))
-        made = _keys((rank, ids) for rank, ids in holds.items() if ids is not None)
+        computed = _keys((rank, ids) for rank, ids in holds.items() if ids is not None)
         for name in _writes_of(self._trace, order):
-            self._held[order.number, name] = made
+            self._present[order.number, name] = computed
 
-    def _reads(self, order: TracedOrder) -> None:
+    def _check_reads(self, order: TracedOrder) -> None:
         wanted: dict[tuple[int, tuple[str, ...]], list[tuple[int, np.ndarray]]] = {}
         for rank, plain in order.commands.items():
             for part in _parts(plain):
@@ -77,26 +76,26 @@ class _Rows:
                 columns = tuple(part["columns"])
                 wanted.setdefault((result, columns), []).append((rank, part["ids"]))
                 if rank in self._freed.get(result, ()):
-                    self.found.append(
+                    self.errors.append(
                         f"{order.name} on rank {rank} reads rows of call {result}, which it was "
                         f"told to free; expected rows that are kept; report this plan"
                     )
         for (result, columns), rows in wanted.items():
             keys = _keys(rows)
             for name in columns:
-                held = self._held.get((result, name), _NONE)
-                lacking = keys[~_among(keys, held)]
+                present = self._present.get((result, name), _NONE)
+                lacking = keys[~_among(keys, present)]
                 if len(lacking):
                     rank = int(lacking[0] >> _SHIFT)
                     ids = _ids(lacking[lacking >> _SHIFT == rank])
-                    self.found.append(
-                        f"edge {_either(_holders_of_all(ids, held))} -> {rank}: got no rows "
+                    self.errors.append(
+                        f"edge {_either(_holders_of_all(ids, present))} -> {rank}: got no rows "
                         f"{shorten_numbers(ids)} of column {name!r} of "
                         f"{self._label.get(result, f'call {result}')}, expected them before "
                         f"{order.name}; a transfer was dropped, or brings other rows"
                     )
 
-    def _transfer(self, order: TracedOrder) -> None:
+    def _follow_transfer(self, order: TracedOrder) -> None:
         self._check_pairs(order)
         by_columns: dict[tuple[str, ...], list[tuple[int, int, np.ndarray]]] = {}
         for rank, plain in order.commands.items():
@@ -136,18 +135,18 @@ class _Rows:
         absent = "which the source does not have, expected a source that has it"
         there = "which is there already, expected only rows that are missing"
         for name in columns:
-            held = self._held.get((result, name), _NONE)
-            wrong.append(((name,), ~_among(sent, held), absent))
-            wrong.append(((name,), _among(arriving, held), there))
-            self._held[result, name] = np.union1d(held, arriving)
+            present = self._present.get((result, name), _NONE)
+            wrong.append(((name,), ~_among(sent, present), absent))
+            wrong.append(((name,), _among(arriving, present), there))
+            self._present[result, name] = np.union1d(present, arriving)
         for names, rows, what in wrong:
             first: dict[tuple[int, int], int] = {}
-            for place in np.flatnonzero(rows).tolist():
-                ends = int(sent[place]) >> _SHIFT, int(arriving[place]) >> _SHIFT
-                first.setdefault(ends, place)
-            for (source, rank), place in islice(first.items(), _SHOWN):
-                self.found.append(
-                    f"edge {source} -> {rank} of {order.name}: got row {ids[place]} of "
+            for index in np.flatnonzero(rows).tolist():
+                ends = int(sent[index]) >> _SHIFT, int(arriving[index]) >> _SHIFT
+                first.setdefault(ends, index)
+            for (source, rank), index in islice(first.items(), _SHOWN):
+                self.errors.append(
+                    f"edge {source} -> {rank} of {order.name}: got row {ids[index]} of "
                     f"{', '.join(names)} {what}; derive the transfer again"
                 )
 
@@ -164,7 +163,7 @@ class _Rows:
             (receives - sends, "awaited", "sent"),
         ):
             for source, rank, columns, _ in sorted(alone)[:1]:
-                self.found.append(
+                self.errors.append(
                     f"edge {source} -> {rank} of {order.name}: got rows of {', '.join(columns)} "
                     f"{what} that are not {other} as often, expected both ends alike; tell both "
                     f"ranks"
@@ -214,14 +213,14 @@ def _ids(keys: np.ndarray) -> np.ndarray:
 def _among(keys: np.ndarray, ascending: np.ndarray) -> np.ndarray:
     if not len(ascending):
         return np.zeros(len(keys), dtype=bool)
-    places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
-    return ascending[places] == keys
+    indices = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
+    return ascending[indices] == keys
 
 
-def _holders_of_all(ids: np.ndarray, held: np.ndarray) -> list[int]:
+def _holders_of_all(ids: np.ndarray, present: np.ndarray) -> list[int]:
     """Ranks that have all of the rows; if there are none, those that have the first one."""
     for rows in (ids, ids[:1]):
-        having = held[np.isin(_ids(held), rows)] >> _SHIFT
+        having = present[np.isin(_ids(present), rows)] >> _SHIFT
         ranks, counts = np.unique(having, return_counts=True)
         if (counts == len(rows)).any():
             return ranks[counts == len(rows)].tolist()
@@ -236,11 +235,3 @@ def _either(ranks: Sequence[int]) -> str:
     if others:
         return f"{', '.join(others)} or {last}"
     return last
-
-
-def shorten_numbers(numbers: Iterable[int]) -> str:
-    """Numbers in brackets; of many the first four and the last."""
-    values = [int(number) for number in numbers]
-    if len(values) <= 8:
-        return str(values)
-    return f"[{', '.join(map(str, values[:4]))}, ... {values[-1]}; {len(values)}]"
