@@ -23,9 +23,17 @@ PAGES = sorted(
     )
     if (page := ROOT / "docs" / f"{name}.md").exists()
 )
+LONG = ("EMBEDDING", "OWN_ALGORITHM")
+"""Pages whose blocks take longest: drills."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.drill if page.stem in LONG else [], id=page.stem)
+        for page in PAGES
+    ],
+)
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     assert run_page(page, tmp_path, seconds=LIMIT) == []
 

@@ -59,7 +59,7 @@ POINTS = {
 @pytest.mark.parametrize(
     "point",
     [
-        name if name.startswith("once") else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.drill if name.startswith("once") else pytest.mark.slow)
         for name in POINTS
     ],
 )
