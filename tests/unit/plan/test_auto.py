@@ -73,7 +73,14 @@ def large_groups(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "layout"), [("megatron", ""), ("megatron", "t8"), ("megatron", "t4p2"), ("fsdp", "")]
+    ("engine", "layout"),
+    [
+        ("megatron", "t8"),
+        *[
+            pytest.param(*case, marks=pytest.mark.drill)
+            for case in (("megatron", ""), ("megatron", "t4p2"), ("fsdp", ""))
+        ],
+    ],
 )
 def test_sizes_of_a_large_generator_of_its_own_are_searched_or_those_of_the_settings(
     engine: str, layout: str, tmp_path: Path

@@ -86,7 +86,13 @@ def peak_in_the_table(name: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("hardware", ["h100", "a100_80gb"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.drill if recipe.world > 64 else [])
+        for name, recipe in RECIPES.items()
+    ],
+)
 def test_recipe_is_planned_from_a_config_alone_and_fits(
     name: str, hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
