@@ -146,7 +146,7 @@ def run_commands(environment: Environment) -> None:
     expect(environment.command("--version"), "spmdflow ")
     expect(environment.command("doctor"), "a run on the CPU can work here")
     expect(environment.python("-m", "spmdflow.run", "ppo", "--help"), "actor.optimizer.lr")
-    expect(environment.command("plan", "algos/ppo.py", "--world", "4"), "nothing wrong")
+    expect(environment.command("plan", "algos/ppo.py", "--world", "4"), "no problems")
 
 
 def run_base(environment: Environment) -> None:

@@ -48,7 +48,7 @@ from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
 from spmdflow.failure.launcher import AGENT_MARK, die_with_launcher
 from spmdflow.failure.start_watch import StartWatch
 from spmdflow.log import print_text
-from spmdflow.plan.showing import planning_shown
+from spmdflow.plan.showing import show_planning
 from spmdflow.program import prepare
 from spmdflow.runtime.process import allow_open_files, keep_freed_memory, open_closed_streams
 from spmdflow.weights.own_code import unused_code_text
@@ -195,7 +195,7 @@ def prepare_rank(arguments: Arguments, place: RankEnvironment) -> Loaded:
     if not Path(arguments.script).is_file():
         _say(place, f"script: {loaded.script.__file__}, bundled with spmdflow")
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    with planning_shown(run_dir_of(loaded.cfg.run)) if place.rank == 0 else nullcontext():
+    with show_planning(run_dir_of(loaded.cfg.run)) if place.rank == 0 else nullcontext():
         loaded, placed = prepare(loaded, place.world_size, node_size=node_size)
     _say(place, settings_text(loaded))
     if placed:

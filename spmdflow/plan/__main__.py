@@ -1,19 +1,25 @@
-"""The command line of a plan: `python -m spmdflow.plan SCRIPT [CONFIG.yaml] [key=value ...]`.
+"""Plan one step of a training script without any device.
 
-    --world N          ranks of the run (8)
-    --hardware NAME    a100_80gb, h100, h200, cpu, or a file of scripts/calibrate.py (this node's)
-    --node-size N      ranks of a node (the hardware's)
-    --assume NAME=X    an example of what only a run knows: scores=0,1 responses=200 actor/kl=0.1
-                       (wins over the section assume of CONFIG.yaml, that over flow.assume)
-    --calls N          most calls of a step (100)
-    --no-data          prompts are as long as allowed; the data file is not read
-    --json             everything as data
-    --picture FILE     the schedule as .svg or .html
-    --replay RUN_DIR   ranks, steps, lengths and values of an earlier run; its settings, if no
-                       CONFIG.yaml is given; planned bytes are compared with its counters
-    --auto             placement=auto: the ten best placements and why they lose
+Usage: python -m spmdflow.plan SCRIPT [CONFIG.yaml] [key=value ...]
 
-Exit codes: 0 nothing is wrong, 1 something is, 2 the script or its settings cannot be planned.
+    --world N          number of ranks of the run (default: 8)
+    --hardware NAME    a100_80gb, h100, h200, cpu, or a file written by scripts/calibrate.py
+                       (default: the hardware of this node)
+    --node-size N      ranks per node (default: that of the hardware)
+    --assume NAME=X    example of a value that only a run knows: scores=0,1 responses=200
+                       actor/kl=0.1 (overrides the section assume of CONFIG.yaml, which overrides
+                       flow.assume)
+    --calls N          largest number of calls in a step (default: 100)
+    --no-data          do not read the data file; prompts have the largest length allowed
+    --json             print everything as JSON
+    --picture FILE     draw the schedule as .svg or .html
+    --replay RUN_DIR   use the ranks, steps, lengths and values of an earlier run, and compare the
+                       planned bytes with its counters; also uses its settings, unless CONFIG.yaml
+                       is on the command line
+    --auto             search a placement (as placement=auto does), and show the ten best and why
+                       the others lose
+
+Exit codes: 0 no problems, 1 problems, 2 the script or its settings cannot be planned.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ from spmdflow.plan.picture import write_picture
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.residency import choose_by_plan
-from spmdflow.plan.showing import planning_shown
+from spmdflow.plan.showing import show_planning
 from spmdflow.plan.text import plan_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
@@ -52,7 +58,7 @@ _HERE = "command line"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Plan what the words of the command line say; returns the exit code."""
+    """Plan the script of this command line, and print the plan. Returns the exit code."""
     try:
         return _plan(_parser().parse_intermixed_args(words))
     except (ConfigError, DataError, PlanError) as err:
@@ -61,6 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdflow.plan",
         description=__doc__,
@@ -81,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    """Plan, print the plan, write the picture if wanted, and return the exit code."""
     script, config, overrides = sort_words(options.words)
     if script is None:
         raise ConfigError.of(_HERE, "no SCRIPT", "one such as ppo", "--help shows the usage")
@@ -113,39 +121,43 @@ def _plan(options: argparse.Namespace) -> int:
             read_data=not options.no_data,
         )
     cfg = loaded.cfg
-    found = None
-    with planning_shown(None):
+    automatic = None
+    with show_planning(None):
         if options.auto or getattr(cfg, "placement", None) == AUTO:
-            found = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
-            cfg = found.cfg
+            automatic = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
+            cfg = automatic.cfg
         choices += choose_by_plan(loaded.script, cfg, len(world), hardware, examples=examples)
         report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
     if options.picture is not None:
         _write_picture(report, options.picture)
     if options.json:
-        plain = report.to_plain() | ({"auto": auto_plain(found)} if found else {})
+        plain = report.to_plain()
+        if automatic is not None:
+            plain["auto"] = auto_plain(automatic)
         sys.stdout.write(json.dumps(plain) + "\n")
     else:
-        sys.stdout.write((auto_text(found) if found else "") + plan_text(report))
+        if automatic is not None:
+            sys.stdout.write(auto_text(automatic))
+        sys.stdout.write(plan_text(report))
     if report.problems:
         return WRONG
     return FINE
 
 
 def _write_picture(report: PlanReport, path: Path) -> None:
-    """The plan as a picture; ConfigError if the file cannot be written."""
+    """Write the plan as a picture; raises ConfigError if the file cannot be written."""
     try:
         write_picture(report, path)
     except OSError as err:
         got = f"--picture {path}: {err.strerror}"
-        raise ConfigError.of(_HERE, got, "a file that can be written", "give another") from err
+        raise ConfigError.of(_HERE, got, "a writable file", "choose another file") from err
 
 
 def _check_folder(picture: Path | None) -> None:
-    """Before any work: ConfigError if a picture cannot be written there."""
+    """Raise ConfigError, before any work, if a picture cannot be written there."""
     if picture is not None and not (picture.parent.is_dir() and os.access(picture.parent, os.W_OK)):
-        expected = "a name in a folder that can be written"
-        do = f"make {picture.parent} or give another"
+        expected = "a file in a writable folder"
+        do = f"create {picture.parent} or choose another folder"
         raise ConfigError.of(_HERE, f"--picture {picture}", expected, do)
 
 
@@ -155,7 +167,7 @@ def _example(text: str) -> tuple[str, Any]:
     if not equals or not name:
         raise ConfigError.of(_HERE, f"--assume {text}", "NAME=VALUE", "write --assume scores=0,1")
     if "," in value:
-        with contextlib.suppress(ValueError):  # not only numbers: a declaration, int64[2,3]
+        with contextlib.suppress(ValueError):  # not numbers: a declaration such as int64[2,3]
             return name, [float(part) for part in value.split(",")]
     try:
         return name, yaml.safe_load(value)

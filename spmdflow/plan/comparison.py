@@ -1,9 +1,9 @@
-"""Prediction beside measurement: RUN_DIR/prediction.json and prediction.txt, after a run.
+"""Prediction next to measurement, after a run: RUN_DIR/prediction.json and prediction.txt.
 
-All of it is made from what the run recorded of its first steps (`controller.transcript`). Seconds:
-predicted for its calls, with their rows and lengths, and measured, the median over the steps, the
-first left out where there are more. Bytes: of the transfers that the controller ordered, edge by
-edge, and of the weights sync by sync, beside what the ranks counted.
+Everything is derived from what the run recorded of its first steps. Seconds are predicted for its
+calls with their rows and lengths, and compared with the measured median over the steps (without the
+first step if there are more). Bytes are compared edge by edge for row transfers and sync by sync
+for weights: planned, and counted by the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHOWN_EDGES = 12
 
 
 class StageTime(NamedTuple):
-    """Seconds of one method in a step; None: not known."""
+    """Seconds of one method in a step; None if unknown."""
 
     stage: str
     predicted: float | None
@@ -53,8 +53,10 @@ class EdgeCount(NamedTuple):
 
 
 class SyncCount(NamedTuple):
-    """Weight syncs to generators in the training calls of a step; planned and counted: bytes,
-    expected and reported as rollout/synced_bytes."""
+    """Weight syncs to generators in the training calls of a step.
+
+    planned and counted are bytes: expected, and reported as rollout/synced_bytes.
+    """
 
     step: int
     syncs: int
@@ -64,7 +66,7 @@ class SyncCount(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was predicted and what was measured."""
+    """Predicted and measured seconds and bytes of a run."""
 
     hardware: str
     stages: tuple[StageTime, ...] = ()
@@ -72,9 +74,9 @@ class Comparison:
     steps: tuple[int, ...] = ()
     """Steps whose bytes are compared."""
     syncs: tuple[SyncCount, ...] = ()
-    """Of those steps that moved weights."""
+    """Weight syncs of those steps that had any."""
     notes: tuple[str, ...] = ()
-    """What could not be predicted, and why."""
+    """What could not be predicted, each with the reason."""
 
     @property
     def bytes_agree(self) -> bool:
@@ -95,26 +97,27 @@ class Comparison:
 
 
 def compare_run(cfg: Any) -> None:
-    """Write the comparison of a run that has just ended, and log where it is.
+    """Write prediction.json and prediction.txt of a run that has just ended, and log their path.
 
     It never fails a run: its own errors are logged. Any: the script's settings.
     """
     try:
         run_dir = path_of(cfg.run)
-        found = compare(cfg, run_dir)
-        (run_dir / JSON_FILE).write_text(json.dumps(found.to_plain(), indent=1), encoding="utf-8")
-        (run_dir / TEXT_FILE).write_text(comparison_text(found), encoding="utf-8")
-        logger.info("predicted and measured seconds and bytes: %s", run_dir / TEXT_FILE)
-        if not found.bytes_agree:
+        comparison = compare(cfg, run_dir)
+        plain = json.dumps(comparison.to_plain(), indent=1)
+        (run_dir / JSON_FILE).write_text(plain, encoding="utf-8")
+        (run_dir / TEXT_FILE).write_text(comparison_text(comparison), encoding="utf-8")
+        logger.info("Predicted and measured seconds and bytes: %s", run_dir / TEXT_FILE)
+        if not comparison.bytes_agree:
             logger.warning("bytes between ranks differ from the plan: see %s", run_dir / TEXT_FILE)
     except Exception as err:  # the run is over and fine: a prediction must not change its status
-        logger.info("no prediction is written: %s: %s", type(err).__name__, err)
+        logger.info("no prediction written: %s: %s", type(err).__name__, err)
 
 
 def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Comparison:
-    """Predict a run from its record, and compare with what it measured.
+    """Predict a run from its record, and compare that with what the run measured.
 
-    DataError without a step in metrics.jsonl. Any: the script's settings.
+    Raises DataError if metrics.jsonl has no step. Any: the script's settings.
     """
     measured = _median_seconds(run_dir)
     try:
@@ -122,7 +125,7 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
         traced = recorded_trace(replay)
     except SpmdflowError as err:
         return Comparison("", _stages(None, measured), notes=(f"nothing is predicted: {err}",))
-    ways = weight_plans(traced)
+    weights = weight_plans(traced)
     notes = []
     try:  # with as many ranks a node as the run had
         nodes = list(replay.nodes.values())
@@ -136,19 +139,19 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
         for orders in steps:
             if all(order.phase == "train" for order in orders):
                 plain.append(orders)
-        predicted = predict(traced, (plain or steps)[-1], hardware, ways=ways)
+        predicted = predict(traced, (plain or steps)[-1], hardware, weights=weights)
         notes += predicted.without.values()
     unknown = []
-    for way in ways:
-        if way.inter_bytes < 0:
-            unknown.append(way)
-    notes += [f"bytes of weights to {way.target} are not compared: {way.note}" for way in unknown]
+    for plan in weights:
+        if plan.inter_bytes < 0:
+            unknown.append(plan)
+            notes.append(f"bytes of weights to {plan.target} are not compared: {plan.note}")
     return Comparison(
         hardware=hardware.name if hardware else "",
         stages=_stages(predicted, measured),
         edges=tuple(_edges(replay, traced)),
         steps=replay.steps,
-        syncs=() if unknown else tuple(_syncs(replay, traced, ways)),
+        syncs=() if unknown else tuple(_syncs(replay, traced, weights)),
         notes=tuple(notes),
     )
 
@@ -171,26 +174,30 @@ def _median_seconds(run_dir: Path) -> dict[str, float]:
 
 
 def _stages(predicted: Prediction | None, measured: Mapping[str, float]) -> tuple[StageTime, ...]:
-    known = predicted.stage_seconds() if predicted else {}
-    found = []
-    for name in known:
+    """The methods that were both predicted and measured, then the step."""
+    if predicted is None:
+        return (StageTime("step", None, measured.get("step")),)
+    stages = []
+    for name, seconds in predicted.stage_seconds().items():
         if name in measured:
-            found.append(StageTime(name, known[name], measured[name]))
-    step = StageTime("step", predicted.seconds if predicted else None, measured.get("step"))
-    return *found, step
+            stages.append(StageTime(name, seconds, measured[name]))
+    stages.append(StageTime("step", predicted.seconds, measured.get("step")))
+    return tuple(stages)
 
 
 def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
+    """Every edge that is planned or was counted, over all recorded steps."""
     counted = sum((Counter(replay.edges(step)) for step in replay.steps), Counter())
     planned = traced.edges
     for edge in sorted({*planned, *counted}):
         yield EdgeCount(*edge, planned.get(edge, 0), counted[edge])
 
 
-def _syncs(replay: Replay, traced: Trace, ways: Sequence[WeightPlan]) -> Iterator[SyncCount]:
+def _syncs(replay: Replay, traced: Trace, weights: Sequence[WeightPlan]) -> Iterator[SyncCount]:
+    """Every step in which weights were synced, by the plan or by the run's own count."""
     reported = {}
-    for way in ways:
-        reported[way.target] = way.reported
+    for plan in weights:
+        reported[plan.target] = plan.reported
     synced = (replay.start or {}).get("synced")
     expected = syncs_by_step(traced, synced=synced or ())
     for step in replay.steps:
@@ -201,34 +208,35 @@ def _syncs(replay: Replay, traced: Trace, ways: Sequence[WeightPlan]) -> Iterato
             yield SyncCount(step, times.total(), planned, counted)
 
 
-def comparison_text(found: Comparison) -> str:
-    """The table of RUN_DIR/prediction.txt."""
-    lines = [f"seconds of a step, predicted for {found.hardware or 'no hardware'} and measured", ""]
+def comparison_text(comparison: Comparison) -> str:
+    """The tables of RUN_DIR/prediction.txt."""
+    hardware = comparison.hardware or "no hardware"
+    lines = [f"seconds of a step, predicted for {hardware} and measured", ""]
     rows: list[Sequence[object]] = [("stage", "predicted", "measured", "predicted / measured")]
-    for stage, predicted, measured in found.stages:
+    for stage, predicted, measured in comparison.stages:
         ratio = f"{predicted / measured:.2f}" if predicted and measured else ""
         rows.append((stage, seconds_of(predicted), seconds_of(measured), ratio))
     lines += table(rows, right=(1, 2, 3))
-    if found.steps:
-        steps = ", ".join(map(str, found.steps))
+    if comparison.steps:
+        steps = ", ".join(map(str, comparison.steps))
         lines += ["", f"row bytes by edge, steps {steps}: planned and counted", ""]
         odd = []
-        for edge in found.edges:
+        for edge in comparison.edges:
             if edge.planned != edge.counted:
                 odd.append(edge)
-        ranked = sorted(found.edges, key=lambda edge: -edge.counted)
+        ranked = sorted(comparison.edges, key=lambda edge: -edge.counted)
         rows = [("edge", "planned", "counted", "")]
         for source, to, *sizes in (odd or ranked)[:_SHOWN_EDGES]:
             rows.append((f"{source} -> {to}", *sizes, "differs" if odd else ""))
-        planned = sum(edge.planned for edge in found.edges)
-        counted = sum(edge.counted for edge in found.edges)
+        planned = sum(edge.planned for edge in comparison.edges)
+        counted = sum(edge.counted for edge in comparison.edges)
         verdict = f"{len(odd)} edges differ" if odd else "equal on every edge"
-        rows.append((f"all {len(found.edges)}", planned, counted, verdict))
+        rows.append((f"all {len(comparison.edges)}", planned, counted, verdict))
         lines += table(rows, right=(1, 2))
-    if found.syncs:
+    if comparison.syncs:
         lines += ["", "weights from trainer to generator: bytes planned and counted", ""]
         rows = [("step", "syncs", "planned", "counted", "")]
-        rows += [(*s, "" if s.planned == s.counted else "differs") for s in found.syncs]
+        rows += [(*s, "" if s.planned == s.counted else "differs") for s in comparison.syncs]
         lines += table(rows, right=(1, 2, 3))
-    lines += [f"note: {note}" for note in found.notes]
+    lines += [f"note: {note}" for note in comparison.notes]
     return "\n".join(lines) + "\n"

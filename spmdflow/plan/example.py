@@ -1,11 +1,12 @@
-"""Stand-ins for values that only a run knows: kinds of columns, examples, lengths of prompts.
+"""Placeholders for values that only a run knows: kinds of columns, examples, lengths of prompts.
 
 Examples come from `--assume NAME=VALUE`, from the section `assume` of the configuration, from
 `flow.assume(...)` in the script, or from a short table of the columns that the built-in algorithms
-read; the first of them that names a thing counts. Every example that was used is reported. A column
-of no built-in role is declared by `flow.assume(name="float32 like responses")`, or by texts if
-it is one of text, else taken as one float32 per row. Prompts are as long as in the data file if it
-is there and small, else as long as the settings allow.
+read. The first of these that has an example wins. The plan reports every example that it used.
+
+A column that no built-in role writes is declared by `flow.assume(name="float32 like responses")`,
+or by example texts if it is a text column. Otherwise it is taken as one float32 per row. Prompts
+are as long as in the data file if that is there and small, otherwise as long as the settings allow.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ TEXT_BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class ColumnForm:
-    """Kind and dtype of a column, and what decides the length of its rows."""
+    """Kind and dtype of a column, and what determines the length of its rows."""
 
     spec: ColumnSpec
     like: str = ""
-    """Column whose rows are as long: prompts or responses; empty for dense columns."""
+    """The column whose rows have the same lengths: prompts or responses; empty if dense."""
     items_per_token: int = 1
-    """Items of a row for each item of the column it is like (text: bytes)."""
+    """Items of a row for each item of the column it is like (for text: bytes)."""
 
 
 def form_of(name: str, text: str) -> ColumnForm:
-    """A declaration as users write it: "float32", "int64[3]", "float32 like responses", "text".
+    """Parse a declaration: "float32", "int64[3]", "float32 like responses" or "text".
 
-    PlanError for anything else.
+    Raises PlanError for anything else.
     """
     head, _, like = text.partition(" like ")
     dtype, _, shape = head.strip().rstrip("]").partition("[")
@@ -63,7 +64,9 @@ def form_of(name: str, text: str) -> ColumnForm:
     if not known or not all(extent.isdigit() for extent in extents) or not is_like:
         expected = "a dtype with an optional shape and length, such as 'float32', "
         expected += "'int64[3]', 'float32 like responses' or 'text like prompts'"
-        raise PlanError.of(f"assume {name}", repr(text), expected, "correct it")
+        raise PlanError.of(
+            f"assume {name}", repr(text), expected, f"write flow.assume({name}='float32')"
+        )
     row_shape = tuple(map(int, extents))
     if is_text:
         return ColumnForm(
@@ -91,13 +94,13 @@ _FORMS = {
 KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in names.split()}
 """Columns of the built-in roles."""
 UNKNOWN = form_of("", "float32")
-"""Form of a column that is not declared; the plan reports it."""
+"""Form of a column that is not declared. The plan reports such columns."""
 _BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
-"""Scores differ inside of every group of samples, so that dynamic sampling keeps all prompts."""
+"""Scores differ within every group of samples, so that dynamic sampling keeps all prompts."""
 
 
 class Examples:
-    """Declared values by name: of columns, of metrics, and of answers as "group.method"."""
+    """Declared values by name: of columns, metrics, and results of calls as "group.method"."""
 
     def __init__(
         self,
@@ -106,24 +109,24 @@ class Examples:
         *,
         is_replayed: bool = False,
     ) -> None:
-        """declared: these overrule the script's. longest: tokens of prompts and responses where
-        nothing else says. is_replayed: metrics are a run's own, so none that is read is an example.
+        """declared: examples that override the script's. longest: tokens of prompts and responses
+        without an example. is_replayed: metrics come from a run, so reading one uses no example.
         """
         self._is_replayed = is_replayed
         self.longest = longest
         self._overruling = dict(declared)
         self._declared = dict(declared)
         self.used: dict[str, Any] = {}
-        """Examples that the script read, or that decided a length."""
+        """Examples that the script read, or that determined a length."""
         self.guessed: set[str] = set()
         """Columns that are read but not declared."""
 
     def add(self, declared: Mapping[str, Any]) -> None:
-        """Take the script's examples; those of configuration and command line win."""
+        """Add the script's examples. Those of the configuration and the command line win."""
         self._declared |= {**declared, **self._overruling}
 
     def form(self, name: str) -> ColumnForm:
-        """What a column looks like."""
+        """The declared or built-in form of a column. Notes any other column in `guessed`."""
         declared = self._declared.get(name)
         if isinstance(declared, str):
             return form_of(name, declared)
@@ -134,7 +137,7 @@ class Examples:
         return KNOWN.get(name, UNKNOWN)
 
     def texts(self, name: str, ids: np.ndarray) -> list[str] | None:
-        """An example text for each row; None: none is declared."""
+        """An example text for each row, or None if none is declared. Notes it as used."""
         declared = self._declared.get(name, ())
         if not _is_texts(declared):
             return None
@@ -145,7 +148,7 @@ class Examples:
         return result
 
     def tokens(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """(n,) int64: items of the rows `ids` of prompts or responses."""
+        """(n,) int64: tokens of these rows of prompts or responses. Notes the example as used."""
         declared = self._declared.get(name)
         if declared is None or isinstance(declared, str):
             return np.full(len(ids), self.longest[name], dtype=np.int64)
@@ -153,10 +156,10 @@ class Examples:
         return _in_turn(name, declared, ids).astype(np.int64)
 
     def values(self, name: str, ids: np.ndarray, stored: str = "") -> np.ndarray:
-        """(n,) float64: example values of a dense column; PlanError if there is none.
+        """(n,) float64: example values of a dense column. Notes the example as used.
 
-        stored: the name that the column had before it was renamed. No row fails in a dry run, so
-        `valid` needs no example.
+        Raises PlanError if there is none. stored: the column's name before it was renamed. No row
+        fails in a dry run, so `valid` needs no example.
         """
         if (stored or name) in VALID:
             return np.ones(len(ids))
@@ -171,7 +174,7 @@ class Examples:
         return _in_turn(name, declared, ids)
 
     def metrics(self) -> dict[str, float]:
-        """Declared numbers by metric name; every call answers with all of them."""
+        """Declared numbers by metric name. Every call returns all of them."""
         result = {}
         for name, value in self._declared.items():
             if isinstance(value, int | float) and name not in KNOWN:
@@ -179,12 +182,12 @@ class Examples:
         return result
 
     def use(self, names: Iterable[str]) -> None:
-        """Note that the script read these metrics."""
+        """Note that the script read these metrics, for the list of examples used."""
         declared = {} if self._is_replayed else self.metrics()
         self.used.update({name: self._declared[name] for name in names if name in declared})
 
     def answer(self, label: str) -> Any:
-        """The plain value of a call "group.method", if one was declared; else the metrics.
+        """The declared result of a call "group.method"; without one, the declared metrics.
 
         Any: whatever the script's method returns.
         """
@@ -194,7 +197,7 @@ class Examples:
         return self.metrics()
 
     def used_text(self) -> list[str]:
-        """The examples that were used, as sentences."""
+        """The examples that were used, one line each."""
         result = []
         for name, value in sorted(self.used.items()):
             result.append(f"{name} = {value}")
@@ -211,7 +214,10 @@ def _is_texts(declared: Any) -> bool:
 
 
 def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
-    """A number for every row, or those of a list in turn, by row id. Any: what a user declared."""
+    """(n,) the declared number for every row, or the items of a list by row id in turn.
+
+    Raises PlanError for anything else. Any: what a user declared.
+    """
     if isinstance(declared, int | float):
         return np.full(len(ids), float(declared))
     values = declared.tolist() if isinstance(declared, np.ndarray) else declared
@@ -225,16 +231,19 @@ def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
 
 
 SMALL_FILE_BYTES = 4 << 20
-"""Files up to here are tokenised (about two seconds); of larger ones lengths are assumed."""
+"""Largest file that is tokenised (about two seconds). For larger files lengths are assumed."""
 ASSUMED_ROWS = 1 << 12
-"""Rows assumed for a file that is not read; their number does not change a step."""
+"""Rows assumed for a file that is not read. Their number does not change a step."""
 
 
 def scan_or_assume(
     data: DataSettings, setting: object, *, read_data: bool
 ) -> tuple[ScanReport, str]:
-    """Facts of a file or a mixture (data.train_path or data.eval_path) as rank 0 would find them,
-    or assumed ones; and a sentence that says which."""
+    """(scan of a file or a mixture, sentence that says whether lengths are real or assumed).
+
+    setting: data.train_path or data.eval_path. The file is scanned as rank 0 would scan it, unless
+    it is missing, too large, cannot be read, or read_data is False.
+    """
     sources = data_sources("data", setting)
     files = []
     for source in sources:
@@ -261,6 +270,6 @@ def scan_or_assume(
 
 
 def _num_bytes(path: Path) -> int:
-    """Of a file, or of all files of a folder."""
+    """Bytes of a file, or of all files of a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())

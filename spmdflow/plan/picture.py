@@ -1,7 +1,7 @@
 """The schedule of a step as a picture: models over time on their pools (paper Table 1).
 
-Self-contained SVG, also inside of HTML, written by hand: no library, no script, no font file. One
-band a pool, as high as it has models; bars are calls, their colour the kind of work.
+Self-contained SVG, alone or inside HTML, without a library, script or font file. Each pool is a
+band with one row for each of its models. Each call is a bar, and its colour shows the kind of work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLOURS = {
     "generate": ("#3b7dd8", "generation"),
     "infer": ("#8fbf6a", "inference"),
     "train": ("#e08a3c", "training"),
-    "": ("#b9b9c2", "map functions and functions (host time alone)"),
+    "": ("#b9b9c2", "map functions and functions (host time only)"),
 }
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
@@ -43,7 +43,10 @@ class _Band(NamedTuple):
 
 
 def write_picture(report: PlanReport, path: Path) -> None:
-    """Write the schedule as .svg or .html; ConfigError for another ending or without a schedule."""
+    """Write the schedule as .svg or .html.
+
+    Raises ConfigError for another file extension, or for a step without calls.
+    """
     where = "command line"
     if path.suffix not in (".svg", ".html"):
         expected = "a name that ends in .svg or .html"
@@ -63,6 +66,7 @@ def write_picture(report: PlanReport, path: Path) -> None:
 
 
 def _svg(report: PlanReport) -> Iterator[str]:
+    """The lines of the picture."""
     bands: list[_Band] = []
     top = _TOP
     for name, pool in report.trace.pools.items():
@@ -93,6 +97,7 @@ def _svg(report: PlanReport) -> Iterator[str]:
 
 
 def _title(report: PlanReport) -> Iterator[str]:
+    """Two lines of text: script and ranks, then hardware, predicted seconds and tokens/s."""
     prediction = report.prediction
     name = Path(report.script).name
     heading = f"{name}, step {report.step} on {report.world_size} ranks"
@@ -102,6 +107,7 @@ def _title(report: PlanReport) -> Iterator[str]:
 
 
 def _frame(band: _Band) -> Iterator[str]:
+    """The outline of a pool's band, with the names of its models and its ranks."""
     yield (
         f'<rect x="{_LEFT}" y="{band.top}" width="{_SPACE}" height="{band.height}" fill="none" '
         f'stroke="#9a9aa5"/>'
@@ -115,13 +121,13 @@ def _frame(band: _Band) -> Iterator[str]:
 
 
 def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[str]:
-    """A bar for the model of a call; a map function has one on every pool that runs it."""
+    """The bar of a call in its model's row. A map function has a bar in every pool that runs it."""
     model = call.order.model
     method = call.order.method
     left = _LEFT + call.start * scale
     width = max(1.0, call.seconds * scale)
-    took = seconds_of(call.seconds)
-    hint = escape(f"{call.order.label}: {took} {call.limit}")
+    duration = seconds_of(call.seconds)
+    hint = escape(f"{call.order.label}: {duration} {call.limit}")
     for band in bands:
         if model in band.models:
             row = band.models.index(model)
@@ -137,7 +143,7 @@ def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[s
             f'fill="{_COLOURS[call.kind][0]}"><title>{hint}</title></rect>'
         )
         fitting = []
-        for words in (f"{method} {took}", took):
+        for words in (f"{method} {duration}", duration):
             if width > 6.4 * len(words):
                 fitting.append(words)
         for label in fitting[:1]:
@@ -145,6 +151,7 @@ def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[s
 
 
 def _legend(top: int) -> Iterator[str]:
+    """A coloured square and a name for each kind of work."""
     at = _LEFT
     for colour, words in _COLOURS.values():
         yield f'<rect x="{at}" y="{top - 10}" width="12" height="12" fill="{colour}"/>'

@@ -1,11 +1,14 @@
 """Seconds and memory of a traced step, by the simulators of `mapping` on the trace's own order.
 
-A call starts when all its ranks have finished earlier calls and its rows have arrived; so pools
-overlap as in the trace, not by a table of stages. On CPUs, calls that run at once
-share the cores: every rank of a running task asks for a core for the part of the time that it
-works, and where the ranks of a node ask for more cores than it has, they share them evenly; a task
-on several nodes goes at the speed of the slowest. A device of its own for every rank is
-`cores=inf`. Times are predictions from one stated file of coefficients; nothing is fitted.
+A call starts when all its ranks have finished earlier calls and its rows have arrived. So pools
+overlap as in the trace, not by a table of stages.
+
+On CPUs, calls that run at the same time share the cores. Every rank of a running task demands one
+core for the part of the time in which it works. If the ranks of a node demand more cores than the
+node has, they share them evenly. A task on several nodes runs at the speed of the slowest node.
+`cores=inf` means that every rank has a device of its own.
+
+All times come from one file of coefficients. Nothing is fitted to the run.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, transition_seconds
-from spmdflow.plan.record import COMPUTE, Problem, Trace, TracedOrder, row_edges
+from spmdflow.plan.record import COMPUTE, Problem, Tokens, Trace, TracedOrder, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, simulate_orders
 
@@ -41,13 +44,13 @@ class CallTime:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes of a rank of one pool while one call runs, by what holds them."""
+    """Memory of a rank of one pool while one call runs, by what uses it."""
 
     pool: str
     phase: str
@@ -71,12 +74,12 @@ class Prediction:
     calls: tuple[CallTime, ...] = ()
     memory: tuple[PhaseMemory, ...] = ()
     seconds: float = 0.0
-    """Of the step: until its last call ends."""
+    """Duration of the step, until its last call ends."""
     tokens: float = 0.0
     """Prompt and response tokens of the step's generations, or of its updates if none."""
     problems: tuple[Problem, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
-    """Models that no simulator knows, and why."""
+    """Models without a simulator, each with the reason."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,13 +89,13 @@ class Prediction:
         return 0.0
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds by method, as a run's time/<method>_seconds: calls of one method add."""
-        found: dict[str, float] = {}
+        """Seconds by method, the sum over its calls, as a run's time/<method>_seconds."""
+        seconds: dict[str, float] = {}
         for call in self.calls:
             method = call.order.method
             if method and call.order.phase == "train":
-                found[method] = found.get(method, 0.0) + call.seconds
-        return found
+                seconds[method] = seconds.get(method, 0.0) + call.seconds
+        return seconds
 
 
 def predict(
@@ -100,31 +103,26 @@ def predict(
     orders: Sequence[TracedOrder],
     hardware: Hardware,
     *,
-    ways: Sequence[WeightPlan] = (),
+    weights: Sequence[WeightPlan] = (),
 ) -> Prediction:
     """Seconds of every call of a step, and memory by pool and phase.
 
-    ways: `weight_plans` of the trace; a model without one, or whose bytes by edge are unknown, gets
-    the seconds of the paper's formula (Table 2).
+    weights: `weight_plans` of the trace. For a model without a plan, or whose bytes by edge are
+    unknown, the seconds of a weight sync follow the paper's formula (Table 2).
     """
     step = simulate_orders(trace, orders)
     memory = _memory(trace, step, hardware)
     problems = []
     for phase in memory.values():
         if phase.total > hardware.usable_bytes * 1.0001:
-            problems.append(_too_much(phase, step, hardware))
+            problems.append(_memory_problem(phase, step, hardware))
     planned = {}
-    for way in ways:
-        if way.inter_bytes >= 0:
-            planned[way.target] = way
+    for plan in weights:
+        if plan.inter_bytes >= 0:
+            planned[plan.target] = plan
     estimates = _estimates(step, hardware, memory, planned, problems)
     calls = _schedule(orders, step, estimates, hardware)
-    generated = []
-    for place, call in step.calls.items():
-        if call.kind == "generate":
-            generated.append(place)
-    counted = generated or [place for place, call in step.calls.items() if call.kind == "train"]
-    tokens = [trace.tokens[place] for place in counted]
+    tokens = _counted_tokens(trace, step)
     return Prediction(
         hardware=hardware.name,
         calls=tuple(calls),
@@ -136,9 +134,18 @@ def predict(
     )
 
 
+def _counted_tokens(trace: Trace, step: Simulated) -> list[Tokens]:
+    """The tokens of the step's generations; of its updates if nothing generates."""
+    kinds: dict[str, list[Tokens]] = {"generate": [], "train": []}
+    for index, call in step.calls.items():
+        if call.kind in kinds:
+            kinds[call.kind].append(trace.tokens[index])
+    return kinds["generate"] or kinds["train"]
+
+
 def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, PhaseMemory]:
-    """By call title; residents of all models of a pool add."""
-    found: dict[str, PhaseMemory] = {}
+    """Memory of a rank by call title. The resident states of all models of a pool add up."""
+    phases: dict[str, PhaseMemory] = {}
     for pool in dict.fromkeys(model.pool for model in trace.models.values()):
         names = []
         for name in step.strategies:
@@ -153,20 +160,22 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
         for title, parts in pool_memory(members, step.dataflow, hardware).items():
             if "kv_cache" in parts:
                 parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}
-            away = {}
+            on_host = {}
             for part in ("parameters", "optimizer"):
-                away[part] = state[part] - parts.get(part, 0.0)
-            away = {part: float(size) for part, size in away.items() if size > 0}
-            found[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes, away)
-    return found
+                size = float(state[part] - parts.get(part, 0.0))
+                if size > 0:
+                    on_host[part] = size
+            phases[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes, on_host)
+    return phases
 
 
-def _too_much(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> Problem:
+def _memory_problem(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> Problem:
+    """The error for a phase that does not fit, with the setting that shrinks its largest part."""
     largest = max(phase.parts, key=lambda name: phase.parts[name])
     role = phase.phase.partition(".")[0]
     cache = phase.parts.get("kv_cache", 0.0)
     if cache and phase.total - cache <= hardware.usable_bytes:
-        largest = "kv_cache"  # all else fits
+        largest = "kv_cache"  # everything else fits
     if step.dataflow is not None:
         rollout = step.dataflow.model(role).rollout
     else:
@@ -192,13 +201,17 @@ def _estimates(
     step: Simulated,
     hardware: Hardware,
     memory: Mapping[str, PhaseMemory],
-    ways: Mapping[str, WeightPlan],
+    weights: Mapping[str, WeightPlan],
     problems: list[Problem],
 ) -> dict[int, CallSeconds]:
-    """By the order's place; a model's first generation includes the time that its weights take."""
-    found: dict[int, CallSeconds] = {}
-    moved: set[str] = set()
-    for place, call in step.calls.items():
+    """Seconds of each simulated call, by its index in the trace.
+
+    A model's first generation includes its weight sync. A call whose memory cannot be simulated
+    adds an entry to `problems`.
+    """
+    estimates: dict[int, CallSeconds] = {}
+    synced: set[str] = set()
+    for index, call in step.calls.items():
         assert step.dataflow is not None
         model = step.dataflow.model(call.model)
         strategy = step.strategies[call.model]
@@ -209,31 +222,32 @@ def _estimates(
         except ConfigError as err:
             problems.append(Problem("memory", str(err)))
             estimate = call_seconds(call, model, strategy, hardware, kv_bytes=1e15)
-        if generates and call.model not in moved:
-            moved.add(call.model)
-            if call.model in ways:
-                estimate = estimate + planned_transition(ways[call.model], hardware)
+        if generates and call.model not in synced:
+            synced.add(call.model)
+            if call.model in weights:
+                estimate = estimate + weight_sync_seconds(weights[call.model], hardware)
             else:
                 seconds = transition_seconds(model, strategy, hardware)
                 estimate = estimate + CallSeconds({"transition": float(seconds)})
-        found[place] = estimate
-    return found
+        estimates[index] = estimate
+    return estimates
 
 
-def planned_transition(way: WeightPlan, hardware: Hardware) -> CallSeconds:
-    """Seconds in which the busiest rank has received its bytes, and the busiest node its own.
+def weight_sync_seconds(plan: WeightPlan, hardware: Hardware) -> CallSeconds:
+    """Seconds until the busiest rank and the busiest node have received their bytes.
 
-    The ranks of a node share its network; a broadcast passes it once. One hop for each rank that
-    the rank with most of them receives from.
+    The ranks of a node share its network, and a broadcast enters the node once. Latency counts one
+    hop for each source of the rank that has the most sources.
     """
-    if not way.edges:
+    if not plan.edges:
         return CallSeconds({"transition": 0.0})
-    far = max(way.entering.values(), default=0)
-    bytes_time = max(max(way.received.values()) / hardware.link_rate, far / hardware.network_rate)
-    sources = Counter(rank for _, rank in way.edges)
-    hop = hardware.network_hop_seconds if far else hardware.link_hop_seconds
-    hops = max(sources.values()) * hop + hardware.collective_base_seconds
-    return CallSeconds({"transition": bytes_time + hops})
+    node_bytes = max(plan.entering.values(), default=0)
+    rank_bytes = max(plan.received.values())
+    bytes_seconds = max(rank_bytes / hardware.link_rate, node_bytes / hardware.network_rate)
+    num_sources = Counter(rank for _, rank in plan.edges)
+    hop_seconds = hardware.network_hop_seconds if node_bytes else hardware.link_hop_seconds
+    latency = max(num_sources.values()) * hop_seconds + hardware.collective_base_seconds
+    return CallSeconds({"transition": bytes_seconds + latency})
 
 
 def _schedule(
@@ -242,8 +256,8 @@ def _schedule(
     estimates: Mapping[int, CallSeconds],
     hardware: Hardware,
 ) -> list[CallTime]:
-    """Every order of the compute lane as early as its ranks and rows allow."""
-    moved = _transfer_seconds(orders, hardware)
+    """Start and end of every call of the compute lane, as early as its ranks and rows allow."""
+    transfer_seconds = _transfer_seconds(orders, hardware)
     calls = []
     for order in orders:
         if order.lane == COMPUTE:
@@ -254,15 +268,20 @@ def _schedule(
     rows: list[tuple[int | None, float]] = []
     for order in orders:
         if order.lane != COMPUTE:
-            rows.append((numbers.get(order.command["result"]), moved.get(order.place, 0.0)))
+            seconds = transfer_seconds.get(order.place, 0.0)
+            rows.append((numbers.get(order.command["result"]), seconds))
             continue
         estimate = estimates.get(order.place)
         before = set()
         for rank in order.commands:
             if rank in last:
                 before.add((last[rank], 0.0))
-        before |= {(place, wait) for place, wait in rows if place is not None}
-        earliest = max((wait for place, wait in rows if place is None), default=0.0)
+        earliest = 0.0
+        for index, wait in rows:
+            if index is None:
+                earliest = max(earliest, wait)
+            else:
+                before.add((index, wait))
         seconds = hardware.call_seconds
         busy = 1.0
         if estimate:
@@ -274,13 +293,16 @@ def _schedule(
         last |= dict.fromkeys(order.commands, len(tasks) - 1)
         rows = []
     spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
-    found = []
-    for order, span in zip(calls, spans, strict=True):
-        known = estimates.get(order.place)
-        kind = step.calls[order.place].kind if known else ""
-        limit, notes = (known.limit, known.notes) if known else ("", ())
-        found.append(CallTime(order, *span, limit, notes, kind))
-    return found
+    times = []
+    for order, (start, end) in zip(calls, spans, strict=True):
+        estimate = estimates.get(order.place)
+        if estimate is None:
+            times.append(CallTime(order, start, end))
+        else:
+            kind = step.calls[order.place].kind
+            time = CallTime(order, start, end, estimate.limit, estimate.notes, kind)
+            times.append(time)
+    return times
 
 
 def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict[int, float]:
@@ -295,7 +317,7 @@ def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict
         ranks[edge.source] += edge.num_bytes
         ranks[edge.destination] += edge.num_bytes
     base = hardware.collective_base_seconds
-    return {place: base + max(ranks.values()) / rate for place, ranks in busy.items()}
+    return {index: base + max(ranks.values()) / rate for index, ranks in busy.items()}
 
 
 @dataclass(frozen=True)
@@ -309,21 +331,23 @@ class Task:
     """(earlier task, seconds from its end until this one may begin)."""
     earliest: float = 0.0
     busy: float = 1.0
-    """Part of its time that a rank works; in the rest, such as a pipeline's bubble, it waits."""
+    """Fraction of the time in which a rank works. In a pipeline bubble, for example, it waits."""
 
 
 @dataclass
-class _Running:
-    asked: Mapping[int, float]
-    """Node -> cores that the task's ranks on it ask for."""
+class _RunningTask:
+    """A task that has started, and the speed at which it runs now."""
+
+    demand: Mapping[int, float]
+    """Node -> cores that the task's ranks on it demand."""
     left: float
     """Seconds of work when the speed was last set."""
     since: float
     end: float
     speed: float = 1.0
 
-    def go_at(self, speed: float, now: float) -> None:
-        """From now on; an unchanged speed changes nothing, not even by rounding."""
+    def set_speed(self, speed: float, now: float) -> None:
+        """Run at this speed from now on. An equal speed changes nothing, not even by rounding."""
         if speed != self.speed:
             self.left -= (now - self.since) * self.speed
             self.since = now
@@ -340,43 +364,43 @@ def timeline(
     """
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
-    running: dict[int, _Running] = {}
+    running: dict[int, _RunningTask] = {}
     now = 0.0
     while len(ends) < len(tasks):
         begin = {  # inf: an earlier task has not ended
-            place: max([task.earliest, *(ends.get(at, math.inf) + wait for at, wait in task.after)])
-            for place, task in enumerate(tasks)
-            if place not in starts
+            index: max([task.earliest, *(ends.get(at, math.inf) + wait for at, wait in task.after)])
+            for index, task in enumerate(tasks)
+            if index not in starts
         }
-        for place, time in begin.items():
+        for index, time in begin.items():
             if time <= now:
-                task = tasks[place]
-                starts[place] = time
+                task = tasks[index]
+                starts[index] = time
                 nodes = Counter(int(rank // node_size) for rank in task.ranks)
-                asked = {}
+                demand = {}
                 for node, count in nodes.items():
-                    asked[node] = count * task.busy
-                running[place] = _Running(asked, task.seconds, now, now + task.seconds)
-        _share(running.values(), now, cores)
+                    demand[node] = count * task.busy
+                running[index] = _RunningTask(demand, task.seconds, now, now + task.seconds)
+        _share_cores(running.values(), now, cores)
         later = []
         for time in begin.values():
             if time > now:
                 later.append(time)
         now = min([task.end for task in running.values()] + later)
-        for place in [place for place, task in running.items() if task.end <= now]:
-            ends[place] = running.pop(place).end
-    result = []
-    for place in range(len(tasks)):
-        result.append((starts[place], ends[place]))
-    return result
+        for index in [index for index, task in running.items() if task.end <= now]:
+            ends[index] = running.pop(index).end
+    spans = []
+    for index in range(len(tasks)):
+        spans.append((starts[index], ends[index]))
+    return spans
 
 
-def _share(running: Iterable[_Running], now: float, cores: float) -> None:
-    """Where the tasks on a node ask for more cores than it has, they share them evenly."""
-    asked: dict[int, float] = {}
+def _share_cores(running: Iterable[_RunningTask], now: float, cores: float) -> None:
+    """Set the speed of every task. Tasks that demand too many cores of a node share them evenly."""
+    demand: dict[int, float] = {}
     for task in running:
-        for node, number in task.asked.items():
-            asked[node] = asked.get(node, 0.0) + number
+        for node, number in task.demand.items():
+            demand[node] = demand.get(node, 0.0) + number
     for task in running:
-        shares = (cores / asked[node] for node in task.asked if asked[node] > cores)
-        task.go_at(min(shares, default=1.0), now)
+        shares = (cores / demand[node] for node in task.demand if demand[node] > cores)
+        task.set_speed(min(shares, default=1.0), now)

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -134,9 +134,10 @@ class PlanReport:
             facts = {}
             for name in _ORDER_FACTS:
                 facts[name] = getattr(order, name)
-            counts = astuple(tokens) if tokens else (None, None, None)
-            facts |= zip(("rows", "prompt_tokens", "response_tokens"), counts, strict=True)
             yield facts | {
+                "rows": tokens.num_rows if tokens else None,
+                "prompt_tokens": tokens.prompts if tokens else None,
+                "response_tokens": tokens.responses if tokens else None,
                 "start_seconds": call.start,
                 "seconds": call.seconds,
                 "limit": call.limit,
@@ -263,7 +264,7 @@ def plan(
         orders = tuple(order for order in traced.orders if order.step == step)
         edges = tuple(row_edges(orders))
         weights = tuple(weight_plans(traced))
-        prediction = predict(traced, orders, hardware, ways=weights)
+        prediction = predict(traced, orders, hardware, weights=weights)
         checks = [
             _check_settings(cfg, len(traced.world)),
             _check_members(traced),

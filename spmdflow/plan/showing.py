@@ -1,7 +1,7 @@
-"""What a planning that takes long does: a line on the terminal, and in status.json.
+"""Progress of a long planning: a line on the terminal and in status.json.
 
-Planners tell it to the logger `PLANNING`, at the level DEBUG; nobody else listens to it. A terminal
-has one line that is written over; a log gets a plain one now and then.
+Planners log their progress to the logger `PLANNING` at level DEBUG, and only this module listens to
+it. On a terminal one line is overwritten. A log gets a new line every ten seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_LETTERS = 78
 
 
 class _Newest(logging.Handler):
-    """Keeps what was told last."""
+    """Keeps the latest message."""
 
     text = "reading the settings"
 
@@ -35,15 +35,16 @@ class _Newest(logging.Handler):
 
 
 @contextlib.contextmanager
-def planning_shown(run_dir: Path | None) -> Iterator[None]:
-    """Show what is planned inside, once it has taken two seconds.
+def show_planning(run_dir: Path | None) -> Iterator[None]:
+    """Show the progress of the planning inside the `with` block once it has taken two seconds.
 
-    run_dir: is locked and gets a status.json meanwhile, unless a live run uses it.
+    run_dir: locked meanwhile, and gets a status.json, unless a live run uses it.
     """
     logger = logging.getLogger(PLANNING)
     newest = _Newest()
     over = threading.Event()
-    before = logger.level, logger.propagate
+    level = logger.level
+    propagate = logger.propagate
     logger.addHandler(newest)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
@@ -55,11 +56,12 @@ def planning_shown(run_dir: Path | None) -> Iterator[None]:
         over.set()
         thread.join(_LOG_SECONDS)
         logger.removeHandler(newest)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def _show(newest: _Newest, over: threading.Event, run_dir: Path | None) -> None:
+    """The thread that writes the latest message to stderr and status.json until `over` is set."""
     began = time.monotonic()
     next_line = 0.0
     if over.wait(_FIRST_SECONDS):
@@ -94,7 +96,7 @@ def _show(newest: _Newest, over: threading.Event, run_dir: Path | None) -> None:
 
 
 def _remove_unused(run_dir: Path) -> None:
-    """Remove a folder that only planning has used: after a refusal nothing is left."""
+    """Remove a folder that only the planning has used, so that a failed start leaves nothing."""
     with contextlib.suppress(OSError):
         if [path.name for path in run_dir.iterdir()] == [LOCK_FILE]:
             (run_dir / LOCK_FILE).unlink()

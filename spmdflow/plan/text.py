@@ -1,4 +1,4 @@
-"""A plan as text of at most 100 columns; tables, paragraphs, ranks, bytes and seconds as text."""
+"""A plan as text of at most 100 columns. Also formats tables, paragraphs, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from spmdflow.plan.workload import adapter_parameters
 
 WIDTH = 100
 MOST_LISTED = 16
-"""Up to this world size every process group and transfer is printed."""
+"""Largest world size of which every process group and transfer is printed."""
 _MOST_EDGES = 16
 _MOST_LINES = 24
 _ROUNDED_UP = 0.9995
-"""Values from here on round to 1 with three digits."""
+"""Smallest value that rounds to 1 with three digits."""
 _MEMORY_NAMES = {
     "parameters": "params",
     "gradients": "grads",
@@ -30,7 +30,10 @@ _Rows = list[Sequence[object]]
 
 
 def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Iterator[str]:
-    """Columns side by side, the first row their heads; the last column is cut at the width."""
+    """Lines of a table whose first row is its head.
+
+    Lines are cut at the width. The middle rows of a long table are replaced by their number.
+    """
     cells = []
     for row in rows:
         cells.append([str(cell) for cell in row])
@@ -38,8 +41,8 @@ def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Ite
     for column in zip(*cells, strict=True):
         widths.append(max(map(len, column)))
     adjust = []
-    for place in range(len(widths)):
-        adjust.append(str.rjust if place in right else str.ljust)
+    for index in range(len(widths)):
+        adjust.append(str.rjust if index in right else str.ljust)
     lines = []
     for row in cells:
         fitted = []
@@ -47,20 +50,20 @@ def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Ite
             fitted.append(fit(cell, width))
         lines.append("  " + "  ".join(fitted).rstrip())
     if len(lines) > _MOST_LINES + 2:
-        left_out = len(lines) - _MOST_LINES - 2
-        lines[_MOST_LINES + 1 : -1] = [f"  ... {left_out} more"]
+        num_omitted = len(lines) - _MOST_LINES - 2
+        lines[_MOST_LINES + 1 : -1] = [f"  ... {num_omitted} more"]
     yield from (line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in lines)
 
 
 def wrap_paragraph(head: str, text: str, *, colon: str = ":") -> Iterator[str]:
-    """A paragraph that hangs below its head."""
+    """Lines of a paragraph with a hanging indent below its head."""
     yield from textwrap.wrap(
         f"{head}{colon} {text}".rstrip(), WIDTH, subsequent_indent="      ", break_on_hyphens=False
     )
 
 
 def bytes_of(size: float) -> str:
-    """1234567 -> 1.23 MB; the unit is that of the rounded number: 999999 -> 1 MB."""
+    """1234567 -> 1.23 MB. The unit is that of the rounded number: 999999 -> 1 MB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= _ROUNDED_UP * factor:
             return f"{_three_digits(size / factor)} {unit}"
@@ -68,7 +71,7 @@ def bytes_of(size: float) -> str:
 
 
 def seconds_of(value: float | None) -> str:
-    """0.0123 -> 12.3 ms; nothing for None."""
+    """0.0123 -> 12.3 ms; None -> an empty text."""
     if value is None:
         return ""
     if value < _ROUNDED_UP * 1e-3:
@@ -85,7 +88,7 @@ def _three_digits(value: float) -> str:
 
 
 def plan_text(report: PlanReport) -> str:
-    """All sections, an empty line before each but the first."""
+    """The whole plan as text, its sections separated by empty lines."""
     sections = (
         _pools,
         _chosen,
@@ -98,13 +101,15 @@ def plan_text(report: PlanReport) -> str:
         _orders_by_rank,
     )
     lines = [*_head(report)]
-    for section in (*sections, _assumption_lines, _checks, _wrong):
-        found = [*section(report)]
-        lines += ["", *found] if found else []
+    for section in (*sections, _assumption_lines, _checks, _problems):
+        text = list(section(report))
+        if text:
+            lines += ["", *text]
     return "\n".join(lines) + "\n"
 
 
 def _head(report: PlanReport) -> Iterator[str]:
+    """Script, ranks, hardware, predicted speed, bytes moved, and the number of problems."""
     prediction = report.prediction
     nodes = len(set(report.trace.nodes))
     yield (
@@ -112,7 +117,7 @@ def _head(report: PlanReport) -> Iterator[str]:
         f"{nodes} node{'s' * (nodes > 1)}, {prediction.hardware}"
     )
     if prediction.seconds:
-        synced = sum(sum(way.received.values()) * way.syncs for way in report.weights)
+        synced = sum(sum(plan.received.values()) * plan.syncs for plan in report.weights)
         yield (
             f"       {seconds_of(prediction.seconds)} a step predicted, "
             f"{prediction.tokens_per_second:,.0f} tokens/s; {_moved_text(report)} of rows and "
@@ -120,13 +125,14 @@ def _head(report: PlanReport) -> Iterator[str]:
         )
     wrong = len(report.problems)
     if wrong:
-        verdict = f"{wrong} thing{'s' * (wrong > 1)} wrong, see the end"
+        verdict = f"{wrong} problem{'s' * (wrong > 1)}, listed at the end"
     else:
-        verdict = "nothing wrong"
+        verdict = "no problems"
     yield f"       {verdict}; planned in {report.seconds:.1f} s"
 
 
 def _pools(report: PlanReport) -> Iterator[str]:
+    """Each pool with its ranks and roles, and the idle ranks."""
     trace = report.trace
     yield "pools"
     for name, pool in trace.pools.items():
@@ -143,12 +149,13 @@ def _chosen(report: PlanReport) -> Iterator[str]:
 
 
 def _models(report: PlanReport) -> Iterator[str]:
+    """Each worker group: class, engine, layout, pool; then adapters and shared weights."""
     rows = [("model", "class", "engine", "layout", "pool")]
     for model in report.trace.models.values():
         engine = getattr(model.cfg, "engine", None)
-        held = getattr(model.cfg, "model", None)
-        if engine is not None and held is not None:
-            kind = f"{engine.kind} {held.precision}"
+        weights = getattr(model.cfg, "model", None)
+        if engine is not None and weights is not None:
+            kind = f"{engine.kind} {weights.precision}"
         else:
             kind = "-"
         if model.generates:
@@ -157,22 +164,27 @@ def _models(report: PlanReport) -> Iterator[str]:
         rows.append((model.name, name, kind, str(model.layout), model.pool))
     yield from table(rows)
     for model in report.trace.models.values():
-        held = getattr(model.cfg, "model", None)
-        if not model.only_generates and held is not None and getattr(held, "lora", None):
-            count = adapter_parameters(held)
-            yield f"  {model.name} trains {count:,} parameters: adapters of rank {held.lora.rank}"
+        weights = getattr(model.cfg, "model", None)
+        lora = getattr(weights, "lora", None)
+        if lora and not model.only_generates:
+            count = adapter_parameters(weights)
+            yield f"  {model.name} trains {count:,} parameters: adapters of rank {lora.rank}"
         if getattr(model.cfg, "shares", None):
-            yield f"  {model.name} has no weights of its own: {model.cfg.shares}, adapters off"
+            yield f"  {model.name} uses the weights of {model.cfg.shares} with adapters disabled"
 
 
 def _calls(report: PlanReport) -> Iterator[str]:
-    """Calls in the order of the script, with what is known of each."""
+    """One line for each call, in the order of the script, then seconds by stage."""
     prediction = report.prediction
-    rows: _Rows = [("line", "call", "ranks", "rows", "tokens", "starts", "takes", "most of it")]
+    rows: _Rows = [("line", "call", "ranks", "rows", "tokens", "start", "seconds", "largest part")]
     for call in report.calls():
         prompts = call["prompt_tokens"] or 0
         responses = call["response_tokens"] or 0
-        times = call["start_seconds"], call["seconds"]
+        start = ""
+        seconds = ""
+        if prediction.seconds:
+            start = seconds_of(call["start_seconds"])
+            seconds = seconds_of(call["seconds"])
         rows.append(
             (
                 call["line"] or "",
@@ -180,7 +192,8 @@ def _calls(report: PlanReport) -> Iterator[str]:
                 spans(call["ranks"]),
                 "" if call["rows"] is None else call["rows"],
                 f"{prompts:.5g}+{responses:.5g}" if prompts + responses else "",
-                *(seconds_of(time) if prediction.seconds else "" for time in times),
+                start,
+                seconds,
                 call["limit"],
             )
         )
@@ -188,7 +201,7 @@ def _calls(report: PlanReport) -> Iterator[str]:
     yield from table(rows, right=(0, 3, 5, 6))
     stages = prediction.stage_seconds().items()
     if prediction.seconds and stages:
-        shown = ", ".join(f"{stage} {seconds_of(seconds)}" for stage, seconds in stages)
+        shown = ", ".join(f"{stage} {seconds_of(value)}" for stage, value in stages)
         yield from wrap_paragraph("  by stage", shown)
     yield from (f"  {call.order.label}: {note}" for call in prediction.calls for note in call.notes)
     for why in prediction.without.values():
@@ -196,11 +209,12 @@ def _calls(report: PlanReport) -> Iterator[str]:
 
 
 def _routes(report: PlanReport) -> Iterator[str]:
+    """Row bytes by writing and reading call, then the largest edges."""
     if not report.routes:
         yield "rows between ranks: none"
         return
     yield f"rows between ranks: {_moved_text(report)} over {len(report.edge_bytes)} edges"
-    rows: _Rows = [("from", "to", "edges", "in node", "between", "columns")]
+    rows: _Rows = [("from", "to", "edges", "in node", "between nodes", "columns")]
     for route in report.routes:
         sizes = bytes_of(route.intra_bytes), bytes_of(route.inter_bytes)
         columns = " ".join(route.columns)
@@ -212,66 +226,80 @@ def _routes(report: PlanReport) -> Iterator[str]:
 
 
 def _weights(report: PlanReport) -> Iterator[str]:
+    """One line for each way that weights take from a trainer to a generator."""
     if not report.weights:
         return
     yield "weights from trainer to generator"
-    heads = ("from", "to", "way", "among", "a rank receives", "edges", "all", "between", "syncs")
+    heads = (
+        "from",
+        "to",
+        "mode",
+        "scope",
+        "a rank receives",
+        "edges",
+        "total",
+        "between nodes",
+        "syncs",
+    )
     rows: _Rows = [heads]
-    for way in report.weights:
-        sizes = list(way.received.values()) or [0]
+    for plan in report.weights:
+        sizes = list(plan.received.values()) or [0]
         mean = bytes_of(sum(sizes) / len(sizes))
         if min(sizes) == max(sizes):
             spread = mean
         else:
-            spread = f"{mean} (most {bytes_of(max(sizes))})"
-        edges = len(way.edges) if way.edges or not sum(sizes) else "?"
-        far = bytes_of(way.inter_bytes) if way.inter_bytes >= 0 else "?"
-        how = way.source, way.target, way.mode, way.scope
-        rows.append((*how, spread, edges, bytes_of(sum(sizes)), far, way.syncs))
+            spread = f"{mean} (max {bytes_of(max(sizes))})"
+        edges = len(plan.edges) if plan.edges or not sum(sizes) else "?"
+        far = bytes_of(plan.inter_bytes) if plan.inter_bytes >= 0 else "?"
+        ends = plan.source, plan.target, plan.mode, plan.scope
+        rows.append((*ends, spread, edges, bytes_of(sum(sizes)), far, plan.syncs))
     yield from table(rows, right=(4, 5, 6, 7, 8))
-    for way in report.weights:
-        yield from wrap_paragraph(f"  {way.target}", way.note) if way.note else ()
+    for plan in report.weights:
+        if plan.note:
+            yield from wrap_paragraph(f"  {plan.target}", plan.note)
 
 
 def _memory(report: PlanReport) -> Iterator[str]:
+    """Memory of a rank by phase and by what uses it."""
     phases = report.prediction.memory
     if not phases:
         return
-    host = "; h: on the host meanwhile" * any(phase.on_host for phase in phases)
-    yield f"memory of a rank in GB, of {phases[0].budget / 1e9:.2f} that a plan may fill{host}"
+    legend = "; h: offloaded to the host" * any(phase.on_host for phase in phases)
+    yield f"memory of a rank in GB, of {phases[0].budget / 1e9:.2f} that a plan may fill{legend}"
     names = list(dict.fromkeys(part for phase in phases for part in phase.parts))
     names = [name for name in names if any(phase.parts.get(name) for phase in phases)]
     digits = 1 if max(phase.total for phase in phases) > 1e10 else 3
     methods = [phase.phase.partition(".")[2] for phase in phases]
     methods_differ = len(set(methods)) == len(methods)
-    rows = [("while", "all", "of it", *(_MEMORY_NAMES.get(name, name) for name in names))]
+    rows = [("phase", "total", "used", *(_MEMORY_NAMES.get(name, name) for name in names))]
     for phase, method in zip(phases, methods, strict=True):
         sizes = phase.total, *(phase.parts.get(name, 0.0) for name in names)
         total, *parts = (f"{size / 1e9:.{digits}f}" for size in sizes)
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             if size := phase.on_host.get(name):
-                parts[place] += f"+{size / 1e9:.{digits}f}h"
+                parts[index] += f"+{size / 1e9:.{digits}f}h"
         share = f"{100 * phase.total / phase.budget:.0f} %"
         rows.append((method if methods_differ else phase.phase, total, share, *parts))
     yield from table(rows, right=range(1, len(rows[0])))
 
 
 def _groups(report: PlanReport) -> Iterator[str]:
+    """Process groups by kind; in small worlds each with its ranks."""
     yield f"process groups: {len(report.groups)}"
     kinds = report.group_kinds()
-    rows: _Rows = [("made by", "what", "lane", "backend", "groups", "ranks each")]
+    rows: _Rows = [("owner", "axis", "lane", "backend", "groups", "ranks each")]
     rows += [(*kind, len(groups), max(map(len, groups))) for kind, groups in kinds.items()]
     yield from table(rows, right=(4, 5))
     if report.world_size > MOST_LISTED:
-        yield "  --json lists every one with its ranks"
+        yield "  --json lists every group with its ranks"
         return
-    for (maker, axis, lane, backend), groups in kinds.items():
-        everyone = ", ".join(str(list(ranks)) for ranks in groups)
-        yield from wrap_paragraph(f"  {maker} {axis} ({lane}, {backend})", everyone)
+    for (owner, axis, lane, backend), groups in kinds.items():
+        listed = ", ".join(str(list(ranks)) for ranks in groups)
+        yield from wrap_paragraph(f"  {owner} {axis} ({lane}, {backend})", listed)
 
 
 def _orders_by_rank(report: PlanReport) -> Iterator[str]:
-    """Ranks with the same calls together; their transfers counted."""
+    """The calls of each rank, ranks with equal calls on one line; then each transfer's edges."""
     alike: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
     for rank, lanes in report.lanes().items():
         labels = tuple(f"{order.number} {order.label}" for order in lanes[COMPUTE])
@@ -292,26 +320,27 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
     for edge in sorted(report.edges, key=lambda e: (e.release, e.source, e.destination)):
         size = bytes_of(edge.num_bytes)
         edges.setdefault(edge.release, []).append(f"{edge.source} -> {edge.destination} {size}")
-    for place, shown in edges.items():
+    for index, shown in edges.items():
         if len(shown) > _MOST_EDGES:
             more = [f"... {len(shown) - _MOST_EDGES} more"]
         else:
             more = []
-        label = report.trace.orders[place].label
+        label = report.trace.orders[index].label
         yield from wrap_paragraph(f"  {label}", ", ".join(shown[:_MOST_EDGES] + more))
 
 
 def _assumption_lines(report: PlanReport) -> Iterator[str]:
+    """What the plan assumed, and the lines of the script whose effect only a run can know."""
     trace = report.trace
     if trace.assumptions or trace.reads or report.missing_here:
         yield "assumed"
     if report.missing_here:
-        yield from wrap_paragraph("  - not on this machine", report.missing_here)
+        yield from wrap_paragraph("  - missing on this node", report.missing_here)
     for sentence in trace.assumptions:
         yield from wrap_paragraph("  -", sentence, colon="")
     for read in trace.reads:
         if read.in_loop:
-            again = "; inside a loop, traced as often as the examples say"
+            again = "; in a loop, traced as often as the examples cause it to repeat"
         else:
             again = ""
         if read.waits:
@@ -329,8 +358,10 @@ def _checks(report: PlanReport) -> Iterator[str]:
         yield f"  {verdict:8} {check.name:9} {check.covered}"
 
 
-def _wrong(report: PlanReport) -> Iterator[str]:
-    yield from ("wrong",) if report.problems else ()
+def _problems(report: PlanReport) -> Iterator[str]:
+    """Every problem, numbered."""
+    if report.problems:
+        yield "problems"
     for number, problem in enumerate(report.problems, 1):
         yield from wrap_paragraph(f"  {number}. {problem.check}", problem.text)
 

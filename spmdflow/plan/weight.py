@@ -1,7 +1,7 @@
-"""How weights reach generators in a step: mode, bytes by rank and edge, nodes crossed.
+"""How weights reach generators in a step: mode, bytes by rank and by edge, bytes between nodes.
 
-The figures are of one sync, by the planner that the ranks themselves use (`hybrid_engine.reshard`),
-not by a formula.
+The numbers are of one sync. They come from the planner that the ranks themselves use
+(`hybrid_engine.reshard`), not from a formula.
 """
 
 from __future__ import annotations
@@ -53,19 +53,24 @@ class WeightPlan:
     edges: BytesByEdge = field(default_factory=dict)
     """The same by (source, destination)."""
     inter_bytes: int = -1
-    """Of all ranks' bytes, those from another node; -1: nothing is planned."""
+    """Bytes that ranks receive from other nodes; -1 if nothing is planned."""
     syncs: int = 0
-    """How often it happens in the last traced step."""
+    """Number of syncs in the last traced step."""
     note: str = ""
     entering: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that come to each node from others; what several of its ranks receive comes once."""
+    """Bytes that each node receives from others. What several of its ranks receive counts once."""
     reported: int = 0
-    """Expected rollout/synced_bytes of one sync: bytes received by the ranks that answer."""
+    """Expected rollout/synced_bytes of one sync: bytes that the ranks that reply receive."""
     parts: Copies | Shards | None = field(default=None, repr=False, compare=False)
-    """What was planned, box by box or shard by shard, for its proof; None: nothing was."""
+    """The plan box by box or shard by shard, for its check; None if nothing is planned."""
 
-    def of_messages(self, sent: Iterable[_Sent], ranks: Sequence[int], nodes: Nodes) -> WeightPlan:
-        """This plan with the bytes of messages to some of the ranks; each enters a node once."""
+    def with_messages(
+        self, sent: Iterable[_Sent], ranks: Sequence[int], nodes: Nodes
+    ) -> WeightPlan:
+        """This plan with the bytes of these messages. A message enters each node once.
+
+        ranks: all that may receive; those without a message get 0 bytes.
+        """
         received = dict.fromkeys(ranks, 0)
         edges: Counter[tuple[int, int]] = Counter()
         entering: Counter[int] = Counter()
@@ -92,13 +97,11 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
             continue  # its weights come from files
         try:
             if policy is None:
-                plan = _local(traced, trace.node_of, gathers=_has_devices(trace))
+                plan = _plan_local_sync(traced, trace.node_of, gathers=_has_devices(trace))
+                ranks = _reply_ranks(traced)
             else:
-                plan = _boxes(policy, traced, trace.node_of)
-            if policy is not None:
+                plan = _plan_copy(policy, traced, trace.node_of)
                 ranks = tuple(plan.received)
-            else:
-                ranks = _answering(traced)
             plan = replace(plan, reported=sum(plan.received[rank] for rank in ranks))
         except (ConfigError, PlanError) as err:
             plan = WeightPlan(name, name, "?", "?", note=f"not planned: {err}")
@@ -109,12 +112,12 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
 def syncs_by_step(
     trace: Trace, phases: Sequence[str] = ("train",), *, synced: Iterable[str] = ()
 ) -> dict[int, Counter[str]]:
-    """How often weights pass to each model that generates in the calls of each step.
+    """Number of weight syncs by step and by model that generates, in calls of these phases.
 
-    A model's first generation, and the first one after an update, includes a sync. synced: models
-    that had theirs when a checkpoint was loaded.
+    A model's first generation includes a sync, and so does the first one after an update. synced:
+    models that were synced when a checkpoint was loaded.
     """
-    found: dict[int, Counter[str]] = {step: Counter() for step in trace.steps}
+    counts: dict[int, Counter[str]] = {step: Counter() for step in trace.steps}
     fresh = set(synced)
     for order in trace.orders:
         name = order.model
@@ -122,19 +125,19 @@ def syncs_by_step(
             continue
         traced = trace.models[name]
         kind = traced.kind_of(order.method)
-        comes = order.method == "receive_weights"
+        is_sync = order.method == "receive_weights"
         if kind == "train":
-            fresh -= {name, *_freed_by(traced, trace)}
+            fresh -= {name, *_stale_models(traced, trace)}
         elif kind == "generate" and name not in fresh and not traced.only_generates:
             fresh.add(name)
-            comes = True
-        if comes and order.phase in phases:
-            found.setdefault(order.step, Counter())[name] += 1
-    return found
+            is_sync = True
+        if is_sync and order.phase in phases:
+            counts.setdefault(order.step, Counter())[name] += 1
+    return counts
 
 
-def _freed_by(trained: TracedModel, trace: Trace) -> Iterator[str]:
-    """Models that lose generation's weights while another one is trained on their ranks."""
+def _stale_models(trained: TracedModel, trace: Trace) -> Iterator[str]:
+    """Models whose generation weights are freed while `trained` is trained on their ranks."""
     for name, model in trace.models.items():
         if model.generates and not model.only_generates and model.pool == trained.pool:
             mode = sync_mode(model.settings, model.layout)
@@ -144,7 +147,7 @@ def _freed_by(trained: TracedModel, trace: Trace) -> Iterator[str]:
                 yield name
 
 
-def _answering(traced: TracedModel) -> tuple[int, ...]:
+def _reply_ranks(traced: TracedModel) -> tuple[int, ...]:
     """Ranks whose metrics of a generation count."""
     spec = method_spec(traced.worker_class, "generate_sequences")
     return tuple(protocol(spec.transfer_mode).collect(traced.layout).ranks)
@@ -152,17 +155,24 @@ def _answering(traced: TracedModel) -> tuple[int, ...]:
 
 def _has_devices(trace: Trace) -> bool:
     """Whether the ranks have devices of their own."""
-    made = (order.command["specs"] for order in trace.orders if order.operation == "groups")
-    return any(backend != "gloo" for specs in made for *_, backend in specs or ())
+    for order in trace.orders:
+        if order.operation == "groups":
+            for *_, backend in order.command["specs"] or ():
+                if backend != "gloo":
+                    return True
+    return False
 
 
-def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
-    """To the generator on the trainer's ranks. gathers: flat uses one all-gather of equal rows."""
+def _plan_local_sync(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
+    """The sync to a generator on the trainer's own ranks.
+
+    gathers: in mode flat, one all-gather of rows that are padded to equal length.
+    """
     cfg = traced.settings
     layout = traced.layout
     mode = sync_mode(cfg, layout)
     if mode in ("copy", "adapter"):
-        return _boxes(traced, traced, nodes)
+        return _plan_copy(traced, traced, nodes)
     element_bytes = getattr(torch, cfg.rollout.precision).itemsize
     architecture = Architecture.from_folder(cfg.model.path)
     sharding = engine_kind(cfg.engine.kind).sharding_with(cfg.engine.options)
@@ -186,11 +196,11 @@ def _local(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
     have = boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind))
     need = boxes_of(generation_tables(architecture, layout, engine=cfg.rollout.generator))
     plan = WeightPlan(traced.name, traced.name, mode, "micro_dp", parts=Shards(groups, have, need))
-    return plan.of_messages(sent, layout.ranks, nodes)
+    return plan.with_messages(sent, layout.ranks, nodes)
 
 
-def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan:
-    """From the boxes that ranks have and need."""
+def _plan_copy(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan:
+    """The sync of modes copy and adapter: each rank receives the boxes that it needs and lacks."""
     cfg = policy.settings
     copies = plan_copies(
         sent_architecture(cfg),
@@ -202,32 +212,32 @@ def _boxes(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan
     )
     plan = copies.plan
     mode = "adapter" if cfg.rollout.weights == "adapter" else "copy"
-    found = WeightPlan(policy.name, target.name, mode, plan.scope, parts=copies)
+    plan_of_boxes = WeightPlan(policy.name, target.name, mode, plan.scope, parts=copies)
     sent = (
         (move.source, move.destinations, move.box.size * plan.element_bytes * times)
         for move, times in plan.moves()
     )
-    merging = list(_merging(policy))
+    merging = list(_merge_messages(policy))
     ranks = sorted({*target.layout.ranks, *(rank for _, to, _ in merging for rank in to)})
-    return found.of_messages([*sent, *merging], ranks, nodes)
+    return plan_of_boxes.with_messages([*sent, *merging], ranks, nodes)
 
 
-def _merging(policy: TracedModel) -> Iterator[_Sent]:
-    """Messages that bring all rows of each A to the ranks that merge adapters, in float32."""
+def _merge_messages(policy: TracedModel) -> Iterator[_Sent]:
+    """Messages that bring each whole adapter matrix A, in float32, to the ranks that merge it."""
     cfg = policy.settings
     layout = policy.layout
     lora = getattr(cfg.model, "lora", None)
     if lora is None or cfg.rollout.weights == "adapter":
         return
     architecture = replace(Architecture.from_folder(cfg.model.path), adapters=lora.adapters)
-    held = boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind))
+    boxes_by_rank = boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind))
     for group in layout.axis_groups("shard"):
         for rank in group:
-            for name, boxes in held[rank].items():
+            for name, boxes in boxes_by_rank[rank].items():
                 if is_adapter(name) and not is_b(name):
                     for box in boxes:
                         lacking = []
                         for peer in group:
-                            if box not in held[peer].get(name, ()):
+                            if box not in boxes_by_rank[peer].get(name, ()):
                                 lacking.append(peer)
                         yield rank, lacking, box.size * 4

@@ -1,7 +1,7 @@
-"""A traced step in the terms of `mapping`: hardware, models, strategies and calls.
+"""Translates a traced step into the terms of `mapping`: hardware, models, strategies and calls.
 
-Calls of models that have weights, on rows with tokens, are simulated; map functions, fetches and
-reward functions are not.
+Calls of models with weights, on rows with tokens, are simulated. Map functions, fetches and reward
+functions are not.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ _BY_DEVICE = {
     r"\bH100\b(?!.*\b(PCIe|NVL|MIG)\b)": "h100",
     r"\bH200\b(?!.*\b(NVL|MIG)\b)": "h200",
 }
-"""Packaged files by CUDA's device name; variants with other memory or links do not match."""
+"""Packaged files by CUDA's device name. Variants with other memory or links do not match."""
 
 
 def hardware_of(
     name: str | None, node_size: int | None = None, *, world_size: int | None = None
 ) -> Hardware:
-    """The named hardware, or this machine's kind. ConfigError if there is no such hardware.
+    """The named hardware; without a name, the hardware of this node.
 
-    node_size: ranks of a node; without it the hardware's, on CPUs all of the world. A CPU file
-    holds for as many ranks as were measured; more ranks share its rates and memory.
+    Raises ConfigError if there is no such hardware. node_size: ranks of a node. Without it, the
+    hardware file determines it, or on CPUs the whole world is one node. A CPU file was measured for
+    a number of ranks; more ranks share its rates and memory.
     """
-    hardware = load_hardware(name or _own())
+    hardware = load_hardware(name or _local_hardware())
     if not hardware.is_cpu:
         if node_size is None:
             return hardware
@@ -71,19 +72,19 @@ def nodes_of(world: tuple[int, ...], hardware: Hardware) -> tuple[int, ...]:
     return tuple(rank // int(hardware.gpus_per_node) for rank in world)
 
 
-def _own() -> str:
-    """The packaged file of the device at hand; ConfigError if there is none."""
-    own = own_device()
-    if own == CPU:
+def _local_hardware() -> str:
+    """Name of the packaged file for this node's device; raises ConfigError if there is none."""
+    kind = own_device()
+    if kind == CPU:
         return "cpu"
-    device = torch.get_device_module(own).get_device_name()
+    device = torch.get_device_module(kind).get_device_name()
     for pattern, name in _BY_DEVICE.items():
         if re.search(pattern, device):
             return name
     raise ConfigError(
         f"hardware: got {device}, expected a device that a packaged file describes "
         f"({', '.join(_BY_DEVICE.values())}); measure it with scripts/calibrate.py --device "
-        f"{own.type} and set run.hardware (of a plan: --hardware) to that file, or to the nearest "
+        f"{kind.type} and set run.hardware (of a plan: --hardware) to that file, or to the nearest "
         f"of these"
     )
 
@@ -94,19 +95,19 @@ STAGES: dict[Kind, str] = {"generate": "generation", "infer": "preparation", "tr
 
 @dataclass(frozen=True)
 class Simulated:
-    """What the simulators can be asked about a step."""
+    """The part of a step that the simulators can predict."""
 
     dataflow: Dataflow | None
-    """None: no model of the script has weights."""
+    """None if no model of the script has weights."""
     strategies: Mapping[str, Strategy]
     calls: Mapping[int, Call]
-    """The dataflow's calls by the place of their order."""
+    """The dataflow's calls by their index in the trace."""
     without: Mapping[str, str]
-    """Models without a simulator, and why."""
+    """Models without a simulator, each with the reason."""
 
 
 def simulate_orders(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
-    """The orders of one step, as far as there are simulators."""
+    """The models and calls of one step, as far as there are simulators for them."""
     models: dict[str, Model] = {}
     without: dict[str, str] = {}
     sources = {}
@@ -119,13 +120,11 @@ def simulate_orders(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
             without[name] = str(err)
     if not models:
         return Simulated(None, {}, {}, without)
-    known = {}
-    for order in orders:
-        known[order.place] = _call(trace, order, models)
     calls = {}
-    for place, call in known.items():
+    for order in orders:
+        call = _call(trace, order, models)
         if call is not None:
-            calls[place] = call
+            calls[order.place] = call
     for call in calls.values():
         if call.kind == "generate":
             models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
@@ -141,12 +140,13 @@ def simulate_orders(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
 
 
 def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
+    """A worker group for the simulators; raises ConfigError if it has no weights or engine."""
     cfg = traced.settings
     layout = traced.layout
     model = getattr(cfg, "model", None)
     if model is None or not hasattr(cfg, "engine"):
         got = "no model of weights"
-        do = "its calls count as host time alone"
+        do = "its calls count as host time only"
         raise ConfigError.of(traced.name, got, "one for a prediction", do)
     head: Head = "causal_lm" if issubclass(traced.worker_class, _WITH_LOGITS) else "scalar"
     sizes = layout.tp_size, layout.pp_size
@@ -182,7 +182,7 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """Number of weights that adapters add; 0 without adapters, or without a table of weights."""
+    """Number of parameters that adapters add; 0 without adapters or without a table of weights."""
     arch = Architecture.sizes_from_folder(model.path)
     lora = getattr(model, "lora", None)
     if lora is None or arch.obstacle:
@@ -191,16 +191,17 @@ def adapter_parameters(model: ModelConfig) -> int:
 
 
 def _rollout(traced: TracedModel) -> Rollout:
+    """The generator of a worker group for the simulators."""
     rollout = traced.settings.rollout
     layout = traced.layout
     size, unit = cache_of(rollout.kv_cache)
     is_set = unit == "bytes" and generator_kind(rollout.generator).fixed_cache
-    way = "copy" if traced.only_generates else sync_mode(traced.settings, layout)
+    mode = "copy" if traced.only_generates else sync_mode(traced.settings, layout)
     return Rollout(
         kind=rollout.generator,
         layout=(layout.gen_tp_size, layout.gen_pp_size),
-        weights="flat" if traced.only_generates else way,
-        eager=way != "copy",
+        weights="flat" if traced.only_generates else mode,
+        eager=mode != "copy",
         dtype=rollout.precision,
         kv_cache_bytes=size if is_set else None,
         max_batch_size=rollout.max_batch_size,
@@ -208,7 +209,7 @@ def _rollout(traced: TracedModel) -> Rollout:
 
 
 def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
-    """A cache that is not of fixed size is as large as the rows that are decoded together."""
+    """The model with a KV cache for all rows decoded together, unless the size is fixed."""
     rollout = model.rollout
     if rollout is None or rollout.facts.fixed_cache:
         return model
@@ -220,6 +221,7 @@ def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
 
 
 def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call | None:
+    """An order as a call of the dataflow; None if it has no simulator or no tokens."""
     tokens = trace.tokens.get(order.place)
     if order.operation != "call" or order.model not in models or tokens is None:
         return None
@@ -228,7 +230,7 @@ def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call
     traced = trace.models[order.model]
     kind = traced.kind_of(order.method)
     if traced.only_generates and kind != "generate":
-        return None  # it takes rows on, and draws for them later
+        return None  # it accepts rows, and samples for them later
     minis = []
     for plain in order.commands.values():
         minis.append(len(plain.get("mini", ())))
@@ -239,5 +241,5 @@ def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call
         num_updates=max(1, *minis) if kind == "train" else 1,
         num_epochs=traced.cfg.update.num_epochs if kind == "train" else 1,
     )
-    # a script whose generator has ranks of its own overlaps generation with all else
+    # a script whose generator has its own ranks overlaps generation with everything else
     return Call(order.model, kind, "step" if trace.links else STAGES[kind], workload, order.method)

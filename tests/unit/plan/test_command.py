@@ -106,7 +106,7 @@ def test_text_is_at_most_100_columns_and_says_what_matters(
         "transfer 1 of actor.generate_sequences: 0 -> 2 ",
         "by stage: generate_sequences ",
         "order of commands by rank",
-        "nothing wrong",
+        "no problems",
         "all members enter",
     ):
         assert part in text, part
@@ -120,7 +120,7 @@ def test_text_prints_every_group_and_transfer_of_small_worlds_only() -> None:
 
     assert "actor tp (compute, nccl): [0, 1], [2, 3], [4, 5], [6, 7], [8, 9]" in small
     assert "  transfer 1 of" in small and "--json" not in small
-    assert "--json lists every one with its ranks" in large
+    assert "--json lists every group with its ranks" in large
     assert "--json lists the transfers of every rank" in large
     assert "[0, 1]" not in large and "  transfer 1 of" not in large
 
@@ -236,7 +236,7 @@ def test_picture_that_cannot_be_written_is_refused(
 
     assert main([*words, "--picture", str(tmp_path / "a.svg")]) == REFUSED
 
-    assert "a.svg: Is a directory, expected a file" in capsys.readouterr().err
+    assert "a.svg: Is a directory, expected a writable file" in capsys.readouterr().err
 
 
 def test_examples_of_the_configuration_win_over_the_script_and_lose_to_the_command_line(
@@ -317,7 +317,7 @@ def test_settings_that_cannot_work_are_told_all_at_once(
 
     text = capsys.readouterr().out
     assert status == WRONG
-    assert "3 things wrong" in text
+    assert "3 problems" in text
     for key in ("mini_batch_size: got 5", "top_p: got 2", "gamma: got 3"):
         assert key in text
 
@@ -337,7 +337,7 @@ def test_what_only_this_machine_lacks_is_no_fault_of_the_plan(tmp_path: Path) ->
 
     assert report.problems == [f for f in report.problems if f.check == "memory"]
     assert "no *.safetensors" in (report.missing_here or "")
-    assert "not on this machine" in plan_text(report)
+    assert "missing on this node" in plan_text(report)
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def scanned() -> ScanReport:
 
 
 def predicted(traced: Trace, orders: tuple[TracedOrder, ...]) -> Prediction:
-    return predict(traced, orders, load_hardware("h100"), ways=weight_plans(traced))
+    return predict(traced, orders, load_hardware("h100"), weights=weight_plans(traced))
 
 
 def assert_alike(one: Trace, other: Trace) -> None:
@@ -220,7 +220,7 @@ def test_files_are_written_and_one_line_is_logged(
     assert plain["steps"] == [0, 1, 2]
     assert (Path(run.cfg.run.dir) / "prediction.txt").read_text().startswith("seconds of a step")
     path = Path(run.cfg.run.dir) / "prediction.txt"
-    assert caplog.messages == [f"predicted and measured seconds and bytes: {path}"]
+    assert caplog.messages == [f"Predicted and measured seconds and bytes: {path}"]
 
 
 def stopping(script: ModuleType) -> ModuleType:
@@ -304,7 +304,7 @@ def test_run_without_a_transcript_or_steps_is_no_error(
     with caplog.at_level(logging.INFO, "spmdflow.plan.comparison"):
         compare_run(cfg)
 
-    assert any(m.startswith("no prediction is written: DataError: ") for m in caplog.messages)
+    assert any(m.startswith("no prediction written: DataError: ") for m in caplog.messages)
     (tmp_path / "metrics.jsonl").write_text((Path(run.cfg.run.dir) / "metrics.jsonl").read_text())
     found = compare(cfg, tmp_path, hardware=load_hardware("h100"))
     assert found.steps == ()

@@ -35,7 +35,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(run_dir: Path, is_shown: Callable[[], bool]) -> bool:
     """Whether a planning was shown while it went on."""
     until = time.monotonic() + 300.0
-    with showing.planning_shown(run_dir):
+    with showing.show_planning(run_dir):
         logging.getLogger(PLANNING).debug("%d of %d sets of models", 3, 7)
         while not is_shown() and time.monotonic() < until:
             time.sleep(0.01)

@@ -25,7 +25,7 @@ from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import ActorWorker
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.check import check_weight_copies, check_weight_shards
-from spmdflow.plan.prediction import planned_transition
+from spmdflow.plan.prediction import weight_sync_seconds
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.weight import WeightPlan, syncs_by_step, weight_plans
 from spmdflow.weights.architecture import Architecture
@@ -263,7 +263,7 @@ def test_seconds_of_planned_bytes_are_those_of_the_formula_where_layouts_nest(
     hardware = load_hardware("a100_80gb").with_node(node_size)
 
     way = planned(tmp_path, layout, sizes=GIANT, node_size=node_size)
-    found = planned_transition(way, hardware).seconds
+    found = weight_sync_seconds(way, hardware).seconds
 
     shape = Architecture.from_folder(str(tmp_path))
     model = Model("actor", shape, trained=True, rollout=Rollout(layout=None))
