@@ -3,7 +3,7 @@ a sharded Hugging Face folder.
 
 Any model that was trained, also one that the run does not export, as the critic. Adapters are
 merged into the weights of the folder that the run had, or written alone, as a folder of peft's.
-Needs no device and no more memory than some rows of a tensor; may run beside training. Every byte
+Needs no device and no more memory than some rows of a tensor; may run during training. Every byte
 that is read is verified. A RUN_DIR means its latest checkpoint.
 """
 
@@ -91,8 +91,8 @@ def export(
             raise CheckpointError.of("export", got, "one that says how to export it", do)
         source = Path(state.plain["model"]["source"])
         saved = [source, *sorted(info.folder.glob(f"*/{FOLDER}"))]
-        beside = next((path for path in saved if path.is_dir()), None)
-        if beside is None:
+        model_folder = next((path for path in saved if path.is_dir()), None)
+        if model_folder is None:
             sys.stderr.write(f"spmdflow: no tokenizer in {folder}: {source} is not there\n")
         precision = None if dtype is None else getattr(torch, dtype)
         has_adapters = "lora" in state.plain["model"]
@@ -102,7 +102,7 @@ def export(
         read: StateFiles | MergedState = state
         if has_adapters and not adapter:
             read = MergedState(state, source)
-        ModelExport(read.plain, precision).write(read, folder, files_from=beside)
+        ModelExport(read.plain, precision).write(read, folder, files_from=model_folder)
         sync_tree(folder)
     return role
 

@@ -1,4 +1,4 @@
-"""The stacks of a rank, in RUN_DIR/stacks-rank<k>.txt; what NCCL knows, beside it.
+"""The stacks of a rank, in RUN_DIR/stacks-rank<k>.txt; what NCCL knows, next to it.
 
 A rank writes them itself (`dump_stacks`), or on a signal: that also works while C code
 holds the interpreter, and for a stopped process in the moment when it goes on.

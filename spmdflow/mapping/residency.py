@@ -124,9 +124,9 @@ def _movable_bytes(model: Model, cut: Strategy) -> Parts:
     }
 
 
-def choose_weights(ways: Mapping[str, Residency]) -> str:
+def choose_weights(choices: Mapping[str, Residency]) -> str:
     """The value of rollout.weights with the fastest step, the first if several are equal."""
-    return min(ways, key=lambda way: _sort_key(ways[way]))
+    return min(choices, key=lambda mode: _sort_key(choices[mode]))
 
 
 @dataclass(frozen=True)

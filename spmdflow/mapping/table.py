@@ -142,11 +142,11 @@ class CostTable:
         self.dataflow = dataflow
         self.hardware = hardware
         self._offloads = offloads
-        ways = set()
+        modes = set()
         for model in dataflow.models:
             if model.rollout:
-                ways.add(model.rollout.weights)
-        self._exposed_kinds = ("infer", "train") if ways & KEPT_WHILE_TRAINING else ("infer",)
+                modes.add(model.rollout.weights)
+        self._exposed_kinds = ("infer", "train") if modes & KEPT_WHILE_TRAINING else ("infer",)
         self.sizes = np.asarray(sorted(pool_sizes), dtype=np.int64)
         self.entries = [self._entries_of(model) for model in dataflow.models]
         self._fronts: dict[tuple[ModelSet, int, bool], Front] = {}

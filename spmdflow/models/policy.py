@@ -72,7 +72,7 @@ class PolicyWorker(EngineWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_weights(self, peer: dict[str, Any]) -> None:
-        """Prepare to send the weights to a generator on other ranks; peer: its layout."""
+        """Prepare to send the weights to a generator on other ranks. peer: its layout."""
         self._sender = WeightSender(self.engine, self.context, self.cfg, Layout(**peer))
 
     @register(transfer_mode="ONE_TO_ALL")
@@ -89,10 +89,10 @@ class PolicyWorker(EngineWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def connect_server(self, url: str, backend: str = "spmdflow") -> None:
-        """Prepare to publish weights to a vLLM that runs elsewhere; url: http://host:port.
+        """Prepare to publish weights to a vLLM server outside the run.
 
-        It must serve actor.model.path, with the weight-transfer backend named here: spmdflow, or
-        nccl, which is vLLM's own (docs/HYBRID.md).
+        url: http://host:port. The server must serve actor.model.path with the weight-transfer
+        backend named here: spmdflow, or nccl, which is vLLM's own (docs/HYBRID.md).
         """
         self._publisher = publisher_of(
             self.engine, self.context, self.cfg, url=url, backend=backend
@@ -100,7 +100,7 @@ class PolicyWorker(EngineWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def publish_weights(self) -> None:
-        """Send the weights to the connected server, which pauses generation meanwhile."""
+        """Send the weights to the connected server. It pauses generation meanwhile."""
         if self._publisher is None:
             raise ProtocolError(
                 f"{self.context.name}.publish_weights: no server is connected; call "
@@ -128,16 +128,16 @@ class PolicyWorker(EngineWorker):
             log_probs, entropy = map(micro.spread, output.log_probs_and_entropy(temperature))
             return {"old_log_probs": log_probs, "entropy": entropy}
 
-        made = self.score(batch, score)
-        if made is None:
+        columns = self.score(batch, score)
+        if columns is None:
             return None
         if "rollout_log_probs" in batch.keys():
-            self._report_drift(batch, made["old_log_probs"])
+            self._report_mismatch(batch, columns["old_log_probs"])
         mask = chosen_mask(batch)
-        entropy = pad(made["entropy"])
+        entropy = pad(columns["entropy"])
         total = float((entropy * mask).sum())
         self.report({"actor/entropy": Mean(total, float(mask.sum()))})
-        return made.exclude("entropy")
+        return columns.exclude("entropy")
 
     @register(
         transfer_mode="3D_PROTO",
@@ -167,16 +167,16 @@ class PolicyWorker(EngineWorker):
     def compute_loss(self, batch: TensorDict) -> TensorDict | None:
         """Cross-entropy of pre-training texts, which are the prompts of these rows.
 
-        pretrain_losses (B,): nats of each text. pretrain_ids: the texts; rows that have this
-        column make `update_actor` add the texts' loss to its own (PPO-ptx).
+        pretrain_losses (B,): nats of each text. pretrain_ids: the texts. If rows have this column,
+        `update_actor` adds the texts' loss to its own (PPO-ptx).
         """
         texts = batch["prompts"]
-        made = self.score(
+        scored = self.score(
             text_rows(texts), lambda output, micro: {"losses": row_losses(output, micro)}
         )
-        if made is None:
+        if scored is None:
             return None
-        losses = made["losses"]
+        losses = scored["losses"]
         tokens = float(len(texts.values()) - len(losses))
         self.report({"actor/pretrain_loss_before": Mean(float(losses.sum()), tokens)})
         columns = {"pretrain_ids": texts, "pretrain_losses": losses}
@@ -193,7 +193,7 @@ class PolicyWorker(EngineWorker):
         """One optimizer step for each mini-batch; metrics are means over the steps.
 
         With pretrain_ids, a step also learns its samples' texts, weighted by loss.pretrain_coef.
-        Rows that failed (valid is False) are not learnt from.
+        Rows that failed (valid is False) are skipped.
         """
         if _correction(self.cfg) is not None and "rollout_weights" not in batch.keys():
             got = (
@@ -212,28 +212,29 @@ class PolicyWorker(EngineWorker):
         self.loss.before = before
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
-            if loss is not self.loss:  # rows of texts are among them
+            """Train on one mini-batch and return its metrics. Ends the pre-update metrics."""
+            if loss is not self.loss:  # text rows are among them
                 num_micro_batches = self.engine.count_micro_batches(rows)
-            found = self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
+            metrics = self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
             self.loss.before = None  # the weights have changed
-            return found
+            return metrics
 
         metrics = self.take_steps(batch, step, prefix="actor")
         if before is not None:
             self.report(before.metrics())
         return metrics
 
-    def _report_drift(self, batch: TensorDict, old: Tensor) -> None:
-        """|log-prob gap| between the rollout and the trainer, over the policy's tokens."""
+    def _report_mismatch(self, batch: TensorDict, old: Tensor) -> None:
+        """Report mean and maximum of |log-prob gap| between rollout and trainer, per token."""
         mask = chosen_mask(batch)
         gap = (pad(batch["rollout_log_probs"]) - pad(old)).abs() * mask
-        drift = Mean(float(gap.sum()), float(mask.sum()))
+        mean = Mean(float(gap.sum()), float(mask.sum()))
         largest = float(gap.max()) if gap.numel() else 0.0
-        self.report({"rollout/drift": drift, "rollout/drift_max": Max(largest)})
+        self.report({"rollout/drift": mean, "rollout/drift_max": Max(largest)})
 
 
 class ActorWorker(SamplingWorker, PolicyWorker):
-    """Generates with the rollout engine, learns with the train engine, on the same ranks."""
+    """Generates with the rollout engine and learns with the train engine, on the same ranks."""
 
     generates = True
     evaluation = None  # evaluated by its responses, also if combined with another role
@@ -250,7 +251,10 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self.open_episodes()
 
     def adopter(self) -> Callable[..., None] | None:
-        """Function that moves the weights to a storage shared with the generator; None: no such."""
+        """The function that moves the weights to storage shared with the generator, or None.
+
+        Decides how weights are synced, and sets `_mode` and `_storage` accordingly.
+        """
         self._mode = sync_mode(self.cfg, self.context.layout)
         self._storage = storage_of(self._mode, self.context)
         if self._storage is None:
@@ -259,16 +263,19 @@ class ActorWorker(SamplingWorker, PolicyWorker):
 
     @property
     def is_synced(self) -> bool:
-        """Whether the generator has the weights as they are now."""
+        """Whether the generator has the current weights."""
         return not self.hybrid.needs_sync
 
     def plain_state(self) -> dict[str, Any]:
-        """Also whether the generator has these weights: then a resumed run has them there too."""
+        """The state for a checkpoint, including whether the generator has the saved weights."""
         more = {"is_synced": self.is_synced, "num_syncs": self.hybrid.num_syncs}
         return super().plain_state() | more
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
-        """Sync the generator if it was: the next step measures what it would have measured."""
+        """Load the state, and sync the generator if it was synced when the state was saved.
+
+        So the first step after a resume reports the metrics that it would have reported.
+        """
         self.generator.weights_version = NEVER
         if plain.get("is_synced"):
             with self.resident("parameters"):
@@ -276,7 +283,7 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self.hybrid.num_syncs = plain.get("num_syncs", 0)
 
     def fresh_generator(self) -> Generator:
-        """Syncs the generator's weights first if an update has changed the trainer's."""
+        """The generator with current weights. Syncs it first if an update has changed them."""
         if self.hybrid.needs_sync:
             with self.resident("parameters"):
                 self.report(self.hybrid.sync())
@@ -284,13 +291,13 @@ class ActorWorker(SamplingWorker, PolicyWorker):
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """As `EngineWorker.resident`, after the KV cache is freed: generation needs no part."""
+        """Free the KV cache, then do as `EngineWorker.resident`."""
         self.make_room(trains="gradients" in parts)
         with super().resident(*parts):
             yield
 
     def make_room(self, *, trains: bool) -> None:
-        """Free the KV cache; if a model is trained next, generation's own weights too."""
+        """Free the KV cache, and the generator's copy of the weights if a model is trained next."""
         super().make_room(trains=trains)
         if trains:
             self.hybrid.release()
@@ -306,15 +313,15 @@ class SupervisedWorker(EngineWorker):
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), writes=("losses",))
     def compute_loss(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
-        """losses (B,): nats of each row's learnt tokens; reports the mean over tokens."""
+        """losses (B,): nats of each row's trained tokens. Reports the mean over tokens."""
         rows = example_rows(batch)
-        made = self.score(rows, lambda output, micro: {"losses": row_losses(output, micro)})
-        if made is None:
+        scored = self.score(rows, lambda output, micro: {"losses": row_losses(output, micro)})
+        if scored is None:
             return None
         tokens = float(rows["response_mask"].values().sum())
-        total = float(made["losses"].sum())
+        total = float(scored["losses"].sum())
         self.report({f"{prefix}/loss": Mean(total, tokens)})
-        return made
+        return scored
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), minibatches=True)
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
@@ -323,7 +330,7 @@ class SupervisedWorker(EngineWorker):
 
 
 class ReferenceWorker(EngineWorker):
-    """Log-probabilities under the policy that training started from; never updated."""
+    """Log-probabilities under the policy that training started from. It is never updated."""
 
     role = "reference"
     head = "causal_lm"

@@ -166,7 +166,7 @@ def _models(report: PlanReport) -> Iterator[str]:
     for model in report.trace.models.values():
         weights = getattr(model.cfg, "model", None)
         lora = getattr(weights, "lora", None)
-        if lora and not model.only_generates:
+        if weights is not None and lora and not model.only_generates:
             count = adapter_parameters(weights)
             yield f"  {model.name} trains {count:,} parameters: adapters of rank {lora.rank}"
         if getattr(model.cfg, "shares", None):

@@ -194,12 +194,12 @@ class Cut:
     def layer(self, rows: Sequence[LayerRow], layer: int) -> Iterator[tuple[str, LocalTensor]]:
         """(engine's name below its layer, tensor) of the rows that the architecture has."""
         known = shapes_by_name(self.arch)
-        for local, way, suffixes in rows:
+        for local, cut, suffixes in rows:
             names = []
             for suffix in suffixes:
                 names.append(f"model.layers.{layer}.{suffix}")
             if names[0] in known:
-                yield local, way(self, names)
+                yield local, cut(self, names)
 
     def full_tensor(self, names: Sequence[str]) -> LocalTensor:
         """The complete tensor, on every rank."""
