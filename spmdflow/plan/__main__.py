@@ -40,7 +40,7 @@ from spmdflow.config.load import load
 from spmdflow.config.schema import AUTO
 from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, DataError, PlanError
-from spmdflow.plan.auto import auto_plain, auto_text, resolve
+from spmdflow.plan.auto import Automatic, auto_plain, auto_text, resolve
 from spmdflow.plan.picture import write_picture
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import PlanReport, plan
@@ -131,17 +131,27 @@ def _plan(options: argparse.Namespace) -> int:
     if options.picture is not None:
         _write_picture(report, options.picture)
     if options.json:
-        plain = report.to_plain()
-        if automatic is not None:
-            plain["auto"] = auto_plain(automatic)
-        sys.stdout.write(json.dumps(plain) + "\n")
+        _print_json(report, automatic)
     else:
-        if automatic is not None:
-            sys.stdout.write(auto_text(automatic))
-        sys.stdout.write(plan_text(report))
+        _print_text(report, automatic)
     if report.problems:
         return WRONG
     return FINE
+
+
+def _print_json(report: PlanReport, automatic: Automatic | None) -> None:
+    """Print the plan, and the search for its placement if there was one, as one line of JSON."""
+    plain = report.to_plain()
+    if automatic is not None:
+        plain["auto"] = auto_plain(automatic)
+    sys.stdout.write(json.dumps(plain) + "\n")
+
+
+def _print_text(report: PlanReport, automatic: Automatic | None) -> None:
+    """Print the search for a placement if there was one, then the plan, as text."""
+    if automatic is not None:
+        sys.stdout.write(auto_text(automatic))
+    sys.stdout.write(plan_text(report))
 
 
 def _write_picture(report: PlanReport, path: Path) -> None:

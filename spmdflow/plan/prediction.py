@@ -257,11 +257,25 @@ def _schedule(
     hardware: Hardware,
 ) -> list[CallTime]:
     """Start and end of every call of the compute lane, as early as its ranks and rows allow."""
+    tasks = _tasks(orders, estimates, hardware)
+    spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
+    calls = [order for order in orders if order.lane == COMPUTE]
+    times = []
+    for order, (start, end) in zip(calls, spans, strict=True):
+        estimate = estimates.get(order.place)
+        if estimate is None:
+            times.append(CallTime(order, start, end))
+        else:
+            kind = step.calls[order.place].kind
+            times.append(CallTime(order, start, end, estimate.limit, estimate.notes, kind))
+    return times
+
+
+def _tasks(
+    orders: Sequence[TracedOrder], estimates: Mapping[int, CallSeconds], hardware: Hardware
+) -> list[Task]:
+    """One task for each call. It follows its ranks' earlier calls and the transfers of its rows."""
     transfer_seconds = _transfer_seconds(orders, hardware)
-    calls = []
-    for order in orders:
-        if order.lane == COMPUTE:
-            calls.append(order)
     last: dict[int, int] = {}
     tasks: list[Task] = []
     numbers: dict[int, int] = {}
@@ -292,17 +306,7 @@ def _schedule(
         numbers[order.number] = len(tasks) - 1
         last |= dict.fromkeys(order.commands, len(tasks) - 1)
         rows = []
-    spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
-    times = []
-    for order, (start, end) in zip(calls, spans, strict=True):
-        estimate = estimates.get(order.place)
-        if estimate is None:
-            times.append(CallTime(order, start, end))
-        else:
-            kind = step.calls[order.place].kind
-            time = CallTime(order, start, end, estimate.limit, estimate.notes, kind)
-            times.append(time)
-    return times
+    return tasks
 
 
 def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict[int, float]:
