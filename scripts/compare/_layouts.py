@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 _layouts.py WORK.json
 
-WORK.json: {"root": checkout, "script": path in it, "runs": [{"name", "num_ranks", "settings"}]}.
+WORK.json: {"root": checkout, "runs": [{"name", "script": path, "num_ranks", "settings"}]}.
 A run that fails is reported, and the next one starts. Only the public functions of spmdflow are
 used, as they are the same at both commits.
 """
@@ -29,7 +29,7 @@ def main() -> None:
             print(f"---- {run['name']}", flush=True)
         try:
             spmdflow.launch(
-                root / work["script"],
+                root / run["script"],
                 settings=run["settings"],
                 ranks=tuple(range(run["num_ranks"])),
             )

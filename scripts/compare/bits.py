@@ -4,7 +4,8 @@ Each run is algos/ppo.py with the bundled model, on the first ranks of one torch
 gloo on the CPU. A step draws 16 prompts, makes two optimizer steps of the actor and of the critic,
 has a KL to the reference in the reward and in the loss, and evaluates. Compared are all metrics but
 those of clocks and of memory, and every tensor of the last checkpoint: weights and moments of actor
-and critic on each rank.
+and critic on each rank. One more run is algos/grpo_async.py, whose generator is a model of its own,
+with max_staleness=0 (with more, its numbers depend on timing).
 
 Old log-probs come from the same rule at both commits (`actor.update.old_log_probs`): by default
 from a forward of the trainer, since `auto` chooses in another way before and after.
@@ -37,7 +38,8 @@ IGNORED_METRICS = ("time/", "perf/")
 """Seconds, tokens a second, bytes of host memory."""
 RENAMED_METRICS: dict[str, str] = {}
 """Old name -> new name of metrics that were renamed on purpose."""
-ENGINES = ("actor", "critic", "reference")
+ENGINES = {"ppo": ("actor", "critic", "reference"), "grpo_async": ("actor", "reference")}
+"""Script -> its models that have an engine."""
 SECONDS = 3000.0
 """Limit of all layouts of one commit together."""
 _SHOWN = 10
@@ -57,6 +59,8 @@ class Layout:
     layout: str = "t1"
     more: tuple[str, ...] = ()
     """Further settings."""
+    script: str = "ppo"
+    """Its name in algos/."""
     needs: str | None = None
     """A package without which it cannot run."""
 
@@ -66,17 +70,16 @@ class Layout:
             f"run.dir={run_dir}",
             f"total_steps={num_steps}",
             f"actor.update.old_log_probs={old_log_probs}",
-            *SMALL,
+            *SMALL[self.script],
         ]
-        for role in ENGINES:
+        for role in ENGINES[self.script]:
             words.append(f"{role}.engine.kind={self.kind}")
             words.append(f"{role}.engine.layout={self.layout}")
             words.append(f"{role}.engine.micro_batch=3 rows")
         return [*words, *self.more]
 
 
-SMALL = (
-    "data.prompts_per_step=16",
+_SHARED = (
     "data.eval_prompts=16",
     "eval_every=1",
     "save_every=0",
@@ -85,11 +88,24 @@ SMALL = (
     "actor.update.mini_batch_size=8",
     "actor.optimizer.schedule=constant",
     "actor.optimizer.warmup_steps=0",
-    "critic.update.mini_batch_size=8",
-    "critic.optimizer.schedule=constant",
-    "critic.optimizer.warmup_steps=0",
-    "advantage.kl_coef=0.02",
 )
+SMALL = {
+    "ppo": (
+        *_SHARED,
+        "data.prompts_per_step=16",
+        "critic.update.mini_batch_size=8",
+        "critic.optimizer.schedule=constant",
+        "critic.optimizer.warmup_steps=0",
+        "advantage.kl_coef=0.02",
+    ),
+    "grpo_async": (
+        *_SHARED,
+        "data.prompts_per_step=4",
+        "data.samples_per_prompt=4",
+        "actor.rollout.temperature=2.5",
+    ),
+}
+"""Script -> settings that make its steps small."""
 LAYOUTS = (
     Layout("fsdp-d1", 1),
     Layout("fsdp-d2", 2),
@@ -102,6 +118,7 @@ LAYOUTS = (
     Layout("megatron-t2p2", 4, "megatron", "t2p2", needs="megatron.core"),
     Layout("split", 2, more=("placement=split",)),
     Layout("standalone", 4, more=("placement=standalone",)),
+    Layout("own-generator", 2, more=("max_staleness=0",), script="grpo_async"),
     Layout(
         "vllm-blocks",
         2,
@@ -183,11 +200,12 @@ def run_layouts(
         runs.append(
             {
                 "name": layout.name,
+                "script": f"algos/{layout.script}.py",
                 "num_ranks": layout.num_ranks,
                 "settings": [*settings, *more],
             }
         )
-    work = {"root": str(checkout.root), "script": "algos/ppo.py", "runs": runs}
+    work = {"root": str(checkout.root), "runs": runs}
     path = folder / "work.json"
     path.write_text(json.dumps(work, indent=2))
     num_ranks = max(layout.num_ranks for layout in layouts)
