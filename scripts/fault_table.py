@@ -170,7 +170,7 @@ FAULTS = [
           at_limit=True, settings=("faulty.fault=endless", "faulty.victim=0")),
     Fault("endless_c", "C code on rank 1 holds the GIL", rf"{WAITS} 1: its process \d+ is running",
           at_limit=True, settings=("faulty.fault=endless_c",)),
-    Fault("skip", "rank 1 leaves out a collective", rf"{WAITS} 1: it has finished.*left out a "
+    Fault("skip", "rank 1 skips a collective", rf"{WAITS} 1: it has finished.*skipped a "
           r"collective.*faulty\.py:\d+ in check", at_limit=True,
           settings=("faulty.fault=skip",)),
     Fault("slow", "rank 1 slow: 8 s a call", r"rank 1 is slow: .* of faulty\.check", goes_on=True,

@@ -1,7 +1,7 @@
 """How long calls take, and what follows from it: limits, and ranks that are slow. Pure.
 
-Seconds are durations, each measured by one rank on its own clock; the time that a rank waited for
-rows does not count. `Pace` keeps the last calls of each kind (label and phase).
+Each duration is measured by one rank on its own clock. Time spent waiting for rows does not count.
+`Pace` keeps the last calls of each kind (label and phase).
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from statistics import median
 
 LOOK_SECONDS = 60.0
 LOOK_FACTOR = 5.0
-"""A call is looked at after this time, or after so many medians if that is longer."""
+"""A call that takes this long, or this many medians if that is longer, is reported."""
 LIMIT_SECONDS = 600.0
 LIMIT_FACTOR = 20.0
 """The same for the end of the run (run.call_seconds=auto): a usually fast call may stall once."""
 HELD_SECONDS = 75.0
-"""A rank that is known to be stopped for so long ends the run sooner."""
+"""A rank that is known to be stopped ends the run after this time."""
 SILENT_BEATS = 3
-"""A rank is silent when so many of its heartbeats are missing."""
+"""A rank is silent if this many of its heartbeats are missing."""
 FEWEST_CALLS = 3
-"""Without as many calls before it, a call has no limit of its own."""
-_KEPT = 10
+"""A call has a limit of its own only after this many earlier calls of its kind."""
+_NUM_KEPT = 10
+"""Calls of each kind that are remembered."""
 _SLOW_FACTOR = 1.5
 _SLOW_SECONDS = 10.0
 
@@ -37,59 +38,62 @@ class Took:
 
     seconds: float
     """Without the time in which it waited for rows."""
-    waited: float = 0.0
-    """Of these: seconds in which it waited for other ranks, in a collective."""
+    wait_seconds: float = 0.0
+    """The part of `seconds` in which it waited for other ranks, in a collective."""
 
 
 class Pace:
     """The durations of recent calls."""
 
     def __init__(self) -> None:
-        self._longest: defaultdict[Key, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        """Begins empty."""
+        self._longest: defaultdict[Key, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_KEPT))
         """Seconds of the slowest rank of each call."""
-        self._own: dict[Key, tuple[float, dict[int, float]]] = {}
-        """Number of calls, and seconds of each rank without waiting for others; both fade."""
+        self._busy: dict[Key, tuple[float, dict[int, float]]] = {}
+        """Number of calls, and seconds of each rank without waiting for others. Both decay."""
 
-    def note(self, key: Key, took: Mapping[int, Took]) -> None:
-        """Note a finished call: how long each of its ranks took."""
-        self._longest[key].append(max(each.seconds for each in took.values()))
-        number, own = self._own.get(key, (0.0, {}))
-        if own.keys() != took.keys():
-            number = 0.0
-            own = dict.fromkeys(took, 0.0)
-        kept = 0.5 if number > 2 * _KEPT else 1.0
-        own = {r: kept * own[r] + each.seconds - each.waited for r, each in took.items()}
-        self._own[key] = kept * number + 1.0, own
+    def note(self, key: Key, durations: Mapping[int, Took]) -> None:
+        """Remember a finished call. durations: by rank."""
+        self._longest[key].append(max(each.seconds for each in durations.values()))
+        num_calls, busy = self._busy.get(key, (0.0, {}))
+        if busy.keys() != durations.keys():
+            num_calls = 0.0
+            busy = dict.fromkeys(durations, 0.0)
+        decay = 0.5 if num_calls > 2 * _NUM_KEPT else 1.0
+        seconds = {}
+        for rank, each in durations.items():
+            seconds[rank] = decay * busy[rank] + each.seconds - each.wait_seconds
+        self._busy[key] = decay * num_calls + 1.0, seconds
 
     def medians(self) -> dict[Key, float]:
-        """Median seconds of every kind of call; of each call, its slowest rank counts."""
+        """Median seconds of each kind of call. The slowest rank of a call counts."""
         result = {}
         for key, longest in self._longest.items():
             result[key] = median(longest)
         return result
 
     def look_after(self, key: Key) -> float:
-        """Seconds after which a call is worth a line."""
-        known = self._longest.get(key)
-        return max(LOOK_SECONDS, LOOK_FACTOR * median(known) if known else 0.0)
+        """Seconds after which a running call is reported."""
+        longest = self._longest.get(key)
+        return max(LOOK_SECONDS, LOOK_FACTOR * median(longest) if longest else 0.0)
 
     def limit_or_none(self, key: Key) -> float | None:
-        """Seconds after which a call counts as hung; None: there were too few to tell."""
-        known = self._longest.get(key, ())
-        if len(known) < FEWEST_CALLS:
+        """Seconds after which a call counts as hung; None after too few calls of its kind."""
+        longest = self._longest.get(key, ())
+        if len(longest) < FEWEST_CALLS:
             return None
-        return max(LIMIT_SECONDS, LIMIT_FACTOR * median(known))
+        return max(LIMIT_SECONDS, LIMIT_FACTOR * median(longest))
 
     def slow_rank_or_none(self, key: Key) -> tuple[int, float, float] | None:
-        """The rank that holds up recent calls: (rank, its own seconds, median of the others').
+        """The rank that delays recent calls: (rank, its busy seconds, median of the others').
 
-        Own seconds are those in which a rank did not wait for others, of all recent calls.
+        Busy seconds are those of all recent calls in which a rank did not wait for other ranks.
         """
-        number, own = self._own.get(key, (0.0, {}))
-        if len(own) < 2 or number < FEWEST_CALLS:
+        num_calls, busy = self._busy.get(key, (0.0, {}))
+        if len(busy) < 2 or num_calls < FEWEST_CALLS:
             return None
-        slowest = max(own, key=lambda rank: own[rank])
-        others = median(seconds for rank, seconds in own.items() if rank != slowest)
-        if own[slowest] < max(_SLOW_FACTOR * others, others + _SLOW_SECONDS):
+        slowest = max(busy, key=lambda rank: busy[rank])
+        others = median(seconds for rank, seconds in busy.items() if rank != slowest)
+        if busy[slowest] < max(_SLOW_FACTOR * others, others + _SLOW_SECONDS):
             return None
-        return slowest, own[slowest], others
+        return slowest, busy[slowest], others

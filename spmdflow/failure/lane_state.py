@@ -1,7 +1,7 @@
-"""Where a lane of a rank is, and which rank a call waits for. Knows no messages.
+"""What a lane of a rank is doing, and which rank a call waits for. Knows no messages.
 
-`place_of` reads the stack of a thread. `blame` is given what every rank of a call does and says
-which of them the others wait for.
+`place_of` reads the stack of a thread. `blame` takes the states of all ranks of
+a call and returns those that the others wait for.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CODE = "running"
 PEERS = "in a collective"
 ROWS = "waiting for rows"
 DONE = "done"
-QUEUED = "not begun"
+QUEUED = "queued"
 STOPPED = "stopped"
 SILENT = "silent"
-"""What a rank does in a call."""
+"""What a rank is doing in a call."""
 
 _STORE = os.path.join("data", "store.py")
 _COLLECTIVES = os.path.join("torch", "distributed", "")
@@ -34,19 +34,20 @@ _COLLECTIVES = os.path.join("torch", "distributed", "")
 
 @dataclass(frozen=True)
 class LaneState:
-    """What a rank does in a call."""
+    """What a rank is doing in a call."""
 
     kind: str
     text: str = ""
-    """Where its Python is; of a rank that runs no code, how it is."""
+    """The line that it runs. If it runs no code: the state of its process, in words."""
     line: str = ""
-    """Where it was last seen: "file:line in function: text"."""
+    """The line that it was last seen at: "file:line in function: text"."""
 
 
 def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> LaneState | None:
-    """What a thread does in its frames inside `until` (None: in all); None if it has none.
+    """What a thread is doing inside the function with the code `until` (None: inside all frames).
 
-    The line is the innermost one of the user's code, else of any that is not torch.distributed's.
+    None if the thread is not inside that function. The line is the innermost one of the user's
+    code. If there is none, it is the innermost one outside torch.distributed.
     """
     innermost = sys._current_frames().get(thread)
     inside: list[FrameType] = []  # innermost first
@@ -63,15 +64,14 @@ def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> 
         kind = ROWS
     if not with_line:
         return LaneState(kind)
-    own = []
+    own_frames = []
+    other_frames = []
     for each in inside:
         if is_own(_file(each)):
-            own.append(each)
-    other = []
-    for each in inside:
+            own_frames.append(each)
         if _COLLECTIVES not in _file(each):
-            other.append(each)
-    shown = (own or other or inside)[0]
+            other_frames.append(each)
+    shown = (own_frames or other_frames or inside)[0]
     name = shown.f_code.co_name
     line = f"{_file(shown)}:{shown.f_lineno} in {name}: {_text(shown)}"
     return LaneState(kind, line, line)
@@ -82,14 +82,17 @@ def _file(frame: FrameType) -> str:
 
 
 def _text(frame: FrameType) -> str:
-    number: int | None = frame.f_lineno  # None between two lines, against what typeshed says
+    number: int | None = frame.f_lineno  # None between two lines, although typeshed excludes it
     return _line(_file(frame), number or 0)
 
 
 @lru_cache(maxsize=512)
 def _line(file: str, number: int) -> str:
-    """One line of a source file. linecache would keep every file that a sample ever hit: MBs."""
-    if file in linecache.cache:  # also code without a file
+    """One line of a source file; empty if it cannot be read.
+
+    linecache would keep each file that a sample ever hit, which adds up to megabytes.
+    """
+    if file in linecache.cache:  # this includes code without a file
         return linecache.getline(file, number).strip()
     with (
         contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError),
@@ -99,50 +102,50 @@ def _line(file: str, number: int) -> str:
     return ""
 
 
-def blame(doing: Mapping[int, LaneState]) -> tuple[list[int], str]:
-    """The ranks that a call waits for, and why; none while it waits for rows or for its turn.
+def blame(states: Mapping[int, LaneState]) -> tuple[list[int], str]:
+    """The ranks that a call waits for, and the reason in words.
 
-    doing: what every rank of the call does.
+    No ranks if the call waits for rows or is queued. states: of all ranks of the call.
     """
     kinds: dict[str, list[int]] = {}
-    for rank, place in sorted(doing.items()):
-        kinds.setdefault(place.kind, []).append(rank)
+    for rank, state in sorted(states.items()):
+        kinds.setdefault(state.kind, []).append(rank)
     for kind in (STOPPED, SILENT):
         if kind in kinds:
-            return kinds[kind], f"its {doing[kinds[kind][0]].text}"
+            return kinds[kind], f"its {states[kinds[kind][0]].text}"
     waiting = kinds.get(PEERS, [])
     done = kinds.get(DONE, [])
     busy = kinds.get(CODE, [])
     if ROWS in kinds or QUEUED in kinds or not (waiting or busy):
         return [], ""
     if waiting:
-        where = f"{name_ranks(waiting)} in a collective at {doing[waiting[0]].text}"
+        where = f"{name_ranks(waiting)} in a collective at {states[waiting[0]].text}"
     else:
         where = ""
     if busy:
-        busy = _odd_ones(busy, doing)
+        busy = _minority(busy, states)
         others = f"; {name_ranks(waiting)} in a collective, waiting" if waiting else ""
-        return busy, f"it is at {doing[busy[0]].text}{others}"
+        return busy, f"it is at {states[busy[0]].text}{others}"
     if done and len(done) <= len(waiting):
-        return done, f"it has finished this call and left out a collective: {where}"
+        return done, f"it has finished this call but skipped a collective: {where}"
     if done:
-        return waiting, f"it is in a collective that {name_ranks(done)} left out: {where}"
-    odd = _odd_ones(waiting, doing)
-    if odd == waiting:
-        return odd, f"its ranks are all in collectives (network or device): {where}"
-    rest = []
+        return waiting, f"it is in a collective that {name_ranks(done)} skipped: {where}"
+    minority = _minority(waiting, states)
+    if minority == waiting:
+        return waiting, f"all its ranks are in collectives (network or device): {where}"
+    majority = []
     for rank in waiting:
-        if rank not in odd:
-            rest.append(rank)
-    there = f"{name_ranks(rest)} in one at {doing[rest[0]].text}"
-    return odd, f"it is in a collective at {doing[odd[0]].text}, {there}"
+        if rank not in minority:
+            majority.append(rank)
+    elsewhere = f"{name_ranks(majority)} in one at {states[majority[0]].text}"
+    return minority, f"it is in a collective at {states[minority[0]].text}, {elsewhere}"
 
 
-def _odd_ones(ranks: list[int], doing: Mapping[int, LaneState]) -> list[int]:
-    """The fewest ranks that are at one line; all ranks if as many are at another."""
+def _minority(ranks: list[int], states: Mapping[int, LaneState]) -> list[int]:
+    """The smallest group of ranks that are at the same line; all ranks if two groups tie."""
     lines: dict[str, list[int]] = {}
     for rank in ranks:
-        lines.setdefault(doing[rank].text, []).append(rank)
+        lines.setdefault(states[rank].text, []).append(rank)
     fewest, *more = sorted(lines.values(), key=len)
     if more and len(more[0]) == len(fewest):
         return ranks
@@ -150,7 +153,7 @@ def _odd_ones(ranks: list[int], doing: Mapping[int, LaneState]) -> list[int]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-2, 5"; ranks ascend."""
+    """Text such as "rank 3" or "ranks 0-2, 5". ranks: in ascending order."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:

@@ -31,7 +31,7 @@ AGENT_MARK = "TORCHELASTIC_RUN_ID"
 """An environment variable that torchrun's agent sets for its ranks but does not have itself."""
 _PR_SET_PDEATHSIG = 1
 _SHUTDOWN_SECONDS = 30.0
-"""torchrun's own, unless it is told otherwise in one of these ways (torch 2.13)."""
+"""torchrun's default, and the names of its settings that change it (torch 2.13)."""
 _SHUTDOWN_NAMES = (
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
     "PET_SHUTDOWN_TIMEOUT",
@@ -41,10 +41,10 @@ _SHUTDOWN_NAMES = (
 
 
 def die_with_launcher() -> int | None:
-    """From now on this process ends when its parent does; the parent's pid.
+    """Let the kernel end this process when its parent ends. Returns the parent's pid.
 
-    Called by the main thread as early as possible. None: the parent has ended already, and this
-    process was adopted by another one.
+    None if the parent has ended already, so that another process has adopted this one. Called by
+    the main thread as early as possible.
     """
     parent = os.getppid()
     _set_death_signal(signal.SIGKILL)
@@ -54,25 +54,30 @@ def die_with_launcher() -> int | None:
 
 
 def launched_seconds(pid: int) -> float:
-    """Seconds since a rank's run was launched: the age of its torchrun, which restarts ranks, or of
-    the rank itself where there is none."""
+    """Seconds since the run of a rank was launched.
+
+    This is the age of its torchrun, which restarts ranks, or of the rank itself if there is none.
+    """
     return Process.of(_agent_of(pid)).age_seconds()
 
 
 def shutdown_seconds(pid: int) -> float:
-    """Seconds from a signal to a rank's torchrun until it kills its ranks; infinite without one."""
+    """Seconds from a signal to a rank's torchrun until torchrun kills its ranks.
+
+    Infinite if the rank was not started by torchrun.
+    """
     agent = _agent_of(pid)
     if agent == pid:
         return float("inf")
-    given: list[str] = []
+    words: list[str] = []
     with contextlib.suppress(OSError):
-        given += Path(f"/proc/{agent}/environ").read_bytes().decode(errors="replace").split("\0")
-        given += Path(f"/proc/{agent}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        words += Path(f"/proc/{agent}/environ").read_bytes().decode(errors="replace").split("\0")
+        words += Path(f"/proc/{agent}/cmdline").read_bytes().decode(errors="replace").split("\0")
     seconds = _SHUTDOWN_SECONDS
-    for place, word in enumerate(given):
+    for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in ("--shutdown-timeout", "--shutdown_timeout") and not equals:
-            value = given[place + 1] if place + 1 < len(given) else ""
+            value = words[index + 1] if index + 1 < len(words) else ""
         elif name not in _SHUTDOWN_NAMES:
             continue
         if value.isdecimal():
@@ -81,7 +86,7 @@ def shutdown_seconds(pid: int) -> float:
 
 
 def _agent_of(pid: int) -> int:
-    """The process of torchrun above a rank; the rank itself if it was not started by one."""
+    """Pid of the torchrun above a rank, or of the rank itself if torchrun did not start it."""
     parent = parent_of(pid)
     with contextlib.suppress(OSError):
         while parent and f"{AGENT_MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
@@ -91,7 +96,7 @@ def _agent_of(pid: int) -> int:
 
 
 def outlive_launcher() -> None:
-    """Undo `die_with_launcher` (main thread): somebody else watches the parent now."""
+    """Undo `die_with_launcher`, because the comm thread watches the parent now (main thread)."""
     _set_death_signal(0)
 
 
@@ -103,9 +108,9 @@ def _set_death_signal(number: int) -> None:
 def _can_be_launcher(pid: int) -> bool:
     """Whether pid is an agent (a Python program) or a wrapper that an agent started.
 
-    Orphans are adopted by process 1 or by the nearest "subreaper", such as `systemd --user`; these
-    are neither. An agent may be process 1 itself (in a container). Process 1 of another user
-    cannot be inspected and does not count.
+    Orphans are adopted by process 1 or by the nearest "subreaper", such as `systemd --user`, which
+    is neither. In a container, an agent may be process 1 itself. Process 1 of another user cannot
+    be inspected and does not count.
     """
     process = Path(f"/proc/{pid}")
     try:

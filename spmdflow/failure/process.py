@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.5
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""Asks a rank of a session for its stacks; no library is known to use it."""
+"""Makes a rank of a session write its stacks. No library is known to use this signal."""
 STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible: it waits for a disk or a device"}
 STATES |= {"T": "stopped", "t": "stopped by a debugger"}
 """What the letters of `Process.state` mean."""
@@ -34,9 +34,9 @@ class Process:
 
     pid: int
     start_ticks: int
-    """Start in clock ticks since boot: tells a reused pid from the process that was meant."""
+    """Start in clock ticks since boot. It differs if the pid was reused by another process."""
     node: str
-    """Equal where pids mean the same processes (`node_identity`)."""
+    """Equal for processes that share one table of pids (`node_identity`)."""
 
     @classmethod
     def of(cls, pid: int) -> Process:
@@ -45,7 +45,7 @@ class Process:
         return cls(pid, int(fields[19]) if fields else 0, node_identity())
 
     def age_seconds(self) -> float:
-        """Seconds since it began; it runs on this node."""
+        """Seconds since the process started. It must run on this node."""
         began = self.start_ticks / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
@@ -54,9 +54,9 @@ class Process:
         return self.node == node_identity()
 
     def state(self) -> str | None:
-        """R, S, D (alive), T or t (stopped), Z (zombie); None if gone or elsewhere.
+        """R, S, D (alive), T or t (stopped), Z (zombie). None if it is gone or on another node.
 
-        "?" if this process cannot look (out of descriptors): that says nothing about the other.
+        "?" if this process cannot read it, for example because it has no free descriptors.
         """
         if not self.is_local():
             return None
@@ -70,7 +70,7 @@ class Process:
         return None
 
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds it."""
+        """Whether it is stopped by a signal or a debugger."""
         return self.state() in ("T", "t")
 
     def describe(self) -> str:
@@ -87,9 +87,9 @@ class Process:
         return self.is_local() and self.state() in (None, "Z", "X")
 
     def end_cause_or_none(self, seconds: float = 0.0) -> str | None:
-        """How it ended, such as "killed by SIGKILL"; only known until its parent asks.
+        """How it ended, such as "killed by SIGKILL". None once its parent has read the status.
 
-        Waits up to seconds for an end that has begun (its connections close a moment earlier).
+        Waits up to seconds for it to end. (Its connections close a moment earlier.)
         """
         until = time.monotonic() + seconds
         while self.is_local() and not self.has_ended() and time.monotonic() < until:
@@ -102,7 +102,10 @@ class Process:
         return None
 
     def pidfd_or_none(self) -> int | None:
-        """A descriptor that is readable once the process ended; close it. None if ended."""
+        """A descriptor that becomes readable when the process ends; None if it has ended.
+
+        The caller closes it.
+        """
         if self.has_ended() or not self.is_local():
             return None
         try:
@@ -111,21 +114,22 @@ class Process:
             return None
 
     def kill(self) -> bool:
-        """SIGKILL; False if it had ended or lives on another node."""
+        """Send SIGKILL. False if the process has ended or is on another node."""
         return self._send(signal.SIGKILL)
 
     def show_stacks(self) -> bool:
-        """Let a rank of a session append its stacks to its file (failure/stacks.py).
+        """Make a rank of a session append its stacks to its file (failure/stacks.py).
 
-        A stopped one does it once it goes on. False as of `kill`.
+        A stopped process does so when it continues. False as in `kill`.
         """
         return self._send(STACKS_SIGNAL)
 
     def wake(self) -> bool:
-        """Let it go on if it is stopped. False as of `kill`."""
+        """Continue it if it is stopped. False as in `kill`."""
         return self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> bool:
+        """Send a signal. False if the process has ended or is on another node."""
         if not self.is_local() or self.has_ended():
             return False
         try:
@@ -144,7 +148,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL, ...; of real-time signals Python names the first and the last alone."""
+    """SIGKILL and so on; "signal 35" for real-time signals, most of which have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -160,9 +164,9 @@ def describe_status(status: int) -> str:
 
 @cache
 def node_identity() -> str:
-    """Names the boot, pid namespace, machine id and host name of this process.
+    """A text of the boot id, machine id, pid namespace and host name of this process.
 
-    Nodes restored from one snapshot share the first two, and may share the third.
+    Nodes that were restored from one snapshot share the boot id and may share the machine id.
     """
     texts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
@@ -177,19 +181,19 @@ def descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
             children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = list(children.get(pid, []))
-    for child in found:
-        found.extend(children.get(child, []))
-    return found
+    below = list(children.get(pid, []))
+    for child in below:  # the list grows meanwhile
+        below.extend(children.get(child, []))
+    return below
 
 
 def leave(status: int) -> None:
-    """End this process and everything it started, now, whatever its threads are doing.
+    """End this process and everything it started now, whatever its threads are doing.
 
-    Nothing that fails on the way, such as a /proc that cannot be read, keeps it from ending.
+    Errors on the way, such as a /proc that cannot be read, do not prevent that.
     """
     try:
-        flusher = threading.Thread(target=_flush, daemon=True)  # a full pipe must not hold us
+        flusher = threading.Thread(target=_flush, daemon=True)  # a full pipe must not block
         flusher.start()
         for child in descendants(os.getpid()):
             with contextlib.suppress(OSError):
@@ -206,9 +210,9 @@ def _flush() -> None:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third (state) on; None if there is no such process.
+    """Fields of /proc/<pid>/stat from the third (state) on. None if there is no such process.
 
-    OSError if it cannot be read for another reason.
+    OSError if the file cannot be read for another reason.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

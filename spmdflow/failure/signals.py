@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop."""
+"""Signals that ask a run to save and stop, and how a session receives them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ STOP_SIGNALS: dict[int, str] = {
 
 
 class Signals:
-    """`STOP_SIGNALS` during a session: held back from every thread, read by the comm thread.
+    """`STOP_SIGNALS` during a session: blocked in every thread, and read by the comm thread.
 
-    They are blocked, so threads started later inherit that and `sigtimedwait` takes them. Threads
-    that libraries started before (gloo's) do not block them; for those a handler is set, whose
-    wakeup descriptor is written by the interpreter's C code in whichever thread is hit, even while
-    the main thread sits in a collective. A signal that was ignored before stays so: nohup ignores
-    SIGHUP, and a shell's background job SIGINT.
-    A context manager for the main thread; `take` belongs to the comm thread.
+    Threads that start later inherit the mask, and `sigtimedwait` takes the signals. Threads that
+    libraries started before (gloo's) do not block them. For those a handler is set, whose wakeup
+    descriptor is written by the interpreter's C code in whichever thread receives the signal, even
+    while the main thread is in a collective. A signal that was ignored before stays ignored: nohup
+    ignores SIGHUP, and a background job of a shell ignores SIGINT.
+    This is a context manager for the main thread. `take` belongs to the comm thread.
     """
 
     def __enter__(self) -> Signals:
+        """Block the signals and set the handlers."""
         self.descriptor, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._taken = {each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
         self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
@@ -38,7 +39,7 @@ class Signals:
         return self
 
     def take(self) -> set[int]:
-        """Which of them arrived since the last call."""
+        """The signals that arrived since the last call."""
         arrived: set[int] = set()
         with contextlib.suppress(BlockingIOError):
             arrived.update(os.read(self.descriptor, 4096))
@@ -47,6 +48,7 @@ class Signals:
         return arrived & self._taken
 
     def __exit__(self, *_: object) -> None:
+        """Restore the mask and the handlers of before."""
         signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
@@ -56,4 +58,4 @@ class Signals:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Keeps the default action (sudden death) away; `take` reports the signal."""
+    """Replace the default action, which would end the process. `take` reports the signal."""

@@ -1,7 +1,7 @@
-"""The stacks of a rank, in RUN_DIR/stacks-rank<k>.txt; what NCCL knows, next to it.
+"""The stacks of a rank in RUN_DIR/stacks-rank<k>.txt, and NCCL's flight recorder next to it.
 
-A rank writes them itself (`dump_stacks`), or on a signal: that also works while C code
-holds the interpreter, and for a stopped process in the moment when it goes on.
+A rank writes them itself (`dump_stacks`) or on a signal. The signal also works while C code holds
+the interpreter. A stopped process writes them as soon as it continues.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
 def dump_stacks(path: Path, header: str, owns_folder: Callable[[], bool] = lambda: True) -> None:
     """Append header and the Python stack of every thread of this process to path.
 
-    Nothing is written unless owns_folder(): whether the folder of path is still this run's.
-    With NCCL its flight recorder goes into the same name with .nccl (torch's own format).
-    A bad disk raises nothing, and one that hangs holds the caller for a second.
+    With NCCL, its flight recorder is written to the same name with the suffix .nccl (torch's own
+    format). Disk errors are ignored, and a disk that hangs delays the caller for at most a second.
+
+    owns_folder: whether the folder of path still belongs to this run. Otherwise nothing is written.
     """
     writer = threading.Thread(target=_write, args=(path, header, owns_folder), daemon=True)
     writer.start()
@@ -41,6 +42,7 @@ def dump_stacks(path: Path, header: str, owns_folder: Callable[[], bool] = lambd
 
 
 def _write(path: Path, header: str, owns_folder: Callable[[], bool]) -> None:
+    """Write the files of `dump_stacks`, in a thread of its own."""
     with contextlib.suppress(OSError, RuntimeError):
         if not owns_folder():
             return
@@ -54,24 +56,25 @@ def _write(path: Path, header: str, owns_folder: Callable[[], bool]) -> None:
 
 
 def line_in_stacks(path: Path) -> str:
-    """Where the compute lane was, as the last stacks in path tell: "file:line in function".
+    """The line that the compute lane ran in the last stacks of path, as "file:line in function".
 
-    The user's own line, if one was running. Where the lane had nothing to do: the script's.
+    The user's own line if one was running. If the lane was idle, the line of the script. Empty if
+    the file has no such stack.
     """
-    found = {}
+    lines = {}
     with contextlib.suppress(OSError):
         for stack in path.read_text(encoding="utf-8", errors="replace").split("\n\n"):
             frames = _FRAME.findall(stack)
             names = {function for _, _, function in frames}
             for outer in names & {"_run_lanes", "_run_script"}:
-                own = []
+                own_frames = []
                 for frame in frames:
                     if is_own(frame[0]):
-                        own.append(frame)
-                found[outer] = frames[0], (own or frames)[0]
-    inner, shown = found.get("_run_lanes", (("", "", "run"), ("", "", "")))
-    if inner[2] == "run":  # of the lane itself: it waits for a command
-        shown = found.get("_run_script", (inner, shown))[1]
+                        own_frames.append(frame)
+                lines[outer] = frames[0], (own_frames or frames)[0]
+    innermost, shown = lines.get("_run_lanes", (("", "", "run"), ("", "", "")))
+    if innermost[2] == "run":  # Lane.run itself: the lane waits for a command
+        shown = lines.get("_run_script", (innermost, shown))[1]
     if shown[0]:
         return "{}:{} in {}".format(*shown)
     return ""
@@ -79,9 +82,9 @@ def line_in_stacks(path: Path) -> str:
 
 @contextlib.contextmanager
 def stacks_on_signal(path: Path) -> Iterator[None]:
-    """Within the context STACKS_SIGNAL appends the stacks to path.
+    """Within the context, STACKS_SIGNAL appends the stacks to path.
 
-    The file is open from the start; it is removed at the end if it is empty.
+    The file is opened at the start, and removed at the end if it is empty.
     """
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):

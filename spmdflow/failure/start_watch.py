@@ -1,8 +1,9 @@
-"""Names a rank of this node that dies before the session stands: then nobody else could.
+"""Reports a rank of this node that dies before the session exists, when nothing else watches it.
 
-A thread from the first lines of `main` to the rendezvous. It waits for the other children of
-torchrun's agent to end, and reads how before the agent does. The agent then sends SIGTERM to all;
-until here it is blocked, so that the thread can write RUN_DIR/failure.json first.
+A thread runs from the first lines of `main` until the rendezvous. It waits for the other children
+of torchrun's agent to end, and reads how they ended before the agent does. The agent then sends
+SIGTERM to all ranks. This signal is blocked meanwhile, so that the thread can write
+RUN_DIR/failure.json first.
 """
 
 from __future__ import annotations
@@ -17,27 +18,30 @@ from pathlib import Path
 
 from spmdflow.checkpoint.lock import claim_run_dir, read_record
 from spmdflow.errors import ConfigError
-from spmdflow.failure.cause import Failure, as_record, report, write_failure
+from spmdflow.failure.cause import Failure, failure_record, print_report, write_failure
 from spmdflow.failure.process import Process, leave, parent_of
 
 _LOOK_SECONDS = 0.2
 _TERM_SECONDS = 1.0
-"""SIGTERM may come a moment before the end that it follows from is seen."""
+"""SIGTERM may arrive a moment before this process sees the death that caused it."""
 _SETTINGS_SECONDS = 20.0
 _LEAVE_SECONDS = 3.0
-_QUIET_ENDS = ("exited with status 0", "exited with status 2")
-"""A rank that refuses its settings says so itself."""
+_REPORTED_ENDS = ("exited with status 0", "exited with status 2")
+"""A rank that refuses its settings has reported that itself."""
 
 
 class StartWatch:
     """Watches the ranks of this node while they start."""
 
     def __init__(self, launcher: int) -> None:
-        """launcher: pid of the agent. Called by the main thread before any other thread runs."""
+        """Block SIGTERM and start the thread.
+
+        launcher: pid of the agent. Called by the main thread before any other thread runs.
+        """
         self.run_dir: Path | None = None
         """Set once it is known."""
         self.launcher = launcher
-        self._begun = time.time()
+        self._start = time.time()
         self._over = threading.Event()
         self._ranks: dict[int, tuple[int, Process]] = {}
         self._poll = select.poll()
@@ -45,38 +49,39 @@ class StartWatch:
         threading.Thread(target=self._run, name="start", daemon=True).start()
 
     def end(self) -> None:
-        """The session stands: it names who dies (main thread)."""
+        """Stop watching, because the session now does (main thread)."""
         self._over.set()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _run(self) -> None:
+        """Watch the ranks until `end`, or until one dies; then report it and end this process."""
         terminated = float("inf")
         while True:
-            self._find()
+            self._add_ranks()
             ended = self._poll.poll(1000 * _LOOK_SECONDS)
             if self._over.is_set():
                 break
             for descriptor, _ in ended:
                 rank, process = self._ranks.pop(descriptor)
                 how = process.end_cause_or_none()
-                if how is None:  # the agent was faster; another rank may have been faster still
+                if how is None:  # the agent has read it; another rank may have read it before
                     how = "ended (signal or status unknown)"
                     time.sleep(_LOOK_SECONDS)
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
-                if how not in _QUIET_ENDS:
-                    self._name(rank, f"process {process.pid} {how}, before all ranks had met")
+                if how not in _REPORTED_ENDS:
+                    self._report(rank, f"process {process.pid} {how}, before all ranks had met")
             if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
                 terminated = time.monotonic()
             if time.monotonic() > terminated + _TERM_SECONDS:
                 leave(128 + signal.SIGTERM)
-        if terminated < float("inf"):  # nobody died: it asks the session to stop
+        if terminated < float("inf"):  # no rank died: the signal asks the session to stop
             os.kill(os.getpid(), signal.SIGTERM)
         for descriptor in self._ranks:
             os.close(descriptor)
 
-    def _find(self) -> None:
-        """Watch children of the agent that have become ranks."""
+    def _add_ranks(self) -> None:
+        """Watch children of the agent that have become ranks since the last call."""
         known = {process.pid for _, process in self._ranks.values()} | {os.getpid()}
         for entry in Path(f"/proc/{self.launcher}/task").glob("*/children"):
             with contextlib.suppress(OSError):
@@ -91,9 +96,9 @@ class StartWatch:
                         self._poll.register(descriptor, select.POLLIN)
 
     def _may_write(self, at_end: contextlib.ExitStack) -> bool:
-        """Whether RUN_DIR is this start's: rank 0 of this node holds its lock, or nobody does.
+        """Whether RUN_DIR belongs to this start: rank 0 of this node holds its lock, or nobody.
 
-        In the latter case it is locked until at_end.
+        If nobody does, this process holds the lock until at_end.
         """
         assert self.run_dir is not None
         try:
@@ -106,14 +111,17 @@ class StartWatch:
         return True
 
     def _claim(self, path: Path) -> None:
-        """FileExistsError if another rank of this start has begun to write path."""
+        """Create path for this process to write.
+
+        FileExistsError if another rank of this start has created it. An older file is removed.
+        """
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < self._begun:
+            if path.stat().st_mtime < self._start:
                 path.unlink()
         path.touch(exist_ok=False)
 
-    def _name(self, rank: int, cause: str) -> None:
-        """Write and print a death, unless another rank has; then leave."""
+    def _report(self, rank: int, cause: str) -> None:
+        """Write and print a death, unless another rank has done so. Ends this process."""
         until = time.monotonic() + _SETTINGS_SECONDS
         while self.run_dir is None:
             time.sleep(0.05)
@@ -124,9 +132,9 @@ class StartWatch:
             path = self.run_dir / "failure.json"
             if self._may_write(at_end):
                 self._claim(path)
-                write_failure(path, as_record(failure, []))
-                report(failure, [], path)
+                write_failure(path, failure_record(failure, []))
+                print_report(failure, [], path)
             else:
-                report(failure, [], None)
+                print_report(failure, [], None)
         time.sleep(_LEAVE_SECONDS)
         leave(1)

@@ -1,7 +1,7 @@
-"""RUN_DIR/status.json: what a live run does, for `spmdflow status` in another terminal.
+"""RUN_DIR/status.json: what a live run is doing, for `spmdflow status` in another terminal.
 
-Written by a thread of its own, so that a disk that hangs holds nothing but this file. The same
-thread looks whether somebody asked for stacks.
+A separate thread writes it, so that a disk that hangs blocks nothing else. The same thread checks
+whether somebody has requested stacks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 from spmdflow.checkpoint.lock import STATUS_FILE
 
 WANTED_FILE = "stacks-wanted"
+"""A file of this name in RUN_DIR requests the stacks of all ranks."""
 
 
 class StatusFile:
-    """Rewrites the file with the newest state that it was given."""
+    """Writes the latest state to the file, in a thread."""
 
     def __init__(
         self,
@@ -28,8 +29,12 @@ class StatusFile:
         on_wanted: Callable[[], None],
         owns_run_dir: Callable[[], bool] = lambda: True,
     ) -> None:
-        """on_wanted: called when stacks are asked for (any thread). owns_run_dir: whether run_dir
-        is still the folder of this run: nothing is written or removed there otherwise."""
+        """Start the thread.
+
+        on_wanted: called by it when stacks are requested.
+        owns_run_dir: whether run_dir still belongs to this run. Otherwise nothing is written or
+        removed there.
+        """
         self._owns_run_dir = owns_run_dir
         self._path = run_dir / STATUS_FILE
         self._wanted = run_dir / WANTED_FILE
@@ -39,17 +44,18 @@ class StatusFile:
         self._thread.start()
 
     def put(self, state: dict[str, Any]) -> None:
-        """Write a state, unless an older one is still being written."""
+        """Have a state written, unless an older one is still being written."""
         with contextlib.suppress(queue.Full):
             self._states.put_nowait(state)
 
     def close(self) -> None:
-        """The run has ended: remove the file."""
+        """Remove the file and end the thread, when the run has ended."""
         with contextlib.suppress(queue.Full):
             self._states.put(None, timeout=1.0)
         self._thread.join(1.0)
 
     def _run(self) -> None:
+        """Write each state that is put, until `close`. Disk errors are ignored."""
         new = self._path.with_suffix(".new")
         while (state := self._states.get()) is not None:
             with contextlib.suppress(OSError):

@@ -15,15 +15,16 @@ from spmdflow.errors import SpmdflowError
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _BUNDLED = _PACKAGE + "algos" + os.sep
-_FOREIGN = ("<", _PACKAGE, *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib")))
-_INSIDE = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-_SHOWN = 3
+_LIBRARIES = ("<", _PACKAGE, *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib")))
+_LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_NUM_LINES = 3
+"""Lines of a traceback that are shown if none of them is in the user's code."""
 
 
 def script_line() -> str:
-    """The innermost running line of the user's code, as "file:line: text"; empty if there is none.
+    """The innermost running line of the user's code in this thread, as "file:line: text".
 
-    Only of this thread.
+    Empty if this thread runs no user code.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
@@ -38,21 +39,26 @@ def script_line() -> str:
 def own_traceback(err: BaseException) -> str:
     """The lines of err's traceback in the user's code.
 
-    Without such lines: the last three, but nothing of a SpmdflowError (it says what to do).
+    If there are none, the last three lines. For a SpmdflowError then nothing, because its message
+    says what to do.
     """
     frames = traceback.extract_tb(err.__traceback__)
-    own = []
+    own_frames = []
     for frame in frames:
         if is_own(frame.filename):
-            own.append(frame)
-    if not own and not isinstance(err, SpmdflowError):
-        own = frames[-_SHOWN:]
-    return "".join(traceback.StackSummary.from_list(own).format())
+            own_frames.append(frame)
+    if not own_frames and not isinstance(err, SpmdflowError):
+        own_frames = frames[-_NUM_LINES:]
+    return "".join(traceback.StackSummary.from_list(own_frames).format())
 
 
 @cache
 def is_own(file: str) -> bool:
-    """Whether a source file is the user's: of no library, and not spmdflow's (scripts are)."""
+    """Whether a source file is the user's: it belongs to no library and not to spmdflow.
+
+    The bundled algorithm scripts count as the user's.
+    """
     if file.startswith(_BUNDLED):
         return True
-    return not file.startswith(_FOREIGN) and not any(part in file for part in _INSIDE)
+    is_library = file.startswith(_LIBRARIES) or any(part in file for part in _LIBRARY_FOLDERS)
+    return not is_library

@@ -1,11 +1,11 @@
-"""The comm thread of a rank: the one that always answers, whatever the lanes are doing.
+"""The comm thread of a rank, which answers at any time, whatever the lanes are doing.
 
-Hands commands to the lanes, sends heartbeats, and watches for everything that ends a run: the
-controller, the parent process (torchrun killed with -9 leaves orphans), signals that ask the
-run to stop. The limits of calls are not among it: the controller enforces them by the heartbeats
-(runtime/limit.py). When the run fails it ends the process itself: the lanes may be blocked in a
-collective. If every process of the run is alive and the program around the session wants to go on,
-the controller says UNWIND instead.
+It passes commands to the lanes, sends heartbeats, and watches everything that may end a run: the
+controller, the parent process (torchrun killed with -9 leaves orphans), and signals that ask the
+run to stop. The controller enforces the limits of calls, by the heartbeats (runtime/limit.py). When
+the run fails, this thread ends the process, because the lanes may be blocked in a collective. If
+every process of the run is alive and the program around the session wants to continue, the
+controller sends UNWIND instead.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from spmdflow.failure.cause import (
     SHOW_SECONDS,
     UNWIND_SECONDS,
     Failure,
-    as_record,
     call_within,
+    failure_record,
     write_failure,
 )
-from spmdflow.failure.duration import HELD_SECONDS, LIMIT_SECONDS, LOOK_SECONDS, SILENT_BEATS
+from spmdflow.failure.duration import (
+    HELD_SECONDS,
+    LIMIT_SECONDS,
+    LOOK_SECONDS,
+    SILENT_BEATS,
+)
 from spmdflow.failure.lane_state import ROWS
 from spmdflow.failure.process import STATES, Process, leave
 from spmdflow.failure.signals import Signals
@@ -51,21 +56,22 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _FROZEN_SECONDS = 10.0
-"""So long between two ticks: this process was stopped."""
+"""If two ticks are this far apart, this process was stopped in between."""
 _ABORT_SECONDS = 5.0
-"""After reporting a failure a rank waits this long for ABORT, then ends by itself."""
+"""How long a rank that reported a failure waits for ABORT before it ends on its own."""
 _STOPPED_SECONDS = 1.0
-"""The same if the controller is stopped: it may be continued, but not for long."""
-_REMEMBERED_LOOKS = 8
-"""A neighbour wakes a stopped controller, that it may write its stacks, before it is killed."""
+"""The same if the controller is stopped, because it may be continued soon."""
+_NUM_CHECKS = 8
+"""How many checks of the controller are remembered. A neighbour wakes a stopped controller before
+it kills it, so that it writes its stacks."""
 _DYING_SECONDS = 0.05
-"""A process closes its connections this long before its end can be seen."""
+"""Time between a process closing its connections and its end becoming visible."""
 _GONE_SECONDS = 0.3
-"""After losing the controller: time for an ABORT that is already here to be read."""
+"""After the loss of the controller: time to read an ABORT that has already arrived."""
 
 
 class Comm:
-    """One rank's connection to the controller; what the lanes report to."""
+    """One rank's connection to the controller, to which the lanes report."""
 
     def __init__(
         self,
@@ -76,13 +82,18 @@ class Comm:
         settings: SessionSettings,
         signals: Signals,
     ) -> None:
+        """Create the lanes and the thread; `start` starts the thread.
+
+        endpoint: connected to the controller, whose process is `controller`. signals: read by the
+        thread.
+        """
         self.compute = Lane(COMPUTE, rank, self)
-        self.beside = (Lane(TRANSFER, rank, self), Lane(FILES, rank, self))
+        self.other_lanes = (Lane(TRANSFER, rank, self), Lane(FILES, rank, self))
         self.arrival = RowCondition()
         """How the compute lane waits for rows."""
-        self._lanes = {lane.name: lane for lane in (self.compute, *self.beside)}
+        self._lanes = {lane.name: lane for lane in (self.compute, *self.other_lanes)}
         self._endpoint = endpoint
-        self._socket = threading.Lock()  # several threads may use it by turns
+        self._socket = threading.Lock()  # several threads use it in turn
         self._waiter = Waiter()
         self._waiter.watch(endpoint.descriptor)
         self._waiter.watch(endpoint.lost_descriptor)
@@ -95,26 +106,28 @@ class Comm:
         self._ended_lanes: list[str] = []
         self._parent = settings.launcher or os.getppid()
         self._neighbours: Peers | None = None
-        """Ranks of this node; known from the moment when all ranks are connected."""
-        self._heard = time.monotonic()
+        """Ranks of this node; None until all ranks are connected."""
+        self._last_message = time.monotonic()
+        """When the controller was last heard."""
         self._controller_lost = self._saw_stopped = False
-        self._was_stopped: deque[bool] = deque(maxlen=_REMEMBERED_LOOKS)
-        """Whether the controller was stopped, look by look."""
+        self._was_stopped: deque[bool] = deque(maxlen=_NUM_CHECKS)
+        """Whether the controller was stopped, at each of the last checks."""
         self._failures: list[Failure] = []
         self.cause: Failure | None = None
-        """Why the session failed, if this process outlives it."""
+        """Why the session failed, if this process continues after it."""
         self._unwound = threading.Event()
         self._all_unwound = False
         self._give_up_at = float("inf")
         self._next_tick = self._next_beat = 0.0
-        self._last_tick = self._heard
-        self._look_at = LOOK_SECONDS
-        self._woken = 0.0
+        self._last_tick = self._last_message
+        self._report_silence_at = LOOK_SECONDS
+        self._continued_at = 0.0
+        """When this process was last continued after it was stopped."""
 
     # ---- called by the lanes and the session
 
     def start(self) -> None:
-        """Start the thread; it says HELLO."""
+        """Send HELLO and start the thread."""
         self._send(Kind.HELLO)
         self.thread.start()
 
@@ -123,7 +136,10 @@ class Comm:
         self._send(Kind.REPLY, [ticket, payload, took])
 
     def fail(self, failure: Failure) -> None:
-        """End the run: tell the controller, then obey it or leave (any thread)."""
+        """End the run: report the failure to the controller, then leave as it says (any thread).
+
+        Without an answer this process ends on its own.
+        """
         if self.cause is not None:
             logger.debug("after the end: %s", failure.sentence())
             return
@@ -134,15 +150,16 @@ class Comm:
         self._send(Kind.FAILURE, failure)
 
     def stay(self) -> None:
-        """Wait for the end of the run; returns if the process outlives it (any thread)."""
+        """Wait for the end of the run. Returns if the process continues after it (any thread)."""
         stay_until(self._unwound)
 
     def lane_ended(self, name: str) -> None:
-        """A lane has run everything before CLOSE."""
+        """Note that a lane has run all commands that precede CLOSE."""
         self._ended_lanes.append(name)
         self._waiter.wake()
 
     def _send(self, kind: Kind, body: Any = None) -> None:
+        """Send an envelope to the controller (any thread)."""
         data = self._endpoint.seal(kind, body)
         with self._socket:
             unnoticed = self._endpoint.send(data)
@@ -152,6 +169,7 @@ class Comm:
     # ---- the thread
 
     def _run(self) -> None:
+        """Serve the lanes until they have ended, then send BYE. An error here ends the process."""
         try:
             self._waiter.watch(self._signals.descriptor)
             while len(self._ended_lanes) < len(self._lanes):
@@ -169,26 +187,27 @@ class Comm:
             try:
                 logger.exception("the comm thread failed")
                 self._failures.append(failure_of(err, self._rank))
-                self._leave_alone()
+                self._leave_on_own()
             finally:
                 leave(1)
 
     def _step(self) -> None:
-        """One turn: limits and messages; then wait for more."""
+        """Check the clocks, handle all messages, then wait for more."""
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_SECONDS
             self._tick(now)
         while (data := self._receive()) is not None:
-            self._take(data)
+            self._handle(data)
         self._notice(self._waiter.wait(max(0.0, self._next_tick - time.monotonic())))
 
     def _receive(self) -> bytes | None:
+        """The next envelope; None if there is none."""
         with self._socket:
             return self._endpoint.receive()
 
-    def _take(self, data: bytes) -> None:
-        """React to one message."""
+    def _handle(self, data: bytes) -> None:
+        """Act on one envelope of the controller."""
         try:
             envelope = self._endpoint.open(data, self._settings.controller_rank)
         except MessageError as err:
@@ -196,13 +215,13 @@ class Comm:
             return
         if envelope is None:
             return
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         kind, body = envelope
         if kind is Kind.COMMAND:
             self._lanes[body[2]].put(Command(*body))
         elif kind is Kind.WELCOME:
             self._neighbours = Peers(body, own_rank=self._rank)
-            if not self._controller.is_local():  # it cannot see how a process ends here
+            if not self._controller.is_local():  # it cannot watch the processes of this node
                 self._neighbours.watch(self._waiter)
         elif kind is Kind.CLOSE and self.cause is not None:
             self._all_unwound = True
@@ -212,15 +231,19 @@ class Comm:
         elif kind is Kind.UNWIND:
             self._unwind(body)
         elif kind is Kind.LOOK:
-            if time.monotonic() > self._woken + _GONE_SECONDS:  # else a signal has shown them
+            # a process that was just continued has written its stacks on a signal
+            if time.monotonic() > self._continued_at + _GONE_SECONDS:
                 self._show_stacks(body, "a call takes long")
         elif kind is Kind.ABORT:
-            self._obey(body)
+            self._abort(body)
 
     # ---- watching
 
     def _notice(self, ready: list[int]) -> None:
-        """React at once to signals, a lost connection and ended neighbours."""
+        """Act at once on signals, a lost connection and ended processes of this node.
+
+        ready: descriptors that are readable.
+        """
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
         if (not ready or self._endpoint.lost_descriptor in ready) and self._endpoint.any_lost():
@@ -234,80 +257,92 @@ class Comm:
                 self._send(Kind.ENDED, list(ended))
 
     def _tick(self, now: float) -> None:
+        """Sample the lanes, send a heartbeat if it is due, and check everything that ends a run."""
         passed = now - self._last_tick
         self._last_tick = now
-        frozen = passed > _FROZEN_SECONDS  # this process was stopped: nobody else was silent
-        if frozen:
-            self._heard = self._heard + passed
-            self._woken = now
+        was_stopped = passed > _FROZEN_SECONDS
+        if was_stopped:  # then the controller was not silent
+            self._last_message += passed
+            self._continued_at = now
         for lane in self._lanes.values():
-            lane.sample(passed, as_idle=frozen)
+            lane.sample(passed, as_idle=was_stopped)
         if now >= self._next_beat:
             self._next_beat = now + self._settings.beat_seconds
             self._beat()
         self._check_signals()
         if now >= self._give_up_at:
-            self._leave_alone()
+            self._leave_on_own()
         if not self._failures and os.getppid() != self._parent:
             ended = f"the launcher (parent process {self._parent}) ended without ending its ranks"
-            self.fail(self._about("launcher", self._rank, ended))
+            self.fail(self._failure_with_call("launcher", self._rank, ended))
         self._check_controller(now)
 
     def _check_signals(self) -> None:
+        """Report signals that ask the run to stop to the controller."""
         for number in self._signals.take():
             self._send(Kind.STOP, number)
 
     def _beat(self) -> None:
-        """Say what the lanes do (`Doing` in runtime/stall.py)."""
-        doing = []
-        state = Process.of(os.getpid()).state()
+        """Send a heartbeat with what the lanes are doing (`Doing` in runtime/stall.py)."""
+        activities = []
+        process_state = Process.of(os.getpid()).state()
         for lane in self._lanes.values():
-            if (running := lane.running) and (place := lane.place()):
-                known = STATES[state] if state == "D" else ""
+            if (running := lane.running) and (state := lane.state()):
+                in_words = STATES[process_state] if process_state == "D" else ""
                 number = running[0].number
-                waited = lane.waits[ROWS]
-                doing.append([number, lane.name, waited, place.kind, place.line, known])
-        self._send(Kind.BEAT, doing)
+                row_seconds = lane.waits[ROWS]
+                activities.append(
+                    [number, lane.name, row_seconds, state.kind, state.line, in_words]
+                )
+        self._send(Kind.BEAT, activities)
 
     def _show_stacks(self, silent: list[int], why: str) -> None:
-        """Write down where every thread is; ranks of this node that do not answer are signalled."""
+        """Write the stacks of this process, and signal silent ranks of this node to write theirs.
+
+        Then send a heartbeat.
+        """
         for rank, process in self._neighbours.processes.items() if self._neighbours else ():
             if rank in silent and rank != self._rank:
                 process.show_stacks()
-        doing = self._about(
-            "", self._rank, f"{why} (the controller silent for {self._silent():.0f} s)"
+        header = self._failure_with_call(
+            "", self._rank, f"{why} (the controller silent for {self._silence():.0f} s)"
         )
         path = stacks_path(self._settings.run_dir, self._rank)
-        dump_stacks(path, doing.sentence(), self._settings.owns_run_dir)
+        dump_stacks(path, header.sentence(), self._settings.owns_run_dir)
         self._beat()
 
-    def _silent(self) -> float:
-        return time.monotonic() - self._heard
+    def _silence(self) -> float:
+        """Seconds since the controller was last heard."""
+        return time.monotonic() - self._last_message
 
     def _check_controller(self, now: float) -> None:
+        """Leave if the controller has ended or is silent for too long. Report a long silence."""
         if self._is_controller or self._controller_lost:
             return
         self._was_stopped.append(self._controller.is_stopped())
         if self._controller.has_ended():
             self._lost_controller(self._controller.end_cause_or_none() or "ended")
-        elif self._neighbours and self._silent() > self._silence_limit():
-            known = STATES.get(self._controller.state() or "", "in an unknown state")
-            how = f"{known}, silent for {self._silent():.0f} s"
+        elif self._neighbours and self._silence() > self._silence_limit():
+            state = STATES.get(self._controller.state() or "", "in an unknown state")
+            how = f"{state}, silent for {self._silence():.0f} s"
             self._lost_controller(how, kind="stopped")
-        elif self._silent() < LOOK_SECONDS:
-            self._look_at = LOOK_SECONDS
-        elif self._neighbours and self._silent() > self._look_at:
-            self._look_at = 2 * self._silent()
+        elif self._silence() < LOOK_SECONDS:
+            self._report_silence_at = LOOK_SECONDS
+        elif self._neighbours and self._silence() > self._report_silence_at:
+            self._report_silence_at = 2 * self._silence()
             controller = self._settings.controller_rank
             if self._rank == min({*self._neighbours.processes} - {controller}):
-                text = "rank %d, the controller, has been silent for %.0f s: %s; stacks: %s"
-                where = self._settings.run_dir / "stacks-rank*.txt"
-                about = self._controller.describe()
-                logger.warning(text, controller, self._silent(), about, where)
+                logger.warning(
+                    "rank %d (the controller) has been silent for %.0f s: %s; stacks: %s",
+                    controller,
+                    self._silence(),
+                    self._controller.describe(),
+                    self._settings.run_dir / "stacks-rank*.txt",
+                )
             self._show_stacks([controller], "the controller is silent")
 
     def _silence_limit(self) -> float:
-        """How long the controller, which enforces the limits of calls, may be silent."""
+        """Seconds for which the controller, which enforces the limits of calls, may be silent."""
         if self._settings.call_seconds is not None:
             return max(self._settings.call_seconds, SILENT_BEATS * self._settings.beat_seconds)
         if self._controller.is_stopped():
@@ -315,16 +350,19 @@ class Comm:
         return LIMIT_SECONDS
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:
-        """The controller cannot end the run any more, so every rank does."""
+        """Prepare to leave, because the controller can no longer end the run.
+
+        how: what happened to its process. The failure is reported on the controller's rank.
+        """
         if self._is_controller or self._controller_lost:
             return
         self._controller_lost = True
         self._saw_stopped |= any(self._was_stopped)
         cause = f"the controller's process {self._controller.pid}: {how}"
-        known = self._controller.end_cause_or_none(_DYING_SECONDS)
-        if known and known not in how:
-            cause += f" ({known})"
-        here = self._about(kind, self._rank, cause)
+        end_cause = self._controller.end_cause_or_none(_DYING_SECONDS)
+        if end_cause and end_cause not in how:
+            cause += f" ({end_cause})"
+        here = self._failure_with_call(kind, self._rank, cause)
         if here.label:
             cause += f"; this rank was running {here.label} (call {here.number}, {here.lane} lane)"
         elif self.compute.last:
@@ -335,7 +373,10 @@ class Comm:
     # ---- the end of a failed run
 
     def _unwind(self, cause: Failure) -> None:
-        """UNWIND: let go of all lanes; CLOSE says that every rank has, and the process goes on."""
+        """End all lanes, because the session has failed and the process continues.
+
+        CLOSE follows when the lanes of every rank have ended.
+        """
         self.cause = cause
         self._failures.insert(0, cause)
         self._give_up_at = time.monotonic() + UNWIND_SECONDS + _ABORT_SECONDS
@@ -344,43 +385,43 @@ class Comm:
         self.arrival.end(Unwound())
         self._unwound.set()
 
-    def _obey(self, to_kill: list[int]) -> None:
-        """ABORT: write down where every thread is, end stopped neighbours, leave."""
+    def _abort(self, to_kill: list[int]) -> None:
+        """Kill these ranks of this node, write the stacks, and end this process."""
         try:
             if self._neighbours:
                 self._neighbours.kill([rank for rank in to_kill if rank != self._rank])
-            self._show_stacks([], "the end")
+            self._show_stacks([], "the run failed")
         finally:
             leave(1)
 
-    def _leave_alone(self) -> None:
-        """No ABORT came: name the cause in a file of our own and leave."""
+    def _leave_on_own(self) -> None:
+        """Write the cause to a file of this rank and end this process, because no ABORT came."""
         controller = self._settings.controller_rank
         self._saw_stopped |= self._controller.is_stopped()
-        known_lost = self._failures[0].rank == controller and self._failures[0].kind == "stopped"
-        if not self._is_controller and not known_lost and self._saw_stopped:
+        is_known = self._failures[0].rank == controller and self._failures[0].kind == "stopped"
+        if not self._is_controller and not is_known and self._saw_stopped:
             cause = f"the controller's process {self._controller.pid} is stopped"
-            self._failures.insert(0, self._about("stopped", controller, cause))
+            self._failures.insert(0, self._failure_with_call("stopped", controller, cause))
         if not self._is_controller and self._neighbours:
             self._neighbours.kill([controller])
             if self._failures[0].kind == "stopped":
                 line = line_in_stacks(stacks_path(self._settings.run_dir, controller))
                 self._failures[0] = replace(self._failures[0], where=line)
-        cause_first = self._failures[0]
-        record = as_record(cause_first, self._failures)
+        first = self._failures[0]
+        record = failure_record(first, self._failures)
         if self._settings.owns_run_dir():
             write_failure(self._settings.run_dir / f"failure-rank{self._rank}.json", record)
-        if cause_first.where:
-            where = f"; its Python was at {cause_first.where}"
+        if first.where:
+            where = f"; its Python was at {first.where}"
         else:
             where = ""
-        logger.error("run failed: %s%s", cause_first.sentence(), where)
-        if self._rank in self._settings.ranks[1:2]:  # nobody else would
+        logger.error("run failed: %s%s", first.sentence(), where)
+        if self._rank in self._settings.ranks[1:2]:  # one rank does it in the controller's place
             call_within(SHOW_SECONDS, self._settings.show_failure)
-        self._obey([])
+        self._abort([])
 
-    def _about(self, kind: str, rank: int, cause: str) -> Failure:
-        """A failure with what this rank is running."""
+    def _failure_with_call(self, kind: str, rank: int, cause: str) -> Failure:
+        """A failure of rank that names the command which this rank is running."""
         for lane in self._lanes.values():
             if running := lane.running:
                 command = running[0]

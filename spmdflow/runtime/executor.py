@@ -95,8 +95,8 @@ class Lane:
                 self.operations["begin"](command.payload, command.number)
             self._commands.put(command)
 
-    def place(self, *, with_line: bool = True) -> LaneState | None:
-        """Where the lane's thread is inside the command that runs; None between two commands."""
+    def state(self, *, with_line: bool = True) -> LaneState | None:
+        """What the lane's thread is doing in the command that runs; None between two commands."""
         return place_of(self._thread, Lane.run.__code__, with_line=with_line)
 
     def sample(self, seconds: float, *, as_idle: bool = False) -> None:
@@ -104,9 +104,9 @@ class Lane:
 
         as_idle: they are nobody's, as those in which it waits for rows.
         """
-        place = self.place(with_line=False) if self.running else None
-        if place is not None and (as_idle or place.kind in self.waits):
-            self.waits[ROWS if as_idle else place.kind] += seconds
+        state = self.state(with_line=False) if self.running else None
+        if state is not None and (as_idle or state.kind in self.waits):
+            self.waits[ROWS if as_idle else state.kind] += seconds
 
     def unwind(self) -> None:
         """Drop commands not yet begun, except those that need all ranks; then end (comm thread)."""

@@ -1,8 +1,8 @@
-"""Notices a message that never ends, of which a socket shows nothing.
+"""Detects a message that never ends, which a ZeroMQ socket does not report.
 
-libzmq keeps the parts of a message until its last one, without a limit on their number. But the
-kernel counts what came over a connection (Linux 4.2, TCP_INFO). A connection that goes on while
-none of its messages ends is shut down, which frees the parts.
+libzmq keeps the parts of a message until its last part arrives, without a limit on their number.
+But the kernel counts the bytes that a connection received (Linux 4.2, TCP_INFO). A connection that
+keeps receiving while none of its messages ends is shut down, which frees the parts.
 """
 
 from __future__ import annotations
@@ -15,74 +15,75 @@ from dataclasses import dataclass
 
 from spmdflow.parallel.message import MAX_MESSAGE_BYTES
 
-_MOST_BYTES = MAX_MESSAGE_BYTES + 2**24
-"""What may come before a message ends: one, and what is sealed around it."""
+_MAX_BYTES = MAX_MESSAGE_BYTES + 2**24
+"""Bytes that may arrive before a message ends: the largest message, and its envelope."""
 _RECEIVED = struct.Struct("128xQ")
 """tcpi_bytes_received of struct tcp_info."""
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: who still sends is told at once, when the socket is closed."""
+"""SO_LINGER: when the socket is closed, the sender gets a reset at once."""
 
 
 @dataclass
 class _Connection:
     num_messages: int = 0
-    """Read from it when a look last found new ones."""
+    """Messages that had been read when the last check saw new ones."""
     num_bytes: int = 0
-    """That had come then."""
+    """Bytes that had been received at that check."""
     is_late: bool = False
-    """Whether the last look found too many bytes since."""
+    """Whether the last check saw too many bytes since then."""
 
 
 class Inflow:
     """The TCP connections of a socket, by descriptor. Used by one thread at a time."""
 
     def __init__(self) -> None:
+        """Begins without connections."""
         self._connections: dict[int, _Connection] = {}
         self._ranks: dict[int, int] = {}
-        """Who sends over a connection; may be known before `opened` was called."""
+        """The rank at the other end of a connection. It may precede `add_connection`."""
         self.num_messages: Counter[int] = Counter()
         """Messages that were read, by rank."""
 
     def add_connection(self, descriptor: int) -> None:
-        """Somebody has connected."""
+        """Watch a new connection."""
         self._connections[descriptor] = _Connection()
 
     def remove_connection(self, descriptor: int) -> None:
-        """A connection is gone."""
+        """Forget a connection that was closed."""
         self._connections.pop(descriptor, None)
 
-    def belongs_to(self, descriptor: int, rank: int) -> None:
-        """A message of rank (-1: of nobody known) came over a connection."""
+    def set_rank(self, descriptor: int, rank: int) -> None:
+        """Note which rank (-1: unknown) a message on this connection came from."""
         if rank >= 0:
             self._ranks[descriptor] = rank
 
     def cut_endless(self, ports: set[int]) -> list[int]:
-        """Shut down connections to these ports on which no message ends; the ranks (-1: unknown).
+        """Shut down connections to these ports on which no message ends. Their ranks (-1: unknown).
 
-        To be called between the reading of all that is there: a connection with much to read has
-        been read from at the next call.
+        Called each time after everything that had arrived was read. Then a connection that merely
+        has much to read has been read from before the next call.
         """
         cut = []
-        for descriptor, known in list(self._connections.items()):
+        for descriptor, connection in list(self._connections.items()):
             rank = self._ranks.get(descriptor, -1)
             received = _received_or_none(descriptor)
             read = self.num_messages[rank] if rank >= 0 else 0
             if received is None:
                 self.remove_connection(descriptor)
-            elif read > known.num_messages:
-                known.num_messages = read
-                known.num_bytes = received
-                known.is_late = False
-            elif received > known.num_bytes + _MOST_BYTES:
-                if known.is_late and _shut_down(descriptor, ports):
+            elif read > connection.num_messages:
+                connection.num_messages = read
+                connection.num_bytes = received
+                connection.is_late = False
+            elif received > connection.num_bytes + _MAX_BYTES:
+                if connection.is_late and _shut_down(descriptor, ports):
                     cut.append(rank)
                     self.remove_connection(descriptor)
-                known.is_late = True
+                connection.is_late = True
         return cut
 
 
 def _received_or_none(descriptor: int) -> int | None:
-    """Bytes that came over a connection; None if there is no such connection any more."""
+    """Bytes that a connection has received; None if it no longer exists."""
     with contextlib.suppress(OSError, struct.error):
         peer = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         try:
@@ -94,7 +95,10 @@ def _received_or_none(descriptor: int) -> int | None:
 
 
 def _shut_down(descriptor: int, ports: set[int]) -> bool:
-    """Whether the connection was one to these ports: the descriptor may be of another by now."""
+    """Shut down the connection if it is one to these ports, and return whether it was.
+
+    The descriptor may belong to something else by now.
+    """
     with contextlib.suppress(OSError):
         peer = socket.socket(fileno=descriptor)
         try:

@@ -1,12 +1,12 @@
 """Starts a run on the ranks of a process group: groups, session, the controller's thread.
 
 `start_run` is called by every rank of the default process group. Ranks outside `ranks` only help
-to make process groups (every rank of the world must call `new_group`) and learn how the run ended
-(`Outcome`). The groups of the host program stay as they are, and nothing of the run is left
-afterwards: no group, no thread, no descriptor.
+to make process groups (every rank of the world must call `new_group`), and get the result of the
+run (`Outcome`). The groups of the host program are not changed. Afterwards no group, thread or
+descriptor of the run remains.
 
 For ranks outside, the run's first rank writes into the world's store which groups its ranks make,
-then that there are no more, and at last how the run ended (`Announcements`). Waiting for the end
+then that there are no more, and finally how the run ended (`Announcements`). Waiting for the end
 polls the store once a second, has no time limit (runs are long), and can be interrupted.
 """
 
@@ -31,7 +31,7 @@ from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.config.leaf import call_limit_of, profiled_of, server_limit_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
-from spmdflow.failure.cause import as_record, write_failure
+from spmdflow.failure.cause import failure_record, write_failure
 from spmdflow.parallel.device import own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.executor import Operation, failure_of
@@ -50,18 +50,18 @@ its groups, the lock of RUN_DIR) -> exit status."""
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What `spmdflow.run` knows of its process."""
+    """What `spmdflow.run` knows about its process."""
 
     secret: str | None = None
     """SPMDFLOW_SECRET."""
     launcher: int | None = None
-    """Pid of torchrun's agent: this process ends when it does. None in a host program."""
+    """Pid of torchrun's agent, whose end ends this process. None in a host program."""
     owns_process: bool = False
-    """A failure may end the process at once; in a host program only if a process is lost."""
+    """Whether every failure may end the process; in a host program only the loss of a process."""
     on_met: Callable[[], None] = lambda: None
-    """Called once all ranks have met: from here on the session names who dies."""
+    """Called once all ranks have met, when the session begins to watch them."""
     show_failure: Callable[[], None] = lambda: None
-    """As of `SessionSettings`."""
+    """As in `SessionSettings`."""
 
 
 def start_run(
@@ -71,12 +71,12 @@ def start_run(
     ranks: tuple[int, ...] | None = None,
     surroundings: Surroundings | None = None,
 ) -> Outcome:
-    """Run `control` on the first of `ranks` (default: all), which carry out its orders.
+    """Run `control` on the first of `ranks` (default: all), which execute its calls.
 
-    Collective over the default process group, which must exist; ranks outside of the run get their
+    Collective over the default process group, which must exist. Ranks outside the run get their
     `Outcome` once its groups are made. `ranks` are ascending ranks of the group (`check_ranks`).
-    Failures raise RunFailed; they end the processes with status 1 instead if these belong to the
-    run, or if one of them is lost.
+    A failure raises RunFailed. It ends the processes with status 1 instead if they belong to the
+    run or if one of them is lost.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -85,13 +85,15 @@ def start_run(
     groups = GroupTable(rank)
     limit = timedelta(seconds=run.transfer_seconds)
     lane = dist.new_group(list(ranks), timeout=limit, backend="gloo")
+    announcements: Announcements | None
     announcements = Announcements(dist.distributed_c10d._get_default_store(), rank)
     if rank not in ranks:
         announcements.make_groups(groups)
         return Outcome(None, announcements)
     has_outside = len(ranks) < world_size
-    tells = announcements if has_outside and rank == ranks[0] else None
-    membership = _Membership(cfg, groups, lane, tells)
+    if not has_outside or rank != ranks[0]:
+        announcements = None
+    membership = _Membership(cfg, groups, lane, announcements)
     del lane  # the traceback of an error would keep the group
 
     def main(transport: Transport) -> None:
@@ -103,14 +105,14 @@ def start_run(
 
 
 def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
-    """ConfigError if ranks are no ascending ranks of the world."""
+    """Raise ConfigError unless ranks are ascending ranks of the world, without repetition."""
     if not ranks or list(ranks) != sorted(set(ranks) & set(range(world_size))):
-        expected = f"ascending ranks of the {world_size} that there are, each once"
-        raise ConfigError.of("launch", f"ranks {ranks}", expected, "correct them")
+        expected = f"ascending ranks from 0 to {world_size - 1}, each at most once"
+        raise ConfigError.of("launch", f"ranks {ranks}", expected, "correct the argument `ranks`")
 
 
 class _Membership:
-    """What one rank of a run holds, from the first group to the last."""
+    """The groups, workers and session of one rank of a run."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class _Membership:
         lane: dist.ProcessGroup,
         announcements: Announcements | None,
     ) -> None:
-        """announcements: on the rank that tells ranks outside of the run."""
+        """announcements: given on the rank that informs ranks outside the run, otherwise None."""
         self._cfg = cfg
         self._groups = groups
         self._announcements = announcements
@@ -127,12 +129,12 @@ class _Membership:
         self._state: RankState | None = None
         self.status = 0
         self.lock: RunDirLock | None = None
-        """Of RUN_DIR, on the controller's rank while the session lasts."""
+        """The lock of RUN_DIR, on the controller's rank during the session."""
 
     def run(
         self, main: Callable[[Transport], None], ranks: tuple[int, ...], around: Surroundings
     ) -> None:
-        """Take part in the session to its end."""
+        """Take part in the session until its end, then release all resources."""
         run = self._cfg.run
         settings = SessionSettings(
             run_dir=path_of(run),
@@ -146,17 +148,17 @@ class _Membership:
             on_met=around.on_met,
             on_claimed=self._keep_lock,
             unwinds=not around.owns_process,
-            on_failure=self._tell if self._announcements else None,
+            on_failure=self._announce_end if self._announcements else None,
             show_failure=around.show_failure,
         )
         try:
             run_session(main, self._operations_of, settings, release=self._release)
         except SpmdflowError as err:
-            self._tell(err if isinstance(err, RunFailed) else RunFailed(str(err)))
+            self._announce_end(err if isinstance(err, RunFailed) else RunFailed(str(err)))
             raise
         finally:
             self._release()
-        self._tell(None)
+        self._announce_end(None)
 
     def _keep_lock(self, lock: RunDirLock) -> None:
         self.lock = lock
@@ -167,7 +169,7 @@ class _Membership:
         return self._state.operations()
 
     def _release(self) -> None:
-        """Close the run's workers, then destroy its groups; a second call does nothing."""
+        """Close the run's workers, then destroy its groups. A second call does nothing."""
         if self._state is not None:
             try:
                 self._state.close()
@@ -180,16 +182,17 @@ class _Membership:
             dist.destroy_process_group(self._lane)
             self._lane = None
 
-    def _tell(self, failure: RunFailed | None) -> None:
+    def _announce_end(self, failure: RunFailed | None) -> None:
+        """Tell ranks outside the run that it has ended, and how."""
         if self._announcements:
             self._announcements.announce(None)
-            self._announcements.tell(self.status, failure)
+            self._announcements.announce_outcome(self.status, failure)
 
 
 def run_inproc(control: Control, cfg: Any) -> int:
-    """Run `control` with everything in this process, a world of one rank; the exit status.
+    """Run `control` with everything in this process, a world of one rank. Returns exit status.
 
-    An error is written to RUN_DIR/failure.json, and raised as it is. ConfigError, before anything
+    An error is written to RUN_DIR/failure.json and raised unchanged. ConfigError, before anything
     is written, if a live run uses RUN_DIR.
     """
     run_dir = path_of(cfg.run)
@@ -212,11 +215,11 @@ def _run_claimed(control: Control, cfg: Any, lock: RunDirLock) -> int:
         with stop_on_signals(controller):
             return control(controller, (0,), False, lock)
     except ConfigError:
-        raise  # refused: nothing was run
+        raise  # the settings were refused, and nothing was run
     except (Exception, KeyboardInterrupt) as err:
         failure = failure_of(err, 0, kind="script")
         if lock.is_held():
-            write_failure(lock.run_dir / "failure.json", as_record(failure, ()))
+            write_failure(lock.run_dir / "failure.json", failure_record(failure, ()))
         raise
     finally:
         state.close()
@@ -232,6 +235,10 @@ def _state(
     announce: Callable[[Any], None] | None = None,
     arrival: RowCondition | None = None,
 ) -> RankState:
+    """The workers, rows and groups of one rank, with the settings that it needs of the run.
+
+    announce: as in `RankSettings`. arrival: how the compute lane waits for rows, or None.
+    """
     run = cfg.run
     steps, ranks = profiled_of(run.profile_steps) if run.profile_steps else (range(0), ())
     settings = RankSettings(
@@ -251,19 +258,20 @@ def _state(
 _FIRST_SECONDS = 0.01
 _GROUP_SECONDS = 0.1
 _END_SECONDS = 1.0
-"""Poll intervals of the store: the first; the longest for more groups, and for the run's end."""
+"""Poll intervals of the store: the first, and the longest ones for groups and for the run's end."""
 
 Specs = Sequence[tuple[Sequence[int], str, str]]
 """Ranks, lane, backend of process groups."""
 
 
 class Announcements:
-    """What a run tells ranks outside, through the store.
+    """What a run announces to ranks outside it, through the store.
 
-    Keys carry the number of the launch: every rank of the world calls `launch` equally often.
+    Keys contain the number of the launch. Every rank of the world calls `launch` equally often.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
+        """Count this launch in the store."""
         launches = store.add(f"spmdflow/launches/{rank}", 1)
         self._store = store
         self._root = f"spmdflow/launch-{launches}"
@@ -271,72 +279,79 @@ class Announcements:
         self._has_ended = False
 
     def announce(self, specs: Specs | None) -> None:
-        """Say which groups the ranks of the run make now; None: there are no more (first rank)."""
+        """Announce the groups that the ranks of the run make next (first rank).
+
+        None: there are no more.
+        """
         if not self._has_ended:
             self._store.set(self._key(), json.dumps(specs))
         self._has_ended = specs is None
 
-    def tell(self, status: int, failure: RunFailed | None = None) -> None:
-        """Say how the run ended (first rank)."""
+    def announce_outcome(self, status: int, failure: RunFailed | None = None) -> None:
+        """Announce how the run ended (first rank)."""
         if failure is None:
-            told = {"status": status}
+            outcome = {"status": status}
         else:
-            told = {"text": str(failure)} | failure.record
-        self._store.set(f"{self._root}/outcome", json.dumps(told))
+            outcome = {"text": str(failure)} | failure.record
+        self._store.set(f"{self._root}/outcome", json.dumps(outcome))
 
     def make_groups(self, groups: GroupTable) -> None:
-        """Make the groups that are announced, until there are no more (outside)."""
+        """Make the announced groups, until there are no more (ranks outside the run)."""
         specs: Specs | None = []
         while specs is not None:
             groups.make([GroupSpec(tuple(ranks), lane, backend) for ranks, lane, backend in specs])
             key = self._key()
-            _look_until(partial(self._store.check, [key]), at_most=_GROUP_SECONDS)
+            _poll_until(partial(self._store.check, [key]), max_seconds=_GROUP_SECONDS)
             specs = json.loads(self._store.get(key))
 
     def outcome(self) -> Mapping[str, Any] | None:
-        """How the run ended; None while it goes on."""
+        """How the run ended; None while it is running."""
         key = f"{self._root}/outcome"
         if not self._store.check([key]):
             return None
-        told: dict[str, Any] = json.loads(self._store.get(key))
-        return told
+        outcome: dict[str, Any] = json.loads(self._store.get(key))
+        return outcome
 
     def _key(self) -> str:
+        """The key of the next announcement of groups."""
         return f"{self._root}/groups/{next(self._numbers)}"
 
 
 class Outcome:
-    """How a run ends, on a rank that is in it or outside of it."""
+    """How a run ends, on a rank that is part of it or outside of it."""
 
     def __init__(self, status: int | None, announcements: Announcements | None = None) -> None:
-        """status: None if it must be heard from announcements."""
-        self._told: Mapping[str, Any] | None = None if status is None else {"status": status}
+        """status: None if it comes from announcements."""
+        self._outcome: Mapping[str, Any] | None = None if status is None else {"status": status}
         self._announcements = announcements
 
     @property
     def is_known(self) -> bool:
-        """Whether the run has ended: `wait` returns (or raises) at once."""
-        if self._told is None and self._announcements is not None:
-            self._told = self._announcements.outcome()
-        return self._told is not None
+        """Whether the run has ended, so that `wait` returns (or raises) at once."""
+        if self._outcome is None and self._announcements is not None:
+            self._outcome = self._announcements.outcome()
+        return self._outcome is not None
 
     def wait(self) -> int:
-        """Wait for the end: 0 finished, 3 stopped; RunFailed if the run failed."""
-        _look_until(lambda: self.is_known, at_most=_END_SECONDS)
-        told = dict(self._told or {})
-        if "text" in told:
-            error = RunFailed(told.pop("text"), told)
-            error.add_note(f"on rank {told.get('rank')}:\n{told.get('traceback', '')}")
+        """Wait for the end of the run. Returns 0 (finished) or 3 (stopped).
+
+        RunFailed if the run failed.
+        """
+        _poll_until(lambda: self.is_known, max_seconds=_END_SECONDS)
+        outcome = dict(self._outcome or {})
+        if "text" in outcome:
+            error = RunFailed(outcome.pop("text"), outcome)
+            error.add_note(f"on rank {outcome.get('rank')}:\n{outcome.get('traceback', '')}")
             raise error
-        return int(told["status"])
+        return int(outcome["status"])
 
 
-def _look_until(condition: Callable[[], bool], *, at_most: float) -> None:
-    """Wait for condition, polled at growing intervals of up to at_most seconds.
+def _poll_until(condition: Callable[[], bool], *, max_seconds: float) -> None:
+    """Wait for condition, polled at growing intervals of up to max_seconds.
 
-    `Store.wait` would hold the store for this rank's other threads, and warn at each timeout.
+    `Store.wait` would block the store for this rank's other threads, and warn at each timeout.
     """
     seconds = _FIRST_SECONDS
     while not condition():
         time.sleep(seconds)
-        seconds = min(at_most, 2 * seconds)
+        seconds = min(max_seconds, 2 * seconds)

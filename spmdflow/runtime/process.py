@@ -16,7 +16,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def host_bytes() -> int:
-    """Host memory of this process alone: without mapped files and memory shared with others."""
+    """Bytes of host memory that only this process uses: no mapped files and no shared memory."""
     with open("/proc/self/statm", "rb") as file:
         _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * resource.getpagesize()
@@ -26,7 +26,7 @@ def open_closed_streams() -> None:
     """Open /dev/null as each standard stream that this process was started without.
 
     Otherwise Python has no `sys.stdout`, the next file or socket gets the number of the closed
-    descriptor, and processes that this one starts have no such stream either.
+    descriptor, and child processes have no such stream either.
     """
     missing = []
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -44,6 +44,7 @@ def open_closed_streams() -> None:
 
 
 def _is_open(descriptor: int) -> bool:
+    """Whether this process has a descriptor of this number."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -52,9 +53,9 @@ def _is_open(descriptor: int) -> bool:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open descriptors as far as this process may.
+    """Raise the limit on open descriptors to the hard limit.
 
-    A controller needs several for each rank, and 1,024 are the usual limit.
+    A controller needs several for each rank, and the usual limit is 1,024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -62,10 +63,10 @@ def allow_open_files() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 1 GiB of freed memory, where it would return it to the system.
+    """Let glibc keep up to 1 GiB of freed memory instead of returning it to the system.
 
-    Every forward frees its activations; fetching their pages anew takes a fifth of the time of a
-    small model's on a CPU. Elsewhere than under glibc nothing changes.
+    Every forward frees its activations. On a CPU, mapping their pages again takes a fifth of a
+    small model's forward. Without glibc nothing changes.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
@@ -74,5 +75,5 @@ def keep_freed_memory() -> None:
 
 
 def give_way() -> None:
-    """Let this thread, and those that it starts, have a processor when no other one needs it."""
+    """Give this thread, and the threads it starts, the lowest CPU priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

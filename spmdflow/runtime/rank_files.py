@@ -1,7 +1,7 @@
-"""What a rank does with files: save and load its workers, verify checkpoints.
+"""File operations of a rank: save and load its workers, verify checkpoints.
 
-Saving has two parts: `save`, on the compute lane, copies; `write`, on the files lane, writes the
-copies beside what follows.
+Saving has two parts. `save`, on the compute lane, copies the state. `write`, on the files lane,
+writes the copies while the compute lane continues.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LOOK_SECONDS = 0.05
 
 
 class RankFiles:
-    """Operations on files of one rank, by the name that commands use."""
+    """File operations of one rank."""
 
     def __init__(self, workers: Mapping[str, Worker], arrival: RowCondition, *, rank: int) -> None:
-        """workers: of the rank, by name. arrival: is woken after each command."""
+        """workers: those of the rank, by name. arrival: notified after each command."""
         self._workers = workers
         self._arrival = arrival
         self._rank = rank
@@ -40,7 +40,7 @@ class RankFiles:
         self._unwritten: dict[str, Callable[[], None] | None] = {}
 
     def operations(self) -> dict[str, Callable[[Plain, int], dict[str, Any]]]:
-        """As `RankState.operations`."""
+        """The operations by the name that commands use, as in `RankState.operations`."""
         return {
             "save": self._save,
             "write": self._write,
@@ -50,19 +50,23 @@ class RankFiles:
         }
 
     def hash_frozen(self, name: str) -> None:
-        """Note folder and hash of a worker's model, if it is frozen."""
+        """Remember the folder and hash of a worker's model if it is frozen."""
         folder = self._workers[name].frozen_folder
         if folder is not None:
             self._frozen[name] = (str(folder), model_hash(folder))
 
     def _save(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Copy the state of a worker. `_write` writes it to the rank's folder."""
         name = plain["group"]
-        own = make_rank_folder(Path(plain["folder"]), self._rank)
-        self._unwritten[name] = self._workers[name].save_state(own)
+        rank_folder = make_rank_folder(Path(plain["folder"]), self._rank)
+        self._unwritten[name] = self._workers[name].save_state(rank_folder)
         return {}
 
     def _write(self, plain: Plain, number: int) -> dict[str, Any]:
-        """The reply is what this rank wrote: the checkpoint is sealed from it."""
+        """Write what `_save` copied, and the worker's exported state.
+
+        Waits for `_save`. The reply lists the files, from which the checkpoint's manifest is made.
+        """
         name = plain["group"]
         folder = Path(plain["folder"])
         self._arrival.wait(lambda: name in self._unwritten)
@@ -70,22 +74,21 @@ class RankFiles:
         if write is not None:
             write()
         facts = move_rank_files(folder, make_rank_folder(folder, self._rank))
-        self._workers[name].export_state(
-            folder, own := make_rank_folder(folder, self._rank), self._wait_for
-        )
-        facts |= move_rank_files(folder, own)
+        rank_folder = make_rank_folder(folder, self._rank)
+        self._workers[name].export_state(folder, rank_folder, self._wait_for)
+        facts |= move_rank_files(folder, rank_folder)
         files = {}
         for file, each in facts.items():
             files[file] = list(astuple(each))
         return {"node": socket.gethostname(), "files": files, "frozen": self._frozen.get(name)}
 
     def _wait_for(self, paths: list[Path]) -> None:
-        """Return when all files are there; the limit of the command bounds the wait."""
+        """Wait until all files exist. The command's time limit bounds the wait."""
         while not all(path.exists() for path in paths):
             self._arrival.wait_until(lambda: False, _LOOK_SECONDS)
 
     def _verify(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Read a share of a checkpoint's files: what of them has changed or cannot be read."""
+        """Read a share of a checkpoint's files. Replies with what is damaged or unreadable."""
         files = {}
         for name, facts in plain["files"].items():
             files[name] = FileFacts(*facts)
@@ -98,10 +101,11 @@ class RankFiles:
         return {"damage": None, "unreadable": None}
 
     def _find_folders(self, plain: Plain, number: int) -> dict[str, Any]:
-        """The folders that this rank does not see."""
+        """Reply with the folders that do not exist on this rank."""
         return {"missing": [path for path in plain["folders"] if not Path(path).is_dir()]}
 
     def _load(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Load the state of a worker. Replies with its frozen model, and whether it is synced."""
         worker = self._workers[plain["group"]]
         worker.load_state(Path(plain["folder"]))
         is_synced = getattr(worker, "is_synced", False)

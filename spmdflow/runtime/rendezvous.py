@@ -1,21 +1,22 @@
-"""How the ranks of one start find one another, and the controller, through torchrun's store.
+"""How the ranks of one start find each other and the controller through torchrun's store.
 
-`own_store` names the part of the store that no other start has touched. torchrun's agent keeps
-one store over all attempts of `--max-restarts`, and a store on a fixed port can be reached by
-ranks of an earlier start or of a node that came back with another count of restarts. Nothing in
-the environment is equal on all ranks of a start and on no other. So rank 0 draws a random name,
-and tells it to ranks that ask: each asks with a random number of its own, and must confirm the
-name. Requests left in the store by dead ranks are never confirmed. All keys of the run, also of its
-process groups, carry the name. Ranks of one node must come from one torchrun: `origin` (its random
-folder for error files) tells two of them apart.
+`own_store` returns a part of the store that no other start uses. torchrun's agent keeps one store
+over all attempts of `--max-restarts`, and ranks of an earlier start, or of a node that came back
+with another restart count, can reach a store on a fixed port. No environment variable is equal on
+all ranks of a start and different on all others. So rank 0 draws a random name and sends it to
+ranks that request it. Each rank requests it with a random number of its own, and must confirm the
+name. Requests that dead ranks left in the store are never confirmed. All keys of the run, including
+those of its process groups, begin with the name. All ranks of a node must come from one torchrun:
+`origin` (the random folder of its error files) distinguishes two of them.
 
-`meet`: every rank reads the run's key from RUN_DIR, writes down its process and how it is reached;
-the controller binds the interfaces that reach the others, each on a port that the system chooses,
-and publishes the addresses with the run's random id. Keys in the store carry the number of the
-launch, so that a second launch in one process never reads an old address. Whoever reaches the store
-can read and write these; the run's key is not among them. It is random, lies in RUN_DIR while
-ranks meet, in a file that only this user can read, and without it no rank and no controller talks
-to anybody (runtime/wire.py). SPMDFLOW_SECRET is a second key, for a RUN_DIR that others can read.
+In `meet`, each rank reads the run's key from RUN_DIR and publishes its process and how it can be
+reached. The controller binds the interfaces that reach the others, each on a port that the system
+chooses, and publishes the addresses with the run's random id. Keys in the store contain the number
+of the launch, so that a second launch in one process never reads an old address. Anyone who can
+reach the store can read and write these entries, but the run's key is not among them. It is random,
+and while ranks meet it is in a file of RUN_DIR that only this user can read. Without it, neither
+ranks nor the controller exchange messages (runtime/wire.py). SPMDFLOW_SECRET is a second key, for a
+RUN_DIR that others can read.
 """
 
 from __future__ import annotations
@@ -49,45 +50,46 @@ logger = logging.getLogger(__name__)
 _LOOPBACKS = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 """The loopback address of each family; the first that this node has is used."""
 _KEY_SECONDS = 5.0
-"""What a network file system may take to show a new file on another node."""
+"""Time that a network file system may need to show a new file on another node."""
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Settings of a session; the same on every rank, except launcher and what is called."""
+    """Settings of a session: the same on every rank, except launcher and the functions."""
 
     run_dir: Path
     """Receives failure.json, failure-rank<k>.json and stacks-rank<k>.txt."""
     ranks: tuple[int, ...]
-    """Global ranks that take part, ascending; the controller lives on the first."""
+    """Global ranks that take part, ascending. The controller runs on the first."""
     start_seconds: float = 600.0
-    """Limit for all ranks to connect."""
+    """Time limit for all ranks to connect."""
     call_seconds: float | None = None
-    """Silence of the controller after which a rank gives up (it limits every call too).
+    """Time limit of each call, and of the controller's silence before a rank gives up.
 
-    None: medians of earlier calls limit calls, and the controller may not stay stopped."""
+    None: the limits of calls come from earlier calls, and a controller that stays stopped ends the
+    run (failure/duration.py)."""
     transfer_seconds: float = 60.0
-    """Limit of one released transfer, for the operations that move bytes."""
+    """Time limit of one transfer, for the operations that move bytes."""
     heartbeat_seconds: float = 120.0
     """Silence of a rank after which a warning is logged."""
     secret: str | None = None
-    """Needed beside the run's key to connect; the same on every rank (SPMDFLOW_SECRET)."""
+    """SPMDFLOW_SECRET. Needed with the run's key to connect, and equal on every rank."""
     launcher: int | None = None
-    """Pid of the parent whose end ends this process (failure/launcher.py); None: of its parent."""
+    """Pid of the process whose end ends this one (failure/launcher.py); None: the parent."""
     on_met: Callable[[], None] = lambda: None
     """Called by the main thread when all ranks have met."""
     on_claimed: Callable[[RunDirLock], None] = lambda lock: None
-    """Given the lock of RUN_DIR, on the controller's rank, before ranks meet."""
+    """Called with the lock of RUN_DIR on the controller's rank, before ranks meet."""
     owns_run_dir: Callable[[], bool] = lambda: True
-    """Whether RUN_DIR is still the folder of this run: reports are written there only then.
+    """Whether RUN_DIR still belongs to this run. Otherwise no report is written there.
     `run_session` sets it."""
     unwinds: bool = False
-    """A failure that leaves every process alive ends the session (RunFailed), not the processes."""
+    """Whether a failure that leaves every process alive ends only the session (RunFailed)."""
     on_failure: Callable[[RunFailed], None] | None = None
-    """Told why, on the controller's rank, before a failure ends the processes."""
+    """Called with the error on the controller's rank, before a failure ends the processes."""
     show_failure: Callable[[], None] = lambda: None
-    """Called on the controller's rank, or on the next one if that is lost, once a failure has been
-    written and the process is about to end."""
+    """Called after a failure has been written, before the process ends. It runs on the controller's
+    rank, or on the next one if the controller is lost."""
 
     @property
     def controller_rank(self) -> int:
@@ -106,13 +108,13 @@ class RankInfo:
 
     process: Process
     host_ip: str | None
-    """The address from which it reaches the store; None if that is a loopback address."""
+    """Its address on the route to the store; None if that is a loopback address."""
     network: str
-    """Node and network namespace: equal where loopback addresses mean the same."""
+    """Node and network namespace. Equal for ranks that reach each other by loopback addresses."""
     has_key: bool = True
-    """Whether it has read the run's key in RUN_DIR."""
+    """Whether it has read the run's key from RUN_DIR."""
     key_name: str = ""
-    """The file of RUN_DIR in which it looked for that, as the store had it."""
+    """The file of RUN_DIR in which it looked for the key, as named in the store."""
 
 
 @dataclass(frozen=True)
@@ -134,16 +136,16 @@ class Rendezvous:
 
 
 class StartRefused(ConfigError):
-    """A start that every rank of the session, or every rank of a node, refuses alike."""
+    """A start that every rank of the session, or of a node, refuses with the same error."""
 
 
 def meet(
     store: Store, rank: int, settings: SessionSettings, claim: Callable[[], RunDirLock]
 ) -> Rendezvous:
-    """Exchange addresses; every rank of the session calls it. DeadlineError names missing ranks.
+    """Exchange addresses. Called by every rank of the session.
 
-    claim: called first on the controller's rank. What it refuses, every rank raises as
-    StartRefused.
+    claim: called first, on the controller's rank. If it raises ConfigError, every rank raises
+    StartRefused. DeadlineError names the ranks that are missing.
     """
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
@@ -153,14 +155,14 @@ def meet(
     source_ip = _source_ip(store_host) if store_host else None
     info = RankInfo(Process.of(os.getpid()), source_ip, network)
     if rank == settings.controller_rank:
-        return _refusing_everywhere(
+        return _publish_errors(
             store, prefix, lambda: _claim_and_open(store, prefix, info, settings, store_host, claim)
         )
     _wait(store, {settings.controller_rank: f"{prefix}/key"}, settings.start_seconds)
     key_name = str(_read(store, f"{prefix}/key"))
     key = read_key(settings.run_dir, key_name, seconds=_KEY_SECONDS)
-    told = replace(info, has_key=key is not None, key_name=key_name)
-    _publish(store, f"{prefix}/info/{rank}", told)
+    info = replace(info, has_key=key is not None, key_name=key_name)
+    _publish(store, f"{prefix}/info/{rank}", info)
     _wait(store, {settings.controller_rank: f"{prefix}/controller"}, settings.start_seconds)
     run_id, controller, addresses, refusal = _read(store, f"{prefix}/controller")
     if refusal or key is None:
@@ -169,10 +171,11 @@ def meet(
     return Rendezvous(run_id, addresses[info.network], controller, _mix_key(key, settings.secret))
 
 
-def _refusing_everywhere(store: Store, prefix: str, work: Callable[[], Rendezvous]) -> Rendezvous:
-    """work(); what it refuses is also raised by the other ranks, which wait for the controller.
+def _publish_errors(store: Store, prefix: str, work: Callable[[], Rendezvous]) -> Rendezvous:
+    """Return work(). What it raises is raised on the other ranks too.
 
-    So is any other error: this process may live on, in a host program, and they would wait for it.
+    They wait for the controller, and this process may continue in a host program. ConfigError
+    becomes StartRefused.
     """
     try:
         return work()
@@ -189,7 +192,7 @@ def _publish_refusal(store: Store, prefix: str, err: BaseException) -> None:
     text = str(err)
     if not isinstance(err, SpmdflowError):
         text = f"start: the controller's rank failed ({type(err).__name__}: {err}); see its log"
-    with contextlib.suppress(DistError):  # of a store that is gone: it is what has failed
+    with contextlib.suppress(DistError):  # if the store itself is lost, nobody can read it
         _publish(store, f"{prefix}/key", "")
         refusal = [isinstance(err, StartRefused), text]
         _publish(store, f"{prefix}/controller", [b"", None, {}, refusal])
@@ -203,20 +206,20 @@ def _claim_and_open(
     store_host: str | None,
     claim: Callable[[], RunDirLock],
 ) -> Rendezvous:
-    """Take RUN_DIR, then let the other ranks come."""
+    """Lock RUN_DIR, then publish the controller's addresses."""
     lock = claim()
     return replace(_open_hub(store, prefix, info, settings, store_host), lock=lock)
 
 
 def _mix_key(key: bytes, secret: str | None) -> bytes:
-    """What both ends of a connection must know: the run's key, and SPMDFLOW_SECRET if it is set."""
+    """The key that both ends of a connection need: the run's, mixed with SPMDFLOW_SECRET if set."""
     return hmac.digest((secret or "").encode(), key, hashlib.sha256)
 
 
 def _open_hub(
     store: Store, prefix: str, info: RankInfo, settings: SessionSettings, store_host: str | None
 ) -> Rendezvous:
-    """Bind where the others can reach it and publish the addresses."""
+    """Create the controller's socket, bind it where the others reach it, publish the addresses."""
     keys = {}
     for rank in settings.ranks[1:]:
         keys[rank] = f"{prefix}/info/{rank}"
@@ -227,7 +230,7 @@ def _open_hub(
     _check_shared(settings, replace(info, key_name=name), others)
     run_id = os.urandom(RUN_ID_BYTES)
     key = _mix_key(key, settings.secret)
-    hub = Hub(run_id, key=key, most_ranks=len(settings.ranks))
+    hub = Hub(run_id, key=key, max_ranks=len(settings.ranks))
     hosts: dict[str, str] = {}
     for other in others.values():
         if other.network == info.network:
@@ -249,16 +252,16 @@ def _open_hub(
 
 
 def _check_shared(settings: SessionSettings, own: RankInfo, others: dict[int, RankInfo]) -> None:
-    """ConfigError naming the ranks that do not see RUN_DIR as this process does.
+    """Raise ConfigError that names the ranks that cannot read the key file of this process.
 
-    SpmdflowError if one was told to look for another file: then RUN_DIR is not to blame.
+    SpmdflowError if the store sent a rank to another file. Then RUN_DIR is not the cause.
     """
     for rank, other in others.items():
         if other.key_name != own.key_name:
             raise SpmdflowError(
-                f"start: rank {rank} was told by torchrun's store to look for {other.key_name!r}, "
-                f"expected {own.key_name!r}, the file that rank {settings.controller_rank} wrote; "
-                f"somebody else writes into that store: start again, on a network of the job's own"
+                f"start: torchrun's store sent rank {rank} to the key file {other.key_name!r}, "
+                f"expected {own.key_name!r}, which rank {settings.controller_rank} wrote; another "
+                f"program writes to that store: start again, on a network that only this job uses"
             )
     node = {}
     for rank, other in others.items():
@@ -276,15 +279,17 @@ def _check_shared(settings: SessionSettings, own: RankInfo, others: dict[int, Ra
 
 
 def _publish(store: Store, key: str, value: Any) -> None:
+    """Write plain data into the store."""
     store.set(key, encode(value).hex())
 
 
 def _read(store: Store, key: str) -> Any:
+    """What `_publish` wrote under a key."""
     return decode(bytes.fromhex(store.get(key).decode("ascii")))
 
 
 def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
-    """Wait for all keys (by rank)."""
+    """Wait for all keys (by rank). DeadlineError names the ranks whose keys are missing."""
     start = time.monotonic()
     if not _arrive(store, list(keys.values()), start + seconds):
         missing = []
@@ -292,14 +297,13 @@ def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
             if not store.check([key]):
                 missing.append(rank)
         raise DeadlineError(
-            f"start: ranks {missing} did not come within {time.monotonic() - start:.0f} s; "
-            f"expected every rank to start the session; see their logs, or raise "
-            f"run.start_seconds (now {seconds:g})"
+            f"start: ranks {missing} did not arrive within {time.monotonic() - start:.0f} s; see "
+            f"their logs, or raise run.start_seconds (now {seconds:g})"
         )
 
 
 def _arrive(store: Store, keys: list[str], until: float) -> bool:
-    """Wait for keys; False on timeout."""
+    """Wait for keys. False on a timeout."""
     try:
         if keys:
             store.wait(keys, timedelta(seconds=max(0.001, until - time.monotonic())))
@@ -309,33 +313,33 @@ def _arrive(store: Store, keys: list[str], until: float) -> bool:
 
 
 def _store_host(store: Store) -> str | None:
-    """Host name of the node behind a store; None for stores without one."""
+    """Host name of the node that runs a store; None for stores without one."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return getattr(store, "host", None)
 
 
 def _source_ip(host: str) -> str | None:
-    """This node's address on the route to host (nothing is sent); None if only a loopback."""
+    """This node's address on the route to host; None if only loopback. Sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
                 probe.connect(target)
-                own = str(probe.getsockname()[0])
-                if not own.startswith("127.") and own != "::1":
-                    return own
+                address = str(probe.getsockname()[0])
+                if not address.startswith("127.") and address != "::1":
+                    return address
     return None
 
 
 def _own_ip() -> str:
-    """The address that this node's name stands for; all interfaces as the last resort."""
+    """The address of this node's host name; 0.0.0.0 (all interfaces) if it has none."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "0.0.0.0"
 
 
 def _loopback() -> str:
-    """The loopback address of this node: 127.0.0.1, or ::1 where only IPv6 has one."""
+    """The loopback address of this node: 127.0.0.1, or ::1 if only IPv6 has one."""
     for family, address in _LOOPBACKS.items():
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind((address, 0))
@@ -347,11 +351,11 @@ def _loopback() -> str:
 
 
 _GLOO_ADDRESS_WORDS = ("to a (local) address", "Unable to find address for")
-"""What gloo says when it has no address to listen on, in torch 2.13."""
+"""Parts of gloo's error when it has no address to listen on (torch 2.13)."""
 
 
 def refusal_without_address(err: RuntimeError, interface: str) -> StartRefused | None:
-    """The refusal of a start in which gloo found no address to listen on; None: another error.
+    """A better error if gloo has no address to listen on; None if err is another error.
 
     interface: the value of GLOO_SOCKET_IFNAME; empty if it is not set.
     """
@@ -364,34 +368,34 @@ def refusal_without_address(err: RuntimeError, interface: str) -> StartRefused |
         return StartRefused.of("GLOO_SOCKET_IFNAME", repr(interface), expected, do)
     return StartRefused(
         f"start: gloo found no address of this node to listen on ({err}); set GLOO_SOCKET_IFNAME "
-        f"to the interface that reaches the other ranks (this node has {names}; lo serves where "
-        f"all ranks are on it), and torchrun's --master-addr to an address of that interface"
+        f"to the interface that reaches the other ranks (this node has {names}; use lo if all "
+        f"ranks are on this node), and torchrun's --master-addr to an address of that interface"
     )
 
 
 _ROOT = "spmdflow/roll-call"
 _LOOK_SECONDS = 0.01
-"""Between two looks for ranks that ask."""
-_MOST_NEW = 1000
-"""Entries that one look takes up: whoever reaches the store can write any number as their count."""
+"""Interval at which rank 0 checks for requests."""
+_MAX_NEW = 1000
+"""New entries per check. Anyone who reaches the store can write any number as their count."""
 
 
 @dataclass(frozen=True)
 class StartingRank:
-    """A rank that asks for the name of the run."""
+    """A rank that requests the name of the start."""
 
     rank: int
     node: int
     """Number of its torchrun among those of the job (GROUP_RANK)."""
     origin: str
-    """Differs between two torchruns of one node; empty if unknown."""
+    """Different for two torchruns on one node; empty if unknown."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 def own_store(store: Store, me: StartingRank, world_size: int, *, seconds: float) -> Store:
-    """The part of store that belongs to the ranks of this start alone; called by all of them.
+    """The part of store that only the ranks of this start use. Called by all of them.
 
-    DeadlineError names the ranks that did not come in time; ConfigError if ranks of two starts
+    DeadlineError names the ranks that did not arrive in time. ConfigError if ranks of two starts
     meet.
     """
     until = time.monotonic() + seconds
@@ -399,18 +403,18 @@ def own_store(store: Store, me: StartingRank, world_size: int, *, seconds: float
         name = secrets.token_hex(8)
         _call_roll(store, me, name, world_size, until)
     else:
-        name = _ask(store, me, until)
+        name = _request_name(store, me, until)
     return PrefixStore(f"spmdflow/{name}", store)
 
 
-def _ask(store: Store, me: StartingRank, until: float) -> str:
-    """Ask rank 0 for the name, and say that it was heard."""
+def _request_name(store: Store, me: StartingRank, until: float) -> str:
+    """Request the name from rank 0, and confirm it."""
     _append(store, vars(me))
     answer = f"{_ROOT}/answer/{me.nonce}"
     if not _arrive(store, [answer], until):
         raise DeadlineError(
-            f"start: rank {me.rank} got no answer from rank 0, expected one in time; see the log "
-            f"of rank 0, or raise run.start_seconds"
+            f"start: rank {me.rank} got no answer from rank 0 in time; see the log of rank 0, or "
+            f"raise run.start_seconds"
         )
     name = store.get(answer).decode()
     _append(store, vars(me) | {"heard": name})
@@ -418,44 +422,47 @@ def _ask(store: Store, me: StartingRank, until: float) -> str:
 
 
 def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until: float) -> None:
-    """Answer whoever asks until every rank has heard the name."""
-    heard = {me.rank: me}
+    """Answer requests until every rank has confirmed the name.
+
+    DeadlineError names the ranks that have not confirmed it in time.
+    """
+    confirmed = {me.rank: me}
     entries = _entries(store, until)
-    while len(heard) < world_size:
+    while len(confirmed) < world_size:
         key = next(entries, None)
         if key is None:
-            missing = sorted(set(range(world_size)) - set(heard))
+            missing = sorted(set(range(world_size)) - set(confirmed))
             raise DeadlineError(
-                f"start: ranks {missing} did not come in time, expected all of {world_size}; see "
-                f"their logs, or raise run.start_seconds"
+                f"start: ranks {missing} of {world_size} did not arrive in time; see their logs, "
+                f"or raise run.start_seconds"
             )
-        found = _read_asking(store.get(key), world_size)
-        if found is None:
+        request = _parse_request(store.get(key), world_size)
+        if request is None:
             logger.warning(
-                "start: torchrun's store has something under %s that no rank of this run wrote; it "
-                "is left out: does another program use that store?",
+                "start: ignored an entry of torchrun's store that no rank of this run "
+                "wrote (%s); does another program use that store?",
                 key,
             )
             continue
-        asking, name_heard = found
-        is_stranger = asking.node == me.node and asking.origin != me.origin  # of another torchrun
-        if name_heard is None and not is_stranger:
-            store.set(f"{_ROOT}/answer/{asking.nonce}", name)
-        elif name_heard == name:
-            _check_origin(asking, heard)
-            heard[asking.rank] = asking
+        sender, confirmed_name = request
+        is_of_other_torchrun = sender.node == me.node and sender.origin != me.origin
+        if confirmed_name is None and not is_of_other_torchrun:
+            store.set(f"{_ROOT}/answer/{sender.nonce}", name)
+        elif confirmed_name == name:
+            _check_origin(sender, confirmed)
+            confirmed[sender.rank] = sender
 
 
 def _entries(store: Store, until: float) -> Iterator[str]:
-    """Keys of the list that ranks append to, as they are written, until that time.
+    """Keys of the list that ranks append to, in the order in which they are written.
 
-    An entry may lack its text for ever: of a rank that was killed while it wrote. So entries behind
-    one are not held up.
+    Ends at the time `until`. A rank that is killed while it writes leaves a number without an
+    entry. Such a number does not delay the entries after it.
     """
     awaited: list[str] = []
     num_known = 0
     while time.monotonic() < until:
-        num_entries = min(store.add(f"{_ROOT}/count", 0), num_known + _MOST_NEW)
+        num_entries = min(store.add(f"{_ROOT}/count", 0), num_known + _MAX_NEW)
         awaited += [_entry(number) for number in range(num_known + 1, num_entries + 1)]
         num_known = num_entries
         written = [key for key in awaited if store.check([key])]
@@ -465,37 +472,40 @@ def _entries(store: Store, until: float) -> Iterator[str]:
             time.sleep(_LOOK_SECONDS)
 
 
-def _read_asking(data: bytes, world_size: int) -> tuple[StartingRank, str | None] | None:
-    """Who asks, and the name that it has heard; None for what no rank of a run writes."""
+def _parse_request(data: bytes, world_size: int) -> tuple[StartingRank, str | None] | None:
+    """The rank that wrote an entry, and the name that it confirms (None if it requests one).
+
+    None instead of both if no rank of a run can have written the entry.
+    """
     try:
-        said = json.loads(data)
-        heard = said.pop("heard", None)
-        asking = StartingRank(**said)
+        fields = json.loads(data)
+        name = fields.pop("heard", None)
+        sender = StartingRank(**fields)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return None
-    texts = (asking.origin, asking.nonce, heard or "")
-    is_rank = type(asking.rank) is int and 0 <= asking.rank < world_size
-    if not is_rank or type(asking.node) is not int or not all(type(x) is str for x in texts):
+    texts = (sender.origin, sender.nonce, name or "")
+    is_rank = type(sender.rank) is int and 0 <= sender.rank < world_size
+    if not is_rank or type(sender.node) is not int or not all(type(x) is str for x in texts):
         return None
-    return asking, heard
+    return sender, name
 
 
-def _check_origin(new: StartingRank, heard: dict[int, StartingRank]) -> None:
-    """ConfigError unless all ranks of a node come from one torchrun."""
-    for other in heard.values():
+def _check_origin(new: StartingRank, confirmed: dict[int, StartingRank]) -> None:
+    """Raise ConfigError unless all ranks of a node come from one torchrun."""
+    for other in confirmed.values():
         if other.node == new.node and other.origin != new.origin:
             got = f"rank {new.rank} from {new.origin} and rank {other.rank} from "
             got += f"{other.origin}"
-            do = "end the one that is left over and start the command again"
+            do = "end the torchrun of the earlier start, then start the command again"
             raise ConfigError.of("start", got, f"one torchrun on node {new.node}", do)
 
 
-def _append(store: Store, said: dict[str, Any]) -> None:
-    """Append to the list that rank 0 reads."""
+def _append(store: Store, fields: dict[str, Any]) -> None:
+    """Append an entry to the list that rank 0 reads."""
     number = store.add(f"{_ROOT}/count", 1)
-    store.set(_entry(number), json.dumps(said))
+    store.set(_entry(number), json.dumps(fields))
 
 
 def _entry(number: int) -> str:
-    """Key of an entry of that list."""
+    """Key of an entry in the list that rank 0 reads."""
     return f"{_ROOT}/asked/{number}"

@@ -1,11 +1,13 @@
-"""One controller and N executors, from the ranks of a process group that already exists.
+"""One controller and N executors, made of the ranks of a process group that already exists.
 
-Every rank calls `run_session`. The calling (main) thread becomes the compute lane; the threads
-transfer, files and comm are started beside it, on the controller's rank also io and controller
-(the script). Signal handling and interpreter settings are restored, threads and sockets ended, so
-that a session can run inside any torchrun program. A session that fails does not return: each
-process ends with status 1 after the cause has been written (runtime/verdict.py, comm.py), or, with
-`SessionSettings.unwinds` and if no process is lost, every rank gets RunFailed.
+Every rank calls `run_session`. The calling (main) thread becomes the compute lane. The threads
+transfer, files and comm are started in addition, and on the controller's rank also io and
+controller (the script). At the end, signal handlers and interpreter settings are restored, and
+threads and sockets are closed, so that a session can run inside any torchrun program.
+
+A session that fails does not return. Each process ends with status 1 after the cause has been
+written (runtime/verdict.py, comm.py). With `SessionSettings.unwinds`, and if no process is lost,
+every rank raises RunFailed instead.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from spmdflow.runtime.wire import Hub, RankSocket
 logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 5e-4
-"""Thread switch interval: a round trip beside busy Python falls from 5.2 to 0.6 ms."""
+"""Thread switch interval. A round trip while Python is busy then takes 0.6 instead of 5.2 ms."""
 _JOIN_SECONDS = 60.0
-"""More than the controller gives the ranks to leave (runtime/verdict.py)."""
+"""Longer than the controller lets ranks take to leave (runtime/verdict.py)."""
 
 
 def run_session(
@@ -52,19 +54,20 @@ def run_session(
     *,
     release: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run main(transport) on the first rank and operations on all; returns exit status 0.
+    """Run main(transport) on the first rank and the operations on all ranks. Returns 0.
 
-    Collective over settings.ranks; the default process group must exist. main runs in the thread
-    "controller", operations in the calling thread and the threads
-    "transfer" and "files".
-    operations_of(rank, arrival) gives them; arrival: how the compute lane waits for rows.
+    Collective over settings.ranks. The default process group must exist. main runs in the thread
+    "controller", and operations run in the calling thread and in the threads "transfer" and
+    "files". operations_of(rank, arrival) returns them; arrival is how the compute lane waits for
+    rows.
 
-    The first rank makes and locks RUN_DIR before anything is written into it. ConfigError on every
-    rank if another live run holds it, or if it is no folder that can be written.
-    DeadlineError if ranks do not come to the rendezvous; ProtocolError outside the main thread;
-    later failures end every process of the session, or raise RunFailed on every rank
-    (`SessionSettings.unwinds`). In the latter case release() is called once this rank's lanes have
-    let go: what it closes frees ranks that wait in a collective for this one.
+    The first rank creates and locks RUN_DIR before anything is written into it. ConfigError on
+    every rank if another live run has locked it, or if it is not a writable folder. DeadlineError
+    if ranks do not arrive at the rendezvous. ProtocolError outside the main thread.
+
+    Later failures end every process of the session, or raise RunFailed on every rank
+    (`SessionSettings.unwinds`). In the latter case release() is called once the lanes of this rank
+    have ended. What it closes releases ranks that wait in a collective for this one.
     """
     rank = dist.get_rank()
     assert rank in settings.ranks, (rank, settings.ranks)
@@ -76,17 +79,17 @@ def run_session(
     with contextlib.ExitStack() as at_end:
 
         def claim() -> RunDirLock:
-            """The first thing that the controller's rank does: until then nothing is written."""
+            """Lock RUN_DIR before anything is written there (controller's rank)."""
             lock = claim_run_dir(settings.run_dir)
             at_end.callback(lock.release)
             remove_old_reports(settings.run_dir)
             settings.on_claimed(lock)
             return lock
 
-        found = meet(dist.distributed_c10d._get_default_store(), rank, settings, claim)
-        hub = found.hub
-        if found.lock is not None:
-            settings = replace(settings, owns_run_dir=found.lock.is_held)
+        rendezvous = meet(dist.distributed_c10d._get_default_store(), rank, settings, claim)
+        hub = rendezvous.hub
+        if rendezvous.lock is not None:
+            settings = replace(settings, owns_run_dir=rendezvous.lock.is_held)
         else:
             settings = replace(settings, owns_run_dir=RunDirMark.read(settings.run_dir).is_there)
         settings.on_met()
@@ -95,22 +98,26 @@ def run_session(
         signals = at_end.enter_context(Signals())
         at_end.enter_context(stacks_on_signal(stacks_path(settings.run_dir, rank)))
         endpoint = RankSocket(
-            found.address,
+            rendezvous.address,
             rank,
-            run_id=found.run_id,
-            key=found.key,
+            run_id=rendezvous.run_id,
+            key=rendezvous.key,
             context=hub.context if hub else None,
         )
         comm = Comm(
-            endpoint, rank=rank, controller=found.controller, settings=settings, signals=signals
+            endpoint,
+            rank=rank,
+            controller=rendezvous.controller,
+            settings=settings,
+            signals=signals,
         )
         if hub:
-            threads = _start_controller(hub, found.processes, main, settings)
+            threads = _start_controller(hub, rendezvous.processes, main, settings)
         else:
             threads = []
         comm.start()
         if settings.launcher is not None:
-            outlive_launcher()  # comm watches it, and can say that it ended
+            outlive_launcher()  # comm watches it, and can report its end
         threads = [*_run_lanes(comm, rank, operations_of), comm.thread, *threads]
         if comm.cause is not None:
             release()
@@ -125,7 +132,7 @@ def run_session(
 def remove_old_reports(run_dir: Path) -> None:
     """Remove failure reports of an earlier start, which would look like new ones.
 
-    Only for a process that holds the lock of run_dir: otherwise they may be a live run's.
+    Only the process that has locked run_dir may do this. Otherwise a live run may own them.
     """
     for pattern in ("failure.json", "failure-rank*.json", "stacks-*", STATUS_FILE):
         for path in run_dir.glob(pattern):
@@ -136,11 +143,12 @@ def remove_old_reports(run_dir: Path) -> None:
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads to end. AssertionError, with all stacks on stderr, if one does not."""
     for thread in threads:
         thread.join(_JOIN_SECONDS)
         if thread.is_alive():
             faulthandler.dump_traceback()
-            raise AssertionError(f"thread {thread.name} has not ended; stacks stand above")
+            raise AssertionError(f"thread {thread.name} has not ended; see the stacks above")
 
 
 def _start_controller(
@@ -149,7 +157,7 @@ def _start_controller(
     main: Callable[[Transport], None],
     settings: SessionSettings,
 ) -> list[threading.Thread]:
-    """Start the thread of the script and the io thread."""
+    """Start the thread of the script and the io thread, and return both."""
     rank = settings.controller_rank
     silence = settings.heartbeat_seconds
     io = Io(
@@ -164,7 +172,10 @@ def _start_controller(
 
 
 def _run_script(main: Callable[[Transport], None], io: Io, rank: int) -> None:
-    """The controller thread: wait for everybody, run the script, close."""
+    """Run the controller thread: wait until all ranks are connected, run the script, close.
+
+    What the script raises ends the run.
+    """
     try:
         io.met.result()
         try:
@@ -184,8 +195,8 @@ def _run_lanes(
     rank: int,
     operations_of: Callable[[int, RowCondition], Mapping[str, Operation]],
 ) -> list[threading.Thread]:
-    """Run the compute lane until the controller closes; returns the threads of the other lanes."""
-    lanes = comm.beside
+    """Run the compute lane until the controller closes. Returns the threads of the other lanes."""
+    lanes = comm.other_lanes
     threads = []
     for lane in lanes:
         threads.append(threading.Thread(target=lane.run, name=lane.name, daemon=True))

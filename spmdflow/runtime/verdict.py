@@ -20,14 +20,14 @@ from pathlib import Path
 from spmdflow.errors import RunFailed
 from spmdflow.failure.cause import (
     GATHER_SECONDS,
-    KINDS_OF_THE_LIVING,
     SHOW_SECONDS,
+    SURVIVABLE_KINDS,
     UNWIND_SECONDS,
     Failure,
-    as_record,
     call_within,
+    failure_record,
     first_cause,
-    report,
+    print_report,
     run_failed,
     write_failure,
 )
@@ -115,7 +115,7 @@ class Verdict:
     @property
     def spares_processes(self) -> bool:
         """Whether only the session ends: that is wanted, and no process is lost."""
-        alive = all(failure.kind in KINDS_OF_THE_LIVING for failure in self.failures)
+        alive = all(failure.kind in SURVIVABLE_KINDS for failure in self.failures)
         return self.settings.unwinds and alive
 
     @property
@@ -153,7 +153,7 @@ class Verdict:
                 stopped.append(failure.rank)
         self.peers.kill(stopped)  # they write their stacks first
         cause, path = self._write_cause()
-        report(cause, self.failures, path)
+        print_report(cause, self.failures, path)
         abort = self._hub.seal(Kind.ABORT, stopped)
         for rank in self.settings.ranks[1:]:
             self._hub.send(rank, abort)
@@ -175,7 +175,7 @@ class Verdict:
         if not self.settings.owns_run_dir():
             return cause, None
         path = self.settings.run_dir / "failure.json"
-        write_failure(path, as_record(cause, self.failures))
+        write_failure(path, failure_record(cause, self.failures))
         return cause, path
 
     def _tell(self, cause: Failure) -> None:

@@ -1,14 +1,14 @@
-"""Envelopes and the two sockets: a ROUTER at the controller, a DEALER on every rank.
+"""Envelopes and the two sockets: a ROUTER at the controller and a DEALER on every rank.
 
-The only file that imports zmq. Every envelope starts with the run's random id; what carries
-another one is dropped with a warning. Every message is one envelope. Connections
-are never repaired: losing one means that the peer is gone (TCP keep-alive finds dead nodes; a
-stopped process stays connected). Each socket is used by one thread at a time.
+This is the only file that imports zmq. Each message is one envelope, which starts with the run's
+random id. An envelope with another id is dropped with a warning. Connections are never repaired: if
+one is lost, the peer is gone. TCP keep-alive detects dead nodes. A stopped process stays connected.
+Each socket is used by one thread at a time.
 
-TCP connections are CURVE: both key pairs derive from the run's key (runtime/rendezvous.py) and its
-id. The public ones are never published, so whoever lacks the key gets no further than the greeting:
-no message of theirs is read, nothing is sent to them. A greeting may take 5 s. While too many are
-at it, and once all ranks are connected, the kernel drops whoever asks for a connection.
+TCP connections use CURVE. Both key pairs derive from the run's key (runtime/rendezvous.py) and its
+id. The public keys are never published, so a peer without the run's key cannot complete the
+handshake: no message of it is read, and none is sent to it. A handshake may take 5 s. While too
+many handshakes are pending, and once all ranks are connected, the kernel drops new connections.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_STEP: dict[int, int] = {
+_UNAUTHENTICATED_CHANGE: dict[int, int] = {
     zmq.EVENT_ACCEPTED: 1,
     zmq.EVENT_HANDSHAKE_SUCCEEDED: -1,
     zmq.EVENT_DISCONNECTED: -1,
 }
-"""Event -> change of the number of connections that have not shown the key."""
+"""Event -> change of the number of connections that have not authenticated yet."""
 _MAX_QUEUED = 100_000
-"""Messages that may wait for one peer, in either direction."""
-_GREETING_MILLISECONDS = 5000
-_MAX_STRANGERS = 64
-"""Connections that have not shown the key, at a time, besides one for each rank."""
-_MAX_NEWS = 1000
-"""Events of connections that are looked at in one turn."""
+"""Messages that may be queued for one peer, in either direction."""
+_HANDSHAKE_MILLISECONDS = 5000
+_MAX_UNAUTHENTICATED = 64
+"""Connections that may be unauthenticated at a time, in addition to one for each rank."""
+_MAX_EVENTS = 1000
+"""Connection events that are read in one turn."""
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """Socket filter (classic BPF) of one instruction: keep 0 bytes of every packet."""
 _SO_ATTACH_FILTER = 26
@@ -86,29 +86,29 @@ _POLLIN = int(zmq.POLLIN)
 
 
 class Kind(enum.IntEnum):
-    """What an envelope is; the arrow says who sends it (c: controller, r: rank)."""
+    """What an envelope contains. The arrow shows the sender (c: controller, r: rank)."""
 
     HELLO = 1  # r -> c: connected
-    WELCOME = 2  # c -> r: everybody is connected; the peers on your node
+    WELCOME = 2  # c -> r: all ranks are connected; the processes on the node of the rank
     COMMAND = 3  # c -> r: [ticket, number, lane, label, seconds, payload]
     REPLY = 4  # r -> c: [ticket, payload, fields of a Took]
     FAILURE = 5  # r -> c: a Failure
-    BEAT = 6  # both: alive; r -> c: what its lanes do (runtime/stall.py)
-    STOP = 7  # r -> c: number of a signal that arrived here and asks the run to stop
-    ABORT = 8  # c -> r: [ranks to kill]; dump stacks and exit
-    CLOSE = 9  # c -> r: finish what you have, then BYE
-    BYE = 10  # r -> c: both lanes have ended
-    ENDED = 11  # r -> c: [rank, how]: a neighbour's process, seen where the controller is not
-    UNWIND = 12  # c -> r: the Failure that ended the run; drop what waits, leave the lanes
-    UNWOUND = 13  # r -> c: both lanes have ended; CLOSE follows when all have said so
-    LOOK = 14  # c -> r: [ranks that do not answer]; write stacks, theirs on a signal
+    BEAT = 6  # both: heartbeat; r -> c: what its lanes are doing (runtime/stall.py)
+    STOP = 7  # r -> c: number of a signal that the rank received and that asks the run to stop
+    ABORT = 8  # c -> r: [ranks to kill]; write stacks and exit
+    CLOSE = 9  # c -> r: finish all commands, then send BYE
+    BYE = 10  # r -> c: all lanes have ended
+    ENDED = 11  # r -> c: [rank, how]: a process on the rank's node ended; the controller is remote
+    UNWIND = 12  # c -> r: the Failure that ended the run; drop queued commands, leave the lanes
+    UNWOUND = 13  # r -> c: all lanes have ended; CLOSE follows when all ranks have sent this
+    LOOK = 14  # c -> r: [ranks that do not answer]; write stacks, and signal those ranks for theirs
 
 
 _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Envelopes:
-    """Seals and opens the envelopes of one run."""
+    """Encodes and decodes the envelopes of one run."""
 
     def __init__(self, run_id: bytes) -> None:
         self._run_id = run_id
@@ -120,7 +120,10 @@ class Envelopes:
         return self._prefix[kind] + encode(body)
 
     def open(self, data: bytes, sender: int) -> tuple[Kind, Any] | None:
-        """Kind and body; None if it is not of this run. MessageError if it does not decode."""
+        """Kind and body. None (with a warning) if the envelope is not of this run.
+
+        MessageError if it cannot be decoded.
+        """
         if not data.startswith(self._run_id):
             self._num_foreign += 1
             if self._num_foreign <= _MAX_WARNINGS:
@@ -131,71 +134,75 @@ class Envelopes:
         kind = _KINDS.get(data[RUN_ID_BYTES]) if len(data) > RUN_ID_BYTES else None
         if kind is None:
             raise MessageError(
-                f"message: {data[RUN_ID_BYTES:][:1]!r} as kind; expected one of {list(_KINDS)}; "
+                f"message: got kind {data[RUN_ID_BYTES:][:1]!r}, expected one of {list(_KINDS)}; "
                 f"run the same version of spmdflow on every rank"
             )
         return kind, decode(memoryview(data)[RUN_ID_BYTES + 1 :])
 
 
 class _Socket(Envelopes):
-    """What both ends share: a socket that never reconnects, and a monitor."""
+    """What both ends share: a socket that never reconnects, and a monitor of its connections."""
 
-    _news = int(_LOST)
+    _events = int(_LOST)
 
     def __init__(
         self, kind: int, run_id: bytes, *, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
+        """Create the socket, which neither binds nor connects yet, and its monitor."""
         super().__init__(run_id)
         self._socket = context.socket(kind)
         for option, value in _OPTIONS:
             self._socket.setsockopt(option, value)
         self.descriptor = _descriptor(self._socket)
-        """Readable when there may be input; only to be trusted after `receive` gave None."""
-        self._monitor = self._socket.get_monitor_socket(self._news)
+        """Readable when there may be input. Reliable only after `receive` has returned None."""
+        self._monitor = self._socket.get_monitor_socket(self._events)
         self.lost_descriptor = _descriptor(self._monitor)
-        """Readable when a connection may have ended; libzmq's own thread hears of it."""
-        self.any_lost()  # libzmq signals arrivals only to a reader that found nothing before
+        """Readable when a connection may have ended. libzmq's own thread notices that."""
+        self.any_lost()  # libzmq signals events only after a read that returned nothing
 
     def any_lost(self) -> bool:
-        """Whether connections ended since the last call."""
-        found = False
+        """Whether connections have ended since the last call."""
+        is_lost = False
         with contextlib.suppress(zmq.Again):
-            for _ in range(_MAX_NEWS):  # strangers may cause more all the time
-                news = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                found |= self._hear(news["event"], int(news["value"]))
-        return found
+            for _ in range(_MAX_EVENTS):  # others may connect all the time
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                is_lost |= self._on_event(event["event"], int(event["value"]))
+        return is_lost
 
-    def _hear(self, event: int, value: int) -> bool:
-        """Whether this news is of a connection that ended. value: mostly its descriptor."""
+    def _on_event(self, event: int, value: int) -> bool:
+        """Whether the event is the end of a connection. value: usually its descriptor."""
         return bool(event & _LOST)
 
     def close(self) -> None:
-        """Send what is queued (at most 2 s) and give everything back."""
+        """Send what is queued (for at most 2 s) and close the sockets."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(_CLOSE_MILLISECONDS)
 
 
 class Hub(_Socket):
-    """The controller's end: a ROUTER that knows its peers by rank."""
+    """The controller's end: a ROUTER that addresses its peers by rank."""
 
-    _news = int(_LOST | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    _events = int(_LOST | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def __init__(
-        self, run_id: bytes, *, key: bytes | None = None, most_ranks: int = _MAX_STRANGERS
+        self, run_id: bytes, *, key: bytes | None = None, max_ranks: int = _MAX_UNAUTHENTICATED
     ) -> None:
-        """key: what peers over TCP must know; None: nothing. most_ranks: how many will connect."""
+        """Create the socket, which only this process can reach until `bind`.
+
+        key: what peers over TCP must know; None: nothing. max_ranks: how many will connect.
+        """
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.waiter = Waiter()
         self._listeners: list[socket.socket] = []
-        self._most_strangers = most_ranks + _MAX_STRANGERS
-        self._num_strangers = 0
+        self._max_unauthenticated = max_ranks + _MAX_UNAUTHENTICATED
+        self._num_unauthenticated = 0
         self._is_full = False
         self._inflow = Inflow()
         self._ports = set[int]()
         super().__init__(zmq.ROUTER, run_id, context=self.context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MILLISECONDS)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
         if key:
             self._socket.curve_publickey, self._socket.curve_secretkey = _keys(key, run_id, 0)
             self._socket.curve_server = True
@@ -205,46 +212,50 @@ class Hub(_Socket):
         self.waiter.watch(self.descriptor)
 
     def bind(self, host: str) -> str:
-        """Listen on a free port of an interface; returns the address to connect to.
+        """Listen on a free port of an interface. Returns the address to connect to.
 
-        While too many have not shown the key, others are dropped; the kernel asks again after 1 s.
+        While too many connections are unauthenticated, new ones are dropped. The kernel of the peer
+        tries again after 1 s.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=self._most_strangers) as mine:
-            mine.setblocking(False)
-            self._ports.add(mine.getsockname()[1])
-            self._listeners.append(mine.dup())
-            self._socket.setsockopt(zmq.USE_FD, mine.fileno())
+        backlog = self._max_unauthenticated
+        with socket.create_server((host, 0), family=family, backlog=backlog) as listener:
+            listener.setblocking(False)
+            port = listener.getsockname()[1]
+            self._ports.add(port)
+            self._listeners.append(listener.dup())
+            self._socket.setsockopt(zmq.USE_FD, listener.fileno())
             self._socket.setsockopt(zmq.IPV6, int(":" in host))
             name = f"[{host}]" if ":" in host else host
-            self._socket.bind(f"tcp://{name}:{mine.getsockname()[1]}")
-            mine.detach()  # libzmq closes it
+            self._socket.bind(f"tcp://{name}:{port}")
+            listener.detach()  # libzmq closes it
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def end_listening(self) -> None:
-        """Nobody else will connect: from now on the kernel drops what tries to."""
+        """Let the kernel drop all new connections from now on, because all ranks are connected."""
         self._drop_connections(True)
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
-    def _hear(self, event: int, value: int) -> bool:
+    def _on_event(self, event: int, value: int) -> bool:
+        """Count connections, and drop new ones while too many are unauthenticated."""
         if event == zmq.EVENT_ACCEPTED:
             self._inflow.add_connection(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._inflow.remove_connection(value)
         if self._listeners:
-            self._num_strangers += _STEP.get(event, 0)
+            self._num_unauthenticated += _UNAUTHENTICATED_CHANGE.get(event, 0)
             if self._is_full:
-                limit = self._most_strangers // 2
+                limit = self._max_unauthenticated // 2
             else:
-                limit = self._most_strangers
-            if self._is_full != (self._num_strangers > limit):
+                limit = self._max_unauthenticated
+            if self._is_full != (self._num_unauthenticated > limit):
                 self._drop_connections(not self._is_full)
-        return super()._hear(event, value)
+        return super()._on_event(event, value)
 
     def _drop_connections(self, drop: bool) -> None:
-        """Let the kernel drop new connections, or take them again; those that stand go on."""
+        """Let the kernel drop or accept new connections. Established ones are not affected."""
         self._is_full = drop
         code = ctypes.create_string_buffer(_DROP_ALL)
         program = struct.pack("HP", 1, ctypes.addressof(code))
@@ -254,11 +265,14 @@ class Hub(_Socket):
                 listener.setsockopt(socket.SOL_SOCKET, option, program)
 
     def admit(self, rank: int) -> None:
-        """Let rank be sent to from now on: it has shown that it knows the run's id."""
+        """Allow `send` to rank from now on, because it has sent the run's id."""
         self._admitted.add(rank)
 
     def send(self, rank: int, envelope: bytes) -> bool:
-        """Queue an envelope for rank; False if it is not admitted, or not connected any more."""
+        """Queue an envelope for rank. False if it is not admitted or no longer connected.
+
+        MessageError if too many messages are queued for it.
+        """
         if rank not in self._admitted:
             return False
         try:
@@ -267,8 +281,8 @@ class Hub(_Socket):
         except zmq.ZMQError as err:
             if err.errno == zmq.EAGAIN:
                 raise MessageError(
-                    f"message: {_MAX_QUEUED} wait for rank {rank}, expected it to take them; "
-                    f"let the script wait for results"
+                    f"message: {_MAX_QUEUED} are queued for rank {rank}, which does not read them; "
+                    f"let the script wait for results before it makes more calls"
                 ) from err
             if err.errno == zmq.EHOSTUNREACH:
                 return False
@@ -276,7 +290,10 @@ class Hub(_Socket):
         return True
 
     def receive(self) -> tuple[int, bytes] | None:
-        """The next message: its rank (-1: no rank of ours) and envelope; None if there is none."""
+        """The rank that sent the next message (-1: no rank of this run) and its envelope.
+
+        None if there is no message.
+        """
         if not _has_input(self._socket):
             return None
         first, envelope, *more = self._socket.recv_multipart(_NOW, copy=not self._listeners)
@@ -287,21 +304,21 @@ class Hub(_Socket):
         if isinstance(envelope, bytes):
             return rank, envelope
         with contextlib.suppress(zmq.ZMQError):  # not over TCP
-            self._inflow.belongs_to(int(envelope.get(zmq.SRCFD)), rank)
+            self._inflow.set_rank(int(envelope.get(zmq.SRCFD)), rank)
         return rank, envelope.bytes
 
     def cut_endless(self) -> list[int]:
-        """Close connections on which a message without end comes; their ranks (-1: unknown)."""
+        """Close connections that receive a message without end. Their ranks (-1: unknown)."""
         return self._inflow.cut_endless(self._ports)
 
     def close(self) -> None:
-        """Send what is queued (at most 2 s) and give everything back."""
+        """Send what is queued (for at most 2 s) and close all sockets and descriptors."""
         self.end_listening()
         super().close()
         self.waiter.close()
 
     def terminate(self) -> None:
-        """End libzmq's threads; after the `close` of this hub and of its local endpoint."""
+        """End libzmq's threads. Called after `close` of this hub and of its local endpoint."""
         self.context.term()
 
 
@@ -317,7 +334,10 @@ class RankSocket(_Socket):
         key: bytes | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """context: to share with the hub if that is in this process; key: see `Hub`."""
+        """Connect to the controller at address.
+
+        key: see `Hub`. context: that of the hub if it is in this process.
+        """
         self._own_context = zmq.Context() if context is None else None
         super().__init__(zmq.DEALER, run_id, context=context or self._own_context or zmq.Context())
         self._socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"r", rank))
@@ -328,23 +348,22 @@ class RankSocket(_Socket):
         self._socket.connect(address)
 
     def send(self, envelope: bytes) -> bool:
-        """Queue an envelope for the controller.
+        """Queue an envelope for the controller. True if input may have arrived unnoticed meanwhile.
 
-        True: input may have arrived unnoticed meanwhile. Without a connection the envelope is
-        dropped; `any_lost` reports the loss.
+        Without a connection the envelope is dropped, and `any_lost` reports the loss.
         """
         with contextlib.suppress(zmq.Again):
             self._socket.send(envelope, _NOW)
         return _has_input(self._socket)
 
     def receive(self) -> bytes | None:
-        """The next message's envelope; None if there is none."""
+        """The envelope of the next message; None if there is none."""
         if _has_input(self._socket):
             return self._socket.recv(_NOW)
         return None
 
     def close(self) -> None:
-        """Send what is queued (at most 2 s) and give everything back."""
+        """Send what is queued (for at most 2 s), close the socket and end libzmq's threads."""
         super().close()
         if self._own_context:
             self._own_context.term()
@@ -366,9 +385,13 @@ def _keys(key: bytes, run_id: bytes, side: int) -> tuple[bytes, bytes]:
 
 
 class Waiter:
-    """`wait` belongs to one thread; `wake` may be called by any, also after `close`."""
+    """Waits until descriptors are readable.
+
+    `wait` belongs to one thread. Any thread may call `wake`, even after `close`.
+    """
 
     def __init__(self) -> None:
+        """Watches no descriptor yet."""
         self._epoll = select.epoll()
         self._guard = threading.Lock()  # a closed descriptor's number may belong to a file
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -379,11 +402,11 @@ class Waiter:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def forget(self, descriptor: int) -> None:
-        """Undo `watch`. Both work from any thread, also while another one waits."""
+        """Undo `watch`. Both can be called from any thread, even while another one waits."""
         self._epoll.unregister(descriptor)
 
     def wait(self, seconds: float) -> list[int]:
-        """The watched descriptors that are readable, at the latest after seconds."""
+        """Wait until a watched descriptor is readable, for at most seconds. Returns all such."""
         ready = []
         for descriptor, _ in self._epoll.poll(seconds):
             ready.append(descriptor)
@@ -400,7 +423,7 @@ class Waiter:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         with self._guard:
             self._epoll.close()
             os.close(self._wake)

@@ -202,7 +202,7 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "RankSocket", late if is_late else connect)
-        patch.setattr(wire, "_GREETING_MILLISECONDS", 1000 * GREETING_SECONDS)
+        patch.setattr(wire, "_HANDSHAKE_MILLISECONDS", 1000 * GREETING_SECONDS)
         assert session.run_session(main, operations, settings) == 0
     return found
 
@@ -268,7 +268,7 @@ def test_whoever_writes_the_store_is_not_obeyed_as_controller(tmp_path: Path) ->
 
     assert outcomes[4].value == {"heard": 0, "visited": 2}
     for folder, first in (("plain", 0), ("secret", 2)):
-        assert re.search(r"ranks \[4\] did not come within \d+ s", str(outcomes[first].error))
+        assert re.search(r"ranks \[4\] did not arrive within \d+ s", str(outcomes[first].error))
         assert outcomes[first + 1].exit_code == 1
         text = (tmp_path / folder / f"failure-rank{first + 1}.json").read_text()
         assert "its connection is lost" in text and '"others": []' in text

@@ -79,8 +79,8 @@ def test_only_ranks_of_the_run_take_part(out: Path) -> None:
 def test_ranks_that_are_none_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
         assert seen["refused"] == [
-            f"launch: got ranks {ranks}, expected ascending ranks of the 3 that there are, each "
-            f"once; correct them"
+            f"launch: got ranks {ranks}, expected ascending ranks from 0 to 2, each at most once; "
+            f"correct the argument `ranks`"
             for ranks in ((2, 1), (1, 3), (1, 1))
         ]
 

@@ -60,7 +60,7 @@ def test_gloo_without_an_address_is_refused_with_the_interfaces_of_this_node(
     assert str(refusal) == (
         "start: gloo found no address of this node to listen on (Cannot resolve 127.0.0.1 to a "
         "(local) address); set GLOO_SOCKET_IFNAME to the interface that reaches the other ranks "
-        "(this node has lo; lo serves where all ranks are on it), and torchrun's --master-addr to "
+        "(this node has lo; use lo if all ranks are on this node), and torchrun's --master-addr to "
         "an address of that interface"
     )
 
@@ -96,7 +96,7 @@ def test_another_error_of_a_process_group_is_no_refusal() -> None:
 
 def test_controller_listens_on_the_loopback_address_that_the_node_has() -> None:
     def bind() -> str:
-        hub = Hub(b"r" * 16, key=b"k" * 32, most_ranks=2)
+        hub = Hub(b"r" * 16, key=b"k" * 32, max_ranks=2)
         try:
             return hub.bind(_loopback())
         finally:

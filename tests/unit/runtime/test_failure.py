@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from spmdflow.errors import CheckpointError
-from spmdflow.failure.cause import Failure, as_record, first_cause, noting, report, write_failure
+from spmdflow.failure.cause import (
+    Failure,
+    failure_record,
+    first_cause,
+    noting,
+    print_report,
+    write_failure,
+)
 from spmdflow.failure.process import Process, describe_status
 from spmdflow.runtime.executor import failure_of
 from spmdflow.runtime.session import remove_old_reports
@@ -47,7 +54,7 @@ def test_death_of_a_rank_that_had_reported_an_error_is_its_consequence() -> None
 
 
 def test_record_names_role_method_call_and_the_others() -> None:
-    record = as_record(DIED, [GLOO, DIED])
+    record = failure_record(DIED, [GLOO, DIED])
 
     assert list(record)[:3] == ["rank", "role", "method"]
     assert (record["rank"], record["role"], record["method"]) == (2, "actor", "update_actor")
@@ -74,7 +81,7 @@ def test_report_shows_place_cause_traceback_others_and_the_file(
     ]
     others += [Failure("exception", rank, f"reason {rank}") for rank in (7, 8)]
 
-    report(error, [error, *others], tmp_path / "failure.json")
+    print_report(error, [error, *others], tmp_path / "failure.json")
 
     text = capsys.readouterr().err
     assert text.splitlines()[2:-1] == [
@@ -85,16 +92,16 @@ def test_report_shows_place_cause_traceback_others_and_the_file(
         "also on rank 3, 5: gone",
         "also on rank 4: the same",
         f"also on rank 6: {'gone ' * 31}[...]",
-        f"whole tracebacks: {tmp_path}/failure.json; stacks: {tmp_path}/stacks-rank*.txt",
+        f"full tracebacks: {tmp_path}/failure.json; stacks: {tmp_path}/stacks-rank*.txt",
     ]
 
 
 def test_failure_file_in_a_folder_that_cannot_be_made_is_no_second_failure(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    write_failure(tmp_path / "file" / "failure.json", as_record(DIED, []))
-    write_failure(tmp_path / "gone" / "failure.json", as_record(DIED, []))
-    write_failure(tmp_path / "failure.json", as_record(DIED, []))
+    write_failure(tmp_path / "file" / "failure.json", failure_record(DIED, []))
+    write_failure(tmp_path / "gone" / "failure.json", failure_record(DIED, []))
+    write_failure(tmp_path / "failure.json", failure_record(DIED, []))
 
     assert json.loads((tmp_path / "failure.json").read_text())["rank"] == 2
     assert not (tmp_path / "gone").exists()
@@ -138,7 +145,11 @@ def test_process_of_another_machine_is_neither_seen_nor_killed() -> None:
 
 
 def test_error_in_a_step_tells_what_was_done_and_in_which() -> None:
-    with pytest.raises(CheckpointError) as caught, noting("ending step 4"), noting("saving step 3"):
+    with (
+        pytest.raises(CheckpointError) as caught,
+        noting("ending step 4"),
+        noting("saving step 3"),
+    ):
         raise CheckpointError("checkpoint: cannot write x: No space left on device")
 
     failure = failure_of(caught.value, 0, kind="script")

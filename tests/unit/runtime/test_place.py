@@ -32,7 +32,10 @@ SUM = LaneState(PEERS, "own.py:9 in step: all_reduce(x)")
 def test_stopped_and_silent_ranks_explain_everything() -> None:
     held = LaneState(STOPPED, "process 7 is stopped (state T)")
 
-    assert blame({0: SUM, 1: held, 2: LOOP}) == ([1], "its process 7 is stopped (state T)")
+    assert blame({0: SUM, 1: held, 2: LOOP}) == (
+        [1],
+        "its process 7 is stopped (state T)",
+    )
     assert blame({0: SUM, 1: LaneState(SILENT, "process 7"), 2: held})[0] == [2]
     assert blame({0: LaneState(QUEUED), 1: held})[0] == [1]
 
@@ -58,7 +61,7 @@ def test_rank_that_finished_without_the_collective_of_the_others_is_named() -> N
 
     assert blame({0: SUM, 1: done, 2: SUM})[0] == [1]
     ranks, why = blame({0: done, 1: SUM, 2: done})
-    assert ranks == [1] and "that ranks 0, 2 left out" in why
+    assert ranks == [1] and "that ranks 0, 2 skipped" in why
     assert blame({0: done, 1: done}) == ([], "")
 
 

@@ -101,7 +101,7 @@ def test_rank_that_left_out_a_collective_is_named_though_it_has_finished(tmp_pat
     session.run(610, {0: PEERS}, sent.ticket)
 
     assert (session.failures[0].rank, session.failures[0].where) == (1, HERE)
-    assert "left out a collective" in session.failures[0].cause
+    assert "skipped a collective" in session.failures[0].cause
 
 
 @pytest.mark.parametrize(
