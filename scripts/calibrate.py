@@ -346,7 +346,7 @@ def _llama(hidden: int, ffn: int, layers: int, *, heads: int) -> torch.nn.Module
     """Random weights and hardly a vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from spmdflow.parallel.product import use_products
+    from spmdflow.cpu.product import use_products
 
     config = LlamaConfig(
         hidden_size=hidden,
@@ -362,7 +362,7 @@ def _llama(hidden: int, ffn: int, layers: int, *, heads: int) -> torch.nn.Module
 
 
 def _matrix_rate(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
-    from spmdflow.parallel.product import product
+    from spmdflow.cpu.product import product
 
     left = torch.ones(m, k, dtype=dtype, device=device)
     right = torch.ones(k, n, dtype=dtype, device=device)

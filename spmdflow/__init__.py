@@ -13,6 +13,8 @@ Start reading at `algos/ppo.py`; start running at `python -m spmdflow`.
 | report, status, live | what runs reached; what a live run does now |
 | export | a trained model of a checkpoint as a Hugging Face folder |
 | errors, log | every error that a user can meet; the log lines of a rank |
+| message | commands and replies as bytes |
+| derivative | backward functions that refuse to be differentiated themselves |
 """
 
 from __future__ import annotations

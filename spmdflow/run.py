@@ -44,13 +44,14 @@ from spmdflow.config.location import run_dir_of
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import ModelConfig, PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
+from spmdflow.cpu.memory import keep_freed_memory
 from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
 from spmdflow.failure.launcher import AGENT_MARK, die_with_launcher
 from spmdflow.failure.start_watch import StartWatch
 from spmdflow.log import print_text
 from spmdflow.plan.showing import show_planning
 from spmdflow.program import prepare
-from spmdflow.runtime.process import allow_open_files, keep_freed_memory, open_closed_streams
+from spmdflow.runtime.process import allow_open_files, open_closed_streams
 from spmdflow.weights.own_code import unused_code_text
 
 FINISHED = 0

@@ -29,7 +29,7 @@ from spmdflow.controller.extending import check_extended
 from spmdflow.controller.result import RowResult, SourceRows, input_of
 from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
-from spmdflow.parallel.message import encode
+from spmdflow.message import encode
 from spmdflow.transfer.protocol import protocol
 from spmdflow.worker_api.register import MethodSpec, map_spec, method_spec
 

@@ -33,7 +33,7 @@ from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_d
 from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
 from spmdflow.failure.cause import noting
-from spmdflow.parallel.message import name_of
+from spmdflow.message import name_of
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import Worker
 

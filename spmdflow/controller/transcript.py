@@ -17,7 +17,7 @@ from typing import Any
 from spmdflow.checkpoint.disk import describe_disk_error
 from spmdflow.controller.result import CallRecord, facts_of
 from spmdflow.errors import DataError, MessageError
-from spmdflow.parallel.message import decode, encode
+from spmdflow.message import decode, encode
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.parallel.derivative import differentiable_once
-from spmdflow.parallel.product import product, product_over
+from spmdflow.cpu.product import product, product_over
+from spmdflow.derivative import differentiable_once
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits of one block, over all tokens: 64 MB of float32."""

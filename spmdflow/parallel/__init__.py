@@ -22,11 +22,7 @@ is inside its own rank's generation shard. Training 1-4-2, generation 1-2-2-2: g
 | layout | the integers of the grid |
 | group | process groups of rank tuples |
 | device | what this process computes on |
-| message | plain data as bytes |
-| product | float32 matrix products on a CPU by oneDNN |
-| derivative | backward functions that refuse to be differentiated themselves |
 
 `layout` has the integers and needs no torch. `group` turns rank tuples into process groups, once,
-while models are spawned. `device` chooses the device of this process. `message` turns plain data
-into bytes, for commands and for messages between ranks. `product` multiplies matrices on a CPU.
+while models are spawned. `device` chooses the device of this process.
 """

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import debug
 
 from spmdflow.errors import ProtocolError
+from spmdflow.message import decode, encode
 from spmdflow.parallel.device import backend_of, own_device
-from spmdflow.parallel.message import decode, encode
 
 LANES = ("compute", "transfer")
 

@@ -23,11 +23,9 @@ Rows come and go one by one (`RequestGenerator`: add, abort, step). `generate` i
   generator      the interface, a replica's ranks and groups, `generator_of`, checks and columns
   sampling       settings and the draw: pure functions of (seed, position, logits)
   builtin        rows decoded together over a cached forward, refilled as they end
-  parked         cache rows that wait for the next turn of their conversation
   resumable      requests that continue across weight updates (partial rollouts)
   forward        the interface of a cached forward, and one for any family with transformers
-  llama          the fast forward, for Llama, Mistral, Qwen2 and Qwen3
-  shared_prompts decode attention over prompts that several rows share
+                 (the fast one, for Llama, Mistral, Qwen2 and Qwen3, is cpu.llama)
   vllm           the generator on vLLM in process, one engine per rank
   vllm_engine    starts vLLM's engine inside our process, with our sampler in it
   vllm_process   its parallel state on our groups, and the process state that it changes; CUDA

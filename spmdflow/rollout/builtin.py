@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import box_sum, read_sums
 from spmdflow.config.schema import RolloutConfig
+from spmdflow.cpu.parked import ParkedRow, find_parked, newest_parked, order_rows
 from spmdflow.rollout.forward import end_tokens, forward_of
 from spmdflow.rollout.generator import (
     NEVER,
@@ -33,7 +34,6 @@ from spmdflow.rollout.generator import (
     WakePart,
     loads_folder,
 )
-from spmdflow.rollout.parked import ParkedRow, find_parked, newest_parked, order_rows
 from spmdflow.rollout.sampling import draw
 from spmdflow.weights.move import Block, Storages
 
@@ -206,7 +206,10 @@ class BuiltinGenerator(RequestGenerator):
         are computed. Parked rows are evicted to make room, the oldest first."""
         admitted = self._waiting[:free]
         self._waiting = self._waiting[free:]
-        parked_rows = find_parked(self._parked, [request for _, request in admitted])
+        turns = []
+        for _, request in admitted:
+            turns.append((request.conversation, request.prompt))
+        parked_rows = find_parked(self._parked, turns)
         resumed: dict[int, _LiveRow] = {}
         groups: dict[bytes, list[_LiveRow]] = {}
         for index, (request_id, request) in enumerate(admitted):
@@ -244,7 +247,7 @@ class BuiltinGenerator(RequestGenerator):
                 pairs.append((before[row], resumed[row].request))
             known = []
             for parked, request in pairs:
-                known.append(parked.num_known(request))
+                known.append(parked.num_known(request.prompt))
             new_tokens = []
             for (_, r), size in zip(pairs, known, strict=True):
                 new_tokens.append(r.prompt[size:])

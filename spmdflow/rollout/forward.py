@@ -1,6 +1,6 @@
 """The forwards of the built-in generator: a causal LM with a KV cache, rows coming and going.
 
-`LlamaForward` (rollout.llama) covers the Llama, Mistral, Qwen2 and Qwen3 families;
+`LlamaForward` (cpu.llama) covers the Llama, Mistral, Qwen2 and Qwen3 families;
 `HuggingFaceForward` runs every other family, and takes new rows only when it has no others.
 
 Of the rollout package, only this file imports transformers, inside its functions. It does not know
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from spmdflow.rollout.llama import LlamaForward, covers
+from spmdflow.cpu.llama import LlamaForward, covers
 from spmdflow.weights.folder import attention_of
 
 

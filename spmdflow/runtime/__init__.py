@@ -7,7 +7,7 @@ Knows process groups, sockets, rows by number and worker classes by name; no scr
 |---|---|
 | launch, session, rendezvous | how ranks form one session, and leave it |
 | order | what a script gives and gets: orders, replies; run at once in one process (`--inproc`) |
-| wire | what is sent: envelopes and sockets (plain data and names: parallel/message) |
+| wire | what is sent: envelopes and sockets (plain data and names: message.py) |
 | io, peers, verdict | the controller's side: who was told what, who answered, what failed first |
 | limit, stall | the limit of a call; calls that are stuck |
 | inflow | a message that never ends |

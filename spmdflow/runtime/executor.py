@@ -25,7 +25,7 @@ from spmdflow.failure.user_code import own_traceback
 from spmdflow.runtime.process import give_way
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
-"""operation(payload, number) -> reply payload; both plain data (parallel/message.py)."""
+"""operation(payload, number) -> reply payload; both plain data (message.py)."""
 
 COMPUTE = "compute"
 TRANSFER = "transfer"

@@ -13,7 +13,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES
+from spmdflow.message import MAX_MESSAGE_BYTES
 
 _MAX_BYTES = MAX_MESSAGE_BYTES + 2**24
 """Bytes that may arrive before a message ends: the largest message, and its envelope."""

@@ -1,18 +1,14 @@
-"""What a rank sets in its own process: streams, limits, memory and priority. Knows no messages."""
+"""What a rank sets in its own process: streams, limits and priority. Knows no messages."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import sys
 import threading
 
 _LOWEST_PRIORITY = 19
-# of malloc.h
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
 
 
 def host_bytes() -> int:
@@ -60,18 +56,6 @@ def allow_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep up to 1 GiB of freed memory instead of returning it to the system.
-
-    Every forward frees its activations. On a CPU, mapping their pages again takes a fifth of a
-    small model's forward. Without glibc nothing changes.
-    """
-    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
-    if adjust is not None:
-        for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            adjust(setting, 1 << 30)
 
 
 def give_way() -> None:

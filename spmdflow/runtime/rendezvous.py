@@ -42,7 +42,7 @@ from spmdflow.checkpoint.disk import read_key, shared_key
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
 from spmdflow.failure.process import Process, node_identity
-from spmdflow.parallel.message import decode, encode
+from spmdflow.message import decode, encode
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
 logger = logging.getLogger(__name__)

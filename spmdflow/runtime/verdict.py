@@ -33,7 +33,7 @@ from spmdflow.failure.cause import (
 )
 from spmdflow.failure.signals import STOP_SIGNALS
 from spmdflow.failure.stacks import dump_stacks, line_in_stacks, stacks_path
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES
+from spmdflow.message import MAX_MESSAGE_BYTES
 from spmdflow.runtime.order import Pending
 from spmdflow.runtime.peers import Ledger, Peers
 from spmdflow.runtime.rendezvous import SessionSettings

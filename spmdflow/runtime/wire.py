@@ -31,7 +31,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from spmdflow.errors import MessageError
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.runtime.inflow import Inflow
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from spmdflow.errors import ProtocolError
-from spmdflow.parallel.message import find
+from spmdflow.message import find
 
 F = TypeVar("F", bound=Callable)
 _ATTRIBUTE = "_spmdflow_method"

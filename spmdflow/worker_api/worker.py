@@ -15,9 +15,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from spmdflow.message import find
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.parallel.message import find
 from spmdflow.worker_api.metric import Metric
 
 Load = TypeVar("Load", bound=Callable[..., None])

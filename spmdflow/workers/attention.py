@@ -1,8 +1,9 @@
 """Causal attention over rows that lie end to end, without padding: a row attends to itself alone.
 
 One mask over all tokens would cost the square of the total length; here the cost is the sum of the
-squared row lengths. Where PyTorch has kernels for rows of any length (half precision on CUDA), one
-of them takes all rows; elsewhere neighbours of equal length go through the dense kernels together.
+squared row lengths. PyTorch has kernels for rows of any length in half precision on CUDA: one of
+them takes all rows. Otherwise (float32, a CPU, an older GPU or PyTorch), neighbouring rows of equal
+length go through the dense kernels together. What only a CPU runs is in cpu.attention.
 
 Rows may share a prompt (samples of GRPO, pairs of DPO). It is then packed and computed once, as a
 separate row. The rows that share it have only the tokens after it, and also attend to its keys.
@@ -21,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from spmdflow.parallel.derivative import differentiable_once
+from spmdflow.cpu.attention import attend_in_blocks
+from spmdflow.derivative import differentiable_once
 
 
 @dataclass(frozen=True)
@@ -92,30 +94,59 @@ def packed_attention(
     if seen is not None:
         key, value = (x.index_select(0, seen.indices) for x in (key, value))
     if _has_varlen(query):
-        ends = rows.offsets
-        longest = max(rows.lengths)
-        key_ends, most_keys = (ends, longest) if seen is None else (seen.offsets, max(seen.lengths))
-        window_before = -1 if window is None else window - 1
-        output = varlen_attn(
-            query, key, value, ends, key_ends, longest, most_keys,
-            scale=scale, window_size=(window_before, 0), enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-        assert isinstance(output, Tensor)
-        return output
+        return _varlen_attention(query, key, value, rows, scale=scale, window=window)
+    return _attention_by_length(query, key, value, rows, scale=scale, window=window)
+
+
+def _varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """`packed_attention` with one kernel for all rows, on CUDA. The keys are those that are seen,
+    row by row."""
+    key_offsets = rows.offsets
+    key_lengths = rows.lengths
+    if rows.seen is not None:
+        key_offsets = rows.seen.offsets
+        key_lengths = rows.seen.lengths
+    tokens_before = -1 if window is None else window - 1
+    output = varlen_attn(
+        query, key, value, rows.offsets, key_offsets, max(rows.lengths), max(key_lengths),
+        scale=scale, window_size=(tokens_before, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _attention_by_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """`packed_attention` with one dense kernel for each run of rows of equal length, on any device.
+    The keys are those that are seen, row by row."""
     runs = rows.runs
-    mixed: list[Tensor] = []
     queries = query.split([count * length for count, length, _ in runs])
     keys, values = (x.split([count * length for count, _, length in runs]) for x in (key, value))
-    for count, length, num_keys in runs:
-        q = queries[len(mixed)].unflatten(0, (count, length)).transpose(1, 2)  # (rows, heads, T, d)
-        k, v = (
-            x[len(mixed)].unflatten(0, (count, num_keys)).transpose(1, 2) for x in (keys, values)
-        )
-        run = dense_attention(q, k, v, scale=scale, window=window)
-        mixed.append(run.transpose(1, 2).flatten(0, 1))
-    if len(mixed) == 1:
-        return mixed[0]
-    return torch.cat(mixed)
+    outputs: list[Tensor] = []
+    for number, (count, length, num_keys) in enumerate(runs):
+        q = queries[number].unflatten(0, (count, length)).transpose(1, 2)  # (rows, heads, T, d)
+        k = keys[number].unflatten(0, (count, num_keys)).transpose(1, 2)
+        v = values[number].unflatten(0, (count, num_keys)).transpose(1, 2)
+        output = dense_attention(q, k, v, scale=scale, window=window)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(outputs)
 
 
 def dense_attention(
@@ -123,25 +154,20 @@ def dense_attention(
 ) -> Tensor:
     """query (b, heads, T, d), key and value (b, kv heads, S, d) -> (b, heads, T, d), causal.
 
-    The queries are at the last T of S positions. The CPU kernel also computes masked entries, so
-    on a CPU blocks of queries use only the keys up to their last position.
+    The queries are at the last T of S positions.
     """
     queries = query.shape[2]
-    end = key.shape[2]
-    is_plain = queries == end and (window is None or queries <= window)
-    num_blocks = min(4, queries // 32) if query.is_cpu and not is_plain else 1
-    mixed: list[Tensor] = []
-    end -= queries
-    for block in query.split(-(-queries // max(1, num_blocks)), 2):
-        end += block.shape[2]
-        if is_plain:
-            mask = None
-        else:
-            mask = _band(block.shape[2], end, window, query.device)
-        mixed.append(_masked_attention(block, key[:, :, :end], value[:, :, :end], mask, scale))
-    if len(mixed) == 1:
-        return mixed[0]
-    return torch.cat(mixed, 2)
+    keys = key.shape[2]
+    if queries == keys and (window is None or queries <= window):
+        return _masked_attention(query, key, value, None, scale)
+
+    def attend(block: Tensor, num_keys: int) -> Tensor:
+        mask = _band(block.shape[2], num_keys, window, query.device)
+        return _masked_attention(block, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale)
+
+    if query.is_cpu:
+        return attend_in_blocks(query, keys, attend)
+    return attend(query, keys)
 
 
 def _masked_attention(

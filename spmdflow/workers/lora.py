@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from spmdflow.blocks.box import Box
 from spmdflow.config.model import LoRAConfig
+from spmdflow.cpu.product import Linear
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ConfigError
-from spmdflow.parallel.product import Linear
 from spmdflow.weights.adapter import adapter_names, is_adapter, is_target
 from spmdflow.weights.move import Read
 from spmdflow.workers.model import LoadedModel

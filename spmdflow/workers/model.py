@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from spmdflow.config.model import LoRAConfig, ModelConfig
+from spmdflow.cpu.product import use_products
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
-from spmdflow.parallel.product import use_products
 from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import (
     HuggingFaceFolder,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from spmdflow.errors import MessageError, ProtocolError
+from spmdflow.message import MAX_MESSAGE_BYTES, encode
 from spmdflow.parallel.group import GroupSpec, GroupTable, broadcast_plain
 from spmdflow.parallel.layout import Layout
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES, encode
 
 LAYOUT = Layout((0, 1, 2, 3), tp_size=2, pp_size=2, gen_tp_size=1)
 

@@ -24,7 +24,7 @@ import pytest
 from torch import distributed as dist
 
 from spmdflow.failure.process import Process, node_identity
-from spmdflow.parallel.message import decode, encode
+from spmdflow.message import decode, encode
 from spmdflow.runtime import session, wire
 from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind

@@ -72,9 +72,10 @@ UNPICKLING = {
     "spmdflow/workers/megatron_runtime.py": "puts all_gather_plain in the place of Megatron's call",
     "spmdflow/weights/dcp.py": "reads torch's checkpoints with an unpickler that knows few classes",
 }
-BY_NAME = {"runtime", "failure", "parallel", "transfer", "data", "controller"}
-"""Packages that read messages: none of them imports what a text names."""
-NAMED_IMPORTS = {"spmdflow/parallel/message.py": "one of HOMES, a list written out"}
+BY_NAME = {"message.py", "runtime", "failure", "parallel", "worker_api", "transfer", "data"}
+BY_NAME |= {"controller"}
+"""Packages and files that read messages: none of them imports what a text names."""
+NAMED_IMPORTS = {"spmdflow/message.py": "one of HOMES, a list written out"}
 
 FORBIDDEN_WORDS = ("master", "slave", "manager", "handler", "service", "driver", "util", "helper")
 FORBIDDEN_FILES = ("utils", "util", "common", "helpers", "misc")

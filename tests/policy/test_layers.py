@@ -7,8 +7,8 @@ import graphlib
 from tests.policy.house import import_graph, room_of
 
 LAYERS = [
-    ["errors", "log", "kind"],
-    ["parallel", "blocks", "weights"],
+    ["errors", "log", "kind", "message", "derivative"],
+    ["parallel", "blocks", "weights", "cpu"],
     ["config"],
     ["data", "worker_api"],
     ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking", "failure"],

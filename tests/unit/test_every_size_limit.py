@@ -7,7 +7,7 @@ are no part of the table. Neither are limits that are settings (max_prompt_token
 
 | limit | where | test |
 |---|---|---|
-| 64 MiB, one message | parallel/message.py | test_size_limits.py: message_of_the_largest |
+| 64 MiB, one message | message.py | test_size_limits.py: message_of_the_largest |
 | 80 MiB on a connection | runtime/inflow.py | test_wire.py: large_messages, message_without_end |
 | 100,000 queued messages | runtime/wire.py | here |
 | 10 warnings of another run | runtime/wire.py | here |

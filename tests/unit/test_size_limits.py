@@ -19,7 +19,7 @@ from spmdflow.controller.caller import PIECE_BYTES
 from spmdflow.data.column import column_of, to_message
 from spmdflow.datasets.scan import ScanReport, join_reports
 from spmdflow.errors import MessageError
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.order import InprocTransport
 from spmdflow.worker_api.register import map_function

@@ -90,19 +90,19 @@ BUGS = {
         "torch.tensor(facts)",
     ),
     "prompts not moved": Bug(
-        "spmdflow.rollout.llama",
+        "spmdflow.cpu.llama",
         "LlamaForward.prefill",
         "to_device(pad_sequence(prompts, batch_first=True), self._device)",
         "pad_sequence(prompts, batch_first=True)",
     ),
     "a mask that begins with what was there": Bug(
-        "spmdflow.rollout.llama",
+        "spmdflow.cpu.llama",
         "LlamaForward.step",
         "self._embedding.new_zeros(seen.shape)",
         "self._embedding.new_empty(seen.shape)",
     ),
     "which rows begin with a prompt, on the host": Bug(
-        "spmdflow.rollout.shared_prompts",
+        "spmdflow.cpu.shared_prompts",
         "SharedPrompts.of",
         "to_device(torch.cat(parts), device)",
         "torch.cat(parts)",

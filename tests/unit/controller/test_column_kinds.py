@@ -15,8 +15,8 @@ from spmdflow.controller.result import RowResult
 from spmdflow.controller.transcript import read_transcript
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.errors import ColumnError, DataError, RowError
+from spmdflow.message import encode
 from spmdflow.models.rows import example_rows
-from spmdflow.parallel.message import encode
 
 
 def test_column_of_other_dtypes_on_two_ranks_is_an_error_that_names_the_call_and_both_ranks() -> (

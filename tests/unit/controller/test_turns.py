@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from spmdflow import Batch, WorkerGroup, decode_responses, load_tokenizer, map_function, rows_of
 from spmdflow.config.objective import PolicyUpdateConfig
 from spmdflow.config.schema import ActorConfig, EngineConfig, ModelConfig, RolloutConfig
+from spmdflow.cpu.llama import LlamaForward
 from spmdflow.errors import ColumnError, RowError, SpmdflowError
 from spmdflow.models.policy import ActorWorker
-from spmdflow.rollout.llama import LlamaForward
 from tests.unit.toy_flow import TASK, Rank, numbers
 
 MOST = 7

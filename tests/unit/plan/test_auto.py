@@ -20,7 +20,7 @@ from spmdflow.config.placement import resolve_placement, roles_of
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import FOLDER, load_hardware
-from spmdflow.parallel.message import encode
+from spmdflow.message import encode
 from spmdflow.plan import workload
 from spmdflow.plan.__main__ import FINE, main
 from spmdflow.plan.auto import Automatic, dataflow_of, resolve

@@ -20,7 +20,7 @@ from spmdflow.controller.script import STOPPED, run_flow
 from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.hardware import load_hardware
-from spmdflow.parallel.message import decode, encode
+from spmdflow.message import decode, encode
 from spmdflow.plan.__main__ import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import (
     Comparison,

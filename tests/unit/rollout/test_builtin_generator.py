@@ -14,12 +14,12 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
+from spmdflow.cpu.llama import LlamaForward, covers
 from spmdflow.data.ragged import lengths_of, ragged_from_rows, rows_of
 from spmdflow.errors import ColumnError, ConfigError, SpmdflowError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.forward import HuggingFaceForward, causal_lm, end_tokens
 from spmdflow.rollout.generator import generator_of, take_folder_weights
-from spmdflow.rollout.llama import LlamaForward, covers
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import (
     END,

@@ -12,11 +12,11 @@ import transformers
 from torch import Tensor
 
 from spmdflow.config.schema import RolloutConfig
+from spmdflow.cpu.parked import order_rows
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request, take_folder_weights
-from spmdflow.rollout.parked import order_rows
 from spmdflow.rollout.sampling import Sampling
 from tests.rollout_reference import (
     LLAMA,

@@ -18,8 +18,8 @@ import pytest
 
 from spmdflow.errors import MessageError, ProtocolError
 from spmdflow.failure.process import Process
+from spmdflow.message import HOMES, decode, encode
 from spmdflow.parallel.layout import Layout
-from spmdflow.parallel.message import HOMES, decode, encode
 from spmdflow.runtime.io import Io
 from spmdflow.runtime.order import Order
 from spmdflow.runtime.peers import Peers

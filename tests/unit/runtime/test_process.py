@@ -98,7 +98,7 @@ def test_start_raises_the_limit_of_descriptors_as_far_as_it_may() -> None:
 def test_freed_memory_is_kept_for_the_next_forward() -> None:
     done = run_python("""
         import ctypes, resource
-        from spmdflow.runtime.process import keep_freed_memory
+        from spmdflow.cpu.memory import keep_freed_memory
         keep_freed_memory()
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

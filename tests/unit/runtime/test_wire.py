@@ -16,9 +16,9 @@ from tensordict import TensorDict
 
 import spmdflow
 from spmdflow.errors import ProtocolError
+from spmdflow.message import HOMES, MAX_MESSAGE_BYTES
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.parallel.message import HOMES, MAX_MESSAGE_BYTES
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
 from spmdflow.transfer.lane import CountedTransport

@@ -1,8 +1,7 @@
 """Which KV-cache rows are parked until the next turn of their conversation, and how rows are
 ordered.
 
-Works on integers and token ids only. rollout.builtin decides with them, rollout.llama moves the
-rows.
+Works on integers and token ids only. rollout.builtin decides with them, cpu.llama moves the rows.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from spmdflow.rollout.generator import Request
 
 
 @dataclass(frozen=True)
@@ -30,25 +27,31 @@ class ParkedRow:
     parked_at: int
     """The generator's clock when it was parked."""
 
-    def num_known(self, request: Request) -> int:
-        """Number of prompt tokens that need not be recomputed. 0: the row cannot be reused.
+    def num_known(self, prompt: Tensor) -> int:
+        """Number of tokens of a prompt (P,) that need not be recomputed. 0: the row cannot be
+        reused.
 
         At least one token remains to be computed, because its logits are needed.
         """
-        size = min(len(self.ids), len(request.prompt) - 1)
-        equal = int((self.ids[:size] == request.prompt[:size]).long().cumprod(0).sum())
+        size = min(len(self.ids), len(prompt) - 1)
+        equal = int((self.ids[:size] == prompt[:size]).long().cumprod(0).sum())
         if equal >= self.num_shared:
             return equal
         return 0
 
 
-def find_parked(parked: Sequence[ParkedRow], requests: Sequence[Request]) -> dict[int, int]:
-    """Request index -> index of its conversation's parked row, where that row can be reused."""
+def find_parked(
+    parked: Sequence[ParkedRow], requests: Sequence[tuple[int | None, Tensor]]
+) -> dict[int, int]:
+    """Request index -> index of its conversation's parked row, where that row can be reused.
+
+    requests: (conversation, prompt) of each. Only the first request of a conversation gets its row.
+    """
     row_of: dict[int | None, int] = {each.conversation: row for row, each in enumerate(parked)}
-    candidates = ((n, row_of.pop(request.conversation, None)) for n, request in enumerate(requests))
     result = {}
-    for index, row in candidates:
-        if row is not None and parked[row].num_known(requests[index]):
+    for index, (conversation, prompt) in enumerate(requests):
+        row = row_of.pop(conversation, None)
+        if row is not None and parked[row].num_known(prompt):
             result[index] = row
     return result
 

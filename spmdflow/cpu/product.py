@@ -1,4 +1,4 @@
-"""Products of float32 matrices on a CPU by oneDNN, which is part of PyTorch's build.
+"""Products of float32 matrices by oneDNN, which is part of PyTorch's build.
 
 PyTorch itself calls MKL for them, which reaches only half of the speed of CPUs that are not
 Intel's. In all other cases PyTorch's own product is used. Both add in float32.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdflow.parallel.derivative import differentiable_once
+from spmdflow.derivative import differentiable_once
 
 _PIECES = (1024, 128, 32)
 """Numbers of rows per call of oneDNN. It compiles code for every new shape (milliseconds and 0.6 MB

@@ -19,9 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdflow import message
 from spmdflow.errors import MessageError
-from spmdflow.parallel import message
-from spmdflow.parallel.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.message import MAX_MESSAGE_BYTES, decode, encode
 from spmdflow.runtime.wire import Envelopes, Kind
 from spmdflow.worker_api.metric import Max, Mean, Sum
 
@@ -187,7 +187,7 @@ def test_record_of_a_class_that_is_no_record_or_not_imported_is_refused(name: st
 def test_record_does_not_import_its_module() -> None:
     program = (
         "import sys\n"
-        "from spmdflow.parallel.message import decode\n"
+        "from spmdflow.message import decode\n"
         "from spmdflow.errors import MessageError\n"
         f"data = {_record('colorsys:Any', [])!r}\n"
         "try:\n"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from spmdflow.parallel import product as products
-from spmdflow.parallel.product import product, product_over, use_products
+from spmdflow.cpu import product as products
+from spmdflow.cpu.product import product, product_over, use_products
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention of a decode step over keys that rows share, as one product for each prompt.
 
-As in Hydragen (Juravsky et al. 2024). rollout.llama holds the keys and values.
+As in Hydragen (Juravsky et al. 2024). cpu.llama holds the keys and values.
 """
 
 from __future__ import annotations

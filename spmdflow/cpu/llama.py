@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from spmdflow.cpu.shared_prompts import SharedPrompts
 from spmdflow.parallel.device import to_device
-from spmdflow.rollout.shared_prompts import SharedPrompts
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3")
