@@ -5,19 +5,29 @@ train_step (one optimizer step), blocks (access to weights), state_blocks and lo
 (checkpoints), residency. `spmdflow.kind` lists the engines.
 
 | method | `fsdp.FSDPEngine` | `fsdp.ZeROEngine`, stage 1 | `megatron.MegatronEngine` |
-|---|---|---|---| | forward, train_step | models that transformers loads | the same | architectures
-of `weights`; 1F1B | | shard_hashes | summed over the pool | own copy | summed over a replica | |
-state_blocks, load_blocks | this rank's rows | all weights, own moments | boxes it steps | |
-own_state_blocks | the same | 1/n of the weights, own moments | its part of these boxes | |
-residency | parameters and moments | the same | gradient buffers too |
+|---|---|---|---|
+| forward, train_step | what transformers loads | the same | architectures of `weights`; 1F1B |
+| shard_hashes | summed over the pool | own copy | summed over a replica |
+| state_blocks, load_blocks | this rank's rows | all weights, own moments | boxes that it steps |
+| own_state_blocks | the same | 1/n of the weights, own moments | its part of these boxes |
+| residency | parameters and moments | the same | gradient buffers too |
 
-Own moments: those of the tensors that this rank steps. `forward` returns None on ranks before the
-last pipeline stage. Without pp every rank is on the last one.
+Own moments are those of the tensors that this rank steps. `forward` returns None on ranks before
+the last pipeline stage. Without pp every rank is on the last one.
 
-Files: `model` what an engine is built from, the only file that imports transformers; `micro_batch`
-rows -> the tensors of a forward; `attention` over packed rows; `optimizer` the schedule, and AdamW
-over shards; `sharding` FSDP2 meshes and shards; `lora` linear layers with an adapter. Megatron:
-`megatron_runtime` process groups, and its CUDA names on a CPU; `megatron_model` what a stage
-computes, `megatron_packed` of packed rows; `megatron_optimizer` gradients and AdamW. Only these
-files and `megatron` import Megatron.
+| file | what |
+|---|---|
+| engine | `TrainEngine`, see above |
+| model | what an engine is built from; the only file that imports transformers |
+| micro_batch | rows -> the tensors of a forward |
+| attention | attention over packed rows, on any device (blocks for a CPU: cpu.attention) |
+| fsdp, sharding | FSDP and ZeRO; their meshes and shards |
+| optimizer, schedule | AdamW and others over shards; the learning rate |
+| lora | linear layers with an adapter |
+| megatron | the Megatron engine |
+| megatron_runtime | process groups of Megatron, and its CUDA names on a CPU |
+| megatron_model, megatron_layers | what a pipeline stage computes |
+| megatron_optimizer | gradients and AdamW of Megatron |
+
+Only the files named `megatron...` import Megatron.
 """

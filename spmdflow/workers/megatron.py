@@ -33,9 +33,9 @@ from spmdflow.weights.ranks import megatron_tables, part_name
 from spmdflow.weights.table import EMBEDDING, parameters
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
+from spmdflow.workers.megatron_layers import PackedParams
 from spmdflow.workers.megatron_model import build_model, local_name
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
-from spmdflow.workers.megatron_packed import PackedParams
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.micro_batch import MicroBatch, pad_length
 from spmdflow.workers.model import ModelSource

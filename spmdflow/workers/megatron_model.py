@@ -1,12 +1,13 @@
-"""A Megatron-Core GPT model for an `Architecture` and one rank's place in a layout. No weights.
+"""Builds a Megatron-Core GPT model for an `Architecture` and one rank of a layout, without weights.
 
-Settings that follow from how the engine runs: no dropout, sums instead of means over micro-
-batches and dp (`calculate_per_token_loss`), variable lengths between stages, so that micro-
-batches may differ in rows and length. Layers are TransformerEngine's where it can run; else
-Megatron's local ones, with a norm, an attention and a scalar head of our own.
+Some of its settings follow from how the engine runs: no dropout, sums instead of means over
+micro-batches and dp (`calculate_per_token_loss`), and variable lengths between stages, so that
+micro-batches may differ in rows and length. The layers are TransformerEngine's where it can run,
+otherwise Megatron's local ones with the norm, the attention and the scalar head of
+`megatron_layers`.
 
-Parameter names are those of Megatron's local layers, also under TransformerEngine, which fuses a
-norm into the linear layer that follows it: `local_name` undoes that.
+Parameters have the names of Megatron's local layers. TransformerEngine fuses a norm into the linear
+layer that follows it and names it differently; `local_name` translates.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.weights.table import stage_layers
-from spmdflow.workers.attention import dense_attention, packed_attention
-from spmdflow.workers.megatron_packed import PackedParams, PackedRotary, TEPackedAttention
+from spmdflow.workers.megatron_layers import (
+    CausalAttention,
+    GroupedSelfAttention,
+    PackedRotary,
+    RMSNorm,
+    ScalarHead,
+    TEPackedAttention,
+)
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -248,118 +253,3 @@ def local_name(name: str) -> str:
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
     return name
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019), normalised in float32 as Hugging Face does.
-
-    Megatron's own norm without TransformerEngine has no sequence parallelism.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> None:
-        """The weight is on Megatron's current device. Further arguments of Megatron are ignored."""
-        super().__init__()
-        self.eps = eps
-        device = torch.cuda.current_device()  # the CPU, inside megatron_runtime
-        self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
-        )
-        # each rank sees its part of the sequence: gradients are summed over tp afterwards
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) -> the same."""
-        wide = x.float()
-        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normalised.to(x.dtype)
-
-
-class CausalAttention(nn.Module):
-    """Scaled dot-product attention with PyTorch's kernels: no (T, T) scores are stored.
-
-    Does not support context parallelism: every rank needs the keys of the complete sequence, which
-    Megatron exchanges only in TransformerEngine's attention.
-    """
-
-    def __init__(
-        self, *, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
-    ) -> None:
-        """softmax_scale: None: the default of the kernels. Further arguments are ignored."""
-        super().__init__()
-        assert config.context_parallel_size == 1, config.context_parallel_size
-        self.scale = softmax_scale
-        self.window = None if config.window_size is None else config.window_size[0] + 1
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: PackedParams | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d).
-
-        Of packed rows without b: (N, heads, d) and (N, kv heads, d) -> (N, heads, d).
-        """
-        assert attention_mask is None, "rows are padded on the right: causality is mask enough"
-        scale = self.scale
-        window = self.window
-        if packed_seq_params is not None:
-            rows = packed_seq_params.rows
-            return packed_attention(query, key, value, rows, scale=scale, window=window)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
-        mixed = dense_attention(q, k, v, scale=scale, window=window)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
-class GroupedSelfAttention(SelfAttention):
-    """Self-attention that also splits over more ranks than there are key-value heads.
-
-    Megatron does the same with its global tensor-parallel group (attention.py, 0.16.1); here it
-    is the model's own. Each rank stores 1/t of the fused rows. The outputs are gathered, and a
-    rank uses its key-value head and its own query heads.
-    """
-
-    def get_query_key_value_tensors(
-        self,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
-    ) -> Any:
-        """(T, b, H) -> query (T, b, heads/t, d), key and value (T, b, kv heads or 1, d)."""
-        kv_heads = self.config.num_query_groups
-        if kv_heads >= self.world_size:
-            return super().get_query_key_value_tensors(
-                hidden_states, key_value_states, output_gate=output_gate, split_qkv=split_qkv
-            )
-        fused, _ = self.linear_qkv(hidden_states)
-        fused = all_gather_last_dim_from_tensor_parallel_region(fused, group=self.tp_group)
-        ranks_per_head = self.world_size // kv_heads
-        head, part = divmod(self.tp_group.rank(), ranks_per_head)
-        mine = fused.chunk(kv_heads, -1)[head]
-        mine = mine.unflatten(-1, (-1, self.hidden_size_per_attention_head))  # (T, b, q.. k v, d)
-        query = mine[..., :-2, :]
-        key = mine[..., -2:-1, :]
-        value = mine[..., -1:, :]
-        query = query.chunk(ranks_per_head, 2)[part]
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-            key = self.k_layernorm(key)
-        return query.contiguous(), key.contiguous(), value.contiguous()
-
-
-class ScalarHead(nn.Module):
-    """Weight of a linear head with one output, complete on every rank and in float32.
-
-    bfloat16's 8 bits of mantissa are too few for a value.
-    """
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        device = torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, device=device))

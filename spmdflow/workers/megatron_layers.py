@@ -1,0 +1,187 @@
+"""The layers that a Megatron model has from us: norm, attention, scalar head, and packed rows.
+
+Packed rows need positions for the rotary embedding and offsets for attention. If Megatron's rotary
+embedding gets offsets, it reads them on the host in every layer, unless TransformerEngine's fused
+kernel is used. Without that kernel it gets angles by position instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich 2019), normalised in float32 as Hugging Face does.
+
+    Megatron's own norm without TransformerEngine has no sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        """The weight is on Megatron's current device. Further arguments of Megatron are ignored."""
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()  # the CPU, inside megatron_runtime
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # each rank sees its part of the sequence: gradients are summed over tp afterwards
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) -> the same."""
+        wide = x.float()
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normalised.to(x.dtype)
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention with PyTorch's kernels: no (T, T) scores are stored.
+
+    Does not support context parallelism: every rank needs the keys of the complete sequence, which
+    Megatron exchanges only in TransformerEngine's attention.
+    """
+
+    def __init__(
+        self, *, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        """softmax_scale: None: the default of the kernels. Further arguments are ignored."""
+        super().__init__()
+        assert config.context_parallel_size == 1, config.context_parallel_size
+        self.scale = softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d).
+
+        Of packed rows without b: (N, heads, d) and (N, kv heads, d) -> (N, heads, d).
+        """
+        assert attention_mask is None, "rows are padded on the right: causality is mask enough"
+        scale = self.scale
+        window = self.window
+        if packed_seq_params is not None:
+            rows = packed_seq_params.rows
+            return packed_attention(query, key, value, rows, scale=scale, window=window)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
+        mixed = dense_attention(q, k, v, scale=scale, window=window)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class GroupedSelfAttention(SelfAttention):
+    """Self-attention that also splits over more ranks than there are key-value heads.
+
+    Megatron does the same with its global tensor-parallel group (attention.py, 0.16.1); here it
+    is the model's own. Each rank stores 1/t of the fused rows. The outputs are gathered, and a
+    rank uses its key-value head and its own query heads.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """(T, b, H) -> query (T, b, heads/t, d), key and value (T, b, kv heads or 1, d)."""
+        kv_heads = self.config.num_query_groups
+        if kv_heads >= self.world_size:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate=output_gate, split_qkv=split_qkv
+            )
+        fused, _ = self.linear_qkv(hidden_states)
+        fused = all_gather_last_dim_from_tensor_parallel_region(fused, group=self.tp_group)
+        ranks_per_head = self.world_size // kv_heads
+        head, part = divmod(self.tp_group.rank(), ranks_per_head)
+        mine = fused.chunk(kv_heads, -1)[head]
+        mine = mine.unflatten(-1, (-1, self.hidden_size_per_attention_head))  # (T, b, q.. k v, d)
+        query = mine[..., :-2, :]
+        key = mine[..., -2:-1, :]
+        value = mine[..., -1:, :]
+        query = query.chunk(ranks_per_head, 2)[part]
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
+        return query.contiguous(), key.contiguous(), value.contiguous()
+
+
+class ScalarHead(nn.Module):
+    """Weight of a linear head with one output, complete on every rank and in float32.
+
+    bfloat16's 8 bits of mantissa are too few for a value.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, device=device))
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """Megatron's packed_seq_params: offsets if the rotary kernel is fused, otherwise positions."""
+
+    rows: Any = None
+    """The `PackedRows`."""
+    positions: Any = None
+    """(N,) int64: position of each token in its row."""
+
+    @classmethod
+    def of(cls, rows: PackedRows, positions: Tensor, *, fused: bool) -> PackedParams:
+        """fused: the rotary kernel takes offsets."""
+        if not fused:
+            return cls("thd", rows=rows, positions=positions)
+        ends = rows.offsets
+        most = max(rows.lengths)
+        return cls("thd", ends, ends, max_seqlen_q=most, max_seqlen_kv=most, rows=rows)
+
+
+class PackedRotary(RotaryEmbedding):
+    """Megatron's rotary embedding, which also accepts positions instead of a length."""
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        """A length, or positions (N,)."""
+        packed = kwargs.get("packed_seq_params", args[-1])
+        if isinstance(packed, PackedParams) and packed.positions is not None:
+            return packed.positions
+        return super().get_rotary_seq_len(*args, **kwargs)
+
+    def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Angles (T, 1, 1, d) of positions 0 to T - 1, or (N, 1, d) of the positions passed."""
+        if isinstance(max_seq_len, Tensor):
+            angles = max_seq_len[:, None].float() * self.inv_freq
+            return torch.cat([angles, angles], -1)[:, None]
+        output: Tensor = super().forward(max_seq_len, *args, **kwargs)
+        return output
+
+
+class TEPackedAttention(TEDotProductAttention):
+    """TransformerEngine's attention, which always needs the offsets."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        """See TEDotProductAttention. Converts packed rows to offsets first."""
+        if packed_seq_params is not None:
+            rows = packed_seq_params.rows
+            packed_seq_params = PackedParams.of(rows, packed_seq_params.positions, fused=True)
+        output: Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return output
