@@ -34,7 +34,7 @@ from spmdflow.workers.sharding import read_weights
         "DistributedDataParallel: everything whole on every rank",
         # no rank divides anything; each step all-reduces the gradients, which is two reductions
         Sharding(optimizer=False, reductions=2),
-        options={"bucket_view": EngineOption("gradients lie in DDP's buckets, not beside them")},
+        options={"bucket_view": EngineOption("gradients are views into DDP's buckets")},
         packs=True,  # the module does: it is given whole micro-batches
     )
 )
@@ -106,7 +106,7 @@ class DDPEngine(TrainEngine):
         self.optimizer.steps_done += 1
 
     def forget_gradient(self) -> None:
-        """After a step, and instead of one that `optimizer.skip_nonfinite` leaves out."""
+        """After a step, and instead of one that `optimizer.skip_nonfinite` skips."""
         self.module.zero_grad()
 
     def blocks(self) -> Iterator[tuple[str, Tensor, Box]]:
