@@ -4,7 +4,21 @@ A *controller* (a thread of rank 0) runs the algorithm's script once. The script
 groups*: a model spread over the ranks of a *resource pool*. A *transfer protocol* says which rows
 each rank gets and who answers. HybridFlow (arXiv 2409.19256) on plain `torch.distributed`.
 
-Start reading at `algos/ppo.py`; start running at `python -m spmdflow`.
+Start reading at `algos/ppo.py`; start running at `python -m spmdflow`. docs/MAINTAINERS.md names
+the files of the package to read first.
+
+| part | packages |
+|---|---|
+| library | objectives, rewards, datasets, envs, episodes |
+| system: what all need | errors, log, message, derivative, kind, config |
+| system: layouts, rows, weights | parallel, blocks, data, transfer, weights, hybrid_engine |
+| system: models on a rank | worker_api, models, workers, rollout, cpu |
+| system: a run | run, program, controller, runtime, failure, checkpoint, tracking |
+| tools | plan, mapping, view, report, status, live, doctor, export, replay, serving |
+
+The *library* is what a script calls by name: formulas, scores, data and agents. It uses settings
+and columns, but nothing that runs. The *system* trains. The *tools* look at a run, plan one, or
+pass on what it made. Nobody needs them in order to train.
 
 | file | what |
 |---|---|

@@ -1,10 +1,16 @@
-"""Imports go down the layers or sideways inside a room, never in a circle (DESIGN section 9)."""
+"""Imports go down the layers or sideways inside a room, never in a circle.
+
+A room is a package, or a module next to the packages. The docstring of spmdflow says which rooms
+are the library, the system and the tools. The library imports nothing that runs, and the system
+imports no tools; the exceptions are listed here.
+"""
 
 from __future__ import annotations
 
+import ast
 import graphlib
 
-from tests.policy.house import import_graph, room_of
+from tests.policy.house import import_graph, room_of, tree_of
 
 LAYERS = [
     ["errors", "log", "kind", "message", "derivative"],
@@ -34,6 +40,24 @@ LAYERS = [
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 STRANGERS = (LAYER_OF["workers"], LAYER_OF["controller"])
 """Layers whose packages never import one another."""
+
+LIBRARY = {"objectives", "rewards", "datasets", "envs", "episodes"}
+TOOLS = {"plan", "mapping", "view", "report", "status", "live", "doctor", "export", "replay"}
+TOOLS |= {"serving"}
+SYSTEM = set(LAYER_OF) - LIBRARY - TOOLS
+
+SYSTEM_USES_TOOLS = {
+    ("program", "mapping"): "refuses an unknown run.hardware before anything starts",
+    ("program", "plan"): "placement=auto asks the planner; a run is compared with its prediction",
+    ("program", "view"): "run.view writes the page at the end of a run",
+    ("run", "plan"): "says on the terminal that the planner is at work",
+    ("models.policy", "serving"): "an actor publishes its weights to servers outside of the run",
+}
+"""(module of the system, tool that it imports) -> why."""
+LIBRARY_USES_SYSTEM = {
+    ("episodes", "rollout"): "episodes are played on the run's generator, turn by turn",
+}
+"""(package of the library, package of the system above the marks of methods) -> why."""
 
 
 def _edges() -> list[tuple[str, str, str]]:
@@ -77,6 +101,45 @@ def test_nothing_but_the_command_imports_the_package_itself() -> None:
     importers = [(room, where) for room, target, where in _edges() if target == "__init__"]
 
     assert [where for room, where in importers if room != "__main__"] == []
+
+
+def _packages_of_part(part: str) -> set[str]:
+    """The packages and modules that the docstring of spmdflow names for a part."""
+    page = ast.get_docstring(tree_of("spmdflow/__init__.py")) or ""
+    packages: set[str] = set()
+    for line in page.splitlines():
+        if line.startswith(f"| {part}"):
+            packages |= set(line.split("|")[2].replace(",", " ").split())
+    return packages
+
+
+def test_docstring_of_the_package_tells_library_system_and_tools_apart() -> None:
+    assert _packages_of_part("library") == LIBRARY
+    assert _packages_of_part("tools") == TOOLS
+    assert _packages_of_part("system") == SYSTEM - {"__init__", "__main__"}
+
+
+def test_system_imports_tools_only_where_the_table_says_so() -> None:
+    edges = {
+        (module.removeprefix("spmdflow."), room_of(target))
+        for module, targets in import_graph(with_types=True).items()
+        for target in targets
+        if room_of(module) in SYSTEM - {"__main__"} and room_of(target) in TOOLS
+    }
+
+    assert edges == SYSTEM_USES_TOOLS.keys()
+
+
+def test_library_imports_nothing_that_runs() -> None:
+    """It may use settings, columns, the marks of methods and what is below them."""
+    highest = LAYER_OF["worker_api"]
+    edges = {
+        (room, target)
+        for room, target, _ in _edges()
+        if room in LIBRARY and target not in LIBRARY and LAYER_OF[target] > highest
+    }
+
+    assert edges == LIBRARY_USES_SYSTEM.keys()
 
 
 def test_rooms_have_no_cycle() -> None:
