@@ -1,4 +1,4 @@
-"""`spmdflow COMMAND ...`, also `python -m spmdflow COMMAND ...`: lists the commands, starts one."""
+"""`spmdflow COMMAND ...`, also `python -m spmdflow COMMAND ...`: lists and starts the commands."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ FINISHED = 0
 REFUSED = 2
 
 COMMANDS = {
-    "run": ("spmdflow.run", "train or evaluate: one rank of a run; torchrun starts it"),
-    "plan": ("spmdflow.plan.__main__", "a dry run on no device: errors, bytes, memory, seconds"),
-    "report": ("spmdflow.report", "the curves and figures of a RUN_DIR"),
-    "view": ("spmdflow.view.__main__", "a page for a browser: curves, samples, timeline, settings"),
-    "status": ("spmdflow.status", "what a live run does: calls, ranks, lines of code, stacks"),
-    "replay": ("spmdflow.replay", "run a step again that a run kept, and name what differs"),
-    "export": ("spmdflow.export", "a trained model of a checkpoint as a Hugging Face folder"),
+    "run": ("spmdflow.run", "train or evaluate (one rank of a run; started by torchrun)"),
+    "plan": ("spmdflow.plan.__main__", "dry run without a device: errors, bytes, memory, seconds"),
+    "report": ("spmdflow.report", "print curves and metrics of a RUN_DIR"),
+    "view": ("spmdflow.view.__main__", "write an HTML page: curves, samples, timeline, settings"),
+    "status": (
+        "spmdflow.status",
+        "show what a live run is doing: calls, ranks, lines of code, stacks",
+    ),
+    "replay": ("spmdflow.replay", "replay a saved step and report what differs"),
+    "export": ("spmdflow.export", "write a model of a checkpoint as a Hugging Face folder"),
     "doctor": (
         "spmdflow.doctor.__main__",
-        "what is installed, what works here, what is missing for what",
+        "show what is installed, what works here, and what is missing",
     ),
 }
-"""Command -> the module whose main(words) it calls, and a phrase."""
+"""Command -> (module whose main(words) it calls, description)."""
 
 _HELP = ("-h", "--help", "help")
 _USAGE = """\
@@ -38,22 +41,22 @@ usage: spmdflow COMMAND ...      (python -m spmdflow COMMAND ... is the same)
 commands:
 {commands}
 
-start:
+examples:
   torchrun --standalone --nproc-per-node 4 -m spmdflow.run ppo
   python -m spmdflow.run ppo --help      every setting of a script
 
 bundled scripts, in {folder}:
   {scripts}
-A script's name runs it with the YAML of that name; CONFIG.yaml and key=value lie over that.
+A script uses the YAML file of the same name. CONFIG.yaml and key=value override it.
 """
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start the command that the first word names; returns its exit code, 2 for an unknown one."""
+    """Run the command named by the first word. Returns its exit code, or 2 if it is unknown."""
     words = sys.argv[1:] if words is None else words
     name = words[0] if words else "--help"
     if name in _HELP:
-        commands = "\n".join(f"  {name:<8} {phrase}" for name, (_, phrase) in COMMANDS.items())
+        commands = "\n".join(f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items())
         scripts = ", ".join(bundled_scripts())
         folder = bundled_folder()
         facts = {"version": __version__, "folder": folder, "scripts": scripts}
@@ -70,13 +73,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _unknown(name: str) -> str:
+    """The error message for an unknown command, with the most likely correction."""
     near = difflib.get_close_matches(name, COMMANDS, 1)
     if name.removesuffix(".py").removeprefix("algos/") in bundled_scripts():
-        hint = f"scripts are started with torchrun ... -m spmdflow.run {name}"
+        hint = f"start scripts with torchrun ... -m spmdflow.run {name}"
     elif near:
         hint = f"did you mean {near[0]}?"
     else:
-        hint = "spmdflow --help says what each does"
+        hint = "spmdflow --help describes the commands"
     return f"command line: got {name!r}, expected a command ({', '.join(COMMANDS)}); {hint}"
 
 

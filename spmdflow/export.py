@@ -1,10 +1,10 @@
-"""`python -m spmdflow.export CHECKPOINT_OR_RUN_DIR --to FOLDER`: a trained model of a checkpoint as
-a sharded Hugging Face folder.
+"""Write a trained model of a checkpoint as a sharded Hugging Face folder.
 
-Any model that was trained, also one that the run does not export, as the critic. Adapters are
-merged into the weights of the folder that the run had, or written alone, as a folder of peft's.
-Needs no device and no more memory than some rows of a tensor; may run during training. Every byte
-that is read is verified. A RUN_DIR means its latest checkpoint.
+Usage: python -m spmdflow.export CHECKPOINT_OR_RUN_DIR --to FOLDER. A RUN_DIR means its latest
+checkpoint. Any trained model can be exported, including one that the run does not export, such as
+the critic. Adapters are merged into the weights of the folder with which the run began, or written
+alone in peft's format. It needs no device and only memory for some rows of a tensor, and may run
+during training. Every byte that is read is verified.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Export what the words of the command line say; exit code 2 if that cannot be done."""
+    """Export the model that the command line describes. Returns 2 if that is impossible."""
     parser = argparse.ArgumentParser(prog="python -m spmdflow.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="RUN_DIR or RUN_DIR/checkpoints/step-N")
-    parser.add_argument("--model", help="actor, critic, ...: its name in the run (default: actor)")
-    parser.add_argument("--to", type=Path, required=True, help="new or empty folder")
-    parser.add_argument("--adapter", action="store_true", help="adapters alone, not merged")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: what the run computes with")
+    parser.add_argument(
+        "--model", help="name of the model in the run, such as critic (default: actor)"
+    )
+    parser.add_argument("--to", type=Path, required=True, help="new or empty folder to write")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapters, unmerged")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="precision of the written weights (default: that of the run)",
+    )
     options = parser.parse_args(words)
     try:
         info = checkpoint_at(options.checkpoint)
@@ -50,15 +56,18 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def checkpoint_at(path: Path) -> CheckpointInfo:
-    """The checkpoint in a folder, or the latest one of a RUN_DIR; CheckpointError without one."""
+    """The checkpoint in a folder, or the latest one of a RUN_DIR.
+
+    Raises CheckpointError if there is none.
+    """
     path = path.absolute()
     if order_of(path.name) is not None:
         return read_manifest(path)
-    found = find_latest(path)
-    if found is None:
-        do = "give a RUN_DIR that has checkpoints, or one of them"
+    latest = find_latest(path)
+    if latest is None:
+        do = "choose a RUN_DIR that has checkpoints, or one of its checkpoints"
         raise CheckpointError.of("export", path, "a checkpoint", do)
-    return found
+    return latest
 
 
 def export(
@@ -71,9 +80,9 @@ def export(
 ) -> str:
     """Write a model of a checkpoint into folder; returns its name.
 
-    model: by default the actor, or the only one. adapter: leave adapters apart from the weights.
+    model: default is the actor, or the only model. adapter: write only the adapters. Raises
     CheckpointError if the checkpoint has no such model, no adapters, is damaged or of an earlier
-    version, or if folder holds files. ConfigError if the weights of adapters are gone.
+    version, or if folder has files. Raises ConfigError if the base weights of adapters are gone.
     """
     trained = sorted({name.split("/")[0] for name in info.files if "/rank-" in name})
     role = model or (trained[0] if len(trained) == 1 else "actor")
@@ -93,12 +102,14 @@ def export(
         saved = [source, *sorted(info.folder.glob(f"*/{FOLDER}"))]
         model_folder = next((path for path in saved if path.is_dir()), None)
         if model_folder is None:
-            sys.stderr.write(f"spmdflow: no tokenizer in {folder}: {source} is not there\n")
+            sys.stderr.write(
+                f"spmdflow: {folder} gets no tokenizer, because {source} does not exist\n"
+            )
         precision = None if dtype is None else getattr(torch, dtype)
         has_adapters = "lora" in state.plain["model"]
         if adapter and not has_adapters:
-            got = f"--adapter for {role} of {info.folder}, which was trained whole"
-            raise CheckpointError.of("export", got, "adapters", "leave --adapter out")
+            got = f"--adapter for {role} of {info.folder}, which has no adapters"
+            raise CheckpointError.of("export", got, "a model with adapters", "omit --adapter")
         read: StateFiles | MergedState = state
         if has_adapters and not adapter:
             read = MergedState(state, source)

@@ -1,7 +1,7 @@
-"""`spmdflow status RUN_DIR --live`: a panel in another terminal, drawn again every second.
+"""`spmdflow status RUN_DIR --live`: a panel in another terminal, redrawn every second.
 
-It reads what `spmdflow status` reads. A bar is the seconds of a call by its median so far; a call
-that takes long shows its ranks below. Ends with the run.
+It reads the same files as `spmdflow status`. A bar shows the seconds of a call relative to its
+median so far. The ranks of a call that takes long are listed below it. The panel ends with the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEP = "time/step_seconds"
 
 
 def watch(run_dir: Path, console: Console) -> None:
-    """Draw until the run ends or Ctrl-C; a run that is not there yet is waited for a minute."""
+    """Draw until the run ends or Ctrl-C. Waits a minute for a run that has not started yet."""
     seen = False
     began = time.monotonic()
     with Live(console=console, auto_refresh=False) as live:
@@ -46,17 +46,17 @@ def watch(run_dir: Path, console: Console) -> None:
 
 
 def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableType:
-    """What is drawn. state: of status.json, {} without a live run; now: seconds since 1970."""
+    """The panel. state: content of status.json, {} without a live run; now: Unix time."""
     grid = Table.grid(padding=(0, 2))
     total = files.settings.get("total_steps")
     records = files.metrics
     step = int(records[-1]["step"]) if records else 0
-    took = []
-    for x in (each.get(_STEP) for each in records[-_RECENT:]):
-        if x:
-            took.append(x)
-    if total and took:
-        left = f"{_duration((total - step) * median(took))} left"
+    durations = []
+    for record in records[-_RECENT:]:
+        if record.get(_STEP):
+            durations.append(record[_STEP])
+    if total and durations:
+        left = f"{_duration((total - step) * median(durations))} left"
     else:
         left = ""
     of = f"step {step} of {total}" if total else f"step {step}"
@@ -66,10 +66,10 @@ def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableTy
     elif state:
         path = files.path / "metrics.jsonl"
         began = path.stat().st_mtime if path.exists() else 0.0
-        for row in _calls(state, now, began, began - 3 * median(took) if took else 0.0):
+        for row in _calls(state, now, began, began - 3 * median(durations) if durations else 0.0):
             grid.add_row(*row)
     else:
-        grid.add_row("", "", "no run is alive")
+        grid.add_row("", "", "no run is live")
     lines = [progress_line(step, total or step, records[-1])] if records else []
     lines += [f"slow: {text}" for text in state.get("slow", ())]
     lines += [f"failed: {name}" for name in files.failures]
@@ -79,9 +79,10 @@ def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableTy
 def _calls(
     state: Mapping[str, Any], now: float, began: float, recent: float
 ) -> Iterator[tuple[RenderableType, ...]]:
-    """Name, bar, seconds, ranks of each kind of call, in the order in which they first ended.
+    """Name, bar, seconds and ranks of each kind of call, in the order in which they first ended.
 
-    began: when the running step did; kinds that ended last before `recent` are left out.
+    began: Unix time at which the current step began. Kinds that last ended before `recent` are
+    omitted.
     """
     since = now - state["written"]
     running = {}

@@ -1,9 +1,9 @@
-"""Runs a kept step again and says what differs: `... -m spmdflow.replay CAPSULE [key=value ...]`.
+"""Replays a saved step and reports what differs: `... -m spmdflow.replay CAPSULE [key=value ...]`.
 
-A capsule is a step that a run kept (run.capture_step, controller/capsule.py). The script runs
-again from the state before the step, for this step alone, in CAPSULE/replay, and is kept there in
-the same way. Then both are compared: what the calls made, in the order of the script, and the
-state after the step. On the layout of the run they are equal in every bit; on another one to
+A capsule is a step that a run saved (run.capture_step, controller/capsule.py). The script runs
+again from the state before the step, for this step only, in CAPSULE/replay, and is saved there in
+the same way. Then both are compared: the results of the calls in the order of the script, and the
+state after the step. On the layout of the run they are equal bit for bit; on another one to
 rounding (`TOLERANCE`). With --inproc everything runs in one process, and breakpoint() works.
 """
 
@@ -38,17 +38,17 @@ from spmdflow.run import FAILED, FINISHED, Arguments, RankEnvironment, prepare_r
 from spmdflow.tracking.progress import shorten_text
 
 TOLERANCE = 1e-3
-"""On another layout: largest difference, as a share of the largest number of the tensor."""
+"""Largest difference on another layout, relative to the largest number of the tensor."""
 _REPLAY = "replay"
 _STATE = "*/rank-*.safetensors"
 _USAGE = """\
 usage: torchrun --standalone --nproc-per-node N -m spmdflow.replay CAPSULE [key=value ...]
        python -m spmdflow.replay --inproc CAPSULE [key=value ...]
 
-Runs a step that was kept with run.capture_step=STEP again and names the first tensor that differs.
-N ranks as in the run: every bit is compared. --inproc: one process, for a debugger; numbers may
-differ by rounding. key=value changes a setting.
-exit codes: 0 equal, 1 something differs or the run failed, 2 refused
+Replays a step that was saved with run.capture_step=STEP, and reports the first tensor that differs.
+With N ranks as in the run, tensors must be equal bit for bit. With --inproc everything runs in one
+process, for a debugger, and values may differ by rounding. key=value changes a setting.
+exit codes: 0 equal, 1 something differs or the run failed, 2 the capsule or a setting is invalid
 """
 _OWN = (
     "run.resume=auto",
@@ -57,11 +57,11 @@ _OWN = (
     "run.sample_every=0",
     "run.save_last=false",
 )
-"""Settings of a replay: nothing but the step itself."""
+"""Settings of a replay: only the step itself runs."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Replay on this rank and return its exit code; words: the arguments, by default sys.argv's."""
+    """Replay on this rank and return its exit code. words: the arguments; default: sys.argv."""
     words = sys.argv[1:] if words is None else words
     if not words or {"--help", "-h"} & set(words):
         sys.stdout.write(_USAGE)
@@ -73,22 +73,27 @@ def main(words: Sequence[str] | None = None) -> int:
     return _report(folder)
 
 
-def _prepare(folder: Path, words: Sequence[str], place: RankEnvironment) -> tuple[Loaded, bool]:
-    """The script and settings of a capsule, to run its step; and whether in one process."""
+def _prepare(
+    folder: Path, words: Sequence[str], environment: RankEnvironment
+) -> tuple[Loaded, bool]:
+    """(script and settings for replaying a capsule's step, whether in one process).
+
+    Rank 0 removes the folder of an earlier replay.
+    """
     facts = read_facts(folder)
     step = int(facts["step"])
     overrides = [f"run.dir={folder / _REPLAY}", f"run.capture_step={step}", *_OWN]
-    if place.world_size != len(facts["ranks"]):
+    if environment.world_size != len(facts["ranks"]):
         settings = flat(yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8")))
-        overrides += ["placement=colocate"] if place.world_size == 1 else []
+        overrides += ["placement=colocate"] if environment.world_size == 1 else []
         overrides += [f"{key}=t1" for key in settings if key.endswith(".engine.layout")]
         overrides += [f"{key}=auto" for key in settings if key.endswith(".rollout.layout")]
     overrides += [word for word in words if "=" in word]
     flags = frozenset("inproc" for word in words if word == "--inproc")
-    if place.rank == 0:
+    if environment.rank == 0:
         shutil.rmtree(folder / _REPLAY, ignore_errors=True)
     arguments = Arguments(facts["script"], str(folder / SETTINGS), tuple(overrides), flags)
-    loaded = prepare_rank(arguments, place)
+    loaded = prepare_rank(arguments, environment)
     script = ModuleType(loaded.script.__name__)
     script.__file__ = loaded.script.__file__
     script.main = partial(_run, loaded.script, folder, step)  # type: ignore[attr-defined]
@@ -96,64 +101,64 @@ def _prepare(folder: Path, words: Sequence[str], place: RankEnvironment) -> tupl
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """capsule.json; ConfigError if there is none."""
+    """The content of capsule.json; raises ConfigError if there is none."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
         expected = "a folder with a capsule.json, such as RUN_DIR/capsules/step-3"
-        do = "keep a step with run.capture_step=3"
+        do = "save a step with run.capture_step=3"
         raise ConfigError.of("capsule", f"{folder} ({err})", expected, do) from err
     return facts
 
 
 def _run(script: ModuleType, folder: Path, step: int, flow: Flow, cfg: Any) -> None:
-    """The script's main, from the state of the capsule, for one step (controller's thread)."""
+    """Run the script's main from the state of the capsule, for one step (controller thread)."""
     flow.replay(read_manifest(folder / "checkpoints" / f"step-{step - 1}"))
     script.main(flow, cfg)
 
 
 def _report(folder: Path) -> int:
-    """Print what differs between the capsule and its replay; the exit code."""
+    """Print what differs between the capsule and its replay. Returns the exit code."""
     step = int(read_facts(folder)["step"])
-    found = compare(folder, capsule_folder(folder / _REPLAY, step))
-    sys.stdout.write(found.text())
+    comparison = compare(folder, capsule_folder(folder / _REPLAY, step))
+    sys.stdout.write(comparison.text())
     sys.stdout.flush()
-    if found.first:
+    if comparison.first:
         return FAILED
     return FINISHED
 
 
 class CapsuleComparison(NamedTuple):
-    """What two capsules of one step have in common."""
+    """How two capsules of the same step differ."""
 
     num_equal: int
-    """Tensors that are equal in every bit."""
+    """Number of tensors that are equal bit for bit."""
     largest: float
-    """Largest difference of the others before the first, as a share of the tensor's largest."""
+    """Largest difference of the other tensors before `first`, relative to the tensor's largest."""
     first: str | None
-    """The first tensor that differs by more than the tolerance, and how."""
+    """The first tensor that differs by more than the tolerance, and how it differs."""
     notes: Sequence[str] = ()
-    """Versions, script and layout, where they differ."""
+    """Differences in versions, script and layout."""
 
     def text(self) -> str:
         """Lines for a terminal."""
         lines = [f"replay: {note}" for note in self.notes]
         if self.largest:
-            close = f", the others to {self.largest:.1e} of their largest number"
+            close = f", the others to within {self.largest:.1e} of their largest number"
         else:
             close = ""
         if self.first is None:
-            lines.append(f"replay: equal: {self.num_equal} tensors in every bit{close}")
+            lines.append(f"replay: equal: {self.num_equal} tensors bit for bit{close}")
         else:
             lines.append(f"replay: first difference: {self.first}")
             lines.append(
-                f"replay: before it {self.num_equal} tensors are equal in every bit{close}"
+                f"replay: before it, {self.num_equal} tensors are equal bit for bit{close}"
             )
         return "\n".join(lines) + "\n"
 
 
 def compare(recorded: Path, replayed: Path) -> CapsuleComparison:
-    """Compare the tensors of two capsules in the order in which the recorded run made them."""
+    """Compare the tensors of two capsules in the order in which the recorded run wrote them."""
     one = read_facts(recorded)
     other = read_facts(replayed)
     step = one["step"]
@@ -168,13 +173,15 @@ def compare(recorded: Path, replayed: Path) -> CapsuleComparison:
     if one["script_sha256"] != other["script_sha256"]:
         notes.append(f"{other['script']} has changed since")
     if not same_layout:
-        notes.append(f"another layout: numbers are compared to {TOLERANCE:g}")
+        notes.append(f"another layout: numbers are compared to within {TOLERANCE:g}")
     tolerance = 0.0 if same_layout else TOLERANCE
     num_equal = 0
     largest = 0.0
     for name, old, new in _pairs(recorded, replayed, step):
         if new is None:
-            return CapsuleComparison(num_equal, largest, f"{name} was not made again", notes)
+            return CapsuleComparison(
+                num_equal, largest, f"{name} is missing from the replay", notes
+            )
         difference, text = _difference(old, new)
         if difference > tolerance:
             return CapsuleComparison(num_equal, largest, f"{name}: {text}", notes)
@@ -186,9 +193,9 @@ def compare(recorded: Path, replayed: Path) -> CapsuleComparison:
 def _pairs(
     recorded: Path, replayed: Path, step: int
 ) -> Iterator[tuple[str, Column, Column | None]]:
-    """(name, recorded, replayed) of what the calls made, then of the state after the step."""
-    made, again = (read_columns(folder / ROWS)[0] for folder in (recorded, replayed))
-    for name, column in made.items():
+    """(name, recorded, replayed) of each column that the calls wrote, then of the state."""
+    written, again = (read_columns(folder / ROWS)[0] for folder in (recorded, replayed))
+    for name, column in written.items():
         yield name, column, again.get(name)
     state, other = (folder / "checkpoints" / f"step-{step}" for folder in (recorded, replayed))
     for role in sorted({path.parent.name for path in state.glob(_STATE)}):
@@ -205,9 +212,9 @@ def _pairs(
 
 
 def _difference(old: Column, new: Column) -> tuple[float, str]:
-    """(largest difference as a share of the largest number, the first row that differs as text).
+    """(largest difference relative to the largest number, the first row that differs as text).
 
-    Infinite: other rows, lengths, integers or texts.
+    The difference is infinite if rows, lengths, integers or texts differ.
     """
     if (old.spec, len(old)) != (new.spec, len(new)):
         return inf, f"recorded {len(old)} rows of {old.spec}, replayed {len(new)} of {new.spec}"

@@ -1,8 +1,8 @@
-"""`python -m spmdflow.report RUN_DIR [RUN_DIR ...]`: what runs reached, as text, and curve.png.
+"""Print the results of runs as text and draw curve.png: `python -m spmdflow.report RUN_DIR ...`.
 
-The text form of `spmdflow.view`: it reads the same files (`tracking.reading`), also while a run is
-running and after a kill. Prints the curve of each chosen metric, a table of first, best and last
-values, seconds by stage, predicted seconds, failures, and settings that differ between the runs.
+It prints the curve of each chosen metric, a table of first, lowest, highest and last values,
+seconds by stage, predicted seconds, failures, and settings that differ between the runs. It reads
+the same files as `spmdflow view`, also while a run is live or after it was killed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ Records = Sequence[Mapping[str, Any]]  # Any: JSON values; null where a metric w
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report of a run and write its curve; exit code 2 if there is nothing to read."""
+    """Print the report of each run and draw its curves. Returns 2 if there is nothing to read."""
     parser = argparse.ArgumentParser(prog="python -m spmdflow.report", description=__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument(
         "--keys",
-        help=f"metrics to draw, with commas (default: {','.join(DEFAULT_KEYS)}); all are explained "
-        "in docs/METRICS.md",
+        help=f"metrics to draw, separated by commas (default: {','.join(DEFAULT_KEYS)}); "
+        "docs/METRICS.md lists all of them",
     )
     parser.add_argument(
-        "--png", type=Path, help="the picture of the last run (default: RUN_DIR/curve.png)"
+        "--png",
+        type=Path,
+        help="where to write the picture of the last run (default: RUN_DIR/curve.png)",
     )
     options = parser.parse_args(arguments)
     runs = list(map(RunFiles, options.run_dirs))
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for run, keys in drawn:
         sys.stdout.write(run_text(run.path, run.metrics, keys))
-        sys.stdout.writelines(f"{line}\n" for line in _beside(run))
+        sys.stdout.writelines(f"{line}\n" for line in _run_facts(run))
         if options.png and run is runs[-1]:
             png_path = options.png
         else:
@@ -71,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
-    """The keys to draw: those wanted (DataError if no step has one), or the defaults there are."""
+    """The keys to draw: the wanted ones, or those of the defaults that the run has.
+
+    Raises DataError if no step has a wanted key.
+    """
     present = set()
     for record in records:
         for name in record:
@@ -133,14 +138,14 @@ def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _beside(run: RunFiles) -> Iterator[str]:
-    """What is known of a run besides its metrics."""
+def _run_facts(run: RunFiles) -> Iterator[str]:
+    """Lines about predicted seconds, failures and changed settings of a run."""
     stages = {}
     for stage in run.prediction.get("stages", ()):
         stages[stage["stage"]] = stage
-    whole = stages.get("step", {})
-    if whole.get("predicted") and whole.get("measured"):
-        seconds = f"predicted {whole['predicted']:.3g} s, measured {whole['measured']:.3g} s"
+    step = stages.get("step", {})
+    if step.get("predicted") and step.get("measured"):
+        seconds = f"predicted {step['predicted']:.3g} s, measured {step['measured']:.3g} s"
         yield f"\na step: {seconds} (prediction.txt)"
     yield from (f"\n{name}: {failure_text(each)}" for name, each in run.failures.items())
     for name, before in run.earlier_settings.items():
@@ -177,11 +182,12 @@ def write_png(records: Records, keys: Sequence[str], path: Path) -> str:
     try:
         figure.savefig(path, dpi=120)
     except OSError as err:
-        return f"no picture: cannot write {path} ({err.strerror}); name a writable one with --png"
+        return f"no picture: cannot write {path} ({err.strerror}); set a writable file with --png"
     return str(path)
 
 
 def _value_table(records: Records, keys: Sequence[str]) -> list[str]:
+    """First, lowest, highest and last value of each metric."""
     lines = [f"{'metric':<34} {'first':>10} {'lowest':>10} {'highest':>10} {'last':>10}"]
     for key in keys:
         values = [value for _, value in points_of(records, key)]
@@ -200,11 +206,11 @@ def _stage_table(records: Records) -> list[str]:
                 numbers[name] = x
         for stage, seconds in stage_seconds(numbers).items():
             totals[stage] = totals.get(stage, 0.0) + seconds
-    whole = sum(seconds for _, seconds in points_of(records, "time/step_seconds"))
-    if not totals or not whole:
+    step_seconds = sum(seconds for _, seconds in points_of(records, "time/step_seconds"))
+    if not totals or not step_seconds:
         return []
     rows = [
-        f"{stage:<34} {seconds:>10.1f} {100 * seconds / whole:>9.1f}%"
+        f"{stage:<34} {seconds:>10.1f} {100 * seconds / step_seconds:>9.1f}%"
         for stage, seconds in sorted(totals.items(), key=lambda item: -item[1])  # longest first
     ]
     return ["", f"{'stage':<34} {'seconds':>10} {'of steps':>10}", *rows]

@@ -1,22 +1,22 @@
 """One rank of a run: `torchrun ... -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]`.
 
 torchrun starts N equal processes. Each of them imports the script, loads and checks the settings
-and joins the process group. Then every rank serves as an *executor*: a loop that runs the methods
-of the workers living there. On rank 0 one more thread, the *controller*, runs the script's
-`main(flow, cfg)` once; what the script calls is sent to the executors. With `--inproc` one process
-without torchrun does everything, call by call, so that `breakpoint()` works anywhere.
+and joins the process group. Then every rank is an *executor*: a loop that runs the methods of its
+workers. On rank 0 another thread, the *controller*, runs the script's `main(flow, cfg)` once. Calls
+of the script are sent to the executors. With `--inproc` one process without torchrun does
+everything, call by call, so that `breakpoint()` works anywhere.
 
 Exit codes of a rank (torchrun itself exits with 0 or 1):
 
     0  the script finished
-    1  the run failed: RUN_DIR/failure.json names rank, role, method and cause
-    2  refused: settings or script cannot work; nothing was started
-    3  stopped by SIGTERM, SIGHUP or Ctrl-C, after a checkpoint (torchrun makes 1 of it)
+    1  the run failed: RUN_DIR/failure.json has rank, role, method and cause
+    2  the settings or the script cannot work; nothing was started
+    3  stopped by SIGTERM, SIGHUP or Ctrl-C, after a checkpoint (torchrun turns it into 1)
 
-When a rank dies, the others learn it within seconds (from the controller, or by losing it),
-write what they know and exit; torchrun stops what is left. No rank waits for a dead one. When
-torchrun itself is killed, its ranks end too, at any time after the first line of `main`. With
-`--max-restarts` torchrun starts the ranks again, and run.resume=auto goes on from the checkpoint.
+If a rank dies, the others learn it within seconds (from the controller, or because they lose it),
+write their failure files and exit. torchrun stops the remaining processes. No rank waits for a dead
+one. If torchrun itself is killed, its ranks end too, at any time after the first line of `main`.
+With `--max-restarts` torchrun restarts the ranks, and run.resume=auto resumes from the checkpoint.
 
 An error in settings is printed once per node. The node's other ranks wait 5 s before they exit:
 torchrun stops every rank as soon as one has failed, and would stop the one that prints.
@@ -63,18 +63,19 @@ usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]
        python -m spmdflow.run --inproc SCRIPT [CONFIG.yaml] [key=value ...]
        python -m spmdflow.run SCRIPT --help
 
-SCRIPT         Python file with main(flow, cfg), or a bundled script by its name, such as ppo
-CONFIG.yaml    settings; they lie over those of the script's own YAML (its name with .yaml)
-               its section assume (NAME: example) is for spmdflow.plan; a run ignores it
-key=value      one setting, such as actor.optimizer.lr=3e-4; wins over the files
---inproc       one process, no torchrun, every call runs at once
---help         this text and every setting of SCRIPT (of PPO without one), with the value that it
-               has with the other words of this command line
+SCRIPT         Python file with main(flow, cfg), or the name of a bundled script, such as ppo
+CONFIG.yaml    settings that override the script's own YAML (the script's name with .yaml).
+               Its section assume (NAME: example) is read by spmdflow.plan; a run ignores it.
+key=value      one setting, such as actor.optimizer.lr=3e-4; overrides the files
+--inproc       run everything in one process without torchrun
+--help         show this text and all settings of SCRIPT (default: of PPO), with the values that
+               result from the other words of this command line
 
-exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped after a checkpoint (by SIGTERM,
-SIGHUP, Ctrl-C). torchrun makes 1 of 2 and 3; RUN_DIR/finished exists only after the last step
+Exit codes of a rank: 0 finished, 1 failed, 2 settings rejected, 3 stopped after a checkpoint
+(SIGTERM, SIGHUP, Ctrl-C). torchrun turns 2 and 3 into 1. RUN_DIR/finished exists only after the
+last step.
 
-settings (key, type, default; here VALUE by FILE: what this command line would run with):
+settings (key, type, default; "here VALUE by FILE" is the value of this command line):
 """
 _FLAGS = {"--help": "help", "-h": "help", "--inproc": "inproc"}
 _SILENT_SECONDS = 5.0
@@ -92,7 +93,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Where torchrun put this process; rank 0 of 1 without torchrun."""
+    """The ranks that torchrun gave this process; rank 0 of 1 without torchrun."""
 
     rank: int
     local_rank: int
@@ -109,14 +110,15 @@ class RankEnvironment:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run this rank and return its exit code; words: the arguments, by default sys.argv's."""
+    """Run this rank and return its exit code. words: the arguments; default: sys.argv."""
     return run_rank(partial(_load, sys.argv[1:] if words is None else words))
 
 
 def run_rank(load: Callable[[RankEnvironment], tuple[Loaded, bool] | None]) -> int:
-    """Run what load(place) gives: a script with its settings, and whether in this process alone.
+    """Run the script that `load` returns, and return the exit code of this rank.
 
-    None: nothing is to be run. Returns the exit code of this rank.
+    load: returns (script with its settings, whether to run it in this process alone), or None if
+    there is nothing to run.
     """
     open_closed_streams()
     has_agent = AGENT_MARK in os.environ
@@ -129,28 +131,29 @@ def run_rank(load: Callable[[RankEnvironment], tuple[Loaded, bool] | None]) -> i
         return FAILED
     watch = StartWatch(launcher) if launcher is not None else None
     allow_open_files()
-    place = RankEnvironment.from_environment()
+    environment = RankEnvironment.from_environment()
     try:
-        found = load(place)
+        command = load(environment)
     except (ConfigError, CheckpointError) as err:
-        return _refuse(err, place)
-    if found is None:
+        return _refuse(err, environment)
+    if command is None:
         return FINISHED
     if watch is not None:
-        watch.run_dir = run_dir_of(found[0].cfg.run)
-    return _launch(found[0], place, watch, inproc=found[1])
+        watch.run_dir = run_dir_of(command[0].cfg.run)
+    return _launch(command[0], environment, watch, inproc=command[1])
 
 
-def _load(words: Sequence[str], place: RankEnvironment) -> tuple[Loaded, bool] | None:
+def _load(words: Sequence[str], environment: RankEnvironment) -> tuple[Loaded, bool] | None:
+    """(script with its settings, whether --inproc); prints the help and returns None for --help."""
     arguments = parse_arguments(words)
     if "help" in arguments.flags:
         if arguments.script is None:
             settings = schema_help(PPOConfig)
         else:
             settings = help_text(arguments.script, arguments.config, arguments.overrides)
-        _say(place, _USAGE + settings)
+        _say(environment, _USAGE + settings)
         return None
-    return prepare_rank(arguments, place), "inproc" in arguments.flags
+    return prepare_rank(arguments, environment), "inproc" in arguments.flags
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
@@ -164,6 +167,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 
 
 def _flag(word: str) -> str:
+    """The name of a flag; raises ConfigError for an unknown one."""
     if word not in _FLAGS:
         near = difflib.get_close_matches(word, _FLAGS, 1)
         if near:
@@ -174,55 +178,58 @@ def _flag(word: str) -> str:
     return _FLAGS[word]
 
 
-def prepare_rank(arguments: Arguments, place: RankEnvironment) -> Loaded:
-    """Load and check everything; ConfigError for what cannot work."""
+def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
+    """Load and check script and settings, and print them on rank 0.
+
+    Raises ConfigError if they cannot work.
+    """
     if arguments.script is None:
         expected = "one such as algos/ppo.py"
         do = "--help shows the usage"
         raise ConfigError.of("command line", "no SCRIPT", expected, do)
-    if "inproc" in arguments.flags and place.world_size > 1:
+    if "inproc" in arguments.flags and environment.world_size > 1:
         where = "command line"
-        got = f"--inproc on {place.world_size} ranks"
+        got = f"--inproc on {environment.world_size} ranks"
         raise ConfigError.of(where, got, "one process", "start it without torchrun")
-    if place.world_size == 1 and "RANK" not in os.environ and "inproc" not in arguments.flags:
+    if environment.world_size == 1 and "RANK" not in os.environ and "inproc" not in arguments.flags:
         raise ConfigError(
-            "command line: got no torchrun around this process, expected torchrun or --inproc; "
-            "write torchrun --standalone --nproc-per-node 4 -m spmdflow.run ... or add --inproc"
+            "command line: not started by torchrun; use torchrun --standalone --nproc-per-node 4 "
+            "-m spmdflow.run ..., or add --inproc for one process"
         )
     try:
         loaded = load(arguments.script, arguments.config, arguments.overrides)
     except ConfigError as err:
-        raise with_problems(err, place.world_size) from err
+        raise with_problems(err, environment.world_size) from err
     if not Path(arguments.script).is_file():
-        _say(place, f"script: {loaded.script.__file__}, bundled with spmdflow")
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    with show_planning(run_dir_of(loaded.cfg.run)) if place.rank == 0 else nullcontext():
-        loaded, placed = prepare(loaded, place.world_size, node_size=node_size)
-    _say(place, settings_text(loaded))
+        _say(environment, f"script: {loaded.script.__file__}, bundled with spmdflow")
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
+    with show_planning(run_dir_of(loaded.cfg.run)) if environment.rank == 0 else nullcontext():
+        loaded, placed = prepare(loaded, environment.world_size, node_size=node_size)
+    _say(environment, settings_text(loaded))
     if placed:
-        _say(place, placed)
+        _say(environment, placed)
     if own_code := unused_code_text(part.path for _, part in parts_of(loaded.cfg, ModelConfig)):
-        _say(place, own_code)
-    _say(place, batch_algebra(loaded.cfg, place.world_size))
+        _say(environment, own_code)
+    _say(environment, batch_algebra(loaded.cfg, environment.world_size))
     return loaded
 
 
-def _say(place: RankEnvironment, text: str) -> None:
-    """Print text on rank 0; ConfigError if standard output does not take it."""
-    if place.rank != 0:
+def _say(environment: RankEnvironment, text: str) -> None:
+    """Print text on rank 0; raises ConfigError if standard output cannot be written."""
+    if environment.rank != 0:
         return
     try:
         print_text(text + "\n")
     except OSError as err:
-        expected = "a place to write to"
-        do = "free space there, or send it elsewhere"
+        expected = "writable output"
+        do = "free space there, or redirect it"
         raise ConfigError.of("standard output", err, expected, do) from err
 
 
-def _refuse(err: SpmdflowError, place: RankEnvironment) -> int:
-    """Tell the user once per node; a node may lack a file that the others have."""
-    if place.local_rank == 0:
-        where = f" rank {place.rank}:" if place.rank else ""
+def _refuse(err: SpmdflowError, environment: RankEnvironment) -> int:
+    """Print the error once per node, because a node may lack a file that others have."""
+    if environment.local_rank == 0:
+        where = f" rank {environment.rank}:" if environment.rank else ""
         sys.stderr.write(f"spmdflow:{where} {err}\n")
         sys.stderr.flush()
         _tell_torchrun(str(err))
@@ -240,9 +247,12 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _launch(
-    loaded: Loaded, place: RankEnvironment, watch: StartWatch | None, *, inproc: bool
+    loaded: Loaded, environment: RankEnvironment, watch: StartWatch | None, *, inproc: bool
 ) -> int:
-    """Join the other ranks and run. Imports are here: errors in settings need no torch."""
+    """Join the other ranks, run, and return the exit code.
+
+    Imports are here because errors in settings need no torch.
+    """
     import torch.distributed as dist
 
     from spmdflow.failure.user_code import own_traceback
@@ -252,7 +262,7 @@ def _launch(
     from spmdflow.runtime.launch import Surroundings
     from spmdflow.runtime.rendezvous import StartRefused
 
-    set_up_logging(place.rank)
+    set_up_logging(environment.rank)
     quiet_libraries()
     if not gc.isenabled():
         gc.freeze()
@@ -265,23 +275,23 @@ def _launch(
                 watch.end()
             return run_prepared(loaded.script, loaded.cfg, ranks=(0,), inproc=True).wait()
         if own_device() != CPU:
-            _take_device(place)
+            _take_device(environment)
         _join_group(loaded.cfg.run)
         secret = os.environ.get("SPMDFLOW_SECRET")
         on_met = watch.end if watch else lambda: None
         launcher = watch.launcher if watch else None
         surroundings = Surroundings(secret, launcher, owns_process=True, on_met=on_met)
-        ranks = tuple(range(place.world_size))
+        ranks = tuple(range(environment.world_size))
         outcome = run_prepared(loaded.script, loaded.cfg, ranks=ranks, surroundings=surroundings)
         dist.destroy_process_group()
         return outcome.wait()
     except KeyboardInterrupt:  # of a second Ctrl-C in one process, or before the ranks have met
-        sys.stderr.write("spmdflow: stopped at once by Ctrl-C\n")
+        sys.stderr.write("spmdflow: stopped immediately by Ctrl-C\n")
         return FAILED
-    except StartRefused as err:  # by all ranks, or all of a node: told once for each node
-        return _refuse(err, place)
+    except StartRefused as err:  # on all ranks, or all of a node: printed once per node
+        return _refuse(err, environment)
     except SpmdflowError as err:
-        message = f"rank {place.rank}: {type(err).__name__}: {err}"
+        message = f"rank {environment.rank}: {type(err).__name__}: {err}"
         sys.stderr.write(f"spmdflow: {message}\n{own_traceback(err)}")
         _tell_torchrun(message)
         if isinstance(err, ConfigError):
@@ -292,7 +302,7 @@ def _launch(
 def _join_group(run: RunConfig) -> None:
     """Create the default process group, under a prefix of torchrun's store that only we use.
 
-    StartRefused if this node has no address for it.
+    Raises StartRefused if this node has no address for it.
     """
     import torch.distributed as dist
 
@@ -320,8 +330,8 @@ def _join_group(run: RunConfig) -> None:
         store.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
 
-def _take_device(place: RankEnvironment) -> None:
-    """Select the local rank's device, or the only one there is; ConfigError if there are too few.
+def _take_device(environment: RankEnvironment) -> None:
+    """Select the local rank's device, or the only one. Raises ConfigError if there are too few.
 
     NCCL's watchdog is told to leave failures to this program, which writes their cause first and
     then ends every process (runtime/comm.py).
@@ -334,7 +344,7 @@ def _take_device(place: RankEnvironment) -> None:
         where = "devices"
         got = f"{ranks} ranks on a node with {devices} devices"
         raise ConfigError.of(where, got, "one for each rank", "lower --nproc-per-node")
-    torch.accelerator.set_device_index(place.local_rank % devices)
+    torch.accelerator.set_device_index(environment.local_rank % devices)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 

@@ -1,15 +1,16 @@
-"""`python -m spmdflow.status RUN_DIR`: what a live run does now, seen from another terminal.
+"""Show what a live run is doing: `python -m spmdflow.status RUN_DIR`, from another terminal.
 
-Reads files in RUN_DIR only, so any node that shares the folder will do: status.json, which rank 0
-rewrites every few seconds, metrics.jsonl, failure.json and the stacks. On a node of the run it also
-asks the kernel for the state of its processes, so a rank 0 that stands is told from a slow disk.
+It reads only files in RUN_DIR, so it works on any node that shares the folder: status.json, which
+rank 0 rewrites every few seconds, metrics.jsonl, failure.json and the stacks. On a node of the run
+it also asks the kernel for the state of the processes, to distinguish a stuck rank 0 from a slow
+disk.
 
-A run is live while its rank 0 holds the lock of RUN_DIR (`checkpoint.lock`). Exit codes:
+A run is live while its rank 0 holds the lock of RUN_DIR. Exit codes:
 
     0  a run is live
-    1  the last run failed, or was killed
-    2  no run has been there, or the command line is wrong
-    3  the last run was stopped, and can be continued
+    1  the last run failed or was killed
+    2  no run has used this folder, or the command line is wrong
+    3  the last run was stopped and can be resumed
     4  the last run finished
 """
 
@@ -56,11 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--stacks", action="store_true", help="let every rank write its stacks")
-    parser.add_argument("--live", action="store_true", help="a panel, until the run ends")
+    parser.add_argument(
+        "--stacks", action="store_true", help="make every rank write its stacks to RUN_DIR"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="redraw every second until the run ends"
+    )
     options = parser.parse_args(arguments)
     console = Console()
-    if options.live and console.is_terminal:  # a log gets the lines below
+    if options.live and console.is_terminal:  # a log gets the plain lines below
         with suppress(KeyboardInterrupt):
             watch(options.run_dir, console)
     run_dir = options.run_dir
@@ -73,14 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def status_text(run_dir: Path, run_state: RunState, status: Status, now: float) -> Iterator[str]:
-    """The lines to print. status: of status.json, {} if there is none; now: seconds since 1970."""
+    """The lines to print. status: content of status.json, {} without one; now: Unix time."""
     yield _last_step(run_dir, now)
     files = RunFiles(run_dir)
     yield from (f"{name}: {failure_text(each)}" for name, each in files.failures.items())
     if run_state is not RunState.LIVE:
         yield f"no run is live: {run_state.value}"
     elif not is_status(status):
-        yield f"a run is live, and {run_dir / STATUS_FILE} says nothing of it (yet)"
+        yield f"a run is live, but {run_dir / STATUS_FILE} has no valid content (yet)"
     else:
         yield from _live(status, now)
     if files.stacks:
@@ -88,27 +93,29 @@ def status_text(run_dir: Path, run_state: RunState, status: Status, now: float) 
 
 
 def is_status(status: Status) -> bool:
-    """Whether an object is a whole status of a run or of a planning, not what a torn file gives."""
+    """Whether an object is the complete status of a run or of a planning."""
     if not isinstance(status.get("written"), int | float):
         return False
     return "planning" in status or _PARTS <= status.keys()
 
 
 def _live(state: Status, now: float) -> Iterator[str]:
+    """Lines about a live run: ranks, running calls with their ranks, slow ranks, medians."""
     age = now - state["written"]
     if "planning" in state:
-        yield f"{state['planning']}, told {age:.0f} s ago"
+        yield f"{state['planning']} (as of {age:.0f} s ago)"
         return
-    head = f"{len(state['ranks'])} ranks; rank {state['controller']}, the controller, wrote this"
-    yield f"{head} {age:.0f} s ago" + (
-        ": IT STANDS, or its disk does" if age > _OLD_SECONDS else ""
-    )
+    head = f"{len(state['ranks'])} ranks; rank {state['controller']} (controller) wrote this"
+    if age > _OLD_SECONDS:
+        yield f"{head} {age:.0f} s ago: IT IS STUCK, or its disk is"
+    else:
+        yield f"{head} {age:.0f} s ago"
     for rank, (*facts, silent) in state["ranks"].items():
         process = Process(*facts)
         if process.has_ended():
             yield f"rank {rank}: process {process.pid} has ended"
         elif process.is_stopped() or silent > _OLD_SECONDS:
-            yield f"rank {rank}: {process.describe()}, was silent for {silent:.0f} s then"
+            yield f"rank {rank}: {process.describe()}; it had been silent for {silent:.0f} s"
     for first, *parts in state["calls"]:
         yield from (first, *(f"  {part}" for part in parts))
     yield from (f"slow: {text}" for text in state["slow"])
@@ -116,10 +123,11 @@ def _live(state: Status, now: float) -> Iterator[str]:
 
 
 def _last_step(run_dir: Path, now: float) -> str:
+    """A line about the last finished step: number, age, seconds by stage, tokens/s."""
     path = run_dir / "metrics.jsonl"
     records = RunFiles(run_dir).metrics
     if not records:
-        return f"{run_dir}: no step is done"
+        return f"{run_dir}: no step has finished"
     last = records[-1]
     rate = last.get("perf/tokens_per_second")
     parts = []
@@ -128,12 +136,15 @@ def _last_step(run_dir: Path, now: float) -> str:
     parts = [f"{last.get('time/step_seconds', 0.0):.2g} s", *parts]
     parts += [f"{rate:.0f} tokens/s"] if rate else []
     ago = now - path.stat().st_mtime
-    return f"{run_dir}: step {last['step']:.0f} done {ago:.0f} s ago ({', '.join(parts)})"
+    return f"{run_dir}: step {last['step']:.0f} finished {ago:.0f} s ago ({', '.join(parts)})"
 
 
 def _ask_for_stacks(run_dir: Path, state: Status) -> None:
-    """Signal the ranks of this node, let the controller ask the others, wait for the files."""
-    asked = time.time()
+    """Make all ranks write their stacks, and wait for the files.
+
+    Ranks on this node get a signal. The controller asks the others.
+    """
+    start = time.time()
     shown = []
     for facts in state.get("ranks", {}).values():
         shown.append(Process(*facts[:3]).show_stacks())
@@ -142,8 +153,8 @@ def _ask_for_stacks(run_dir: Path, state: Status) -> None:
     files = []
     for rank in state.get("ranks", {}):
         files.append(run_dir / f"stacks-rank{rank}.txt")
-    while time.time() < asked + _STACK_SECONDS:
-        if all(path.exists() and path.stat().st_mtime >= asked - 1.0 for path in files):
+    while time.time() < start + _STACK_SECONDS:
+        if all(path.exists() and path.stat().st_mtime >= start - 1.0 for path in files):
             return
         time.sleep(0.2)
 

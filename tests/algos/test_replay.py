@@ -51,7 +51,7 @@ def test_a_kept_step_runs_again_to_the_same_bits_with_a_line_for_a_debugger(
     labels = [label for label, *_ in json.loads((capsule / "capsule.json").read_text())["calls"]]
     assert status == 0 and reached == [text[: text.index(place)].count("\n") + 2]
     assert f"replay: {script} has changed since" in said
-    assert said[-1].startswith("replay: equal: ") and said[-1].endswith("tensors in every bit")
+    assert said[-1].startswith("replay: equal: ") and said[-1].endswith("tensors bit for bit")
     assert compare(capsule, capsule / "replay" / "capsules" / "step-2").num_equal > 100
     assert labels[:2] == ["prompts.train", "actor.generate_sequences"]
     assert labels.index("critic.update_critic") < labels.index("actor.update_actor")
@@ -108,6 +108,6 @@ def test_step_of_two_ranks_runs_again_to_the_same_bits_and_in_one_process(tmp_pa
 
     assert alone == 0, log.read_text()[-3000:]
     reports = [line for line in log.read_text().splitlines() if line.startswith("replay: ")]
-    assert "tensors in every bit" in reports[0] and "the others" not in reports[0]
+    assert "tensors bit for bit" in reports[0] and "the others" not in reports[0]
     assert reports[1] == "replay: another layout: numbers are compared to 0.001"
     assert "the others to" in reports[2], "sums of one rank have another order"

@@ -25,7 +25,7 @@ def test_live_run_shows_its_stacks_and_a_stopped_controller_is_seen(
         time.sleep(6.0)  # a heartbeat
         assert status.main([str(run_dir), "--stacks"]) == 0
         said = capsys.readouterr().out
-        assert "2 ranks; rank 0, the controller, wrote this" in said and "IT STANDS" not in said
+        assert "2 ranks; rank 0 (controller) wrote this" in said and "IT IS STUCK" not in said
         assert "actor.generate_sequences (train)" in said
         for rank in (0, 1):
             assert "in _run_lanes" in (run_dir / f"stacks-rank{rank}.txt").read_text()
@@ -40,7 +40,7 @@ def test_live_run_shows_its_stacks_and_a_stopped_controller_is_seen(
         time.sleep(25.0)
         assert status.main([str(run_dir)]) == 0
         said = capsys.readouterr().out
-        assert "IT STANDS" in said
+        assert "IT IS STUCK" in said
         assert f"rank 0: process {first} is stopped (state T)" in said
         os.kill(first, signal.SIGCONT)
         os.kill(run.pid, signal.SIGTERM)

@@ -52,8 +52,8 @@ def test_every_command_has_a_main_that_takes_words(name: str) -> None:
     ("word", "hint"),
     [
         ("pln", "did you mean plan?"),
-        ("grpo", "scripts are started with torchrun ... -m spmdflow.run grpo"),
-        ("xyz", "spmdflow --help says what each does"),
+        ("grpo", "start scripts with torchrun ... -m spmdflow.run grpo"),
+        ("xyz", "spmdflow --help describes the commands"),
     ],
 )
 def test_unknown_command_is_refused_with_the_nearest(

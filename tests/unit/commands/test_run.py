@@ -121,7 +121,7 @@ def test_start_without_torchrun_is_refused_with_both_ways(
     monkeypatch.setenv("WORLD_SIZE", "1")
 
     assert run.main(["ppo.py"]) == 2
-    assert "expected torchrun or --inproc; write torchrun" in capsys.readouterr().err
+    assert "not started by torchrun; use torchrun" in capsys.readouterr().err
 
 
 def test_help_prints_usage_exit_codes_and_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,8 +131,7 @@ def test_help_prints_usage_exit_codes_and_the_schema(capsys: pytest.CaptureFixtu
     assert status == 0
     assert "usage: torchrun [...] -m spmdflow.run SCRIPT [CONFIG.yaml] [key=value ...]" in text
     assert (
-        "exit codes of a rank: 0 finished, 1 failed, 2 refused, 3 stopped after a checkpoint"
-        in text
+        "Exit codes of a rank: 0 finished, 1 failed, 2 settings rejected, 3 stopped after" in text
     )
     assert "actor.rollout.top_p (float, default 1.0)\n    Nucleus sampling" in text
 

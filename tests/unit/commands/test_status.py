@@ -39,9 +39,9 @@ def test_live_run_is_told_with_its_step_calls_ranks_and_lines(tmp_path: Path) ->
     state = _stalled(tmp_path)
     lines = list(status.status_text(tmp_path, RunState.LIVE, state, state["written"] + 2.0))
 
-    assert lines[0].startswith(f"{tmp_path}: step 7 done ")
+    assert lines[0].startswith(f"{tmp_path}: step 7 finished ")
     assert lines[0].endswith("(3 s, 250 tokens/s)")
-    assert lines[1] == "2 ranks; rank 0, the controller, wrote this 2 s ago"
+    assert lines[1] == "2 ranks; rank 0 (controller) wrote this 2 s ago"
     assert lines[2] == "actor.update (call 4, compute lane) runs for 30 s (median 0.1 s)"
     assert f"  rank 0 in a collective: {HERE}" in lines
     assert f"  rank 1 running: {HERE}" in lines
@@ -83,7 +83,7 @@ def test_controller_that_does_not_write_any_more_is_said_to_stand(tmp_path: Path
     state["ranks"]["0"][1] += 1  # another process has its pid now
     lines = list(status.status_text(tmp_path, RunState.LIVE, state, state["written"] + 90.0))
 
-    assert "wrote this 90 s ago: IT STANDS" in lines[1]
+    assert "wrote this 90 s ago: IT IS STUCK" in lines[1]
     assert lines[2] == f"rank 0: process {os.getpid()} has ended"
 
 
@@ -96,7 +96,7 @@ def test_run_that_failed_is_told_with_its_failure_and_exit_code_1(
 
     assert status.main([str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "no run is live" in said and "no step is done" in said
+    assert "no run is live" in said and "no step has finished" in said
     assert f"failure.json: rank 1, a.b (call 3): why; its Python was at {HERE}" in said
     assert "stacks: stacks-rank1.txt" in said
 
