@@ -1,11 +1,11 @@
 """Which rows travel to which rank, and how: the protocols, and the lane that moves the rows.
 
-A protocol's `distribute` promises which rows each rank is given: they are there when the method
-starts. Its `collect` promises which ranks answer, in which order; `holds` which ranks keep rows
-of the result (the others return None). All are pure functions on a layout and a number of rows;
-the controller and the planner call them, no rank asks another.
+A protocol has three promises. `distribute` says which rows each rank gets; they are there when the
+method starts. `collect` says which ranks answer, and in which order. `holds` says which ranks keep
+rows of the result; the others return None. All are pure functions of a layout and a number of rows.
+The controller and the planner call them, and no rank asks another.
 
-| name | rank (pp, tp, dp) is given | answers |
+| name | rank (pp, tp, dp) gets | who answers |
 |---|---|---|
 | ONE_TO_ALL | everything | all ranks, as a list |
 | 3D_PROTO | chunk dp of d | pp = last, tp = 0, by dp, joined (every tp of the last stage holds) |

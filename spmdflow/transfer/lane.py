@@ -1,9 +1,9 @@
-"""Moves rows between ranks, as a released plan says. Runs in release order. Knows no roles.
+"""Moves rows between ranks according to released plans, in the order of release.
 
-One edge is one header and one message per column. The header carries the release number and each
-column's bytes, because gloo accepts a message that is too short without an error. The columns of a
-small edge travel in one message, behind the header; of a large one, whole stretches of a stored
-column are sent without a copy.
+One edge is one header and one message per column. The header has the number of the release and the
+bytes of each column, because gloo accepts a message that is too short without an error. The columns
+of a small edge travel in one message after the header. The columns of a large edge are sent without
+a copy where the rows are contiguous in the store. Does not know roles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmdflow.errors import TransferError
 
 _TAGS_PER_RELEASE = 64
 _PACKED_BYTES = 1 << 17
-"""Up to here, copying the columns into one message costs less than one message each."""
+"""Up to this size, copying the columns into one message costs less than one message per column."""
 
 
 class CountedTransport:
@@ -39,7 +39,7 @@ class CountedTransport:
     def send(
         self, tensor: Tensor, destination: int, tag: int, *, header_bytes: int = 0
     ) -> dist.Work:
-        """Start sending bytes (N,) uint8 to a global rank; header_bytes: how many are header."""
+        """Starts sending bytes (N,) uint8 to a global rank. header_bytes: how many are a header."""
         self._header_bytes += header_bytes
         self._sent[destination] += tensor.nbytes - header_bytes
         work = dist.isend(tensor, destination, group=self._group, tag=tag)
@@ -47,7 +47,7 @@ class CountedTransport:
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int, *, header_bytes: int = 0) -> dist.Work:
-        """Start receiving bytes (N,) uint8 from a global rank; header_bytes: see send."""
+        """Starts receiving bytes (N,) uint8 from a global rank. header_bytes: see send."""
         self._received[source] += tensor.nbytes - header_bytes
         work = dist.irecv(tensor, source, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
@@ -58,14 +58,15 @@ class CountedTransport:
         work.wait(self._limit)
 
     def take_counts(self) -> dict[str, Any]:
-        """Bytes since the last call: of rows sent and received by peer, and of headers sent."""
-        taken = {
-            "sent": dict(+self._sent),  # + leaves out peers that got no bytes
+        """Returns and resets the counts: bytes of rows sent and received by peer, bytes of headers
+        sent."""
+        counts = {
+            "sent": dict(+self._sent),  # + omits peers that got no bytes
             "received": dict(+self._received),
             "header_bytes": self._header_bytes,
         }
         self._forget()
-        return taken
+        return counts
 
     def _forget(self) -> None:
         self._sent = Counter[int]()
@@ -76,12 +77,12 @@ class CountedTransport:
 def run_release(
     number: int, command: Mapping[str, Any], store: RowStore, transport: CountedTransport
 ) -> None:
-    """Do this rank's part of release `number`; returns when all rows are in the store.
+    """Does this rank's part of a release. Returns when all rows are in the store.
 
-    command, as the controller's `Transfers` makes it: "result"; "sends", a list of (destination,
-    columns, row ids); "receives", a list of (source, columns, row ids, kinds, lengths), the last
-    two by column. An edge without ids brings nothing: the rank learns the kinds of its columns.
-    TransferError if a header is not the expected one.
+    command: from the controller's `Transfers`. It has "result"; "sends", a list of (destination,
+    columns, row ids); and "receives", a list of (source, columns, row ids, kinds, lengths), of
+    which the last two are by column. An edge without ids has no messages; from it the rank gets to
+    know the kinds of the columns. TransferError if a header is not the expected one.
     """
     result = command["result"]
     incoming = []
@@ -101,6 +102,10 @@ def run_release(
 def _send(
     number: int, destination: int, columns: Sequence[Column], transport: CountedTransport
 ) -> list[tuple[dist.Work, Tensor]]:
+    """Starts sending the header and the columns of one edge.
+
+    Returns each send with its tensor, which must live until the send is done.
+    """
     messages = [_bytes_of(column) for column in columns]
     head = _header(number, columns)
     tag = _first_tag(number)
@@ -109,9 +114,10 @@ def _send(
         head = torch.cat([head, *messages])
         messages = []
     works = [(transport.send(head, destination, tag, header_bytes=header_bytes), head)]
-    for place, message in enumerate(messages, start=1):
+    for offset, message in enumerate(messages, start=1):
         if len(message):
-            works.append((transport.send(message, destination, tag + place), message))
+            work = transport.send(message, destination, tag + offset)
+            works.append((work, message))
     return works
 
 
@@ -124,12 +130,12 @@ class _Arrival:
     columns: dict[str, Column]
     works: list[dist.Work]
     head: Tensor
-    """The header, and behind it the columns of a small edge."""
+    """The header, followed by the columns of a small edge."""
     is_packed: bool
 
     @classmethod
     def start(cls, number: int, edge: Sequence[Any], transport: CountedTransport) -> _Arrival:
-        """Allocate the columns and start receiving; an edge without rows has no messages."""
+        """Allocates the columns and starts receiving. An edge without rows has no messages."""
         source, names, ids, kinds, lengths = edge
         columns = {}
         for name in names:
@@ -146,13 +152,14 @@ class _Arrival:
         is_packed = num_packed <= _PACKED_BYTES
         head = torch.zeros(header_bytes + is_packed * num_packed, dtype=torch.uint8)
         works = [transport.receive(head, source, tag, header_bytes=header_bytes)]
-        for place, message in enumerate([] if is_packed else messages, start=1):
+        for offset, message in enumerate([] if is_packed else messages, start=1):
             if len(message):
-                works.append(transport.receive(message, source, tag + place))
+                works.append(transport.receive(message, source, tag + offset))
         return cls(source, ids, columns, works, head, is_packed)
 
     def finish(self, number: int, transport: CountedTransport) -> None:
-        """Wait; TransferError unless the header names this transfer and the bytes expected."""
+        """Waits for the columns, and unpacks them if they came in one message. TransferError unless
+        the header has this release and the expected bytes."""
         for work in self.works:
             transport.wait(work)
         expected = _header(number, list(self.columns.values()))
@@ -174,7 +181,7 @@ class _Arrival:
 
 
 def _empty(spec: ColumnSpec, num_rows: int, lengths: np.ndarray | None) -> Column:
-    """Uninitialised rows; lengths: their items, unless the column is dense."""
+    """An uninitialised column. lengths: items of each row; None: the column is dense."""
     dtype = getattr(torch, spec.dtype)
     if lengths is None:
         return Column("dense", empty_values((num_rows, *spec.row_shape), dtype))
@@ -183,14 +190,16 @@ def _empty(spec: ColumnSpec, num_rows: int, lengths: np.ndarray | None) -> Colum
 
 
 def _header(number: int, columns: Sequence[Column]) -> Tensor:
+    """(8 * (1 + columns),) uint8: the number of the release and the bytes of each column."""
     sizes = [column.values.nbytes for column in columns]
     return torch.tensor([number, *sizes], dtype=torch.int64).view(torch.uint8)
 
 
 def _bytes_of(column: Column) -> Tensor:
-    """(N,) uint8: its values, without a copy if they are contiguous."""
+    """(N,) uint8: the values of a column, without a copy if they are contiguous."""
     return column.values.contiguous().view(-1).view(torch.uint8)
 
 
 def _first_tag(number: int) -> int:
+    """The tag of the header of a release. The columns of an edge use the tags after it."""
     return (number % (1 << 24)) * _TAGS_PER_RELEASE

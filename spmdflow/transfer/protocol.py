@@ -1,10 +1,15 @@
-"""Transfer protocols by name: which rows each rank is given, holds afterwards, and who answers.
+"""Transfer protocols by name: which rows each rank gets and keeps, and which ranks answer.
 
-A `Protocol` is four pure functions on a layout and a number of rows, checked at every call:
-`num_shares` says into how many parts the rows are cut, `distribute` which positions each rank
-gets, `holds` which positions of the result it keeps, `collect` who answers and in what order.
-Here are the eight of the table in the package's docstring, and what a script registers. Knows no
-tensors and no row ids. HybridFlow section 4.1, Table 3.
+A `Protocol` is four pure functions of a layout and a number of rows. What they return is checked at
+every call:
+
+- `num_shares`: the number of parts into which the rows are cut;
+- `distribute`: the positions that each rank gets;
+- `holds`: the positions of the result that each rank keeps;
+- `collect`: the ranks that answer, in order.
+
+This file has the eight protocols of the table in the package's docstring, and the registry for
+those of a script. It does not know tensors or row ids. HybridFlow section 4.1, Table 3.
 """
 
 from __future__ import annotations
@@ -28,19 +33,19 @@ RowsFunction = Callable[[Layout, int, Shares], Mapping[int, Sequence[int]]]
 
 
 class Answer(NamedTuple):
-    """Who answers a call."""
+    """The ranks that answer a call, and what their answers are together."""
 
     ranks: tuple[int, ...]
     """Answering ranks, in the order of the answer."""
     joined: bool
-    """True: their rows together are the batch's rows; False: a list, one entry a rank."""
+    """True: their rows together are the batch's rows. False: a list with one entry per rank."""
 
 
 class Protocol:
-    """A named transfer protocol; what its functions return is checked at every call.
+    """A named transfer protocol. What its functions return is checked at every call.
 
-    distribute gets the shares that num_shares asked for: even chunks, unless the caller brings
-    its own. holds defaults to the answerers with what they were given.
+    distribute gets as many shares as num_shares says: even chunks, unless the caller passes its
+    own. Without holds, each answering rank keeps the rows that it got.
     """
 
     def __init__(
@@ -55,38 +60,42 @@ class Protocol:
         self.name = name
         self.home = getattr(distribute, "__module__", "")
         self.num_shares = num_shares
-        """Parts into which the rows of a call are cut, for a layout."""
+        """The number of parts into which the rows of a call are cut, for a layout."""
         self._distribute = distribute
         self._holds = holds
         self._collect = collect
 
     def distribute(self, layout: Layout, num_rows: int, shares: Shares | None = None) -> Rows:
-        """Positions each rank is given; shares replace the even chunks.
+        """The positions that each rank gets. shares: replace the even chunks.
 
-        RowError for shares that leave a row out, repeat one inside a share or have another
-        number; ProtocolError if the protocol itself names foreign ranks or rows.
+        RowError for shares that omit a row, repeat one inside a share, or are not num_shares many.
+        ProtocolError if the protocol returns ranks or rows that do not exist.
         """
-        parts = self._shares(layout, num_rows, shares)
-        return self._rows("distribute", layout, num_rows, self._distribute(layout, num_rows, parts))
+        parts = self._cut(layout, num_rows, shares)
+        rows = self._distribute(layout, num_rows, parts)
+        return self._check_rows("distribute", layout, num_rows, rows)
 
     def holds(self, layout: Layout, num_rows: int, shares: Shares | None = None) -> Rows:
-        """Positions of the result that each rank keeps; other ranks return None."""
+        """The positions of the result that each rank keeps. The other ranks return None.
+
+        Errors as of `distribute`; also ProtocolError if the answers that are joined lack a row.
+        """
         answer = self.collect(layout)
         if self._holds is None:
-            given = self.distribute(layout, num_rows, shares)
-            held = {}
+            inputs = self.distribute(layout, num_rows, shares)
+            kept = {}
             for rank in sorted(answer.ranks):
-                if rank in given:
-                    held[rank] = given[rank]
+                if rank in inputs:
+                    kept[rank] = inputs[rank]
         else:
-            parts = self._shares(layout, num_rows, shares)
-            held = self._rows("holds", layout, num_rows, self._holds(layout, num_rows, parts))
+            parts = self._cut(layout, num_rows, shares)
+            kept = self._check_rows("holds", layout, num_rows, self._holds(layout, num_rows, parts))
         if answer.joined:
-            self._check_cover(answer, num_rows, held, once=shares is None)
-        return held
+            self._check_cover(answer, num_rows, kept, once=shares is None)
+        return kept
 
     def collect(self, layout: Layout) -> Answer:
-        """Answering ranks in order, and whether their answers join into one batch."""
+        """The answering ranks in order, and whether their answers are joined into one batch."""
         answer = Answer(*self._collect(layout))
         foreign = sorted(set(answer.ranks) - set(layout.ranks))
         if foreign or len(set(answer.ranks)) != len(answer.ranks) or not answer.ranks:
@@ -99,7 +108,8 @@ class Protocol:
     def __repr__(self) -> str:
         return f"Protocol({self.name})"
 
-    def _shares(self, layout: Layout, num_rows: int, shares: Shares | None) -> list[list[int]]:
+    def _cut(self, layout: Layout, num_rows: int, shares: Shares | None) -> list[list[int]]:
+        """The positions of each share: even chunks, or `shares` if they are correct (RowError)."""
         expected = self.num_shares(layout)
         if shares is None:
             return even_chunks(num_rows, expected)
@@ -118,9 +128,14 @@ class Protocol:
             raise RowError.of(where, got, f"all of {num_rows} rows", do)
         return parts
 
-    def _rows(
+    def _check_rows(
         self, function: str, layout: Layout, num_rows: int, rows: Mapping[int, Sequence[int]]
     ) -> Rows:
+        """The rows that a function of the protocol returned, as lists, by ascending rank.
+
+        Ranks with the same sequence share one list. ProtocolError for a rank or a position that
+        does not exist, or a position that a rank has twice.
+        """
         foreign = sorted(set(rows) - set(layout.ranks))
         if foreign:
             raise ProtocolError(
@@ -157,26 +172,28 @@ class Protocol:
                 f"{num_rows - 1}; correct {where}"
             )
 
-    def _check_cover(self, answer: Answer, num_rows: int, held: Rows, *, once: bool) -> None:
-        """Joined answers give every row; exactly once unless the caller's shares overlap."""
-        answered = []
+    def _check_cover(self, answer: Answer, num_rows: int, kept: Rows, *, once: bool) -> None:
+        """ProtocolError unless the joined answers have every row.
+
+        once: exactly once, because the shares do not overlap.
+        """
+        positions = []
         for rank in answer.ranks:
-            for position in held.get(rank, ()):
-                answered.append(position)
-        missing = set(range(num_rows)).difference(answered)
-        if missing or (once and len(answered) != num_rows):
+            positions += kept.get(rank, [])
+        missing = set(range(num_rows)).difference(positions)
+        if missing or (once and len(positions) != num_rows):
             if missing:
-                problem = f"row {min(missing)} is with none of them"
+                problem = f"no answering rank has row {min(missing)}"
             else:
-                problem = "some come twice"
-            got = f"{len(answered)} rows from the answering ranks {answer.ranks}"
-            expected = f"{num_rows}, as their answers are joined"
+                problem = "some rows come twice"
+            got = f"{len(positions)} rows from the answering ranks {answer.ranks}"
+            expected = f"{num_rows}, because their answers are joined"
             do = f"{problem}: correct holds or collect"
             raise ProtocolError.of(f"protocol {self.name}", got, expected, do)
 
 
 def even_chunks(num_rows: int, parts: int) -> list[list[int]]:
-    """Positions in contiguous parts, the larger first: 5 rows over 2 are 3 and 2."""
+    """Positions in contiguous parts, the larger ones first: 5 rows in 2 parts are 3 and 2."""
     if num_rows < 0 or parts < 1:
         got = f"{num_rows} rows over {parts} parts"
         do = "check the batch and the layout's sizes"
@@ -186,13 +203,13 @@ def even_chunks(num_rows: int, parts: int) -> list[list[int]]:
     for part in range(parts + 1):
         starts.append(part * base + min(part, extra))
     result = []
-    for ends in zip(starts, starts[1:], strict=False):
-        result.append(list(range(*ends)))
+    for start, stop in zip(starts, starts[1:], strict=False):
+        result.append(list(range(start, stop)))
     return result
 
 
 Cut = tuple[Callable[[Layout], int], Callable[[Layout, int], int]]
-"""Into how many shares rows are cut, and the number of the share that a rank is given."""
+"""(number of shares of a layout, number of the share that a rank gets)."""
 
 
 def _by_share(
@@ -205,8 +222,8 @@ def _by_share(
 ) -> Protocol:
     """A protocol that gives each rank one share.
 
-    holds(layout, rank): whether the rank keeps the rows of its share of the result; None: those
-    that answer do.
+    holds(layout, rank): whether the rank keeps its share of the result. None: the ranks that answer
+    keep theirs.
     """
     num_shares, share_of = cut
 
@@ -223,9 +240,8 @@ def _by_share(
 
     def rows_after(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
         assert holds is not None
-        given = distribute(layout, num_rows, shares)
         result = {}
-        for rank, rows in given.items():
+        for rank, rows in distribute(layout, num_rows, shares).items():
             if holds(layout, rank):
                 result[rank] = rows
         return result
@@ -240,7 +256,7 @@ def _by_share(
 
 
 def _stages(layout: Layout) -> list[tuple[int, ...]]:
-    """For each dp the tp = 0 rank of each stage."""
+    """The tp = 0 ranks of all stages, for each dp."""
     return layout.axis_groups("pp")[:: layout.tp_size]
 
 
@@ -254,7 +270,7 @@ def _all_ranks(layout: Layout) -> tuple[int, ...]:
 
 
 def _is_in_last_stage(layout: Layout, rank: int) -> bool:
-    """All tp ranks of the last stage compute the rows of their dp share, so all hold them."""
+    """Whether a rank computes results: all tp ranks of the last stage do, so all hold them."""
     return layout.coordinate(rank).pp == layout.pp_size - 1
 
 
@@ -290,7 +306,7 @@ _REGISTRY = {rules.name: rules for rules in BUILT_IN}
 
 
 def protocol(name: str) -> Protocol:
-    """The protocol of that name; ProtocolError names the nearest."""
+    """The protocol of that name. ProtocolError, with the most similar name, if there is none."""
     if name in _REGISTRY:
         return _REGISTRY[name]
     nearest = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0)
@@ -301,16 +317,17 @@ def protocol(name: str) -> Protocol:
 
 
 def register_protocol(new: Protocol) -> Protocol:
-    """Make a protocol known by its name; every rank does so when it imports the script.
+    """Registers a protocol under its name and returns it. Every rank does so when it imports the
+    script.
 
-    A module may register its own again (it is imported twice in tests); ProtocolError if the
-    name belongs to another module.
+    A module may register its own again (tests import one twice). ProtocolError if the name belongs
+    to another module.
     """
-    taken = _REGISTRY.get(new.name)
-    if taken is not None and taken.home != new.home:
+    old = _REGISTRY.get(new.name)
+    if old is not None and old.home != new.home:
         where = f"protocol {new.name}"
         got = f"a definition in {new.home}"
-        expected = f"a name that is not taken by {taken.home}"
+        expected = f"a name that {old.home} does not use"
         raise ProtocolError.of(where, got, expected, "choose another name")
     _REGISTRY[new.name] = new
     return new

@@ -1,13 +1,18 @@
-"""The marks that make a user's code callable: `@register` for worker methods (paper Fig. 5b), and
-`@map_function` for functions that `batch.map` may run where the rows live.
+"""The marks that make a user's code callable: `@register` for methods of workers (paper Fig. 5b),
+and `@map_function` for functions that `batch.map` runs on the ranks that hold the rows.
 
-A mark only stores facts on the function; nothing wraps it. The controller reads them to know which
-columns travel, which rows go where and who answers. The executor calls a map function as
-`fn(batch, **arguments)`, with those of these that the function names: `reduce` sums a tensor over
-the pool's ranks (float64; ranks without rows take part with zeros), `report` takes metrics. Every
-rank must call `reduce` equally often. The function returns its columns by name, in a dict or
-TensorDict: tensors, jagged tensors, or lists of str. Map functions are found by name on every rank,
-so they are module-level.
+A mark only stores facts on the function; nothing wraps it. The controller reads the facts: which
+columns travel, which rows each rank gets, and which ranks answer.
+
+The executor calls a map function as `fn(batch, **arguments)`. The function may also have these
+parameters:
+
+- `reduce`: sums a tensor over the ranks of the pool, in float64. Every rank must call it equally
+  often; ranks without rows take part with zeros.
+- `report`: takes metrics.
+
+It returns columns by name, in a dict or TensorDict: tensors, jagged tensors, or lists of str. Every
+rank finds it by its name, so it must be at module level.
 """
 
 from __future__ import annotations
@@ -33,31 +38,33 @@ class MethodSpec:
     transfer_mode: str
     """Name of the transfer protocol."""
     reads: tuple[str, ...]
-    """Columns that must be there and travel."""
+    """Columns that the batch must have. They travel to the ranks that run the method."""
     optional: tuple[str, ...]
     """Columns that travel if the batch has them."""
     writes: tuple[str, ...]
-    """Columns of the answer; empty: the method answers with metrics or a plain value."""
+    """Columns of the answer. Empty: the method answers with metrics or a plain value."""
     minibatches: bool
     """Whether the controller cuts the rows into mini-batches (update methods)."""
     extends: bool
-    """Whether the answer also carries the columns of the batch that was given. If all that the
-    method writes is among `optional`, it goes on from a batch that has these columns; then what it
-    used up (`optional`) and what was made from the old ones is left out of the answer."""
+    """Whether the answer also has the columns of the batch that the method was called with. If all
+    that the method writes is among `optional`, it continues a batch that has these columns. The
+    answer then omits the columns that it used up (`optional`) and those derived from the old
+    ones."""
     draws: bool = False
     """Whether the method draws random numbers for its rows."""
     check: Check | None = None
-    """Raises for invalid arguments of a call, before anything is sent."""
+    """Raises for invalid arguments of a call before anything is sent."""
     early: str | None = None
-    """Method that runs before the call's turn, in a thread, as soon as its rows are here."""
+    """Method that runs ahead of the call, in a thread, as soon as the rank has the rows."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Column -> substitute, for old_log_probs and the generator's rollout_log_probs
-    (controller/old_log_probs.py). Of a method that writes: a written column and what may replace
-    it, so that the call need not be made. Of an update: a column of `reads` that it can do
-    without, and the column that it gets in its place if the batch has it."""
+    (controller/old_log_probs.py). For a method that writes: a written column and the column that
+    may replace it, which makes the call unnecessary. For an update: a column of `reads` that it
+    does not need, and the column that it gets instead if the batch has it."""
     followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None
-    """From the model's settings: a map function and its arguments. It is run on the rows and the
-    answer, and what it writes joins the answer. None: no such function."""
+    """Returns a map function and its arguments, from the model's settings. That function runs on
+    the rows and the answer, and the columns that it writes join the answer. None: there is no such
+    function."""
 
 
 def register(
@@ -74,30 +81,41 @@ def register(
     instead: Mapping[str, str] | None = None,
     followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None,
 ) -> Callable[[F], F]:
-    """Mark a worker method for the controller (paper section 4.1, Table 3 for the modes).
+    """Marks a worker method for the controller (paper section 4.1, Table 3 for the modes).
 
-    What the method is given must stay as it is: writing into it ends the run, under every placement
-    alike (work on a clone). What it returns is copied, so it may be a buffer of its own, a
-    parameter or what it was given. Writes that torch's version counter misses (NumPy, `.data`) are
-    detected by a checksum of the column. Clone columns that you keep beyond the call, too.
+    The method must not write into the columns that it gets. Writing ends the run under every
+    placement, also if torch's version counter misses it (NumPy, `.data`), because columns have a
+    checksum. Clone a column in order to change it, or to keep it beyond the call. What the method
+    returns is copied, so it may be a buffer of its own, a parameter, or a column that it got.
 
-    optional: columns that it gets if the batch has them: `batch.get("valid")`. draws:
-    `self.call.generation` then says how often rows were drawn for before in the step, so that a
-    second call on the same rows takes other random numbers. A call with greedy=True draws none and
-    is not counted. check: raises in the script, before anything is sent, for invalid arguments.
-    early: the name of a method `early(batch, call)` that needs neither the device nor other ranks;
-    it runs beside other calls as soon as the rows are here, and the method finds what it returned
-    in `self.begun`. Several calls may be under way at once, so it returns all that it found out and
-    leaves nothing in an attribute. instead: column -> substitute, for custom forms of
-    `compute_log_prob` and `update_actor`: a written column that another may replace, so that the
-    call need not be made (actor.update.old_log_probs); of an update, a column of `reads` that it
-    can do without. followed_by: from the model's settings, a map function and its arguments, whose
-    columns join the answer.
+    optional: columns that it gets if the batch has them: `batch.get("valid")`.
+    draws: the method draws random numbers. `self.call.generation` is then the number of earlier
+    calls in the step that drew for the same rows, so that a second call gets other random numbers.
+    A call with greedy=True draws none and is not counted.
+    check: raises in the script for invalid arguments, before anything is sent.
+    early: the name of a method `early(batch, call)` that needs neither the device nor other ranks.
+    It runs alongside other calls as soon as the rank has the rows, and the method finds its result
+    in `self.begun`. Several calls may be in progress at once, so it returns everything and leaves
+    nothing in an attribute.
+    instead: column -> substitute, for custom forms of `compute_log_prob` and `update_actor`
+    (actor.update.old_log_probs). For a method that writes: the column that may replace a written
+    one, which makes the call unnecessary. For an update: a column of `reads` that it does not need,
+    and what it gets instead.
+    followed_by: returns a map function and its arguments from the model's settings. Its columns
+    join the answer.
     """
-    columns = (tuple(reads), tuple(optional), tuple(writes))
-    marks = (minibatches, extends, draws)
     spec = MethodSpec(
-        transfer_mode, *columns, *marks, check, early, dict(instead or {}), followed_by
+        transfer_mode=transfer_mode,
+        reads=tuple(reads),
+        optional=tuple(optional),
+        writes=tuple(writes),
+        minibatches=minibatches,
+        extends=extends,
+        draws=draws,
+        check=check,
+        early=early,
+        instead=dict(instead or {}),
+        followed_by=followed_by,
     )
 
     def mark(method: F) -> F:
@@ -108,7 +126,7 @@ def register(
 
 
 def method_spec(cls: type, name: str) -> MethodSpec:
-    """Facts of cls.name; ProtocolError if it is not marked, saying what to add."""
+    """Facts of the method cls.name. ProtocolError, with what to add, if it is not marked."""
     method = getattr(cls, name, None)
     spec = getattr(method, _ATTRIBUTE, None)
     if spec is not None:
@@ -139,17 +157,18 @@ class MapSpec:
     """Facts of one map function."""
 
     reads: tuple[str, ...]
-    """Columns that must be there."""
+    """Columns that the batch must have."""
     optional: tuple[str, ...]
     """Columns that are passed if the batch has them."""
     writes: tuple[str, ...]
-    """Columns of the answer, one entry per row received, in order."""
+    """Columns of the answer, with one entry per row received, in order."""
     groups: bool = False
-    """Whether the function is given the groups of its rows."""
+    """Whether the function gets the groups of its rows."""
     given: tuple[str, ...] = ()
-    """Arguments that the ranks give: those of reduce, report and groups that it takes."""
+    """Parameters that the ranks pass, and not the script: those of reduce, report and groups that
+    the function has."""
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
-    """Further columns that must be there, from the arguments of a call."""
+    """Returns further columns that the batch must have, from the arguments of a call."""
 
     def reads_with(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Columns that a call with these arguments needs."""
@@ -165,33 +184,39 @@ def map_function(
     groups: bool = False,
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
 ) -> Callable[[F], F]:
-    """Mark a module-level function for `batch.map`; ProtocolError for a lambda or local one.
+    """Marks a function at module level for `batch.map`. ProtocolError for a lambda or a local one.
 
-    optional: columns that it gets if the batch has them: `batch.get("valid")`. groups: it also
-    takes `groups`, a `RowGroups`: sums and means over the samples of a prompt, also
-    of those on other ranks. The others take a call's arguments by name. reads_for: further
-    columns that it needs.
+    optional: columns that it gets if the batch has them: `batch.get("valid")`.
+    groups: it also has the parameter `groups`, a `RowGroups`, for sums and means over the samples
+    of a prompt, including those on other ranks.
+    reads_for: returns further columns that it needs, from the arguments of a call.
     """
 
     def mark(fn: F) -> F:
         _require_module_level(fn)
-        columns = (tuple(reads), tuple(optional), tuple(writes))
-        if not columns[2]:
+        columns_written = tuple(writes)
+        if not columns_written:
             raise ProtocolError(
                 f"map: {_name(fn)} writes no column; expected writes=(...) with at least one, as "
                 f"batch.map returns columns; name what it returns, or report metrics from a "
                 f"function that also writes one"
             )
-        known = ("reduce", "report", "groups") if groups else ("reduce", "report")
-        arguments = tuple(name for name in known if name in signature(fn).parameters)
-        setattr(fn, _MAP_ATTRIBUTE, MapSpec(*columns, groups, arguments, reads_for))
+        spec = MapSpec(
+            reads=tuple(reads),
+            optional=tuple(optional),
+            writes=columns_written,
+            groups=groups,
+            given=_rank_arguments(fn, groups=groups),
+            reads_for=reads_for,
+        )
+        setattr(fn, _MAP_ATTRIBUTE, spec)
         return fn
 
     return mark
 
 
 def map_spec(fn: Callable[..., Any]) -> MapSpec:
-    """Facts of fn; ProtocolError if it is not marked, saying what to add."""
+    """Facts of a map function. ProtocolError, with what to add, if it is not marked."""
     spec = getattr(fn, _MAP_ATTRIBUTE, None)
     if spec is not None:
         return spec
@@ -203,7 +228,7 @@ def map_spec(fn: Callable[..., Any]) -> MapSpec:
 
 
 def find_map_function(name: str) -> Callable[..., Any]:
-    """The map function of that name in a command; ProtocolError if it is none."""
+    """The map function of that name in a command. ProtocolError if there is none."""
 
     def is_marked(thing: object) -> bool:
         return callable(thing) and _MAP_ATTRIBUTE in getattr(thing, "__dict__", {})
@@ -212,8 +237,17 @@ def find_map_function(name: str) -> Callable[..., Any]:
     return function
 
 
+def _rank_arguments(fn: Callable[..., Any], *, groups: bool) -> tuple[str, ...]:
+    """The parameters of fn that the ranks pass, and not the script."""
+    names = ["reduce", "report"]
+    if groups:
+        names.append("groups")
+    parameters = signature(fn).parameters
+    return tuple(name for name in names if name in parameters)
+
+
 def _require_module_level(fn: Callable[..., Any]) -> None:
-    """Other ranks import fn by name, which a lambda or a nested function does not have."""
+    """ProtocolError for a lambda or a nested function, which other ranks cannot import by name."""
     if "<" in _name(fn):
         raise ProtocolError(
             f"map: got {_name(fn)}; expected a function that every rank can import by name; "

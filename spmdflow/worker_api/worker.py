@@ -24,9 +24,9 @@ Load = TypeVar("Load", bound=Callable[..., None])
 
 
 def any_layout(load_state: Load) -> Load:
-    """Mark a `load_state` that restores what other ranks, more or fewer, have saved.
+    """Marks a `load_state` that also restores what more or fewer ranks have saved.
 
-    `checkpoint.StateFiles` reads any box of what their `checkpoint.write_state` wrote.
+    `checkpoint.StateFiles` reads any box of what `checkpoint.write_state` wrote on those ranks.
     """
     load_state.any_layout = True  # type: ignore[attr-defined]
     return load_state
@@ -39,12 +39,13 @@ def loads_any_layout(worker_class: type[Worker]) -> bool:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step's share of this rank."""
+    """The rows of this rank for one optimizer step."""
 
     index: Tensor
-    """(rows,) int64: positions in the batch that the method receives; may be empty."""
+    """(rows,) int64: positions in the batch that the method gets. May be empty."""
     num_micro_batches: int
-    """Forward passes that every rank of the dp group makes: the most that one of them needs."""
+    """Number of forward passes on every rank of the dp group: the maximum that one of them
+    needs."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,21 @@ class CallInfo:
     number: int
     step: int
     row_ids: Tensor
-    """(B,) int64: ids of the rows received, unique in a run; seeds derive from them."""
+    """(B,) int64: ids of the rows received, unique in a run. Seeds derive from them."""
     num_micro_batches: int = 1
-    """Forward passes that every rank of the dp group makes."""
+    """Number of forward passes on every rank of the dp group."""
     mini_batches: tuple[MiniBatch, ...] = ()
+    """One entry per optimizer step, for methods that are marked with minibatches=True."""
     generation: Tensor | None = None
-    """(B,) int64: calls of this step that drew for each row before this one; None: the method is
+    """(B,) int64: number of earlier calls in this step that drew for each row. None: the method is
     not marked with draws=True."""
     total_steps: int = 0
-    """Steps that the script takes (flow.steps), for updates; 0: outside of its steps."""
+    """Number of steps that the script takes (flow.steps), for updates. 0: outside of its steps."""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker lives."""
+    """The rank, the pool and the run that a worker belongs to."""
 
     name: str
     """Name of the worker group, such as "actor"."""
@@ -79,13 +81,13 @@ class WorkerContext:
     seed: int
     total_steps: int = 0
     call_seconds: float = 3600.0
-    """Limit for what a method waits for outside of the run, such as a server. The limit of the
-    method itself is the controller's to enforce (runtime/limit.py)."""
+    """Time limit for what a method waits for outside of the run, such as a server. The controller
+    enforces the limit of the method itself (runtime/limit.py)."""
     run_dir: Path | None = None
     nodes: Sequence[int] = ()
-    """Node of every rank of the run, by global rank; empty: all share one."""
+    """The node of every rank of the run, by global rank. Empty: all ranks are on one node."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
-    """The workers that this rank has already, by name."""
+    """The workers that this rank already has, by name."""
 
     def node_of(self, rank: int) -> int:
         """The node of a global rank, as a number."""
@@ -95,98 +97,101 @@ class WorkerContext:
 
 
 class Worker:
-    """Base of every role: `self.cfg`, `self.context`, and during a call `self.call`."""
+    """Base class of every role. Has `self.cfg`, `self.context` and, during a call, `self.call`."""
 
     role = ""
-    """Name under which placements know this class, such as "actor"."""
+    """The name of this class in placements, such as "actor"."""
     evaluation: ClassVar[str | None] = None
-    """Method that evaluates held-out rows by itself: `method(batch, prefix="eval")`."""
+    """Name of a method that evaluates held-out rows on its own: `method(batch, prefix="eval")`."""
     evaluation_columns: ClassVar[str | None] = None
-    """Method that writes columns which another class's `evaluation` reads: `method(batch)`."""
+    """Name of a method that writes columns which another class's `evaluation` reads:
+    `method(batch)`."""
 
     def __init__(self, cfg: Any, context: WorkerContext) -> None:
         self.cfg = cfg
         self.context = context
         self.call = CallInfo(0, 0, torch.zeros(0, dtype=torch.int64))
         self.begun: Future[Any] | None = None
-        """During a call: the future of its early method; None if it has none."""
+        """During a call: the result of its early method, as a future. None if it has none."""
         self._metrics: dict[str, Metric] = {}
 
     @classmethod
     def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
-        """The layout of this worker on a pool; plain data parallelism unless overridden."""
+        """The layout of this worker on a pool. Plain data parallelism unless overridden."""
         return Layout.data_parallel(ranks)
 
     @classmethod
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """Rank tuples of the compute-lane process groups this worker uses."""
+        """The process groups that this worker uses in the compute lane, as tuples of ranks."""
         return [layout.ranks]
 
     @classmethod
     def host_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """Those of `needed_groups` that also get a gloo group, for data in host memory such as
-        Python objects."""
+        """Which of `needed_groups` also get a gloo group, for data in host memory such as Python
+        objects."""
         return cls.needed_groups(cfg, layout)
 
     def report(self, metrics: Mapping[str, Metric]) -> None:
-        """Send metrics along with the answer of the running call."""
+        """Sends metrics along with the answer of the running call."""
         self._metrics.update(metrics)
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Metrics reported since the last call; empties them (used by the executor)."""
-        taken = self._metrics
+        """Returns the metrics reported since the last call, and resets them (for the executor)."""
+        metrics = self._metrics
         self._metrics = {}
-        return taken
+        return metrics
 
     @property
     def frozen_folder(self) -> Path | None:
-        """Folder of this worker's weights that are never trained; None: it has none.
+        """Folder of the weights of this worker that are never trained. None: it has none.
 
-        Such weights are not saved: a resumed run reads the folder again, whose content must be
-        what it was.
+        Such weights are not saved. A resumed run reads the folder again, so its content must not
+        change.
         """
         return None
 
     def make_room(self, *, trains: bool) -> None:
-        """Called before another worker of this rank: free device memory that can be reallocated.
+        """Frees device memory that can be reallocated. Called before a call of another worker of
+        this rank.
 
         trains: that call trains its model.
         """
 
     def halt(self, turn: int) -> None:
-        """End the running call of this turn, or keep it from beginning (transfer lane).
+        """Ends the running call of this turn, or prevents it from starting. Runs in the transfer
+        lane.
 
-        Only for methods that go on until they are told to end; others take no notice.
+        Only for methods that run until they are halted. Others ignore it.
         """
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
-        """Write this rank's state into folder; stateless workers write nothing.
+        """Writes this rank's state into folder. Workers without state write nothing.
 
-        A function that it returns is called in a thread while training goes on: it writes what
-        has been copied before.
+        It may copy the state and return a function that writes the copy. That function is called
+        in a thread while training continues.
         """
 
     def export_state(self, saved: Path, folder: Path, wait: Callable[[list[Path]], None]) -> None:
-        """Write more files into folder, out of what all ranks write into `saved`.
+        """Writes more files into folder, from the files that all ranks write into `saved`.
 
-        Called in a thread while training goes on, after this rank has written its state.
-        wait(paths) returns when these files are there.
+        Called in a thread while training continues, after this rank has written its state.
+        wait(paths) returns when these files exist.
         """
 
     @any_layout
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, bit for bit.
+        """Restores what `save_state` wrote, bit for bit.
 
-        A class with one of its own resumes on the ranks and sizes that saved, and on no others,
-        unless that one is marked too (`any_layout`).
+        A class that overrides it can be resumed only on the ranks and sizes that saved, unless its
+        own `load_state` is also marked with `any_layout`.
         """
 
     def close(self) -> None:
-        """Free engines and processes; called once at the end of a run."""
+        """Frees engines and processes. Called once, at the end of a run."""
 
 
 def find_worker_class(name: str) -> type[Worker]:
-    """The worker class of that name in a command; ProtocolError if it is none."""
+    """The worker class of that name in a command. ProtocolError if there is none."""
 
     def is_worker(thing: object) -> bool:
         return isinstance(thing, type) and issubclass(thing, Worker)
