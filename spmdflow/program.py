@@ -6,7 +6,6 @@ without it.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import signal
@@ -19,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from spmdflow.config.auto import choices_text, choose_by_device, needs_plan
-from spmdflow.config.check import check, problems
-from spmdflow.config.leaf import SettingErrors, flat
+from spmdflow.config.check import check_open
 from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
 from spmdflow.config.location import run_dir_of
+from spmdflow.config.resolve import Choice, PreviousRun, Settings, choices_text, resolve
+from spmdflow.config.schema import RunConfig
 from spmdflow.config.source import find_file
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import load_hardware
@@ -63,62 +62,53 @@ def prepare(
     """Place and check settings for a run on world_size ranks, node_size on each node.
 
     Also returns a text: what each `auto` setting became, and why; None without any. Every rank
-    computes the same result by itself. ConfigError if something does not fit.
+    computes the same result. ConfigError if something does not fit.
     """
-    _refuse_anywhere(loaded.cfg, world_size)
-    from spmdflow.checkpoint.run_dir import load_previous_settings
-    from spmdflow.parallel.device import own_device
-
-    cfg = copy.deepcopy(loaded.cfg)
-    device = own_device().type
-    if cfg.run.resume == "never":
-        before = None
-    else:
-        before = load_previous_settings(run_dir_of(cfg.run))
-    saved, num_ranks = before or ({}, 0)
-    choices = choose_by_device(cfg, device, kept=flat(saved))
-    loaded = replace(loaded, cfg=cfg)
-    placed = ""
-    hardware_name = cfg.run.hardware
+    check_open(loaded.cfg, world_size)
+    hardware_name = loaded.cfg.run.hardware
     if hardware_name is not None:
         load_hardware(hardware_name)
-    if getattr(loaded.cfg, "placement", None) == "auto":
-        from spmdflow.plan.auto import keep_placed, placed_text, resolve
-        from spmdflow.plan.workload import hardware_of
+    from spmdflow.parallel.device import own_device  # late: errors so far need no torch
 
-        if before is not None:
-            placed = keep_placed(cfg, saved, num_ranks, world_size)
-        if cfg.placement == "auto":
-            hardware = hardware_of(hardware_name, node_size or world_size, world_size=world_size)
-            found = resolve(loaded.script, cfg, world_size, hardware, examples=loaded.assume)
-            loaded = replace(loaded, cfg=found.cfg)
-            placed = "\n".join(filter(None, (placed, placed_text(found))))
-    cfg = loaded.cfg
-    check(cfg, world_size)
-    if needs_plan(cfg, on_cpu=device == "cpu"):
-        from spmdflow.plan.residency import choose_by_plan, hardware_here
-
-        hardware = hardware_here(hardware_name, node_size or world_size, world_size)
-        found_parts = choose_by_plan(
-            loaded.script, cfg, world_size, hardware, examples=loaded.assume
-        )
-        choices = [*choices, *found_parts]
-    text = "\n".join(filter(None, (choices_text(choices), placed)))
-    return loaded, text or None
+    settings = Settings(
+        cfg=loaded.cfg,
+        script=loaded.script,
+        world_size=world_size,
+        node_size=node_size or world_size,
+        device=own_device().type,
+        search_placement=_search_placement,
+        fit_memory=_fit_memory,
+        examples=loaded.assume,
+        previous=_previous_run(loaded.cfg.run),
+    )
+    settings, reasons = resolve(settings)
+    return replace(loaded, cfg=settings.cfg), choices_text(reasons) or None
 
 
-def _refuse_anywhere(cfg: Any, world_size: int) -> None:
-    """ConfigError for settings that are wrong on every device, before torch (slow) is loaded."""
-    if getattr(cfg, "placement", None) == "auto":
-        return
-    found = []
-    for device in ("cpu", "an accelerator"):
-        choose_by_device(settled := copy.deepcopy(cfg), device)
-        found.append({str(problem): problem for problem in problems(settled, world_size)})
-        if not found[-1]:
-            return
-    if common := [problem for text, problem in found[0].items() if text in found[1]]:
-        raise SettingErrors(common)
+def _previous_run(run: RunConfig) -> PreviousRun | None:
+    """The run whose checkpoint this one resumes; None if it starts from scratch."""
+    from spmdflow.checkpoint.run_dir import load_previous_settings  # late: it needs torch
+
+    if run.resume == "never":
+        return None
+    previous = load_previous_settings(run_dir_of(run))
+    if previous is None:
+        return None
+    return PreviousRun(*previous)
+
+
+def _search_placement(settings: Settings) -> list[Choice]:
+    """The planner's placement; it is imported here, so that other runs start sooner."""
+    from spmdflow.plan.placement import search_placement
+
+    return search_placement(settings)
+
+
+def _fit_memory(settings: Settings) -> list[Choice]:
+    """The planner's choices for memory; it is imported here, so that other runs start sooner."""
+    from spmdflow.plan.fit import fit_memory
+
+    return fit_memory(settings)
 
 
 @overload

@@ -13,9 +13,9 @@ import numpy as np
 
 from bench._dataflows import NOMINAL, ppo
 from bench._given import evaluate
-from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Engine, Workload
 from spmdflow.mapping.hardware import Hardware
+from spmdflow.mapping.partition_search import find_mapping
 from spmdflow.mapping.placed import Placed, Ranking
 from spmdflow.mapping.search import Options, best_of_partition
 from spmdflow.mapping.table import CostTable

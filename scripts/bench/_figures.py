@@ -5,9 +5,9 @@ from __future__ import annotations
 from bench._cells import ALL, WORKLOAD, Cell
 from bench._dataflows import NOMINAL, ppo
 from bench._given import evaluate
-from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Engine, Model, Rollout, Strategy
 from spmdflow.mapping.hardware import Hardware
+from spmdflow.mapping.partition_search import find_mapping
 from spmdflow.mapping.placed import Placed
 from spmdflow.mapping.seconds import transition_bytes, transition_seconds
 

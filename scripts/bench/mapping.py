@@ -32,9 +32,9 @@ from bench._figures import (
     transition_ratio,
     volumes,
 )
-from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
 from spmdflow.mapping.hardware import COEFFICIENTS, Hardware, load_hardware
+from spmdflow.mapping.partition_search import find_mapping
 from spmdflow.mapping.placed import explain, reason
 
 ROOT = Path(__file__).parents[2]

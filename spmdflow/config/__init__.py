@@ -15,7 +15,7 @@ or the bundled files. A bundled script or YAML is given by its name.
 | algorithm, offline, objective | the same for other algorithms; for losses and advantages |
 | leaf | the keys of a dataclass tree as a flat list, their errors, and `--help` |
 | load, source | script + YAML + overrides -> one object; bundled ones by name |
-| auto | what `auto` means for a device type |
+| resolve | the passes that give `auto` its meaning, place the run and check it |
 | episode | settings of episodes, and an actor that has them |
 | guard | conditions on the metrics of a step (run.guards) |
 | location | models and data by path, checkpoint or name on the hub -> folders |

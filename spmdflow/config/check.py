@@ -30,7 +30,7 @@ from spmdflow.config.leaf import (
     parts_of,
     profiled_of,
 )
-from spmdflow.config.model import check_adapters, check_shares
+from spmdflow.config.model import check_adapter_sync, check_adapters, check_shares
 from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
 from spmdflow.config.objective import (
     AdvantageConfig,
@@ -91,22 +91,37 @@ def check(cfg: Any, world_size: int) -> None:
     errors.raise_all()
 
 
+def check_open(cfg: Any, world_size: int) -> None:
+    """Refuse settings that cannot work whatever their `auto` values become.
+
+    It is called before torch (slow) is loaded, which tells the device. One ConfigError for all
+    errors.
+    """
+    errors = Errors()
+    for problem in problems(cfg, world_size, is_open=True):
+        errors.add(problem)
+    errors.raise_all()
+
+
 def with_problems(err: ConfigError, world_size: int) -> ConfigError:
     """The error of loading, with what is wrong with the settings that could be loaded added."""
     if not isinstance(err, SettingErrors) or err.partial is None:
         return err
     more = []
-    for each in problems(err.partial, world_size):
+    for each in problems(err.partial, world_size, is_open=True):
         if NOT_GIVEN not in str(each):
             more.append(each)
     return SettingErrors([*err.errors, *more])
 
 
-def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[ConfigError]:
+def problems(
+    cfg: Any, world_size: int, *, here: bool = True, is_open: bool = False
+) -> Iterator[ConfigError]:
     """The first problem of every rule, in order.
 
     While a count or a name is out of bounds, placements are not checked, as they depend on it.
     here: whether packages, weights and data must be on this node; not so for a plan.
+    is_open: `auto` values are not known yet, so what depends on them is not checked.
     """
     out_of_bounds = []
     sound = True
@@ -114,7 +129,8 @@ def problems(cfg: Any, world_size: int, *, here: bool = True) -> Iterator[Config
         for problem in _failing([partial(check_bounds, leaf)]):
             out_of_bounds.append(problem)
             sound = sound and isinstance(leaf.value, float)
-    rules = _rules(cfg, world_size if sound else None, here=here)
+    is_placed = sound and not (is_open and getattr(cfg, "placement", None) == AUTO)
+    rules = _rules(cfg, world_size if is_placed else None, here=here, is_open=is_open)
     told: set[str] = set()
     for problem in [*out_of_bounds, *_failing(rules)]:
         key, _, text = str(problem).partition(": ")  # a shared folder: once
@@ -131,8 +147,12 @@ def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:
             yield err
 
 
-def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
-    """world_size: None if counts are unsound, so that placements cannot be checked."""
+def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> Iterator[Rule]:
+    """The rules that apply to these settings, in the order of their errors.
+
+    world_size: None if placements cannot be checked. here, is_open: as in `problems`.
+    """
+    is_known = partial(_is_generator_known, is_open=is_open)
     roles = roles_of(cfg)
     folders = []
     for key, part in parts_of(cfg, ModelConfig):
@@ -140,11 +160,14 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
     folders.sort(key=lambda item: "critic." in item[0])  # it may repeat another's path
     yield partial(_check_run, cfg, here=here)
     if world_size is not None:
-        yield partial(_check_placed, cfg, world_size)
+        yield partial(_check_placed, cfg, world_size, is_known)
     for role in roles:
+        section = getattr(cfg, role, None)
         yield partial(_check_optimizer, cfg, role)
-        if hasattr(getattr(cfg, role, None), "model"):
-            yield partial(check_adapters, role, getattr(cfg, role))
+        if hasattr(section, "model"):
+            yield partial(check_adapters, role, section)
+        if is_known(getattr(section, "rollout", None)):
+            yield partial(check_adapter_sync, role, section)
     yield partial(_check_kl, cfg, roles)
     yield partial(_check_correction, cfg)
     for key, reward in parts_of(cfg, RewardConfig):
@@ -153,7 +176,7 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
     for key, episode in parts_of(cfg, EpisodeConfig):
         yield partial(check_episode, key, episode)
     for key, path in folders:
-        yield partial(_check_model, cfg, key, path, here=here)
+        yield partial(_check_model, cfg, key, path, is_known, here=here)
     if not here:
         return
     for key, loss in parts_of(cfg, PreferenceLossConfig):
@@ -166,7 +189,15 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool) -> Iterator[Rule]:
         is_model = (Path(data.tokenizer_path) / "config.json").is_file()
         if is_model or data.tokenizer_path not in [path for _, path in folders]:
             yield partial(_check_tokenizer, key, data)  # else the model's rule says it
-    yield partial(_check_vocabularies, cfg, folders)
+    yield partial(_check_vocabularies, cfg, folders, is_known)
+
+
+def _is_generator_known(rollout: Any, *, is_open: bool) -> bool:
+    """Whether a section generates, with an engine that is not going to change.
+
+    rollout: a RolloutConfig or None (Any: a role may have a class of its own).
+    """
+    return rollout is not None and not (is_open and rollout.engine == AUTO)
 
 
 def _check_run(cfg: Any, *, here: bool) -> None:
@@ -210,8 +241,11 @@ def _check_installed(key: str, package: str, *, extra: str) -> None:
         raise ConfigError.of(key, package, "an installed package", do)
 
 
-def _check_placed(cfg: Any, world_size: int) -> None:
-    """Layouts, batch algebra and token budgets on the ranks of every role."""
+def _check_placed(cfg: Any, world_size: int, is_known: Callable[[Any], bool]) -> None:
+    """Layouts, batch algebra and token budgets on the ranks of every role.
+
+    is_known: whether the generator of a section is known.
+    """
     pools = pools_of(cfg, range(world_size)).values()
     for key, run in parts_of(cfg, RunConfig):
         profiled = profiled_of(run.profile_steps)[1] if run.profile_steps else ()
@@ -234,10 +268,11 @@ def _check_placed(cfg: Any, world_size: int) -> None:
         if part.engine.residency != AUTO:
             moved_parts(part.engine.residency, f"{role}.engine.residency")
         parallel.check_training_sizes(role, part.engine, num_ranks=ranks)
-        if hasattr(part, "rollout"):
+        if is_known(getattr(part, "rollout", None)):
             parallel.check_generation_sizes(role, part, num_ranks=generating)
-    if "actor" not in num_ranks and hasattr(getattr(cfg, "actor", None), "rollout"):
-        parallel.check_generation_sizes("actor", cfg.actor, num_ranks=generating)  # only generates
+    actor = getattr(cfg, "actor", None)
+    if "actor" not in num_ranks and is_known(getattr(actor, "rollout", None)):
+        parallel.check_generation_sizes("actor", actor, num_ranks=generating)  # only generates
     data = _only(cfg, DataSettings)
     if data is None:
         return
@@ -292,8 +327,13 @@ def _check_correction(cfg: Any) -> None:
             raise ConfigError.of(where, given, "one correction", do)
 
 
-def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFacts:
-    """The folder's model is of the kind that its section needs, and fits layouts and lengths."""
+def _check_model(
+    cfg: Any, key: str, path: str, is_known: Callable[[Any], bool], *, here: bool = True
+) -> ModelFacts:
+    """The folder's model is of the kind that its section needs, and fits layouts and lengths.
+
+    is_known: whether the generator of a section is known. Returns what the folder says.
+    """
     facts = model_folder.read_model_folder(key, path, weights=here)
     role = key.split(".")[0]
     part = getattr(cfg, role)
@@ -301,15 +341,14 @@ def _check_model(cfg: Any, key: str, path: str, *, here: bool = True) -> ModelFa
     rollout = _only(cfg, RolloutConfig)
     kinds = (_KINDS[base] for base in type(part).__mro__ if base in _KINDS)
     model_folder.check_kind(facts, next(kinds, CAUSAL_LM + SCORER))
-    if role == "actor" and rollout is not None:
+    generator = None
+    if role == "actor" and rollout is not None and is_known(rollout):
         generator = rollout.generator
-    else:
-        generator = None
     model_folder.check_heads(facts, generator=generator)
     if hasattr(part, "engine"):
         sizes = parallel.training_sizes(role, part.engine)
         parallel.check_model_sizes(f"{role}.engine.layout", facts, sizes)
-        if hasattr(part, "rollout"):
+        if is_known(getattr(part, "rollout", None)):
             sizes = parallel.generation_sizes(role, part)
             parallel.check_model_sizes(f"{role}.rollout.layout", facts, sizes)
     if data and rollout:
@@ -387,7 +426,9 @@ def _check_tokenizer(key: str, data: DataSettings) -> None:
     refuse_own_code(f"{key}.tokenizer_path", folder)
 
 
-def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
+def _check_vocabularies(
+    cfg: Any, folders: list[tuple[str, str]], is_known: Callable[[Any], bool]
+) -> None:
     """Every model knows the ids of every tokenizer; only if all models pass their own checks.
 
     A reward model may have a tokenizer of its own: texts are encoded again. Not those of chats,
@@ -395,7 +436,7 @@ def _check_vocabularies(cfg: Any, folders: list[tuple[str, str]]) -> None:
     """
     models = []
     for key, path in folders:
-        models.append(_check_model(cfg, key, path))
+        models.append(_check_model(cfg, key, path, is_known))
     for key, data in parts_of(cfg, DataSettings):
         tokenizer = Path(data.tokenizer_path)
         vocabulary = model_folder.read_vocabulary(f"{key}.tokenizer_path", tokenizer)

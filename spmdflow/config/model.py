@@ -79,7 +79,7 @@ class PolicyModelConfig(ModelConfig):
 
 
 def check_adapters(role: str, part: Any) -> None:
-    """ConfigError if a role's engine cannot train its adapters, or its generator not take them.
+    """ConfigError if a role's engine cannot train its adapters, or adapters to copy are missing.
 
     part: the role's settings (Any: its class).
     """
@@ -91,17 +91,25 @@ def check_adapters(role: str, part: Any) -> None:
         expected = f"an engine that trains adapters: {', '.join(engines)}"
         do = f"choose one of these, or leave {role}.model.lora out"
         raise ConfigError.of(f"{role}.model.lora", got, expected, do)
-    if rollout is None or rollout.weights != "adapter":
-        return
-    key = f"{role}.rollout.weights"
-    do = f"set {role}.rollout.weights=auto"
-    if lora is None:
+    if rollout is not None and rollout.weights == "adapter" and lora is None:
+        key = f"{role}.rollout.weights"
         got = f"adapter without {role}.model.lora"
+        do = f"set {role}.rollout.weights=auto"
         raise ConfigError.of(key, got, "a policy that trains adapters", do)
-    if not generator_kind(rollout.generator).adapters:
+
+
+def check_adapter_sync(role: str, part: Any) -> None:
+    """ConfigError if a role's generator cannot compute with adapters that it is to get.
+
+    part: settings of a role that generates (Any: its class).
+    """
+    rollout = part.rollout
+    if rollout.weights == "adapter" and not generator_kind(rollout.generator).adapters:
+        key = f"{role}.rollout.weights"
         got = f"adapter with {role}.rollout.engine={rollout.generator}"
         expected = f"a generator that computes with them: {', '.join(generators_with_adapters())}"
-        raise ConfigError.of(key, got, expected, f"{do}, which merges them into the weights")
+        do = f"set {role}.rollout.weights=auto, which merges them into the weights"
+        raise ConfigError.of(key, got, expected, do)
 
 
 def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:

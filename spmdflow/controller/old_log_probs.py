@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmdflow.config.auto import Choice, choices_text
 from spmdflow.config.leaf import parts_of
 from spmdflow.config.objective import (
     AdvantageConfig,
     PolicyUpdateConfig,
     readers_of_old_log_probs,
 )
+from spmdflow.config.resolve import Choice, choices_text
 from spmdflow.config.schema import AUTO
 from spmdflow.controller.assignment import Target, takes_one_step
 from spmdflow.controller.batch import Batch
@@ -212,7 +212,7 @@ class OldLogProbs:
                 return f"the batch has no {other}"
         bounds = _bounds(target)
         if len(self.mismatch) < len(bounds):
-            return "generator/trainer mismatch not measured yet"
+            return "the generator/trainer mismatch is not measured yet"
         for measured, most in zip(self.mismatch, bounds, strict=True):
             if not measured <= most:
                 return (

@@ -12,9 +12,9 @@ pool choose their strategies together, because their resident memory adds up and
 the rest. A set of models therefore has a Pareto front of vectors (seconds of each stage). If a set
 does not fit, parts that may move are kept in host memory between calls (`residency`).
 
-Algorithm 1 (`search`, `auto`): searches all set partitions of the models and all allocations of
-ranks above the memory floor, exactly, by Pareto fronts and bounds. Ranks may stay idle, and
-pipeline stages may be uneven.
+Algorithm 1 (`search`, `partition_search`): searches all set partitions of the models and all
+allocations of ranks above the memory floor, exactly, by Pareto fronts and bounds. Ranks may stay
+idle, and pipeline stages may be uneven.
 
 Complexity: with k models and n pool sizes there are Bell(k) partitions. The bound of each is linear
 in n. Exact fronts are computed only for pools that could still be part of a cheaper placement.

@@ -21,6 +21,6 @@ group.
 | `report`, `text`, `picture` | the output: as data, as text, as a picture of the schedule |
 | `showing` | the progress of a long planning, on a terminal and in status.json |
 | `comparison` | prediction next to measurement, after a run |
-| `auto` | placement=auto |
-| `residency` | what `auto` means for engine.residency, rollout.weights and rollout.kv_cache |
+| `placement` | the search for placement=auto |
+| `fit` | what `auto` means for engine.residency, rollout.weights and rollout.kv_cache |
 """

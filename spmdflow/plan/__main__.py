@@ -35,16 +35,21 @@ from typing import Any
 
 import yaml
 
-from spmdflow.config.auto import choose_by_device
 from spmdflow.config.load import load
+from spmdflow.config.resolve import choose_device_defaults
 from spmdflow.config.schema import AUTO
 from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, DataError, PlanError
-from spmdflow.plan.auto import Automatic, auto_plain, auto_text, resolve
+from spmdflow.plan.fit import find_fit
 from spmdflow.plan.picture import write_picture
+from spmdflow.plan.placement import (
+    PlacementSearch,
+    find_placement,
+    search_plain,
+    search_text,
+)
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import PlanReport, plan
-from spmdflow.plan.residency import choose_by_plan
 from spmdflow.plan.showing import show_planning
 from spmdflow.plan.text import plan_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
@@ -106,7 +111,10 @@ def _plan(options: argparse.Namespace) -> int:
     hardware = hardware_of(name, options.node_size, world_size=len(world))
     backend = "gloo" if hardware.is_cpu else "nccl"
     device = "cpu" if hardware.is_cpu else "cuda"
-    choices = choose_by_device(loaded.cfg, device, here=False)
+    cfg = loaded.cfg
+    choices = choose_device_defaults(cfg, device, here=False)
+    for choice in choices:
+        choice.set_in(cfg)
     examples = {**loaded.assume, **dict(map(_example, options.assume))}
     if replay is not None:
         examples = {}
@@ -120,37 +128,39 @@ def _plan(options: argparse.Namespace) -> int:
             most_calls=options.calls,
             read_data=not options.no_data,
         )
-    cfg = loaded.cfg
-    automatic = None
+    search = None
     with show_planning(None):
         if options.auto or getattr(cfg, "placement", None) == AUTO:
-            automatic = resolve(loaded.script, cfg, len(world), hardware, examples=examples)
-            cfg = automatic.cfg
-        choices += choose_by_plan(loaded.script, cfg, len(world), hardware, examples=examples)
+            search = find_placement(loaded.script, cfg, len(world), hardware, examples=examples)
+            cfg = search.cfg
+        fit = find_fit(loaded.script, cfg, len(world), hardware, examples=examples)
+        for choice in fit:
+            choice.set_in(cfg)
+        choices += fit
         report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
     if options.picture is not None:
         _write_picture(report, options.picture)
     if options.json:
-        _print_json(report, automatic)
+        _print_json(report, search)
     else:
-        _print_text(report, automatic)
+        _print_text(report, search)
     if report.problems:
         return WRONG
     return FINE
 
 
-def _print_json(report: PlanReport, automatic: Automatic | None) -> None:
+def _print_json(report: PlanReport, search: PlacementSearch | None) -> None:
     """Print the plan, and the search for its placement if there was one, as one line of JSON."""
     plain = report.to_plain()
-    if automatic is not None:
-        plain["auto"] = auto_plain(automatic)
+    if search is not None:
+        plain["auto"] = search_plain(search)
     sys.stdout.write(json.dumps(plain) + "\n")
 
 
-def _print_text(report: PlanReport, automatic: Automatic | None) -> None:
+def _print_text(report: PlanReport, search: PlacementSearch | None) -> None:
     """Print the search for a placement if there was one, then the plan, as text."""
-    if automatic is not None:
-        sys.stdout.write(auto_text(automatic))
+    if search is not None:
+        sys.stdout.write(search_text(search))
     sys.stdout.write(plan_text(report))
 
 

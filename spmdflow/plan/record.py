@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from spmdflow.config.auto import Choice
 from spmdflow.config.placement import Pool
+from spmdflow.config.resolve import Choice
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
 from spmdflow.mapping.dataflow import Kind

@@ -11,8 +11,8 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from spmdflow.config.auto import Choice
 from spmdflow.config.check import problems as problems_of
+from spmdflow.config.resolve import Choice
 from spmdflow.hybrid_engine.reshard import Copies
 from spmdflow.log import PLANNING
 from spmdflow.mapping.hardware import Hardware

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from spmdflow.config.auto import choices_text
 from spmdflow.config.parallel import spans
+from spmdflow.config.resolve import choices_text
 from spmdflow.plan.record import COMPUTE, TRANSFER
 from spmdflow.plan.report import PlanReport
 from spmdflow.plan.workload import adapter_parameters

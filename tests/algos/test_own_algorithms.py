@@ -15,7 +15,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import Loaded, load
 from spmdflow.controller.script import run_flow
 from spmdflow.mapping.hardware import load_hardware
-from spmdflow.plan.auto import resolve
+from spmdflow.plan.placement import find_placement
 from spmdflow.plan.record import Trace
 from spmdflow.plan.report import plan
 from spmdflow.plan.trace import trace
@@ -194,7 +194,7 @@ def test_models_run_on_the_pool_of_their_name_or_their_role(
 @pytest.mark.parametrize("name", OWN)
 def test_own_algorithms_are_placed_by_auto_and_proved_by_a_plan(name: str, tmp_path: Path) -> None:
     made = loaded(name, "placement=auto", f"run.dir={tmp_path / 'run'}")
-    auto = resolve(made.script, made.cfg, 4, load_hardware("h100"))
+    auto = find_placement(made.script, made.cfg, 4, load_hardware("h100"))
 
     check(auto.cfg, 4)
     report = plan(made.script, auto.cfg, settings_of(4), load_hardware("h100"))

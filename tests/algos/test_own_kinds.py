@@ -18,7 +18,7 @@ from spmdflow.hybrid_engine.factory import sync_mode
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.parallel.layout import Layout
 from spmdflow.plan.__main__ import FINE, main
-from spmdflow.plan.auto import resolve
+from spmdflow.plan.placement import find_placement
 from spmdflow.plan.report import plan
 from tests.algos.runs import (
     ROOT,
@@ -91,7 +91,7 @@ def test_plan_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
 def test_auto_placement_of_both_is_proved() -> None:
     made = loaded("placement=auto")
 
-    auto = resolve(made.script, made.cfg, 4, load_hardware("h100"))
+    auto = find_placement(made.script, made.cfg, 4, load_hardware("h100"))
 
     pools = resolve_placement(auto.cfg.placement, roles_of(auto.cfg), 4)
     placed = [role for pool in pools.values() for role in pool.roles]

@@ -26,7 +26,8 @@ def test_run_with_placement_auto_writes_its_pools_and_how_the_prediction_went(
 
     log = log_of(run_dir).read_text()
     assert status == 0, log[-3000:]
-    assert "auto   {" in log and f"Predicted and measured seconds and bytes: {run_dir}" in log
+    assert "auto   placement: {" in log
+    assert f"Predicted and measured seconds and bytes: {run_dir}" in log
     placement = yaml.safe_load((run_dir / "config.yaml").read_text())["placement"]
     roles = sorted(role for pool in placement.values() for role in pool["roles"])
     assert roles == ["actor", "critic", "reference", "reward"]

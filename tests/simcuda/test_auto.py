@@ -36,8 +36,8 @@ def test_model_and_data_are_all_that_a_run_on_one_gpu_needs(
     precisions = [actor["model"], actor["rollout"], cfg["reference"]["model"]]
     assert {part["dtype"] for part in precisions} == {"bfloat16"}
     assert actor["engine"]["residency"] == cfg["reference"]["engine"]["residency"] == "keep"
-    assert "auto   on cuda: dtype=bfloat16 (actor.model, " in said
-    assert "GiB that are free while actor generates" in said and "kv_cache=64 MiB" in said
+    assert "auto   dtype: bfloat16 (actor.model, " in said and "because the device is cuda" in said
+    assert "GiB that are free while actor generates" in said and "kv_cache: 64 MiB" in said
     last = json.loads(records[-1])
     assert last["rollout/weights_verified"] == 1 and 0 < last["rollout/drift"] < 0.05
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.config.auto import choices_text, choose_by_device, needs_plan
 from spmdflow.config.leaf import PARTS, cache_of, moved_parts
 from spmdflow.config.load import load
+from spmdflow.config.resolve import Choice, choices_text, choose_device_defaults, needs_plan
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
 from spmdflow.program import load_settings, prepare
@@ -18,6 +19,14 @@ from tests.unit.checkpoint_files import seal_settings
 from tests.unit.planned import ALGORITHMS
 
 PPO = ALGORITHMS / "ppo.py"
+
+
+def set_defaults(cfg: Any, device: str) -> list[Choice]:
+    """Sets what `auto` means on a device, with every package taken for installed."""
+    choices = choose_device_defaults(cfg, device, here=False)
+    for choice in choices:
+        choice.set_in(cfg)
+    return choices
 
 
 @given(st.lists(st.sampled_from(PARTS), unique=True, min_size=1), st.sampled_from([",", ", "]))
@@ -79,7 +88,7 @@ def test_rows_of_vllm_are_as_long_as_prompt_and_response_unless_a_class_says_oth
 def test_auto_on_cpu_is_what_it_was_and_needs_no_plan() -> None:
     cfg = load(PPO, None, []).cfg
 
-    choices = {choice.key: choice.value for choice in choose_by_device(cfg, "cpu")}
+    choices = {choice.key: choice.value for choice in set_defaults(cfg, "cpu")}
 
     assert {choices[f"{role}.model.dtype"] for role in ("actor", "critic")} == {"float32"}
     assert cfg.actor.rollout.engine == "builtin" and cfg.actor.rollout.dtype == "float32"
@@ -91,7 +100,7 @@ def test_overlap_is_chosen_on_cuda_unless_somebody_says_no() -> None:
     words = ["actor.engine.kind=megatron", "critic.engine.kind=megatron"]
     cfg = load(PPO, None, [*words, "critic.engine.options=[no_overlap,recompute]"]).cfg
 
-    choose_by_device(cfg, "cuda", here=False)
+    set_defaults(cfg, "cuda")
 
     assert cfg.actor.engine.options == ["overlap"]
     assert cfg.critic.engine.options == ["no_overlap", "recompute"]
@@ -100,9 +109,12 @@ def test_overlap_is_chosen_on_cuda_unless_somebody_says_no() -> None:
 def test_auto_on_cuda_is_bfloat16_and_leaves_memory_to_the_plan() -> None:
     cfg = load(PPO, None, ["critic.model.dtype=float32", "actor.engine.residency=keep"]).cfg
 
-    text = choices_text(choose_by_device(cfg, "cuda", here=False))
+    text = choices_text(set_defaults(cfg, "cuda"))
 
-    assert "auto   on cuda: dtype=bfloat16 (actor.model, actor.rollout, reference.model)" in text
+    assert (
+        "auto   dtype: bfloat16 (actor.model, actor.rollout, reference.model), engine: vllm" in text
+    )
+    assert text.endswith(", because the device is cuda") or "because the device is cuda\n" in text
     assert cfg.critic.model.dtype == "float32" and cfg.actor.rollout.engine == "vllm"
     assert cfg.critic.engine.residency == "auto" and needs_plan(cfg)
 
@@ -128,8 +140,10 @@ def test_resumed_run_keeps_the_precision_of_its_checkpoint(tmp_path: Path) -> No
     assert loaded.cfg.actor.model.dtype == loaded.cfg.actor.rollout.dtype == "bfloat16"
     assert loaded.cfg.actor.rollout.engine == "builtin"  # what is set is not kept
     assert loaded.cfg.critic.model.dtype == "float32"
-    said = "auto   as the checkpoint's run had it: dtype=bfloat16 (actor.model, actor.rollout)"
-    assert said in str(text)
+    line = (
+        "auto   dtype: bfloat16 (actor.model, actor.rollout), because the checkpoint's run had it"
+    )
+    assert line in str(text)
 
 
 def test_resumed_run_keeps_the_aggregation_of_its_checkpoint(tmp_path: Path) -> None:
@@ -144,5 +158,5 @@ def test_resumed_run_keeps_the_aggregation_of_its_checkpoint(tmp_path: Path) -> 
     )
 
     assert resumed.cfg.actor.loss.aggregation == "token-mean"
-    assert "as the checkpoint's run had it: aggregation=token-mean (actor.loss)" in str(text)
+    assert "aggregation: token-mean (actor.loss), because the checkpoint's run had it" in str(text)
     assert set_again.cfg.actor.loss.aggregation == "sequence-mean-token-mean"

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from spmdflow.config.placement import resolve_placement
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.memory import pool_memory
+from spmdflow.mapping.partition_search import find_mapping
 from spmdflow.mapping.placed import Placed, Ranking, explain
 from spmdflow.mapping.search import Options, model_sets
 from spmdflow.mapping.table import CostTable

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spmdflow.config.algorithm import SurrogateLossConfig
-from spmdflow.config.auto import choices_text, choose_by_device
 from spmdflow.config.load import load
+from spmdflow.config.resolve import choices_text, choose_device_defaults
 from spmdflow.objectives.policy import PolicyLoss
 from tests.unit.objectives.test_objectives import Rows
 
@@ -89,13 +89,17 @@ def test_run_says_and_records_the_aggregation_that_follows_the_policy_loss() -> 
     plain = load(script, None, []).cfg
     fixed = load(script, None, [*words, "actor.loss.aggregation=token-sum"]).cfg
 
-    said, said_plain, said_fixed = (
-        choices_text(choose_by_device(each, "cpu")) for each in (cfg, plain, fixed)
-    )
+    texts = []
+    for each in (cfg, plain, fixed):
+        choices = choose_device_defaults(each, "cpu")
+        for choice in choices:
+            choice.set_in(each)
+        texts.append(choices_text(choices))
+    said, said_plain, said_fixed = texts
 
     assert cfg.actor.loss.aggregation == "sequence-mean-token-mean"
-    line = "for surrogate sapo: aggregation=sequence-mean-token-mean (actor.loss)"
+    line = "aggregation: sequence-mean-token-mean (actor.loss), because the surrogate is sapo"
     assert f"auto   {line}" in said
     assert plain.actor.loss.aggregation == "token-mean"
-    assert "auto   for surrogate ppo: aggregation=token-mean (actor.loss)" in said_plain
+    assert "auto   aggregation: token-mean (actor.loss), because the surrogate is ppo" in said_plain
     assert fixed.actor.loss.aggregation == "token-sum" and "aggregation" not in said_fixed

@@ -23,10 +23,10 @@ from spmdflow.mapping.hardware import FOLDER, load_hardware
 from spmdflow.message import encode
 from spmdflow.plan import workload
 from spmdflow.plan.__main__ import FINE, main
-from spmdflow.plan.auto import Automatic, dataflow_of, resolve
 from spmdflow.plan.comparison import compare_run
+from spmdflow.plan.fit import find_fit
+from spmdflow.plan.placement import PlacementSearch, dataflow_of, find_placement
 from spmdflow.plan.report import plan
-from spmdflow.plan.residency import choose_by_plan
 from spmdflow.program import prepare
 from tests.unit.checkpoint_files import seal_settings
 from tests.unit.plan.test_command import large
@@ -46,9 +46,9 @@ MEGATRON = tuple(f"{role}.engine.kind=megatron" for role in ("actor", "critic", 
 PRECISE = ("actor.model", "actor.rollout", "critic.model", "reference.model")
 
 
-def found(script: str, world: int, *words: str) -> tuple[Loaded, Automatic]:
+def found(script: str, world: int, *words: str) -> tuple[Loaded, PlacementSearch]:
     loaded = load(ALGORITHMS / f"{script}.py", None, ["placement=auto", *words])
-    return loaded, resolve(loaded.script, loaded.cfg, world, load_hardware("h100"))
+    return loaded, find_placement(loaded.script, loaded.cfg, world, load_hardware("h100"))
 
 
 def pools_of(cfg: Any, world: int) -> dict[str, Any]:
@@ -189,7 +189,8 @@ def test_models_that_need_host_memory_are_placed_and_their_plan_takes_as_long(
 
     hardware = load_hardware("h100")
     best = auto.mapping.best[0]
-    choose_by_plan(loaded.script, auto.cfg, 8, hardware)
+    for choice in find_fit(loaded.script, auto.cfg, 8, hardware):
+        choice.set_in(auto.cfg)
     report = plan(loaded.script, auto.cfg, settings_of(8, node_size=8, backend="nccl"), hardware)
     assert report.problems + row_problems(report.trace) == []
     assert any(pool.moved for pool in best.pools)
@@ -225,7 +226,7 @@ def test_second_model_of_a_role_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"got auto .* other beside its roles, expected one model"
     ):
-        resolve(loaded.script, loaded.cfg, 4, load_hardware("h100"))
+        find_placement(loaded.script, loaded.cfg, 4, load_hardware("h100"))
 
 
 def test_evaluation_keeps_the_sizes_of_its_settings(tmp_path: Path) -> None:
@@ -257,7 +258,7 @@ def test_run_resolves_it_before_its_checks_and_says_what_it_found(
     placed = [prepare(loaded, 4) for _ in range(4)]
 
     first, text = placed[0]
-    assert text is not None and "\nauto   {" in text
+    assert text is not None and "auto   placement: {" in text
     assert all(to_yaml(other.cfg) == to_yaml(first.cfg) for other, _ in placed)
     assert len(pools_of(first.cfg, 4)) >= 1
     check(first.cfg, 4)
@@ -277,10 +278,12 @@ def test_resumed_run_keeps_its_placement_and_another_world_is_placed_afresh(tmp_
     _, said_engine = prepare(load(ALGORITHMS / "ppo.py", None, engine), 4)
 
     assert to_yaml(resumed.cfg) == to_yaml(first.cfg)
-    assert "placement and sizes of the checkpoint's run: actor.engine.layout=t4" in str(said)
+    assert "auto   placement: {" in str(said)
+    assert "layout: t4 (actor.engine)" in str(said)
+    assert "because the checkpoint's run had it" in str(said)
     assert set(next(iter(pools_of(other.cfg, 2).values())).ranks) <= {0, 1}
-    assert "placement afresh: the checkpoint's run had 4 ranks, now 2" in str(said_other)
-    assert "had actor.engine.kind=megatron, now fsdp\nauto   {" in str(said_engine)
+    assert "s a step; the checkpoint's run had 4 ranks, now 2" in str(said_other)
+    assert "; the checkpoint's run had actor.engine.kind=megatron, now fsdp" in str(said_engine)
 
 
 def test_auto_that_nobody_resolved_is_refused_with_what_to_do() -> None:
@@ -356,7 +359,7 @@ def test_hardware_of_the_settings_is_what_a_run_searches_with(
         loaded = load(ALGORITHMS / "ppo.py", None, [*words, f"run.hardware={name}"])
         said.append(prepare(loaded, 4)[1] or "")
 
-    seconds = [float(text.splitlines()[-1].partition(": ")[2].split()[0]) for text in said]
+    seconds = [float(text.partition("fastest by prediction, ")[2].split()[0]) for text in said]
     assert seconds[1] > 100 * seconds[0]
 
 

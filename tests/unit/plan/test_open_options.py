@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spmdflow.config.auto import choose_by_device
 from spmdflow.config.load import Loaded, load
+from spmdflow.config.resolve import choose_device_defaults
 from spmdflow.mapping.hardware import Hardware, load_hardware
-from spmdflow.plan.residency import choose_by_plan
+from spmdflow.plan.fit import find_fit
 from tests.unit.planned import ALGORITHMS, SMALL
 
 
@@ -16,8 +16,11 @@ def chosen(
 ) -> tuple[Loaded, dict[str, str]]:
     """The settings with what was chosen, and the choices of options with their reasons."""
     loaded = load(ALGORITHMS / "ppo.py", None, [*SMALL, *words])
-    choose_by_device(loaded.cfg, device, here=False)
-    choices = choose_by_plan(loaded.script, loaded.cfg, num_ranks, hardware)
+    for choice in choose_device_defaults(loaded.cfg, device, here=False):
+        choice.set_in(loaded.cfg)
+    choices = find_fit(loaded.script, loaded.cfg, num_ranks, hardware)
+    for choice in choices:
+        choice.set_in(loaded.cfg)
     return loaded, {c.key: c.why for c in choices if c.key.endswith(".options")}
 
 

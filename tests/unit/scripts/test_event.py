@@ -9,9 +9,9 @@ from bench._given import evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Workload
 from spmdflow.mapping.hardware import load_hardware
+from spmdflow.mapping.partition_search import find_mapping
 from spmdflow.mapping.placed import Placed
 
 A100 = load_hardware("a100_80gb")

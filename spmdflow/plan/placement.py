@@ -1,11 +1,11 @@
 """placement=auto: the search of `mapping` on what the script itself does (paper Algorithms 1, 2).
 
-The script is traced once on two ranks, which tells its models and calls; the search finds pools,
+The script is traced once on two ranks, which shows its models and calls. The search finds pools,
 layouts and generation sizes for the world. Sizes that the settings leave at their default (t1 of
 megatron, auto of vllm) are searched, others are kept. A reward function has no weights and so no
 simulator: it joins the pool that is least busy in the stage in which rewards are computed.
 
-Deterministic: every rank finds the same from the same files. Data files are not read.
+Deterministic: every rank computes the same from the same files. Data files are not read.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import copy
 import math
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -25,95 +24,80 @@ import yaml
 from spmdflow.config.leaf import parts_of
 from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import has_engine, roles_of
+from spmdflow.config.resolve import Choice, Settings
 from spmdflow.config.schema import AUTO, EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
-from spmdflow.mapping.auto import find_mapping
 from spmdflow.mapping.dataflow import Dataflow, Model
 from spmdflow.mapping.hardware import Hardware
+from spmdflow.mapping.partition_search import find_mapping
 from spmdflow.mapping.placed import Placed, Ranking, explain, reason
 from spmdflow.plan.record import Trace
 from spmdflow.plan.text import WIDTH, wrap_paragraph
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import simulate_orders
+from spmdflow.plan.workload import hardware_of, simulate_orders
 
 _SCORING = "preparation"
 _ALL_ROWS = 1 << 30
 
 
 @dataclass(frozen=True)
-class Automatic:
-    """Settings with a placement that was found, and the search."""
+class PlacementSearch:
+    """What the search for a placement has decided, and how it ranks the alternatives."""
 
     cfg: Any
     """The script's settings, with pools and layouts (Any: its own dataclass)."""
     mapping: Ranking
-    changed: Mapping[str, Any]
-    """Settings that the search decided, by dotted key."""
+    choices: tuple[Choice, ...]
+    """Settings that the search decided."""
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The new value of each of these settings, by dotted key."""
+        engines = dict(parts_of(self.cfg, EngineConfig))
+        changed: dict[str, Any] = {}
+        for choice in self.choices:
+            section, _, name = choice.key.rpartition(".")
+            if name == "options":
+                changed[choice.key] = engines[section].options
+            else:
+                changed[choice.key] = choice.value
+        return changed
 
 
-def resolve(
+def search_placement(settings: Settings) -> list[Choice]:
+    """The fastest placement for a run on this kind of node; see `find_placement`."""
+    world_size = settings.world_size
+    hardware = hardware_of(settings.cfg.run.hardware, settings.node_size, world_size=world_size)
+    search = find_placement(
+        settings.script, settings.cfg, world_size, hardware, examples=settings.examples
+    )
+    return list(search.choices)
+
+
+def find_placement(
     script: ModuleType,
     cfg: Any,
     world_size: int,
     hardware: Hardware,
     *,
     examples: Mapping[str, Any] | None = None,
-) -> Automatic:
+) -> PlacementSearch:
     """The fastest placement of a script; ConfigError if none fits, or the script has no model.
 
     cfg is left as it is (Any: an object of the script's settings class).
     """
     mapping = find_mapping(dataflow_of(script, cfg, examples or {}), hardware, world_size)
     best = mapping.best[0]
-    found = copy.deepcopy(cfg)
-    changed: dict[str, Any] = {"placement": _placement(cfg, best)}
+    why = f"it is the fastest by prediction, {best.seconds:.4g} s a step"
+    choices = [Choice("placement", _placement(cfg, best), why)]
     for key, text in best.engine_overrides().items():
-        changed |= _override(cfg, key, text)
-    _set(found, changed)
-    return Automatic(found, mapping, changed)
-
-
-def keep_placed(cfg: Any, saved: Mapping[str, Any], num_ranks: int, world_size: int) -> str:
-    """Have cfg with placement=auto resume as it was placed; a line that says so, or why not.
-
-    saved: settings of the run that wrote the checkpoint, on num_ranks ranks. Pools and sizes hold
-    where ranks and engines are the same; else cfg is left as it is.
-    """
-    kept = {"placement": saved.get("placement")}
-    differ = []
-    if num_ranks != world_size:
-        differ = [f"{num_ranks} ranks, now {world_size}"]
-    parts: Iterable[tuple[str, Any]] = (*parts_of(cfg, EngineConfig), *parts_of(cfg, RolloutConfig))
-    for key, part in parts:
-        was: Any = saved
-        for name in key.split("."):
-            was = was.get(name, {}) if isinstance(was, dict) else {}
-        name = "kind" if isinstance(part, EngineConfig) else "engine"
-        if was.get(name) != getattr(part, name):
-            differ.append(f"{key}.{name}={was.get(name)}, now {getattr(part, name)}")
-            continue
-        if part.layout == type(part).layout:
-            kept[f"{key}.layout"] = was["layout"]
-        if isinstance(part, EngineConfig) and {*part.options} <= {*was.get("options", ())} != set():
-            kept[f"{key}.options"] = was["options"]
-    if differ or kept["placement"] in (None, "auto"):
-        return f"auto   placement afresh: the checkpoint's run had {', '.join(differ) or 'none'}"
-    _set(cfg, kept)
-    layouts = []
-    for key, value in kept.items():
-        if key.endswith("layout"):
-            layouts.append(f"{key}={value}")
-    return (
-        f"auto   placement and sizes of the checkpoint's run: {', '.join(layouts) or 'no layouts'}"
-    )
-
-
-def _set(cfg: Any, values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        path, _, name = key.rpartition(".")
-        setattr(attrgetter(path)(cfg) if path else cfg, name, value)
+        choices += _override(cfg, key, text, why)
+    placed = copy.deepcopy(cfg)
+    for choice in choices:
+        choice.set_in(placed)
+    return PlacementSearch(placed, mapping, tuple(choices))
 
 
 def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Dataflow:
@@ -229,48 +213,51 @@ def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
     return result
 
 
-def _override(cfg: Any, key: str, text: str) -> dict[str, Any]:
-    """A setting that the search found, as the script's own; empty: nothing to change."""
-    role, _, rest = key.partition(".")
+def _override(cfg: Any, key: str, text: str, why: str) -> list[Choice]:
+    """The choices for a setting that the search found, as the script's own; empty: no change.
+
+    key, text: of `Placed.engine_overrides`.
+    """
+    role, _, name = key.partition(".")
     if not hasattr(cfg, role):  # a separate generator has the actor's settings, no engine
-        if rest != "rollout.layout":
-            return {}
+        if name != "rollout.layout":
+            return []
         role = "actor"
     part = getattr(cfg, role)
-    if rest == "engine.options":
-        options = [*part.engine.options, *yaml.safe_load(text)]
-        return {f"{role}.{rest}": list(dict.fromkeys(options))}
-    if rest == "engine.layout":
-        several = sizes_of(key, part.engine.layout).virtual > 1  # kept: the search sets none
-        if several or not engine_kind(part.engine.kind).cuts_model:
-            return {}
-    if rest == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
-        return {}
-    return {f"{role}.{rest}": text}
+    key = f"{role}.{name}"
+    if name == "engine.options":
+        return [Choice(key, option, why) for option in yaml.safe_load(text)]
+    if name == "engine.layout":
+        has_virtual_parts = sizes_of(key, part.engine.layout).virtual > 1  # the search sets none
+        if has_virtual_parts or not engine_kind(part.engine.kind).cuts_model:
+            return []
+    if name == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
+        return []
+    return [Choice(key, text, why)]
 
 
 COUNT = 10
 _EACH_LINE = "each line: the best sizes and layouts for one way to share the models out into pools"
 
 
-def auto_text(found: Automatic) -> str:
+def search_text(search: PlacementSearch) -> str:
     """The explanation, and the settings that give the same without a search."""
     lines = ["placement=auto", "", f"  {_EACH_LINE}"]
-    for line in explain(found.mapping, count=COUNT).splitlines():
+    for line in explain(search.mapping, count=COUNT).splitlines():
         lines += wrap_paragraph("  " + line, "", colon="") if line.strip() else [""]
-    lines += ["", "  the first as settings of a command line:", "", *settings_text(found)]
+    lines += ["", "  the first as settings of a command line:", "", *settings_text(search)]
     return "\n".join(lines) + "\n\n"
 
 
-def settings_text(found: Automatic) -> list[str]:
+def settings_text(search: PlacementSearch) -> list[str]:
     """Lines to append to a command, quoted for a shell, with all ranks in full."""
     lines: list[str] = []
-    for key, value in found.changed.items():
-        flow = {"default_flow_style": True, "sort_keys": False, "width": math.inf}
+    for key, value in search.changed.items():
+        style = {"default_flow_style": True, "sort_keys": False, "width": math.inf}
         if isinstance(value, str):
             text = value
         else:
-            text = yaml.safe_dump(value, **flow).strip()
+            text = yaml.safe_dump(value, **style).strip()
         lines += textwrap.wrap(
             shlex.quote(f"{key}={text}"),
             WIDTH - len(" \\"),
@@ -284,22 +271,15 @@ def settings_text(found: Automatic) -> list[str]:
     return lines
 
 
-def placed_text(found: Automatic) -> str:
-    """A line for the start of a run."""
-    best = found.mapping.best[0]
-    layouts = ", ".join(f"{k}={v}" for k, v in found.changed.items() if k != "placement")
-    return f"auto   {best.title}: {best.seconds:.4g} s a step predicted; {layouts or 'no layouts'}"
-
-
-def auto_plain(found: Automatic) -> dict[str, Any]:
+def search_plain(search: PlacementSearch) -> dict[str, Any]:
     """The same as data."""
-    mapping = found.mapping
-    best = found.mapping.best[0]
+    mapping = search.mapping
+    best = search.mapping.best[0]
     return {
         "partitions": mapping.num_partitions,
         "is_tie": mapping.is_tie,
         "seconds_searched": mapping.seconds_searched,
-        "settings": dict(found.changed),
+        "settings": dict(search.changed),
         "best": [
             {
                 "seconds": placed.seconds,

@@ -1,0 +1,167 @@
+"""The passes over a run's settings: each returns new settings and reasons, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from spmdflow.config.check import check_open
+from spmdflow.config.load import load
+from spmdflow.config.location import to_yaml
+from spmdflow.config.resolve import (
+    PASSES,
+    Choice,
+    PreviousRun,
+    Settings,
+    check,
+    choices_text,
+    device_defaults,
+    memory,
+    placement,
+    resolve,
+    resume,
+)
+from spmdflow.errors import ConfigError
+from tests.unit.planned import ALGORITHMS, ROOT
+
+PPO = ALGORITHMS / "ppo.py"
+POOLS = {"all": {"roles": ["actor", "critic", "reference", "reward"], "ranks": [0, 1]}}
+FOUND = [Choice("placement", POOLS, "it is fast"), Choice("critic.engine.layout", "t2", "it fits")]
+FITTED = [Choice("actor.engine.residency", "keep", "it fits")]
+
+
+def settings_of(*words: str, device: str = "cpu", previous: PreviousRun | None = None) -> Settings:
+    """Settings of PPO on two ranks, and a planner that always answers the same."""
+    loaded = load(PPO, None, words)
+    return Settings(
+        cfg=loaded.cfg,
+        script=loaded.script,
+        world_size=2,
+        node_size=2,
+        device=device,
+        search_placement=lambda _: FOUND,
+        fit_memory=lambda _: FITTED,
+        previous=previous,
+        written=loaded.cfg,
+    )
+
+
+def test_passes_are_applied_in_this_order() -> None:
+    assert PASSES == (device_defaults, resume, placement, memory, check)
+
+
+@pytest.mark.parametrize(
+    ("apply", "device", "key", "value"),
+    [
+        (device_defaults, "cuda", "actor.model.dtype", "bfloat16"),
+        (resume, "cpu", "critic.model.dtype", "bfloat16"),
+        (placement, "cpu", "critic.engine.layout", "t2"),
+        (memory, "cuda", "actor.engine.residency", "keep"),
+    ],
+)
+def test_pass_returns_new_settings_with_its_reasons_and_leaves_the_old_ones(
+    apply: Any, device: str, key: str, value: object
+) -> None:
+    previous = PreviousRun({"critic": {"model": {"dtype": "bfloat16"}}}, num_ranks=4)
+    settings = settings_of("placement=auto", device=device, previous=previous)
+    before = copy.deepcopy(settings.cfg)
+
+    after, reasons = apply(settings)
+
+    section, _, name = key.rpartition(".")
+    group, _, part = section.partition(".")
+    assert getattr(getattr(getattr(after.cfg, group), part), name) == value
+    assert key in {choice.key for choice in reasons} and all(choice.why for choice in reasons)
+    assert settings.cfg == before and after.cfg != before
+
+
+def test_check_is_a_pass_that_changes_nothing_and_refuses_what_cannot_work() -> None:
+    settings = settings_of()
+
+    assert check(settings) == (settings, [])
+    with pytest.raises(ConfigError, match=r"split got 1 rank, expected at least 2"):
+        check(replace(settings_of("placement=split"), world_size=1))
+
+
+def test_planner_is_not_asked_where_nothing_is_left_open() -> None:
+    settings = settings_of("actor.rollout.engine=builtin")
+    settings, _ = device_defaults(settings)
+
+    assert placement(settings) == (settings, []) and memory(settings) == (settings, [])
+
+
+def test_later_reason_for_a_setting_replaces_the_earlier_one() -> None:
+    previous = PreviousRun({"actor": {"model": {"dtype": "bfloat16"}}}, num_ranks=2)
+
+    settings, reasons = resolve(settings_of("placement=auto", previous=previous))
+
+    values = [choice.value for choice in reasons if choice.key == "actor.model.dtype"]
+    assert values == ["bfloat16"] == [settings.cfg.actor.model.dtype]
+    assert settings.cfg.placement == POOLS
+
+
+def test_pools_and_layouts_of_the_resumed_run_are_kept_without_a_search() -> None:
+    first, _ = resolve(settings_of("placement=auto"))
+    first.cfg.actor.engine.options = ["recompute"]
+    previous = PreviousRun(yaml.safe_load(to_yaml(first.cfg)), num_ranks=2)
+
+    settings, reasons = resolve(settings_of("placement=auto", previous=previous))
+
+    assert to_yaml(settings.cfg) == to_yaml(first.cfg)
+    assert {choice.why for choice in reasons if choice.key == "placement"} == {
+        "the checkpoint's run had it"
+    }
+
+
+def test_text_has_the_values_first_and_then_their_common_reason() -> None:
+    choices = [
+        Choice("actor.model.dtype", "float32", "the device is cpu"),
+        Choice("critic.model.dtype", "float32", "the device is cpu"),
+        Choice("actor.rollout.engine", "builtin", "the device is cpu"),
+        Choice("placement", POOLS, "it is fast"),
+    ]
+
+    assert choices_text(choices) == (
+        "auto   dtype: float32 (actor.model, critic.model), engine: builtin (actor.rollout), "
+        "because the device is cpu\n"
+        "auto   placement: {actor, critic, reference, reward}@2, because it is fast"
+    )
+
+
+def test_open_settings_are_checked_for_what_is_wrong_whatever_auto_becomes() -> None:
+    words = ["placement=auto", "actor.rollout.layout=t2", "actor.engine.options=[moments]"]
+    cfg = load(PPO, None, words).cfg
+
+    with pytest.raises(ConfigError, match=r"actor\.engine\.options: got 'moments'") as caught:
+        check_open(cfg, 2)
+
+    assert "rollout.layout" not in str(caught.value)  # it depends on rollout.engine=auto
+    assert "placement" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "word", ["placement=split", "actor.engine.options=[moments]", "actor.model.path=/nowhere"]
+)
+def test_errors_are_found_before_torch_is_loaded(word: str) -> None:
+    program = (
+        "import sys\n"
+        "from spmdflow.config.load import load\n"
+        "from spmdflow.errors import ConfigError\n"
+        "from spmdflow.program import prepare\n"
+        "try:\n"
+        f"    prepare(load('ppo.py', None, ['placement=auto', {word!r}]), 1)\n"
+        "except ConfigError:\n"
+        "    print('torch' in sys.modules)\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+
+    assert done.stdout == "False\n", done.stderr
