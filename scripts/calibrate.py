@@ -194,7 +194,7 @@ def generation_seconds(name: str) -> Values:
     from spmdflow.rollout.vllm import VllmGenerator
 
     device = torch.device(name)
-    cfg = RolloutConfig(max_batch_size=max(GENERATION_BATCHES), kv_cache="64 MiB")
+    cfg = RolloutConfig(max_batch_size=max(GENERATION_BATCHES), kv_cache_gib=0.0625)
     generator = VllmGenerator(cfg, str(MODEL), device, Replica.alone())
     seconds = []
     for batch in GENERATION_BATCHES:

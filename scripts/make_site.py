@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also when started from els
 import spmdflow  # noqa: E402
 from scripts.learn.curves import draw, panels_of, table  # noqa: E402
 from spmdflow.config.leaf import schema_help  # noqa: E402
-from spmdflow.config.load import load_script, schema_of  # noqa: E402
+from spmdflow.config.script import load_script, schema_of  # noqa: E402
 from spmdflow.tracking.progress import printable  # noqa: E402
 
 ROOT = Path(__file__).parents[1]

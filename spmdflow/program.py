@@ -19,10 +19,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from spmdflow.config.check import check_open
-from spmdflow.config.load import SCRIPT_MODULE, Loaded, complete, load, load_script
+from spmdflow.config.load import Loaded, complete, load
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.resolve import Choice, PreviousRun, Settings, choices_text, resolve
 from spmdflow.config.schema import RunConfig
+from spmdflow.config.script import SCRIPT_MODULE, load_script
 from spmdflow.config.source import find_file
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import load_hardware
@@ -51,6 +52,8 @@ def load_settings(
     ConfigError for anything that does not fit.
     """
     loaded = load(script, config, overrides)
+    for warning in loaded.warnings:
+        logger.warning("%s", warning)
     if num_ranks is None:
         return loaded.cfg
     return prepare(loaded, num_ranks)[0].cfg
@@ -184,7 +187,10 @@ def _load(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) ->
             got = f"module {script.__name__} without settings"
             do = "pass its settings as an object, or the script's path and settings"
             raise ConfigError.of("launch", got, "cfg", do)
-        return load(script, None, settings)
+        loaded = load(script, None, settings)
+        for warning in loaded.warnings:
+            logger.warning("%s", warning)
+        return loaded
     if settings:
         raise ConfigError.of(
             "launch", f"cfg and settings {list(settings)}", "one of them", "set them in cfg"

@@ -239,7 +239,10 @@ def own_settings(work: Work, folder: Path) -> list[str]:
         *("actor.optimizer.schedule=constant", "actor.optimizer.warmup_steps=0"),
         f"actor.rollout.max_new_tokens={work.new_tokens}",
         f"actor.loss.kl_coef={work.kl_coef}",
-        *(f"{role}.engine.micro_batch={EngineConfig().micro_batch}" for role in ENGINES),
+        *(
+            f"{role}.engine.micro_batch_tokens={EngineConfig().micro_batch_tokens}"
+            for role in ENGINES
+        ),
         f"reward.function={SIDE / 'reward.py'}:different_letters",
     ]
 

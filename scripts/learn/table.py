@@ -85,7 +85,7 @@ def _stories(name: str, *more: str, steps: int = 20) -> Entry:
 
 
 ONE_SAMPLE = ("data.prompts_per_step=128", "data.samples_per_prompt=1")
-REFERENCE = ("reference.engine.micro_batch=64 rows",)
+REFERENCE = ("reference.engine.micro_batch_rows=64",)
 STORIES_ENTRIES = (
     _stories("grpo", *REFERENCE, "actor.loss.kl_coef=0.04", "advantage.kl_coef=0", steps=12),
     _stories("rloo", *REFERENCE),
@@ -101,7 +101,7 @@ HARMLESS = (
     "data.max_prompt_tokens=400",
     "data.prompts_per_step=32",
     "reward_model.update.mini_batch_size=32",
-    "reward_model.engine.micro_batch=16 rows",
+    "reward_model.engine.micro_batch_rows=16",
     "reward_model.optimizer.lr=5e-4",
     "total_steps=20",
     "eval_every=10",

@@ -15,6 +15,8 @@ or the bundled files. A bundled script or YAML is given by its name.
 | algorithm, offline, objective | the same for other algorithms; for losses and advantages |
 | leaf | the keys of a dataclass tree as a flat list, their errors, and `--help` |
 | load, source | script + YAML + overrides -> one object; bundled ones by name |
+| script | imports the script and finds the settings class of its `main` |
+| old_forms | settings in the form of before 0.2.0 -> those of today, with a warning |
 | resolve | the passes that give `auto` its meaning, place the run and check it |
 | episode | settings of episodes, and an actor that has them |
 | guard | conditions on the metrics of a step (run.guards) |

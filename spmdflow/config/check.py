@@ -14,21 +14,16 @@ from typing import Any, TypeVar
 
 from spmdflow.config import model_folder, parallel
 from spmdflow.config.algorithm import TextConfig
-from spmdflow.config.data_source import check_sources, eval_prompts_of
+from spmdflow.config.data_source import check_sources
 from spmdflow.config.episode import EpisodeConfig, check_episode
 from spmdflow.config.guard import guard_of
 from spmdflow.config.leaf import (
     NOT_GIVEN,
     Errors,
     SettingErrors,
-    cache_of,
-    call_limit_of,
     check_bounds,
     leaves,
-    micro_batch_of,
-    moved_parts,
     parts_of,
-    profiled_of,
 )
 from spmdflow.config.model import check_adapter_sync, check_adapters, check_shares
 from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
@@ -47,7 +42,7 @@ from spmdflow.config.offline import (
     check_preferences,
 )
 from spmdflow.config.placement import has_engine, pools_of, roles_of
-from spmdflow.config.reward import check_rewards, knows_right, on_error_of
+from spmdflow.config.reward import check_rewards, knows_right
 from spmdflow.config.schema import (
     AUTO,
     ActorConfig,
@@ -172,7 +167,6 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> It
     yield partial(_check_correction, cfg)
     for key, reward in parts_of(cfg, RewardConfig):
         yield partial(check_rewards, key, reward)
-        yield partial(on_error_of, reward.on_error, f"{key}.on_error")
     for key, episode in parts_of(cfg, EpisodeConfig):
         yield partial(check_episode, key, episode)
     for key, path in folders:
@@ -202,7 +196,6 @@ def _is_generator_known(rollout: Any, *, is_open: bool) -> bool:
 
 def _check_run(cfg: Any, *, here: bool) -> None:
     for key, run in parts_of(cfg, RunConfig):
-        call_limit_of(run.call_seconds, f"{key}.call_seconds")
         if not run.name or Path(run.name).name != run.name:
             where = f"{key}.name"
             do = f"set {key}.dir for a path"
@@ -216,7 +209,6 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             _check_installed(f"{key}.view", "plotly", extra="view")
     for key, rollout in parts_of(cfg, RolloutConfig):
         generator = generator_kind(rollout.generator, key=f"{key}.engine")
-        cache_of(rollout.kv_cache, f"{key}.kv_cache")
         if generator.package and here:
             _check_installed(f"{key}.engine", generator.package, extra=generator.extra)
     for key, optimizer in parts_of(cfg, OptimizerConfig):
@@ -248,11 +240,11 @@ def _check_placed(cfg: Any, world_size: int, is_known: Callable[[Any], bool]) ->
     """
     pools = pools_of(cfg, range(world_size)).values()
     for key, run in parts_of(cfg, RunConfig):
-        profiled = profiled_of(run.profile_steps)[1] if run.profile_steps else ()
-        if max(profiled, default=0) >= world_size:
-            got = f"rank {max(profiled)}"
+        last = max(run.profile_ranks, default=0)
+        if last >= world_size:
             expected = f"ranks 0 to {world_size - 1}"
-            raise ConfigError.of(f"{key}.profile_steps", got, expected, "name ranks of the run")
+            where = f"{key}.profile_ranks"
+            raise ConfigError.of(where, f"rank {last}", expected, "name ranks of the run")
     for _, reference in parts_of(cfg, ReferenceConfig):
         if reference.shares is not None:
             check_shares(cfg, [pool.roles for pool in pools])
@@ -264,9 +256,6 @@ def _check_placed(cfg: Any, world_size: int, is_known: Callable[[Any], bool]) ->
     num_ranks = {r: n for r, n in num_ranks.items() if has_engine(getattr(cfg, r, None))}
     for role, ranks in num_ranks.items():
         part = getattr(cfg, role)
-        micro_batch_of(part.engine.micro_batch, f"{role}.engine.micro_batch")
-        if part.engine.residency != AUTO:
-            moved_parts(part.engine.residency, f"{role}.engine.residency")
         parallel.check_training_sizes(role, part.engine, num_ranks=ranks)
         if is_known(getattr(part, "rollout", None)):
             parallel.check_generation_sizes(role, part, num_ranks=generating)
@@ -357,17 +346,16 @@ def _check_model(
 
 
 def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
-    sampled = eval_prompts_of(data.eval_prompts, f"{key}.eval_prompts").num_samples > 0
-    if sampled and data.rows != "prompts":
-        where = f"{key}.eval_prompts"
-        got = f"{data.eval_prompts!r} for {data.rows}, which bring their answers along"
-        raise ConfigError.of(where, got, "no samples", "write all or a number")
+    where = f"{key}.eval_samples"
+    samples = data.eval_samples
+    if samples and data.rows != "prompts":
+        got = f"{samples} for {data.rows}, which have their answers already"
+        raise ConfigError.of(where, got, "0", f"set {where}=0")
     reward = _only(cfg, RewardConfig)
-    if sampled and (reward is None or not knows_right(reward)):
-        got = f"{data.eval_prompts!r} with a reward model alone"
+    if samples and (reward is None or not knows_right(reward)):
+        got = f"{samples} with a reward model alone"
         expected = "a function that says what is right, for pass@k"
-        do = "write all or a number, or set reward.function"
-        raise ConfigError.of(f"{key}.eval_prompts", got, expected, do)
+        raise ConfigError.of(where, got, expected, f"set {where}=0, or reward.function")
     if isinstance(data, TextConfig):
         if data.prompts_per_step != (samples := cfg.data.samples_per_step):
             raise ConfigError(

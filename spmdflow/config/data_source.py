@@ -1,4 +1,4 @@
-"""What `data.train_path`, `data.eval_path` and `data.eval_prompts` say.
+"""What `data.train_path` and `data.eval_path` say.
 
     train_path: train.jsonl                              a file of lines or Parquet
     train_path: openai/gsm8k:main/train                  a data set of the hub: config/split
@@ -7,7 +7,6 @@
     train_path:                                          a mixture: drawn 3 to 1
       sums: 3 * sums.jsonl
       gsm8k: openai/gsm8k:main/train(prompt=question)
-    eval_prompts: 512 x 8 samples                        the first 512, 8 samples each: pass@k
 
 The names of a mixture name its metrics, and every row has its own as `source`; null removes a
 source. Opens no file, only looks whether paths exist.
@@ -22,7 +21,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from spmdflow.errors import ConfigError
 
@@ -167,27 +165,3 @@ def _columns(key: str, text: str | None) -> tuple[tuple[str, str], ...]:
         do = "write for example (prompt=question, answer=solution)"
         raise ConfigError.of(key, got, "name=column, each name once", do)
     return tuple(pairs)
-
-
-_EVAL_FORM = re.compile(r"(?P<prompts>all|[1-9]\d*)(?: x (?P<samples>[1-9]\d*) samples?)?")
-
-
-class EvalPrompts(NamedTuple):
-    """Held-out prompts of one evaluation."""
-
-    num_prompts: int | None
-    """Only the first so many; None: all."""
-    num_samples: int
-    """Responses sampled for each besides the greedy one; 0: none, so no pass@k."""
-
-
-def eval_prompts_of(text: str, key: str = "data.eval_prompts") -> EvalPrompts:
-    """What the text asks for; ConfigError for anything else. key: of the setting, for messages."""
-    match = _EVAL_FORM.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(
-            f"{key}: got {text!r}, expected all or a number of prompts, and how many samples of "
-            f"each pass@k takes, if any; write all, 512 or '512 x 8 samples'"
-        )
-    prompts = None if match["prompts"] == "all" else int(match["prompts"])
-    return EvalPrompts(prompts, int(match["samples"] or 0))

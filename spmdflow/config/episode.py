@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from spmdflow.config.algorithm import GRPOConfig, SurrogateActorConfig
 from spmdflow.config.leaf import part, setting
-from spmdflow.config.reward import OnError, RewardTerm, locate_function, on_error_of, reward_terms
-from spmdflow.config.schema import RolloutConfig, RunConfig
+from spmdflow.config.reward import RewardTerm, locate_function, reward_terms
+from spmdflow.config.schema import MAX_FAILED_DOC, RolloutConfig, RunConfig
 from spmdflow.errors import ConfigError
 
 KEY = "actor.rollout.episode"
@@ -29,10 +29,11 @@ class EpisodeConfig:
     concurrency: int = setting("Episodes under way on one rank.", 64, at_least=1)
     num_processes: int = setting("Worker processes that share them.", 1, at_least=1)
     on_error: str = setting(
-        "An episode fails: drop: its row is not learnt from, and the run ends above 10% (drop 25%: "
-        "above 25%) of failed rows in one call; raise: the run ends.",
+        "An episode fails: drop: its row is not learnt from; raise: the run ends.",
         "drop",
+        one_of=("drop", "raise"),
     )
+    max_failed_fraction: float = setting(MAX_FAILED_DOC, 0.1, at_least=0, at_most=1)
     segments: str = setting(
         "A request that does not extend the recorded conversation: one: is refused; longest: "
         "starts another segment, and the longest of an episode is its row.",
@@ -80,18 +81,8 @@ def environment_of(text: object) -> RewardTerm:
     return terms[0]
 
 
-def episode_errors(text: str) -> OnError:
-    """What on_error asks for; ConfigError for anything but raise and drop."""
-    found = on_error_of(text, f"{KEY}.on_error")
-    if found.kind == "zero":
-        do = "return 0 from the environment for what it counts as a failure"
-        raise ConfigError.of(f"{KEY}.on_error", "zero", "raise or drop", do)
-    return found
-
-
 def check_episode(key: str, episode: EpisodeConfig) -> None:
     """The environment's file exists, parses and has an async function of that name."""
-    episode_errors(episode.on_error)
     if episode.tool_parser and find_spec("vllm") is None:
         got = repr(episode.tool_parser)
         expected = "vllm, whose parser it is, to be installed"

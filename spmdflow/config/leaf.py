@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 import operator
-import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,13 +65,16 @@ def setting(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    resets: str = "",
 ) -> Any:
     """A dataclass field with its sentence and bounds; lists and dicts are copied.
 
-    The result is a `dataclasses.Field`; Any, as the field takes its declared type.
+    resets: a setting of the same section that wins over this one. It becomes null where a later
+    source gives only this one. The result is a `dataclasses.Field`; Any, as the field takes its
+    declared type.
     """
     bounds = Bounds(one_of, at_least, above, at_most, below)
-    metadata = {"doc": doc, "bounds": bounds}
+    metadata = {"doc": doc, "bounds": bounds, "resets": resets}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -96,74 +98,8 @@ def part(cls: type, **defaults: Any) -> Any:
     return field(default_factory=partial(cls, **defaults))
 
 
-def micro_batch_of(text: str, key: str = "micro_batch") -> tuple[int, str]:
-    """ "16 rows" -> (16, "rows"); the unit is rows or tokens. ConfigError for anything else."""
-    count, _, unit = text.strip().partition(" ")
-    if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
-        do = "write '16 rows' or '4096 tokens'"
-        raise ConfigError.of(key, repr(text), "a number and rows or tokens", do)
-    return int(count), unit
-
-
-def profiled_of(text: str, key: str = "run.profile_steps") -> tuple[range, tuple[int, ...]]:
-    """ "3-5 on 0, 2" -> (steps 3 to 5, ranks 0 and 2); no ranks: the first one. Or ConfigError."""
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?(?: on (\d+(?:, ?\d+)*))?", text.strip())
-    if found is None or not 0 < int(found[1]) <= int(found[2] or found[1]):
-        expected = "steps and, after `on`, ranks"
-        raise ConfigError.of(key, repr(text), expected, "write '3', '3-5' or '3-5 on 0, 2'")
-    steps = range(int(found[1]), int(found[2] or found[1]) + 1)
-    return steps, tuple(map(int, (found[3] or "0").split(",")))
-
-
 PARTS = ("parameters", "gradients", "optimizer")
 """What a model in training keeps on its device, and may move to the host."""
-
-
-def moved_parts(text: str, key: str = "residency") -> tuple[str, ...]:
-    """ "optimizer, gradients" -> those, "offload" -> all, "keep" -> none; else ConfigError."""
-    if text in ("keep", "offload"):
-        if text == "offload":
-            return PARTS
-        return ()
-    names = [name.strip() for name in text.split(",")]
-    if set(names) - set(PARTS) or len(set(names)) != len(names):
-        expected = f"auto, keep, offload or some of {', '.join(PARTS)}, each once"
-        raise ConfigError.of(key, repr(text), expected, f"set {key}=optimizer")
-    return tuple(part for part in PARTS if part in names)
-
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
-_CACHE = re.compile(r"(\d+(?:\.\d+)?) *(of free|[KMG]i?B|)")
-
-
-def cache_of(text: str, key: str = "kv_cache") -> tuple[float, str]:
-    """ "20 GiB" -> (its bytes, "bytes"), "0.6 of free" -> (0.6, "free"), auto -> (0.9, "auto")."""
-    found = _CACHE.fullmatch(text.strip())
-    size, unit = (float(found[1]), found[2]) if found else (0.0, "")
-    if text == "auto":
-        return 0.9, "auto"
-    if unit == "of free" and 0 < size <= 1:
-        return size, "free"
-    if unit in _UNITS and size * _UNITS[unit] >= 1:
-        return size * _UNITS[unit], "bytes"
-    expected = "auto, a part of what is free (0.6 of free) or a size (20 GiB, or bytes)"
-    raise ConfigError.of(key, repr(text), expected, f"set {key}='0.6 of free'")
-
-
-def call_limit_of(text: str, key: str = "run.call_seconds") -> float | None:
-    """ "600" -> 600.0, auto -> None: measured medians limit calls. ConfigError for the rest."""
-    found = re.fullmatch(r"\d+(\.\d+)?", str(text).strip())
-    if text == "auto" or (found and float(text) > 0):
-        if text == "auto":
-            return None
-        return float(text)
-    do = f"set {key}=600, or leave it"
-    raise ConfigError.of(key, repr(text), "auto or seconds, more than 0", do)
-
-
-def server_limit_of(text: str) -> float:
-    """Limit in seconds of what a call waits for outside of the run; an hour for auto."""
-    return call_limit_of(text) or 3600.0
 
 
 @dataclass(frozen=True)
@@ -176,6 +112,8 @@ class Leaf:
     value: Any  # of that type
     doc: str
     bounds: Bounds
+    resets: str = ""
+    """Key of a setting that becomes null where a source gives this one and not that."""
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
@@ -191,7 +129,8 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
             continue
         doc = each.metadata.get("doc", "")
         bounds = each.metadata.get("bounds", Bounds())
-        yield Leaf(key, hints[each.name], value, doc, bounds)
+        resets = each.metadata.get("resets", "")
+        yield Leaf(key, hints[each.name], value, doc, bounds, resets and prefix + resets)
 
 
 def check_bounds(leaf: Leaf) -> None:

@@ -5,16 +5,15 @@ Every error names the key, its source and the nearest key; all errors are raised
 
 from __future__ import annotations
 
+import copy
 import difflib
-import importlib.util
-import sys
+import logging
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from inspect import signature
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,17 +27,17 @@ from spmdflow.config.leaf import (
     flat,
     follow,
     leaves,
+    parts_of,
     schema_help,
     type_name,
     value_text,
 )
 from spmdflow.config.location import resolve_paths
-from spmdflow.config.schema import PPOConfig
+from spmdflow.config.old_forms import translate_setting, warning_text
+from spmdflow.config.script import load_script, schema_of
 from spmdflow.config.source import (
     ASSUME,
     Source,
-    broken_installation,
-    bundled_scripts,
     find_file,
     read_override,
     read_yaml,
@@ -46,8 +45,7 @@ from spmdflow.config.source import (
 )
 from spmdflow.errors import ConfigError
 
-SCRIPT_MODULE = "spmdflow_script"
-"""Name under which every rank imports the script: its functions are `spmdflow_script:name`."""
+logger = logging.getLogger(__name__)
 
 _EXAMPLES = {"int": "8", "float": "0.5", "bool": "true", "str": "text"}
 
@@ -63,6 +61,8 @@ class Loaded:
     changed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Value and source of each setting that a file or a word gave another value than its default.
     """
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user: settings in an old form, with the new one."""
 
 
 def load(
@@ -87,14 +87,15 @@ def load(
     known = _known(schema)
     tree = OmegaConf.structured(schema)
     errors = Errors()
-    given = _collect_assignments(schema, sources, known)
-    for setting in given:
+    sources, warnings = _translate_old_forms(sources, known, errors)
+    assignments = _collect_assignments(schema, sources, known)
+    for assignment in assignments:
         with errors.collecting():
-            _set(tree, setting.key, setting.value, setting.source, known)
+            _set(tree, assignment.key, assignment.value, assignment.source, known)
     cfg = _resolve(tree, known, errors)
     resolve_paths(cfg, download=download)
     follow(cfg)
-    return Loaded(cfg, script, assume, _changed_settings(given, known, tree))
+    return Loaded(cfg, script, assume, _changed_settings(assignments, known, tree), warnings)
 
 
 def help_text(
@@ -111,12 +112,13 @@ def help_text(
     known = _known(schema)
     tree = OmegaConf.structured(schema)
     errors = Errors()
-    given = _collect_assignments(schema, sources, known)
-    for setting in given:
+    sources, _ = _translate_old_forms(sources, known, errors)
+    assignments = _collect_assignments(schema, sources, known)
+    for assignment in assignments:
         with errors.collecting():
-            _set(tree, setting.key, setting.value, setting.source, known)
+            _set(tree, assignment.key, assignment.value, assignment.source, known)
     errors.raise_all()
-    return schema_help(schema, _changed_settings(given, known, tree))
+    return schema_help(schema, _changed_settings(assignments, known, tree))
 
 
 def settings_text(loaded: Loaded) -> str:
@@ -149,7 +151,7 @@ def _examples(schema: type, sources: Sequence[Source]) -> dict[str, Any]:
     return take_examples(sources)
 
 
-class _Given(NamedTuple):
+class _Assignment(NamedTuple):
     """What a source says of one setting."""
 
     key: str
@@ -157,22 +159,55 @@ class _Given(NamedTuple):
     source: Source
 
 
-def _collect_assignments(schema: type, sources: Sequence[Source], known: _Known) -> list[_Given]:
-    """What all sources say, in the order in which they lie over each other."""
-    given: list[_Given] = []
+def _translate_old_forms(
+    sources: Sequence[Source], known: _Known, errors: Errors
+) -> tuple[list[Source], tuple[str, ...]]:
+    """The sources with all settings in the form of today, and a warning for each old one.
+
+    Old settings that cannot be read become errors and are left out.
+    """
+    translated = []
+    warnings: dict[str, None] = {}
+    for source in sources:
+        settings: dict[str, Any] = {}
+        for key, value in flat(source.tree, known.groups).items():
+            replacement: dict[str, Any] | None = {}
+            with errors.collecting():
+                replacement = translate_setting(key, value, known.settings)
+                if replacement is not None:
+                    warnings[warning_text(source.name, key, value, replacement)] = None
+            settings |= {key: value} if replacement is None else replacement
+        translated.append(replace(source, tree=settings))
+    return translated, tuple(warnings)
+
+
+def _collect_assignments(
+    schema: type, sources: Sequence[Source], known: _Known
+) -> list[_Assignment]:
+    """What all sources say, in the order in which they lie over each other.
+
+    A setting that another one wins over (`Leaf.resets`) counts where it is given last: the other
+    one becomes null.
+    """
+    assignments: list[_Assignment] = []
     for source in sources:
         settings = flat(source.tree, known.groups)
         if source.file is not None and hasattr(schema, "take_over"):
-            taken = schema.take_over(settings, source.file)
-            if taken is not settings:  # of a training run, which is evaluated as it is
-                given.clear()
-            settings = taken
-        given += [_Given(key, value, source) for key, value in settings.items()]
-    return given
+            of_training = schema.take_over(settings, source.file)
+            if of_training is not settings:  # of a training run, which is evaluated as it is
+                assignments.clear()
+            settings = of_training
+        for key, value in settings.items():
+            leaf = known.settings.get(key)
+            if leaf is not None and leaf.resets and value is not None:
+                if leaf.resets not in settings:
+                    assignments.append(_Assignment(leaf.resets, None, source))
+            assignments.append(_Assignment(key, value, source))
+    return assignments
 
 
 def _changed_settings(
-    given: Sequence[_Given], known: _Known, tree: DictConfig
+    assignments: Sequence[_Assignment], known: _Known, tree: DictConfig
 ) -> dict[str, tuple[Any, str]]:
     """Value and source of each setting that has another value than its default.
 
@@ -183,78 +218,12 @@ def _changed_settings(
     for key, value in flat(plain, known.groups).items():
         if type(value) is dict:
             maps[key] = value
-    last = {each.key: each for each in given}
+    last = {assignment.key: assignment for assignment in assignments}
     result = {}
-    for key, each in last.items():
-        if key in known.settings and each.value != known.settings[key].value:
-            result[key] = (maps.get(key, each.value), each.source.name)
+    for key, assignment in last.items():
+        if key in known.settings and assignment.value != known.settings[key].value:
+            result[key] = (maps.get(key, assignment.value), assignment.source.name)
     return result
-
-
-def load_script(path: str | Path) -> ModuleType:
-    """The algorithm's module, imported as `spmdflow_script`; it must define main(flow, cfg)."""
-    path = find_file(path, ".py")
-    if not path.is_file():
-        bundled = bundled_scripts()
-        known = [*map(str, path.parent.glob("*.py")), *bundled]
-        near = difflib.get_close_matches(str(path), known, 1)
-        hint = f"; nearest is {near[0]}" if near else ""
-        raise ConfigError(
-            f"script: no file {path} in {Path.cwd()}, expected a Python file with main(flow, cfg) "
-            f"or a bundled script ({', '.join(bundled)}){hint}; give its path or that name"
-        )
-    if str(path.parent.resolve()) not in sys.path:
-        sys.path.append(str(path.parent.resolve()))
-    module = _execute(path)
-    if not callable(getattr(module, "main", None)):
-        raise ConfigError(f"script: {path} has no main, expected main(flow, cfg); define it")
-    return module
-
-
-def schema_of(script: ModuleType) -> type:
-    """The settings class: that of `cfg` in `main(flow: Flow, cfg: GRPOConfig)`, else `PPOConfig`.
-
-    ConfigError if it is no dataclass or cannot be read.
-    """
-    try:
-        hints = get_type_hints(script.main)
-        names = list(signature(script.main).parameters)
-    except (NameError, TypeError, ValueError) as err:
-        raise ConfigError.of(
-            "script", f"{err} in the annotations of main", "classes", "import them in the script"
-        ) from err
-    schema = hints.get(names[1], Any) if len(names) > 1 else Any
-    if schema is Any and not hasattr(script, "Config"):
-        return PPOConfig
-    if not (isinstance(schema, type) and is_dataclass(schema)):
-        if schema is Any:
-            got = "main(flow, cfg) beside a class Config"
-        else:
-            got = f"cfg: {schema!r}"
-        do = "write main(flow: Flow, cfg: PPOConfig)"
-        raise ConfigError.of("script", got, "a dataclass of settings", do)
-    return schema
-
-
-def _execute(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT_MODULE, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[SCRIPT_MODULE] = module  # before it runs: its dataclasses look themselves up
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as err:
-        del sys.modules[SCRIPT_MODULE]
-        if isinstance(err, ImportError):
-            ours = broken_installation(err, path)
-        else:
-            ours = None
-        raise ConfigError(
-            ours
-            or f"script: {path} cannot be imported: {type(err).__name__}: {err}; "
-            f"expected a Python file that imports; correct it or install what it needs"
-        ) from err
-    return module
 
 
 def _files(script: Path, given: str | Path | None) -> list[Path]:
@@ -368,16 +337,36 @@ def complete(cfg: Any, *, download: bool = True) -> Any:
         do = "make one with spmdflow.load_settings or as PPOConfig()"
         raise ConfigError.of("settings", repr(cfg), expected, do)
     known = _known(type(cfg))
+    cfg = _with_old_attributes(cfg, known)
     try:
         tree = OmegaConf.structured(cfg)
     except OmegaConfBaseException as err:
         key = str(err.full_key or "").partition("[")[0]
         key = next((each for each in known.settings if f"{key}.".startswith(f"{each}.")), key)
         raise _wrong_type("settings", key, flat(asdict(cfg), known.groups).get(key), known) from err
-    found = _resolve(tree, known, Errors())
-    resolve_paths(found, download=download)
-    follow(found)
-    return found
+    completed = _resolve(tree, known, Errors())
+    resolve_paths(completed, download=download)
+    follow(completed)
+    return completed
+
+
+def _with_old_attributes(cfg: Any, known: _Known) -> Any:
+    """A copy of settings made in Python, with what has an old form in that of today.
+
+    Such a setting is an attribute that was set on a section, or has a text for a value. A warning
+    is logged for each.
+    """
+    cfg = copy.deepcopy(cfg)
+    for section, part in [("", cfg), *parts_of(cfg, object)]:
+        prefix = f"{section}." if section else ""
+        for name, value in list(vars(part).items()):
+            replacement = translate_setting(f"{prefix}{name}", value, known.settings)
+            if replacement is None or (value is None and name in known.settings):
+                continue
+            logger.warning("%s", warning_text("settings", f"{prefix}{name}", value, replacement))
+            for key, new in replacement.items():
+                setattr(part, key.rpartition(".")[2], new)
+    return cfg
 
 
 def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:

@@ -13,6 +13,8 @@ from spmdflow.config.leaf import defaults, leaves, part, setting
 from spmdflow.config.model import PolicyModelConfig
 from spmdflow.config.schema import (
     CHAT_ARGUMENTS_DOC,
+    EVAL_PROMPTS_DOC,
+    EVAL_SAMPLES_DOC,
     TOOLS_DOC,
     TRUSTED_ROLES,
     TRUSTED_ROLES_DOC,
@@ -216,9 +218,8 @@ class HeldOutConfig(DataSettings):
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
     max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)
     max_bad_rows: int = setting("Unreadable rows that do not end the run.", 0, at_least=0)
-    eval_prompts: str = setting(
-        "Prompts of the evaluation: all, the first 512, or 512 x 8 samples for pass@k.", "all"
-    )
+    eval_prompts: int | None = setting(EVAL_PROMPTS_DOC, None, at_least=1)
+    eval_samples: int = setting(EVAL_SAMPLES_DOC, 0, at_least=0)
 
 
 @dataclass

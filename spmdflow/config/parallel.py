@@ -9,7 +9,7 @@ samples         = prompts_per_step * samples_per_prompt        (one step)
 mini-batches    = samples / mini_batch_size                    (must divide)
 optimizer steps = mini-batches * num_epochs                    (per step)
 rows per rank   = ceil or floor of mini_batch_size / ranks     (may be uneven)
-micro-batches   = ceil(largest rows per rank / rows of engine.micro_batch)
+micro-batches   = ceil(largest rows per rank / engine.micro_batch_rows)
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Algebra:
     rows_per_rank: tuple[int, int]
     """Fewest and most rows of a mini-batch on one rank."""
     micro_batches: int
-    """Forward passes of a mini-batch on every rank, if engine.micro_batch counts rows."""
+    """Forward passes of a mini-batch on every rank, if engine.micro_batch_rows is set."""
 
 
 def batch_algebra_of(
@@ -233,7 +233,7 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
     if idle:
         lines.append(f"pool   none: ranks {spans(sorted(idle))} have no work")
     if data.train_path is None:
-        lines.append(f"data   {data.eval_path}: {data.eval_prompts}")
+        lines.append(f"data   {data.eval_path}: {_evaluation_text(data)}")
     else:
         prompts = count_of(data.prompts_per_step, "prompt")
         samples = count_of(data.samples_per_prompt, "sample")
@@ -243,6 +243,14 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
             if hasattr(getattr(cfg, role, None), "update"):
                 lines += _updates(cfg, role, len(pool.ranks))
     return "\n".join(lines)
+
+
+def _evaluation_text(data: DataSettings) -> str:
+    """How many prompts and samples an evaluation takes."""
+    text = "all prompts" if data.eval_prompts is None else count_of(data.eval_prompts, "prompt")
+    if data.eval_samples:
+        text += f" x {count_of(data.eval_samples, 'sample')}"
+    return text
 
 
 def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
@@ -270,12 +278,14 @@ def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
     by_rows = engine.max_micro_batch_tokens is None
     if by_rows:
         cut = count_of(algebra.micro_batches, "micro-batch")
+        most = count_of(engine.micro_batch_size_per_rank, "row")
     else:
         cut = "micro-batches"
+        most = count_of(engine.micro_batch_tokens, "token")
     yield (
         f"       {update.mini_batch_size} rows over "
         f"{count_of(num_ranks, 'rank') if engine.layout == 't1' else replicas} = {rows} per rank = "
-        f"{cut} of at most {engine.micro_batch}"
+        f"{cut} of at most {most}"
     )
 
 

@@ -15,7 +15,7 @@ argument as it is.
 |---|---|---|
 | dtype | float32 | bfloat16 |
 | rollout.engine | built-in | the first whose package is installed, otherwise built-in |
-| rollout.kv_cache, engine.residency | 64 MiB, keep | pass memory |
+| rollout.kv_cache_gib, engine.offload | 64 MiB, nothing | pass memory |
 | engine.options | as set | adds overlap, and what pass memory has room for |
 
 Knows no torch and no planner: `program.prepare` fills in the facts of `Settings`. `check_open`, in
@@ -33,10 +33,11 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.config import check as checks
-from spmdflow.config.leaf import cache_of, flat, parts_of, value_text
+from spmdflow.config.leaf import flat, parts_of, value_text
 from spmdflow.config.objective import PolicyLossConfig
 from spmdflow.config.schema import (
     AUTO,
+    CPU_CACHE_BYTES,
     DTYPES,
     EngineConfig,
     FrozenEngineConfig,
@@ -206,15 +207,16 @@ def choose_device_defaults(cfg: Any, device: str, *, here: bool = True) -> list[
         if engine == AUTO:
             engine = generator_names()[0] if on_cpu else _first_installed_generator(here)
             choices.append(Choice(f"{key}.engine", engine, why))
-        if on_cpu and rollout.kv_cache == AUTO and generator_kind(engine).fixed_cache:
-            choices.append(Choice(f"{key}.kv_cache", "64 MiB", why))
+        is_open = rollout.kv_cache_gib is None and rollout.kv_cache_fraction is None
+        if on_cpu and is_open and generator_kind(engine).fixed_cache:
+            choices.append(Choice(f"{key}.kv_cache_gib", CPU_CACHE_BYTES / (1 << 30), why))
     for key, loss in parts_of(cfg, PolicyLossConfig):
         if loss.aggregation == AUTO:
             why_mean = f"the surrogate is {loss.surrogate}"
             choices.append(Choice(f"{key}.aggregation", loss.chosen_aggregation, why_mean))
     for key, engines in parts_of(cfg, EngineConfig):
-        if on_cpu and engines.residency == AUTO:
-            choices.append(Choice(f"{key}.residency", "keep", why))
+        if on_cpu and engines.offload is None:
+            choices.append(Choice(f"{key}.offload", [], why))
         if not on_cpu and not isinstance(engines, FrozenEngineConfig):
             for name in engine_kind(engines.kind).chosen_options("device", engines.options):
                 choices.append(Choice(f"{key}.options", name, why))
@@ -295,7 +297,7 @@ def needs_plan(cfg: Any, *, on_cpu: bool = True) -> bool:
     """Whether a plan must decide what is offloaded, the size of a KV cache or, unless on CPU, how
     weights reach a generator that can share the trainer's memory."""
     for _, engine in parts_of(cfg, EngineConfig):
-        if engine.residency == AUTO:
+        if engine.offload is None:
             return True
     for _, rollout in parts_of(cfg, RolloutConfig):
         can_share = generator_kind(rollout.generator).fixed_cache
@@ -313,8 +315,7 @@ def open_options(engine: EngineConfig) -> tuple[str, ...]:
 
 def has_open_cache(rollout: RolloutConfig) -> bool:
     """Whether the generator has a KV cache of fixed size whose bytes are not set."""
-    is_open = cache_of(rollout.kv_cache)[1] != "bytes"
-    return is_open and generator_kind(rollout.generator).fixed_cache
+    return rollout.kv_cache_gib is None and generator_kind(rollout.generator).fixed_cache
 
 
 def choices_text(choices: Sequence[Choice]) -> str:

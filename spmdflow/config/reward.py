@@ -1,4 +1,4 @@
-"""What `reward.function` and `reward.on_error` say, and whether such functions can be called.
+"""What `reward.function` says, and whether such functions can be called.
 
     function: my_reward.py:score                     one function: its result is the score
     function:                                        a map: the score is the weighted sum
@@ -6,7 +6,6 @@
       format: 0.2 * spmdflow.rewards.format:think_answer
       length: 0.1 * spmdflow.rewards.length:linear(free_tokens=200, max_tokens=400)
       judge: 0.5 * model                             the score of reward.model
-    on_error: drop 25%                               rows whose function fails are dropped
 
 The name of a term is the name of its metric. A term of weight 0 is only reported; null removes a
 term. Functions are looked up in the source file, which is parsed but not imported.
@@ -23,7 +22,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmdflow.config.data_source import texts_of, weight_of
 from spmdflow.errors import ConfigError
@@ -281,34 +280,3 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
             f"{takes}, expected these; write {statement.name}"
             + (f"({known[0]}=...)" if known else "")
         )
-
-
-DROPPED_PERCENT = 10.0
-"""Share of failed rows in one call above which a run with "drop" ends, unless it is set."""
-_ON_ERROR = re.compile(r"raise|zero|drop(?: (?P<percent>\d{1,3}(?:\.\d+)?) ?%)?")
-
-
-class OnError(NamedTuple):
-    """The setting reward.on_error, taken apart."""
-
-    kind: str
-    """raise, zero or drop."""
-    max_dropped_percent: float
-    """Percent of the rows of one call, over all ranks; if more fail, the run ends (drop)."""
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether the first failure ends the run."""
-        return self.kind == "raise"
-
-
-def on_error_of(text: str, key: str = "reward.on_error") -> OnError:
-    """What the text asks for; ConfigError for anything else. key: of the setting, for messages."""
-    match = _ON_ERROR.fullmatch(text.strip())
-    percent = float(match["percent"] or DROPPED_PERCENT) if match else 101.0
-    if match is None or percent > 100:
-        raise ConfigError(
-            f"{key}: got {text!r}, expected raise, zero, drop, or drop with the share of failed "
-            f"rows that ends the run (10% if left out); write for example {key}='drop 25%'"
-        )
-    return OnError(match[0].split()[0], percent)

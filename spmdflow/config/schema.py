@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from spmdflow.config.guard import DEFAULT_GUARDS
-from spmdflow.config.leaf import cache_of, follows, micro_batch_of, moved_parts, part, setting
+from spmdflow.config.leaf import PARTS, follows, part, setting
 from spmdflow.config.model import (
     AUTO,
     DTYPES,
@@ -53,10 +53,11 @@ class RunConfig:
     start_seconds: float = setting(
         "Limit for all ranks to meet and models to be built.", 600.0, above=0
     )
-    call_seconds: str = setting(
-        "Limit for one worker method, waits for rows not counted: seconds, or auto (20 times the "
-        "median of its earlier calls, at least 600 s; an hour before there are three).",
-        AUTO,
+    call_seconds: float | None = setting(
+        "Limit for one worker method, waits for rows not counted; null: 20 times the median of its "
+        "earlier calls, at least 600 s, and an hour before there are three.",
+        None,
+        above=0,
     )
     transfer_seconds: float = setting(
         "Limit for one released transfer; a rank that is silent as long is warned of.",
@@ -75,7 +76,8 @@ class RunConfig:
     )
     sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
     view: bool = setting("Write view.html at the end, a page to look at (spmdflow view).", False)
-    profile_steps: str | None = setting("Steps and ranks for torch.profiler: 3-5 on 0, 2.", None)
+    profile_steps: list[int] = setting("Steps to record with torch.profiler.", [], at_least=1)
+    profile_ranks: list[int] = setting("Ranks that record them.", [0], at_least=0)
     capture_step: int = setting("Step that is kept for spmdflow.replay (0: none).", 0, at_least=0)
     guards: list[str] = setting("Metrics that warn, stop or skip: NAME < 1: stop.", DEFAULT_GUARDS)
     hardware: str | None = setting(
@@ -96,6 +98,11 @@ TRUSTED_ROLES = ("system", "developer", "assistant")
 TRUSTED_ROLES_DOC = (
     "Roles of chat messages whose special tokens count; in messages of other roles, the text of a "
     "special token stays text, in episodes too."
+)
+EVAL_PROMPTS_DOC = "An evaluation takes the first so many held-out prompts; null: all."
+EVAL_SAMPLES_DOC = (
+    "Responses that an evaluation samples for each prompt besides the greedy one, for pass@k and "
+    "maj@n; 0: none."
 )
 TOOLS_DOC = (
     "Column with the tools that the chat template shows (a list of schemas, or its JSON); none: no "
@@ -122,7 +129,8 @@ class DataSettings:
     samples_per_prompt: int = 1
     shuffle: bool = False
     max_bad_rows: int
-    eval_prompts: str = "all"
+    eval_prompts: int | None = None
+    eval_samples: int = 0
     label_column: str | None = None
 
     kind: ClassVar[str] = "prompts"
@@ -179,10 +187,8 @@ class AnswerDataConfig(DrawnDataConfig):
     chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
     trusted_roles: list[str] = setting(TRUSTED_ROLES_DOC, list(TRUSTED_ROLES))
     tools_column: str | None = setting(TOOLS_DOC, None)
-    eval_prompts: str = setting(
-        "Held-out prompts of an evaluation: all, the first 512, or 512 x 8 samples for pass@k.",
-        "all",
-    )
+    eval_prompts: int | None = setting(EVAL_PROMPTS_DOC, None, at_least=1)
+    eval_samples: int = setting(EVAL_SAMPLES_DOC, 0, at_least=0)
 
 
 @dataclass
@@ -209,23 +215,28 @@ class EngineConfig:
         [],
         one_of=option_names,
     )
-    residency: str = setting(
-        "What lives on the host between calls: some of parameters, gradients, optimizer (with "
-        "commas); offload: all; keep: nothing; auto: what makes a step fit and fastest, by the "
-        "plan (keep on CPU).",
-        AUTO,
+    offload: list[str] | None = setting(
+        "What lives on the host between calls; []: nothing; null: what makes a step fit and "
+        "fastest, by the plan (nothing on CPU).",
+        None,
+        one_of=PARTS,
     )
-    micro_batch: str = setting(
-        "One forward of a rank takes so many tokens (a longer row alone), or rows (16 rows).",
-        "8192 tokens",
+    micro_batch_tokens: int = setting(
+        "Most tokens of one forward of a rank; a longer row goes alone.",
+        8192,
+        at_least=1,
+        resets="micro_batch_rows",
+    )
+    micro_batch_rows: int | None = setting(
+        "Rows of one forward of a rank; null: micro_batch_tokens limits it instead.",
+        None,
+        at_least=1,
     )
 
     @property
-    def moved(self) -> tuple[str, ...]:
-        """Parts that are offloaded to the host between calls; none while residency is auto."""
-        if self.residency == AUTO:
-            return ()
-        return moved_parts(self.residency)
+    def offloaded_parts(self) -> tuple[str, ...]:
+        """What is offloaded, in the order of `PARTS`; nothing before a plan has chosen it."""
+        return tuple(part for part in PARTS if part in (self.offload or ()))
 
     @property
     def recompute(self) -> bool:
@@ -235,18 +246,14 @@ class EngineConfig:
     @property
     def micro_batch_size_per_rank(self) -> int:
         """Rows of one forward on one rank; NO_LIMIT if tokens limit it instead."""
-        count, unit = micro_batch_of(self.micro_batch)
-        if unit == "rows":
-            return count
-        return NO_LIMIT
+        return self.micro_batch_rows or NO_LIMIT
 
     @property
     def max_micro_batch_tokens(self) -> int | None:
         """Tokens of one forward on one rank, if they limit it instead of rows."""
-        count, unit = micro_batch_of(self.micro_batch)
-        if unit == "tokens":
-            return count
-        return None
+        if self.micro_batch_rows is not None:
+            return None
+        return self.micro_batch_tokens
 
 
 @dataclass
@@ -329,11 +336,16 @@ class RolloutConfig(Precise):
     top_p: float = setting("Nucleus sampling; 1 keeps every token.", 1.0, above=0, at_most=1)
     top_k: int = setting("Sample among the k likeliest tokens; 0 keeps every token.", 0, at_least=0)
     max_batch_size: int = setting("Rows decoded together on one rank.", 128, at_least=1)
-    kv_cache: str = setting(
-        "KV cache of a vLLM engine on each rank: 20 GiB, bytes, or 0.6 of free (of what the plan "
-        "leaves while it generates); auto: 0.9 of free, at most for max_batch_size rows, on CPU "
-        "64 MiB.",
-        AUTO,
+    kv_cache_gib: float | None = setting(
+        "Size of a vLLM engine's KV cache on each rank; null: kv_cache_fraction.", None, above=0
+    )
+    kv_cache_fraction: float | None = setting(
+        "The same as a part of the memory that the plan leaves free while it generates; null: 0.9, "
+        "at most for max_batch_size rows, and 64 MiB on CPU.",
+        None,
+        above=0,
+        at_most=1,
+        resets="kv_cache_gib",
     )
     verify_every: int = setting(
         "Weight syncs between checksum comparisons (0: never).", 1, at_least=0
@@ -354,11 +366,10 @@ class RolloutConfig(Precise):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of kv_cache if it is a size, else (before a run or a plan has chosen) 64 MiB."""
-        size, unit = cache_of(self.kv_cache)
-        if unit == "bytes":
-            return int(size)
-        return CPU_CACHE_BYTES
+        """Bytes of the KV cache; 64 MiB while a run or a plan has not chosen them."""
+        if self.kv_cache_gib is None:
+            return CPU_CACHE_BYTES
+        return round(self.kv_cache_gib * (1 << 30))
 
     @property
     def longest_row(self) -> int | None:
@@ -405,6 +416,11 @@ class ReferenceConfig:
     temperature: float = follows("actor.rollout.temperature", 1.0)  # divides the logits
 
 
+MAX_FAILED_DOC = (
+    "With on_error=drop, the run ends if a larger fraction of the rows of one call fails."
+)
+
+
 @dataclass
 class RewardConfig:
     """Scores: a model, functions in worker processes, or a weighted sum of both."""
@@ -421,11 +437,12 @@ class RewardConfig:
     num_processes: int = setting("Worker processes for functions, on each rank.", 1, at_least=1)
     sample_seconds: float = setting("Limit for one function on one sample.", 10.0, above=0)
     on_error: str = setting(
-        "A function fails on a sample: raise: the run ends; drop: the row is not learnt from, and "
-        "the run ends above 10% (drop 25%: above 25%) of failed rows in one call; zero: that "
-        "function's score is 0.",
+        "A function fails on a sample: raise: the run ends; drop: the row is not learnt from; "
+        "zero: that function's score is 0.",
         "raise",
+        one_of=("raise", "drop", "zero"),
     )
+    max_failed_fraction: float = setting(MAX_FAILED_DOC, 0.1, at_least=0, at_most=1)
     tokenizer_path: str = follows("data.tokenizer_path", "")  # to decode responses
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmdflow.config.leaf import call_limit_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
@@ -61,7 +60,7 @@ class Caller:
         self.transport = transport
         self.ranks = ranks
         self._seed = run.seed
-        self._seconds = call_limit_of(run.call_seconds)
+        self._seconds = run.call_seconds
         self.transfers = Transfers(transport, seconds=run.transfer_seconds)
         self.step = self.last_step = 0
         self.total_steps = 0

@@ -311,7 +311,7 @@ class Flow:
         """Evaluate a model on the held-out prompts, every so many steps (docs/EVALUATION.md).
 
         `flow.evaluate(actor, reward)`: the model responds greedily and the reward scores; samples
-        too, if data.eval_prompts asks for them: pass@k and maj@n. A worker class with an
+        too, if data.eval_samples asks for them: pass@k and maj@n. A worker class with an
         `evaluation` judges the rows by that method alone; others: the groups whose columns it
         needs, such as the reference of `flow.evaluate(actor, reference)`.
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from spmdflow.config.algorithm import DynamicSamplingConfig
-from spmdflow.config.data_source import eval_prompts_of
 from spmdflow.config.schema import DataSettings
 from spmdflow.controller.batch import Batch, concatenate
 from spmdflow.controller.caller import Caller
@@ -94,8 +93,8 @@ class PromptStream(Iterator[Batch]):
         return self._held_out(1)
 
     def eval_samples(self) -> Batch:
-        """The same prompts, repeated for the samples that data.eval_prompts asks for (may be 0)."""
-        return self._held_out(eval_prompts_of(self._cfg.eval_prompts).num_samples)
+        """The same prompts, repeated for the samples of data.eval_samples (may be 0)."""
+        return self._held_out(self._cfg.eval_samples)
 
     def describe(self, batch: Batch) -> dict[str, Any]:
         """A batch of this stream as plain data, for `restore`."""
@@ -149,7 +148,7 @@ class PromptStream(Iterator[Batch]):
     def _held_out(self, repeat: int) -> Batch:
         if self.eval_scan is None:
             raise no_held_out_prompts()
-        rows = eval_rows(self.eval_scan, eval_prompts_of(self._cfg.eval_prompts).num_prompts)
+        rows = eval_rows(self.eval_scan, self._cfg.eval_prompts)
         ids, parents = held_out_ids(np.asarray(rows), repeat)
         return self._batch("eval", self.eval_scan, rows, ids, parents)
 

@@ -28,7 +28,6 @@ from spmdflow.checkpoint.manifest import (
 )
 from spmdflow.checkpoint.run_dir import Checkpoints
 from spmdflow.checkpoint.tensors import check_frozen
-from spmdflow.config.leaf import call_limit_of
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.ending import Ending
@@ -80,7 +79,7 @@ class Saving:
         """Whether the running step ends with a checkpoint."""
         self._sealing: Future[float] | None = None
         """Seals the checkpoint that is being written; returns how many seconds saving took."""
-        self._seconds = call_limit_of(run.call_seconds)
+        self._seconds = run.call_seconds
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
         """Load the checkpoint that the run continues from; returns the flow's state, or None.

@@ -16,7 +16,6 @@ from spmdflow.checkpoint.hub import open_repository, push
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.reading import ModelFolders
 from spmdflow.checkpoint.run_dir import open_run_dir
-from spmdflow.config.leaf import call_limit_of
 from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
@@ -96,9 +95,7 @@ def run_script(
         cfg.run,
         settings,
         lock=lock,
-        verify=partial(
-            verify_on_ranks, transport, ranks, seconds=call_limit_of(cfg.run.call_seconds)
-        ),
+        verify=partial(verify_on_ranks, transport, ranks, seconds=cfg.run.call_seconds),
     )
     run_dir.mark_unfinished()
     folders = ModelFolders()
@@ -106,7 +103,7 @@ def run_script(
         before = run_dir.checkpoint.meta.get("models", {})
     else:
         before = {}
-    seconds = call_limit_of(cfg.run.call_seconds)
+    seconds = cfg.run.call_seconds
     missing = partial(find_unseen_folders, transport, ranks, seconds=seconds)
     cfg = folders.resolve_links(cfg, before, missing)
     settings = to_yaml(cfg)

@@ -31,7 +31,7 @@ def num_micro_batches(
     if max_rows < 1 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(
             f"micro-batches: got max_rows {max_rows} and max_tokens {max_tokens}; expected at "
-            f"least 1; set engine.micro_batch to at least 1 row or token"
+            f"least 1; set engine.micro_batch_rows or micro_batch_tokens to at least 1"
         )
     if max_tokens is None:
         needs = []

@@ -49,7 +49,7 @@ def held_out_ids(rows: np.ndarray, num_samples: int) -> tuple[Ids, Ids]:
     many there are. ConfigError beyond 2**20 samples.
     """
     if num_samples > _MOST_SAMPLES:
-        where = "data.eval_prompts"
+        where = "data.eval_samples"
         got = f"{num_samples} samples for each prompt"
         raise ConfigError.of(where, got, f"at most {_MOST_SAMPLES}", "ask for less")
     first = _FIRST_HELD_OUT + rows.astype(np.int64) * _MOST_SAMPLES

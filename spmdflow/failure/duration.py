@@ -16,7 +16,7 @@ LOOK_FACTOR = 5.0
 """A call that takes this long, or this many medians if that is longer, is reported."""
 LIMIT_SECONDS = 600.0
 LIMIT_FACTOR = 20.0
-"""The same for the end of the run (run.call_seconds=auto): a usually fast call may stall once."""
+"""The same for the end of the run (run.call_seconds=null): a usually fast call may stall once."""
 HELD_SECONDS = 75.0
 """A rank that is known to be stopped ends the run after this time."""
 SILENT_BEATS = 3

@@ -19,7 +19,7 @@ lacks, in the generator's precision. blocks and flat need one precision and keep
 layers work on lists of Megatron's shards (rollout.vllm_blocks), so training and generation read
 the same storage, and only norms and alignment are redundant. The KV cache is allocated while its
 model generates. A copy's weights and peers' shards also stay while other models only run forward.
-The parts of a trainer listed in engine.residency are on the device only for calls that need them.
+The parts of a trainer listed in engine.offload are on the device only for calls that need them.
 
 | file | contents |
 |---|---|

@@ -16,8 +16,8 @@ class GeneratorKind(Backend):
 
     _: KW_ONLY
     fixed_cache: bool = False
-    """Its KV cache has the size rollout.kv_cache from the start. Otherwise it grows with the rows
-    that are decoded together, at most rollout.max_batch_size."""
+    """Its KV cache has the size rollout.kv_cache_gib from the start. Otherwise it grows with the
+    rows that are decoded together, at most rollout.max_batch_size."""
     adapters: bool = False
     """It can compute with unmerged adapters (rollout.weights=adapter)."""
     least_head_dim: int = 1

@@ -176,6 +176,6 @@ def _memory_error(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: 
     models = ", ".join(f"{m.name} ({m.shape.num_parameters:.2g} weights)" for m in dataflow.models)
     return ConfigError(
         f"placement: got {num_ranks} ranks of {hardware.usable_bytes / 1e9:.1f} GB for {models}, "
-        f"expected {least}; set engine.options=[recompute], a smaller engine.micro_batch or "
-        f"engine.residency=offload, start more processes or use smaller models"
+        f"expected {least}; set engine.options=[recompute], a smaller engine.micro_batch_tokens or "
+        f"engine.offload=[optimizer], start more processes or use smaller models"
     )

@@ -153,7 +153,7 @@ class EngineWorker(Worker):
             self.engine = self._lender.engine
         self._copies = HostCopies()
         stay = () if adopt is None else ("parameters",)
-        own = () if self._lender is not None else cfg.engine.moved
+        own = () if self._lender is not None else cfg.engine.offloaded_parts
         self._moved = tuple(part for part in own if part not in stay)
         self._move("host", self._moved)
 

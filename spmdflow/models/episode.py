@@ -17,8 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.config.episode import KEY, EpisodeConfig, environment_of, episode_errors
-from spmdflow.config.reward import OnError
+from spmdflow.config.episode import KEY, EpisodeConfig, environment_of
 from spmdflow.config.schema import TRUSTED_ROLES
 from spmdflow.data.ragged import ragged, ragged_from_rows, rows_of
 from spmdflow.data.row_id import is_held_out, seed_of
@@ -83,7 +82,6 @@ class EpisodeWorker(Worker):
     requests: ResumableRequests
     """Requests of the episodes, and of sequences that a generator generates ahead."""
     _runner: EpisodeRunner | None = None
-    _errors: OnError
 
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
@@ -110,7 +108,7 @@ class EpisodeWorker(Worker):
             self.episode_rows(batch),
             self.sampling.for_call(greedy=greedy),
             partial(self._turn_seed, self.call),
-            strict=self._errors.is_strict,
+            strict=self._is_strict(),
         )
         return self.episode_columns(batch, episodes, prefix).exclude("token_versions")
 
@@ -137,7 +135,7 @@ class EpisodeWorker(Worker):
         for episode in episodes:
             if episode.cause:
                 causes.append(f"row {int(self.call.row_ids[episode.number])}: {episode.cause}")
-        if causes and self._errors.is_strict:
+        if causes and self._is_strict():
             raise RewardError(causes[0])
         for cause in causes[:_MOST_LOGGED]:
             logger.warning("an episode failed, dropped: %s", cause)
@@ -160,7 +158,6 @@ class EpisodeWorker(Worker):
         )
         if not may_fork:
             check_template(chat)
-        self._errors = episode_errors(cfg.episode.on_error)
         self.requests = requests_of(self.generator, self.cfg.model.path, "run_episodes")
         self._runner = EpisodeRunner(
             cfg.episode,
@@ -208,6 +205,10 @@ class EpisodeWorker(Worker):
         numbers = (step, row, int(call.generation[index]), turn)
         return seed_of(self.context.seed, "episode", *numbers)
 
+    def _is_strict(self) -> bool:
+        """Whether the first failed episode ends the run."""
+        return bool(self.cfg.rollout.episode.on_error == "raise")
+
     def _report_episodes(self, episodes: list[Episode], prefix: str, first_failure: str) -> None:
         """Reports metrics of the episodes. RewardError if too many failed, over all ranks."""
         scored = []
@@ -221,8 +222,8 @@ class EpisodeWorker(Worker):
             self.context,
             self.context.layout.ranks,
             has_run,
-            limit=self._errors.max_dropped_percent,
-            key=f"{KEY}.on_error",
+            most=self.cfg.rollout.episode.max_failed_fraction,
+            key=f"{KEY}.max_failed_fraction",
             first_failure=first_failure,
         )
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})

@@ -7,6 +7,7 @@ the cost (Dai et al. 2024), is the same code with other column names, so a batch
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.model_folder import own_vocabulary
-from spmdflow.config.reward import MODEL, RewardTerm, on_error_of, reward_terms
+from spmdflow.config.reward import MODEL, RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.data.ragged import is_ragged, lengths_of, pad, ragged, rows_of
 from spmdflow.datasets.tokenizer import decode_responses, load_tokenizer, reencode
@@ -80,7 +81,6 @@ class RewardWorker(Worker):
         self._pool = (
             RewardPool.from_config(cfg) if self._has_functions and calls_functions else None
         )
-        self._on_error = on_error_of(cfg.on_error, f"{self.role}.on_error")
 
     @register(
         transfer_mode="3D_PROTO",
@@ -110,7 +110,7 @@ class RewardWorker(Worker):
         )
         judgement = self._share_judgement(judged)
         results = self._sum_up(judgement, by_model)
-        drops = self._on_error.kind == "drop"
+        drops = self.cfg.on_error == "drop"
         valid = torch.tensor([not (drops and result.get("errors")) for result in results]).bool()
         scores = torch.tensor([result["score"] for result in results], dtype=torch.float32)
         valid_results = []
@@ -126,8 +126,8 @@ class RewardWorker(Worker):
                 self.context,
                 self.context.layout.axis_group(self.context.rank, "dp"),
                 valid,
-                limit=self._on_error.max_dropped_percent,
-                key=f"{self.role}.on_error",
+                most=self.cfg.max_failed_fraction,
+                key=f"{self.role}.max_failed_fraction",
                 first_failure=judgement.first_failure,
             )
         self.report({f"{prefix}/{name}": metric for name, metric in metrics.items()})
@@ -324,26 +324,27 @@ def count_dropped(
     peers: tuple[int, ...],
     valid: Tensor,
     *,
-    limit: float,
+    most: float,
     key: str,
     first_failure: str,
 ) -> dict[str, Metric]:
     """Metrics of the failed rows (False in valid, (B,)). All peers call it.
 
-    RewardError, on the first rank with a failed row, if more than `limit` percent of the rows of
-    this call failed, over all ranks. first_failure: of this rank's rows.
+    RewardError, on the first rank with a failed row, if a larger fraction than `most` of the rows
+    of this call failed, over all ranks. key: of the setting with that fraction. first_failure: of
+    this rank's rows.
     """
     counts = torch.zeros(2, len(peers))
     counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
     failed, rows = context.groups.reducer(peers)(counts).long()
-    percent = 100 * int(failed.sum()) / max(int(rows.sum()), 1)
+    fraction = int(failed.sum()) / max(int(rows.sum()), 1)
     first = peers[int(failed.bool().int().argmax())]
-    if percent > limit and first == context.rank:
+    if fraction > most and first == context.rank:
         cause = f"\nthe first failure: {first_failure}" if first_failure else ""
         raise RewardError(
             f"{key}: got {int(failed.sum())} failed rows among the {int(rows.sum())} of one "
-            f"call ({percent:.3g} %), expected at most {limit:g} %; fix the function, or set a "
-            f"larger share, such as {key}='drop {-(-percent // 5) * 5:g}%'{cause}"
+            f"call ({fraction:.3g}), expected at most {most:g}; fix the function, or set a "
+            f"larger fraction, such as {key}={math.ceil(20 * fraction) / 20:g}{cause}"
         )
     count = float((~valid).sum())
     return {"dropped": Sum(count), "dropped_share": Mean(count, len(valid))}

@@ -22,5 +22,5 @@ group.
 | `showing` | the progress of a long planning, on a terminal and in status.json |
 | `comparison` | prediction next to measurement, after a run |
 | `placement` | the search for placement=auto |
-| `fit` | what `auto` means for engine.residency, rollout.weights and rollout.kv_cache |
+| `fit` | what fits into memory: engine.offload, rollout.weights and rollout.kv_cache_gib |
 """

@@ -36,7 +36,7 @@ from typing import Any
 import yaml
 
 from spmdflow.config.load import load
-from spmdflow.config.resolve import choose_device_defaults
+from spmdflow.config.resolve import Choice, choose_device_defaults
 from spmdflow.config.schema import AUTO
 from spmdflow.config.source import sort_words
 from spmdflow.errors import ConfigError, DataError, PlanError
@@ -105,16 +105,15 @@ def _plan(options: argparse.Namespace) -> int:
         config = config or str(options.replay / "config.yaml")
     # before the replay: its record has objects of the script's classes
     loaded = load(script, config, overrides, download=False)
+    sys.stderr.write("".join(f"{warning}\n" for warning in loaded.warnings))
     replay = None if options.replay is None else Replay.of_run(options.replay)
     world = tuple(range(options.world if replay is None else len(replay.ranks)))
     name = options.hardware or loaded.cfg.run.hardware
     hardware = hardware_of(name, options.node_size, world_size=len(world))
     backend = "gloo" if hardware.is_cpu else "nccl"
     device = "cpu" if hardware.is_cpu else "cuda"
-    cfg = loaded.cfg
-    choices = choose_device_defaults(cfg, device, here=False)
-    for choice in choices:
-        choice.set_in(cfg)
+    choices = choose_device_defaults(loaded.cfg, device, here=False)
+    _set_all(choices, loaded.cfg)
     examples = {**loaded.assume, **dict(map(_example, options.assume))}
     if replay is not None:
         examples = {}
@@ -128,25 +127,38 @@ def _plan(options: argparse.Namespace) -> int:
             most_calls=options.calls,
             read_data=not options.no_data,
         )
+    cfg = loaded.cfg
     search = None
     with show_planning(None):
         if options.auto or getattr(cfg, "placement", None) == AUTO:
             search = find_placement(loaded.script, cfg, len(world), hardware, examples=examples)
             cfg = search.cfg
         fit = find_fit(loaded.script, cfg, len(world), hardware, examples=examples)
-        for choice in fit:
-            choice.set_in(cfg)
+        _set_all(fit, cfg)
         choices += fit
         report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
+    _print_report(report, search, options)
+    if report.problems:
+        return WRONG
+    return FINE
+
+
+def _print_report(
+    report: PlanReport, search: PlacementSearch | None, options: argparse.Namespace
+) -> None:
+    """Write the picture if one is wanted, and print the plan as JSON or as text."""
     if options.picture is not None:
         _write_picture(report, options.picture)
     if options.json:
         _print_json(report, search)
     else:
         _print_text(report, search)
-    if report.problems:
-        return WRONG
-    return FINE
+
+
+def _set_all(choices: Sequence[Choice], cfg: Any) -> None:
+    """Set the values of these choices in the settings."""
+    for choice in choices:
+        choice.set_in(cfg)
 
 
 def _print_json(report: PlanReport, search: PlacementSearch | None) -> None:

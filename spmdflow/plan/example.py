@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmdflow.config.data_source import data_sources, eval_prompts_of, split_place
+from spmdflow.config.data_source import data_sources, split_place
 from spmdflow.config.schema import DataSettings
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.ragged import VALID
@@ -261,7 +261,7 @@ def scan_or_assume(
         except SpmdflowError as err:
             why = f"it cannot be read here ({err})"
     longest = data.max_prompt_tokens
-    held_out = eval_prompts_of(data.eval_prompts).num_prompts or 0
+    held_out = data.eval_prompts or 0
     count = max(ASSUMED_ROWS, data.prompts_per_step, held_out)
     rows = np.arange(count, dtype=np.int64)
     lengths = np.full(count, longest, dtype=np.int32)

@@ -1,5 +1,5 @@
-"""Fits a run into the memory of its devices: what `auto` means for engine.residency,
-rollout.weights and rollout.kv_cache, and the engine.options that there is memory for.
+"""Fits a run into the memory of its devices: what `auto` means for engine.offload,
+rollout.weights and rollout.kv_cache_gib, and the engine.options that there is memory for.
 
 The script is traced on the ranks of the run with rows of the greatest length, and
 `mapping.residency` tries what may be offloaded, pool by pool. Deterministic: every rank computes
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from spmdflow.config.leaf import cache_of, parts_of
+from spmdflow.config.leaf import parts_of
 from spmdflow.config.resolve import Choice, Settings, has_open_cache, needs_plan, open_options
 from spmdflow.config.schema import AUTO, EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError, PlanError
-from spmdflow.mapping.dataflow import Dataflow, Model
+from spmdflow.mapping.dataflow import Dataflow, Model, Strategy
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.residency import Residency, Share, choose_residency, choose_weights
@@ -28,6 +28,8 @@ from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulate_orders
 
+_CACHE_FRACTION = 0.9
+"""Share of free memory for the KV cache if the settings say nothing."""
 _SAFE = 0.3
 """Share of a device's usable memory for the KV cache of a script that cannot be planned."""
 
@@ -59,10 +61,10 @@ def find_fit(
     *,
     examples: Mapping[str, Any] | None = None,
 ) -> list[Choice]:
-    """What a plan chooses for residency, weights, KV cache and options; cfg is left as it is.
+    """What a plan chooses for offload, weights, KV cache and options; cfg is left as it is.
 
     cfg: its placement and dtypes are resolved. If a script cannot be planned, all stays on the
-    device. ConfigError if a kv_cache is then a share of free memory.
+    device. ConfigError if kv_cache_fraction is set then.
     """
     if not needs_plan(cfg, on_cpu=hardware.is_cpu):
         return []
@@ -88,13 +90,13 @@ def find_fit(
 
 
 def _keep_on_device(cfg: Any, choices: Sequence[Choice]) -> list[Choice]:
-    """Nothing is offloaded where residency is auto and no plan has chosen it."""
+    """Nothing is offloaded where the settings leave it open and no plan has chosen it."""
     chosen = {choice.key for choice in choices}
     others = []
     for key, engine in parts_of(cfg, EngineConfig):
-        name = f"{key}.residency"
-        if engine.residency == AUTO and name not in chosen:
-            others.append(Choice(name, "keep", "the plan knows no model of it"))
+        name = f"{key}.offload"
+        if engine.offload is None and name not in chosen:
+            others.append(Choice(name, [], "the plan knows no model of it"))
     return others
 
 
@@ -108,15 +110,16 @@ def _open_caches(cfg: Any) -> dict[str, RolloutConfig]:
 
 
 def _share_of(rollout: RolloutConfig) -> Share:
-    """The share of a kv_cache setting that is not a size: auto, or a fraction of free memory."""
-    size, unit = cache_of(rollout.kv_cache)
-    return Share(size, rollout.max_batch_size if unit == AUTO else None)
+    """The share of free memory that a KV cache without a size gets, and its most rows."""
+    if rollout.kv_cache_fraction is None:
+        return Share(_CACHE_FRACTION, rollout.max_batch_size)
+    return Share(rollout.kv_cache_fraction, None)
 
 
 def _choose_by_plan(
     traced: Trace, step: Simulated, cfg: Any, hardware: Hardware
 ) -> Iterator[Choice]:
-    """Residency, weights and KV caches of every pool whose models the plan knows.
+    """Offloaded parts, weights and KV caches of every pool whose models the plan knows.
 
     step: the seconds and memory of one step of the traced script. cfg: the traced settings.
     """
@@ -138,7 +141,7 @@ def _fit_pool(
     assert step.dataflow is not None
     engines = {}
     for key, engine in parts_of(cfg, EngineConfig):
-        if engine.residency == AUTO:
+        if engine.offload is None:
             engines[key] = engine
     caches = _open_caches(cfg)
     engine_keys = {}
@@ -157,10 +160,7 @@ def _fit_pool(
             shares[name] = _share_of(caches[cache_key])
     results = {}
     for transport in _weight_transports(models.values(), step.dataflow):
-        members = []
-        for name in models:
-            member = _with_transport(step.dataflow.model(name), transport)
-            members.append((member, step.strategies[name]))
+        members = _members_with(transport, models, step, step.dataflow)
         results[transport] = choose_residency(
             members, step.dataflow, hardware, open_models=open_models, shares=shares
         )
@@ -175,10 +175,10 @@ def _fit_pool(
     best = results[transport]
     why = _memory_reason(pool, best, hardware)
     for name, key in engine_keys.items():
-        yield Choice(f"{key}.residency", ", ".join(best.parts_of(name)) or "keep", why)
+        yield Choice(f"{key}.offload", list(best.parts_of(name)), why)
     for name, (size, free) in best.caches.items():
         why = _cache_reason(name, caches[cache_keys[name]], free)
-        yield Choice(f"{cache_keys[name]}.kv_cache", f"{max(int(size) >> 20, 1)} MiB", why)
+        yield Choice(f"{cache_keys[name]}.kv_cache_gib", _whole_mib(size), why)
 
 
 def _weight_transports(models: Iterable[TracedModel], dataflow: Dataflow) -> tuple[str, ...]:
@@ -191,6 +191,17 @@ def _weight_transports(models: Iterable[TracedModel], dataflow: Dataflow) -> tup
         if rollout is not None and rollout.weights == "blocks":
             return ("blocks", "copy")
     return ("",)
+
+
+def _members_with(
+    transport: str, names: Iterable[str], step: Simulated, dataflow: Dataflow
+) -> list[tuple[Model, Strategy]]:
+    """Models of one pool and their strategies, if weights reach the generator in this way."""
+    members = []
+    for name in names:
+        member = _with_transport(dataflow.model(name), transport)
+        members.append((member, step.strategies[name]))
+    return members
 
 
 def _with_transport(model: Model, transport: str) -> Model:
@@ -262,7 +273,7 @@ def _cache_reason(name: str, rollout: RolloutConfig, free_bytes: float) -> str:
     """How much of the free memory a model's KV cache gets."""
     share = _share_of(rollout).of_free
     why = f"it is {share:g} of {free_bytes / 2**30:.1f} GiB that are free while {name} generates"
-    if rollout.kv_cache == AUTO:
+    if rollout.kv_cache_fraction is None:
         why += f", for {rollout.max_batch_size} rows at most"
     return why
 
@@ -273,13 +284,18 @@ def _choose_without_plan(cfg: Any, hardware: Hardware, cause: str) -> Iterator[C
     cause: why there is no plan.
     """
     for key, rollout in _open_caches(cfg).items():
-        if rollout.kv_cache != AUTO:
-            got = f"{rollout.kv_cache} for a script without a plan ({cause})"
-            do = "set '20 GiB'"
-            raise ConfigError.of(f"{key}.kv_cache", got, "a size, or a script that plans", do)
-        size = int(_SAFE * hardware.usable_bytes) >> 20
+        if rollout.kv_cache_fraction is not None:
+            got = f"{rollout.kv_cache_fraction} for a script without a plan ({cause})"
+            where = f"{key}.kv_cache_fraction"
+            do = f"set {key}.kv_cache_gib=20"
+            raise ConfigError.of(where, got, "null, or a script that can be planned", do)
         why = f"it is {_SAFE:g} of a device, and there is no plan: {cause}"
-        yield Choice(f"{key}.kv_cache", f"{size} MiB", why)
+        yield Choice(f"{key}.kv_cache_gib", _whole_mib(_SAFE * hardware.usable_bytes), why)
+
+
+def _whole_mib(size: float) -> float:
+    """A size in GiB, rounded down to whole MiB, at least one."""
+    return max(int(size) >> 20, 1) / (1 << 10)
 
 
 def _section(sections: Mapping[str, Any], model: TracedModel, name: str) -> str:

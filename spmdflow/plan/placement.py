@@ -25,7 +25,7 @@ from spmdflow.config.leaf import parts_of
 from spmdflow.config.parallel import sizes_of
 from spmdflow.config.placement import has_engine, roles_of
 from spmdflow.config.resolve import Choice, Settings
-from spmdflow.config.schema import AUTO, EngineConfig, RolloutConfig
+from spmdflow.config.schema import EngineConfig, RolloutConfig
 from spmdflow.errors import ConfigError, PlanError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
@@ -167,7 +167,7 @@ def _open(model: Model, cfg: Any) -> Model:
             engine,
             shard_size=sizes.shard,
             virtual_size=sizes.virtual,
-            may_move=part.engine.residency == AUTO,
+            may_move=part.engine.offload is None,
         )
     if rollout is not None and not rollout.facts.fixed_cache:
         every = rollout.max_batch_size or _ALL_ROWS  # of a replica: it depends on its ranks

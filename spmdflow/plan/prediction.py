@@ -183,10 +183,10 @@ def _memory_problem(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> 
     is_fixed = rollout is not None and rollout.facts.fixed_cache
     knob = {
         "activations": f"set {role}.engine.options=[recompute] or a smaller "
-        f"{role}.engine.micro_batch",
-        "logits": f"set a smaller {role}.engine.micro_batch",
-        "kv_cache": f"lower {role}.rollout.{'kv_cache' if is_fixed else 'max_batch_size'}",
-        "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.residency=optimizer",
+        f"{role}.engine.micro_batch_tokens",
+        "logits": f"set a smaller {role}.engine.micro_batch_tokens",
+        "kv_cache": f"lower {role}.rollout.{'kv_cache_gib' if is_fixed else 'max_batch_size'}",
+        "optimizer": f"raise p or t of {role}.engine.layout, or {role}.engine.offload=[optimizer]",
     }.get(largest, f"raise t or p of {role}.engine.layout, use more ranks, or another placement")
     return Problem(
         "memory",

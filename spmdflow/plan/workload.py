@@ -13,7 +13,6 @@ from math import ceil, prod
 
 import torch
 
-from spmdflow.config.leaf import cache_of
 from spmdflow.config.schema import ModelConfig
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.factory import sync_mode
@@ -159,7 +158,7 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         micro_batch_rows=min(cfg.engine.micro_batch_size_per_rank, 1 << 20),
         micro_batch_tokens=cfg.engine.max_micro_batch_tokens,
         dtype=model.precision,
-        moved=cfg.engine.moved,
+        moved=cfg.engine.offloaded_parts,
     )
     if hasattr(cfg, "optimizer"):
         facts = optimizer_kind(cfg.optimizer.name)
@@ -194,8 +193,7 @@ def _rollout(traced: TracedModel) -> Rollout:
     """The generator of a worker group for the simulators."""
     rollout = traced.settings.rollout
     layout = traced.layout
-    size, unit = cache_of(rollout.kv_cache)
-    is_set = unit == "bytes" and generator_kind(rollout.generator).fixed_cache
+    has_size = rollout.kv_cache_gib is not None and generator_kind(rollout.generator).fixed_cache
     mode = "copy" if traced.only_generates else sync_mode(traced.settings, layout)
     return Rollout(
         kind=rollout.generator,
@@ -203,7 +201,7 @@ def _rollout(traced: TracedModel) -> Rollout:
         weights="flat" if traced.only_generates else mode,
         eager=mode != "copy",
         dtype=rollout.precision,
-        kv_cache_bytes=size if is_set else None,
+        kv_cache_bytes=float(rollout.cache_bytes) if has_size else None,
         max_batch_size=rollout.max_batch_size,
     )
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from spmdflow.config.reward import RewardTerm, on_error_of, reward_terms
+from spmdflow.config.reward import RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.rewards.process import RewardProcess, wrote_to_channel
@@ -91,7 +91,7 @@ class RewardPool:
             cfg.function,
             cfg.num_processes,
             sample_seconds=cfg.sample_seconds,
-            on_error=on_error_of(cfg.on_error).kind,
+            on_error=cfg.on_error,
         )
 
     def score(

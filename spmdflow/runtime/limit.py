@@ -3,7 +3,7 @@
 This is the one definition of both; the controller is the one that enforces it (runtime/stall.py).
 
 - A call that was given a limit (`Order.seconds`: run.call_seconds, a transfer) has that one.
-- With run.call_seconds=auto, a call that was made a few times has many medians of its earlier
+- With run.call_seconds=null, a call that was made a few times has many medians of its earlier
   times as its limit, however long that is.
 - A call that was made less often, and work with disks or hubs, has an hour.
 

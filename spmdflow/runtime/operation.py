@@ -56,7 +56,7 @@ class RankSettings:
     run_dir: Path
     announce: Callable[[Any], None] | None = None
     """Tells ranks outside the run which groups are made next; None: no more."""
-    profiled: range = range(0)
+    profiled: tuple[int, ...] = ()
     """Steps that torch.profiler records here."""
     waits_for_rows: bool = True
     """Whether another thread may bring rows; otherwise rows that are not here are an error."""

@@ -43,7 +43,7 @@ class Order:
     commands: Mapping[int, dict[str, Any]]
     """Payload by rank; the same object for several ranks is encoded once."""
     seconds: float | None
-    """Its limit; None: that of run.call_seconds=auto (runtime/limit.py)."""
+    """Its limit; None: that of run.call_seconds=null (runtime/limit.py)."""
     on_done: Callable[[Replies], None] | None = None
     """Runs in the io thread once all ranks have replied, before `Pending` is done."""
     phase: str = "train"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,7 +147,7 @@ class StepProfiler:
     another step or when the run ends.
     """
 
-    def __init__(self, steps: range, folder: Path, rank: int) -> None:
+    def __init__(self, steps: Collection[int], folder: Path, rank: int) -> None:
         """steps: those to record. folder: RUN_DIR/profile."""
         self._steps = steps
         self._folder = folder

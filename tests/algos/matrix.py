@@ -160,7 +160,7 @@ def _engines(run: Combination) -> Iterator[str]:
         yield f"{role}.engine.kind={kind}"
         fits = role == trained_by(run.script) or ranks_of(run, role) % 2 == 0
         yield f"{role}.engine.layout={layout if fits else 't1'}"
-        yield f"{role}.engine.micro_batch=3 rows"
+        yield f"{role}.engine.micro_batch_rows=3"
         if role not in ("reference", "teacher"):
             yield f"{role}.update.mini_batch_size={_ROWS.get(run.script, 8)}"
             yield f"{role}.optimizer.schedule=constant"
@@ -187,7 +187,10 @@ _SMALL: dict[str, tuple[str, ...]] = {
     "sft": (),
     "reward_model": (),
     "dpo": (),
-    "evaluate": ("data.eval_prompts=16 x 2 samples",),
+    "evaluate": (
+        "data.eval_prompts=16",
+        "data.eval_samples=2",
+    ),
 }
 _ROWS = {script: 32 for script, settings in _SMALL.items() if settings is _GROUP}
 """Rows of a step where a prompt has several samples."""

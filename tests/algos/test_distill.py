@@ -129,8 +129,8 @@ def test_reward_model_scores_each_token_as_transformers_does(tmp_path: Path) -> 
         *("data.samples_per_prompt=4", "data.max_prompt_tokens=8", f"actor.model.path={MODEL}"),
         *("actor.rollout.max_new_tokens=6", "actor.update.mini_batch_size=32"),
         *(f"helpful.model.path={judge}", f"harmless.model.path={judge}", "actor.loss.kl_coef=0"),
-        *("helpful.per_token=true", "helpful.engine.micro_batch=5 rows"),
-        *("harmless.per_token=true", "harmless.engine.micro_batch=40 tokens"),
+        *("helpful.per_token=true", "helpful.engine.micro_batch_rows=5"),
+        *("harmless.per_token=true", "harmless.engine.micro_batch_tokens=40"),
         "harmless.function={danger: -0.5 * model, right: spmdflow.rewards.arithmetic:exact_match}",
     ]
     loaded = load(JUDGES, None, words)

@@ -33,8 +33,8 @@ SMALL = (
     "data.prompts_per_step=32",
     "data.eval_prompts=24",
     "actor.update.mini_batch_size=16",
-    "actor.engine.micro_batch=6 rows",
-    "reference.engine.micro_batch=5 rows",
+    "actor.engine.micro_batch_rows=6",
+    "reference.engine.micro_batch_rows=5",
     "actor.optimizer.schedule=constant",
     "actor.optimizer.warmup_steps=0",
     "total_steps=3",
@@ -85,8 +85,8 @@ def test_dpo_raises_the_margin_on_pairs_it_was_not_trained_on(tmp_path: Path) ->
         "data.eval_prompts=256",
         "data.prompts_per_step=128",
         "actor.update.mini_batch_size=64",
-        "actor.engine.micro_batch=64 rows",
-        "reference.engine.micro_batch=64 rows",
+        "actor.engine.micro_batch_rows=64",
+        "reference.engine.micro_batch_rows=64",
         "actor.optimizer.lr=4e-4",
         "total_steps=8",
         "eval_every=8",
@@ -139,7 +139,7 @@ def test_forwards_are_filled_with_tokens_whatever_rows_a_role_makes(
         return seen[-1]
 
     monkeypatch.setattr(TrainEngine, "micro_batches", noted)
-    words = [f"{role}.engine.micro_batch={limit} tokens" for role in ("actor", "reference")]
+    words = [f"{role}.engine.micro_batch_tokens={limit}" for role in ("actor", "reference")]
     run(tmp_path / "run", *words, *(labelled(tmp_path) if kind == "kto" else ()))
 
     for micros in seen:
@@ -221,7 +221,7 @@ def test_reference_on_ranks_of_its_own_changes_no_number(tmp_path: Path) -> None
             (
                 "actor.engine.kind=zero1",
                 "reference.engine.kind=zero3",
-                "actor.engine.micro_batch=100 tokens",
+                "actor.engine.micro_batch_tokens=100",
                 "placement={a: {roles: [actor], ranks: [0, 1]}, "
                 "b: {roles: [reference], ranks: [2]}}",
             ),

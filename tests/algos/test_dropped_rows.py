@@ -25,7 +25,8 @@ SMALL = (
     "run.sample_every=1",
     "total_steps=2",
     "eval_every=1",
-    "data.eval_prompts=12 x 2 samples",
+    "data.eval_prompts=12",
+    "data.eval_samples=2",
 )
 FAILS_SOMETIMES = """
 def score(prompt, response, row, *, digits):
@@ -35,11 +36,12 @@ def score(prompt, response, row, *, digits):
 """
 
 
-def settings(folder: Path, digits: str, on_error: str) -> list[str]:
+def settings(folder: Path, digits: str, most: float = 0.1) -> list[str]:
     """Every answer scores 1, but those that end with one of the digits fail."""
     (folder / "judge.py").write_text(FAILS_SOMETIMES)
     function = f"reward.function=\"{folder}/judge.py:score(digits='{digits}')\""
-    return [function, f"reward.on_error={on_error}", f"run.dir={folder}/run"]
+    drop = ("reward.on_error=drop", f"reward.max_failed_fraction={most}")
+    return [function, *drop, f"run.dir={folder}/run"]
 
 
 def run(script: Path, words: list[str]) -> int:
@@ -51,7 +53,7 @@ def run(script: Path, words: list[str]) -> int:
 @pytest.fixture(scope="module")
 def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dropped")
-    assert run(GRPO, [*SMALL, *settings(folder, "23", "drop 90%")]) == 0
+    assert run(GRPO, [*SMALL, *settings(folder, "23", most=0.9)]) == 0
     return folder / "run"
 
 
@@ -79,21 +81,24 @@ def test_a_sample_that_failed_has_no_score(in_one_process: Path) -> None:
 
 
 def test_a_run_in_which_too_many_rows_fail_ends_with_the_first_failure(tmp_path: Path) -> None:
-    words = [*SMALL, "eval_every=0", *settings(tmp_path, "01234567", "drop")]
+    words = [*SMALL, "eval_every=0", *settings(tmp_path, "01234567")]
 
     with pytest.raises(RewardError) as caught:
         run(GRPO, words)
 
     first, second, *_ = str(caught.value).splitlines()
-    assert first.startswith("reward.on_error: got ") and " failed rows among the 32 of one" in first
-    assert "%), expected at most 10 %; fix the function, or set a larger share, such as" in first
+    assert (
+        first.startswith("reward.max_failed_fraction: got ")
+        and " failed rows among the 32 of one" in first
+    )
+    assert "), expected at most 0.1; fix the function, or set a larger fraction, such as" in first
     assert second.startswith("the first failure: reward.function ")
     assert "raised ValueError: no judge for" in second
 
 
 @pytest.mark.slow
 def test_two_ranks_count_and_refuse_as_one(in_one_process: Path, tmp_path: Path) -> None:
-    words = settings(tmp_path, "23", "drop 90%")
+    words = settings(tmp_path, "23", most=0.9)
     run_ranks(tmp_path / "run", *words, num_ranks=2, script=GRPO, small=SMALL)
     check_prediction(tmp_path / "run")
     one = steps_of(in_one_process)[:2]
@@ -104,7 +109,7 @@ def test_two_ranks_count_and_refuse_as_one(in_one_process: Path, tmp_path: Path)
 
     refused = tmp_path / "refused"
     refused.mkdir()
-    words = settings(refused, "01234567", "drop")
+    words = settings(refused, "01234567")
     process = torchrun(refused / "run", *words, num_ranks=2, script=GRPO, small=SMALL)
     assert finish(process) != 0
     log = log_of(refused / "run").read_text()
@@ -114,8 +119,8 @@ def test_two_ranks_count_and_refuse_as_one(in_one_process: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_an_evaluation_leaves_out_prompts_with_a_failed_row(tmp_path: Path) -> None:
-    small = ["data.eval_prompts=12 x 2 samples", "actor.model.path=" + str(MODEL)]
-    words = settings(tmp_path, "23", "drop 90%")
+    small = ["data.eval_prompts=12", "data.eval_samples=2", "actor.model.path=" + str(MODEL)]
+    words = settings(tmp_path, "23", most=0.9)
 
     assert run(ROOT / "algos" / "evaluate.py", [*small, *words]) == 0
 

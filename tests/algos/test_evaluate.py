@@ -29,8 +29,8 @@ from tests.algos.runs import (
 )
 
 SCRIPT = ROOT / "algos" / "evaluate.py"
-PROMPTS = "data.eval_prompts=24 x 4 samples"
-TRAINING = (*SMALL, "total_steps=2", "eval_every=1", "save_every=1", PROMPTS)
+PROMPTS = ("data.eval_prompts=24", "data.eval_samples=4")
+TRAINING = (*SMALL, "total_steps=2", "eval_every=1", "save_every=1", *PROMPTS)
 ESTIMATES = [
     f"eval/{name}{end}"
     for name in ("pass@1", "pass@2", "pass@4", "maj@4")
@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The newest checkpoint evaluated by itself."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    run("evaluate.py", run_dir, PROMPTS, f"actor.model.path={trained}/checkpoints/latest")
+    run("evaluate.py", run_dir, *PROMPTS, f"actor.model.path={trained}/checkpoints/latest")
     return run_dir
 
 
@@ -185,7 +185,7 @@ def test_two_ranks_evaluate_as_one(trained: Path, alone: Path, tmp_path: Path) -
     run_dir = tmp_path / "run"
     model = f"actor.model.path={trained}/checkpoints/step-2"
 
-    run_ranks(run_dir, PROMPTS, model, num_ranks=2, script=SCRIPT, small=())
+    run_ranks(run_dir, *PROMPTS, model, num_ranks=2, script=SCRIPT, small=())
     assert rows_of(run_dir) == rows_of(alone)
     (one,) = steps_of(alone)
     (two,) = steps_of(run_dir)
@@ -202,7 +202,7 @@ def test_vllm_on_two_ranks_evaluates_as_the_builtin_generator(
     layout: str, trained: Path, alone: Path, tmp_path: Path
 ) -> None:
     model = f"actor.model.path={trained}/checkpoints/step-2"
-    vllm = ("actor.rollout.engine=vllm", f"actor.rollout.layout={layout}", PROMPTS, model)
+    vllm = ("actor.rollout.engine=vllm", f"actor.rollout.layout={layout}", *PROMPTS, model)
 
     run_ranks(tmp_path / "run", *vllm, num_ranks=2, script=SCRIPT, small=())
     (step,) = steps_of(tmp_path / "run")
@@ -218,7 +218,7 @@ def texts_of(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_fewer_samples_and_prompts_are_the_first_of_more(alone: Path, tmp_path: Path) -> None:
     model = f"actor.model.path={exported_model(alone)}"
-    run("evaluate.py", tmp_path / "run", "data.eval_prompts=8 x 2 samples", model)
+    run("evaluate.py", tmp_path / "run", "data.eval_prompts=8", "data.eval_samples=2", model)
 
     for few, more in zip(rows_of(tmp_path / "run"), rows_of(alone), strict=False):
         assert few["prompt"] == more["prompt"] and few["greedy"] == more["greedy"]

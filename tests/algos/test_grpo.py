@@ -52,7 +52,7 @@ def test_groups_over_two_ranks_give_the_numbers_of_one_process(
     in_one_process: list[dict[str, Any]], tmp_path: Path, placement: str
 ) -> None:
     run_dir = tmp_path / "run"
-    settings = (f"placement={placement}", "run.profile_steps=2 on 0")
+    settings = (f"placement={placement}", "run.profile_steps=[2]")
 
     run_ranks(run_dir, *settings, num_ranks=2, script=GRPO, small=SMALL)
     steps = check_same_numbers(run_dir, in_one_process, COMPARED)

@@ -54,7 +54,7 @@ def run(folder: Path, *words: str, environment: str) -> int:
 @pytest.fixture(scope="module")
 def with_failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agent")
-    words = ("actor.rollout.episode.on_error='drop 60%'",)
+    words = ("actor.rollout.episode.max_failed_fraction=0.6",)
     assert run(folder, *words, environment="episode(fails='23', leaves='0145')") == 0
     return folder / "run"
 

@@ -160,7 +160,7 @@ def test_two_reward_models_with_tokenizers_of_their_own_score_as_transformers_do
         *("data.samples_per_prompt=4", "data.max_prompt_tokens=8", f"actor.model.path={MODEL}"),
         *("actor.rollout.max_new_tokens=6", "actor.update.mini_batch_size=32"),
         *(f"helpful.model.path={helpful}", f"harmless.model.path={harmless}"),
-        *("helpful.engine.micro_batch=5 rows", "harmless.engine.micro_batch=40 tokens"),
+        *("helpful.engine.micro_batch_rows=5", "harmless.engine.micro_batch_tokens=40"),
         *("harmless.function={danger: -0.5 * model}", "actor.loss.kl_coef=0"),
     ]
     loaded = load(JUDGES, None, words)
@@ -228,11 +228,11 @@ def test_base_class_binds_its_engine_where_the_settings_leave_the_default(
     base: type, kind: str, bound: str
 ) -> None:
     role = type("Role", (base, ActorWorker), {})
-    cfg = replace(ActorConfig(), engine=EngineConfig(kind=kind, micro_batch="3 rows"))
+    cfg = replace(ActorConfig(), engine=EngineConfig(kind=kind, micro_batch_rows=3))
 
     made = role.bind_engine(cfg).engine
 
-    assert (made.kind, made.micro_batch) == (bound, "3 rows")
+    assert (made.kind, made.micro_batch_rows) == (bound, 3)
     assert role.bind_engine(cfg).rollout is cfg.rollout
 
 

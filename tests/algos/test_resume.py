@@ -47,8 +47,8 @@ from tests.algos.runs import (
 from tests.hub import TOKEN, files_of, serve
 
 STEPS = 4
-SAMPLED = "data.eval_prompts=16 x 2 samples"
-SETTINGS = (f"total_steps={STEPS}", "save_every=1", "eval_every=2", SAMPLED)
+SAMPLED = ("data.eval_prompts=16", "data.eval_samples=2")
+SETTINGS = (f"total_steps={STEPS}", "save_every=1", "eval_every=2", *SAMPLED)
 HELD = ROOT / "tests" / "algos" / "programs" / "held.py"
 """PPO whose last step waits as long as there is the file of `hold`: it is killed before its end."""
 POINTS = random.Random(20).sample(range(12, 62), 17)

@@ -31,7 +31,7 @@ SMALL = {
     script: (
         *COMMON,
         f"{role}.update.mini_batch_size=16",
-        f"{role}.engine.micro_batch=6 rows",
+        f"{role}.engine.micro_batch_rows=6",
         f"{role}.optimizer.schedule=constant",
         f"{role}.optimizer.warmup_steps=0",
     )
@@ -122,7 +122,7 @@ def test_run_resumes_bit_for_bit(tmp_path: Path, script: Path) -> None:
         (),
         ("kind=megatron", "layout=t2"),
         ("kind=megatron", "layout=p2"),
-        ("kind=zero1", "micro_batch=100 tokens"),
+        ("kind=zero1", "micro_batch_tokens=100"),
     ],
 )
 def test_two_ranks_give_the_numbers_of_one_process(

@@ -1,4 +1,4 @@
-"""reward.on_error=drop P%: the limit holds for every call, however many calls are under way."""
+"""reward.max_failed_fraction: the limit holds for every call, however many calls are under way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def worker(tmp_path: Path) -> Iterator[RewardWorker]:
     """A reward role on one rank, whose function fails on the rows that say so."""
     (tmp_path / "judge.py").write_text(JUDGE)
     cfg = RewardConfig(
-        function=f"{tmp_path}/judge.py:score", on_error="drop 5%", tokenizer_path=str(MODEL)
+        function=f"{tmp_path}/judge.py:score",
+        on_error="drop",
+        max_failed_fraction=0.05,
+        tokenizer_path=str(MODEL),
     )
     made = RewardWorker(cfg, context())
     yield made
@@ -80,7 +83,7 @@ def test_a_later_call_without_failures_does_not_hide_those_of_an_earlier_one(wor
         worker.compute_reward(failing)
 
     text = str(caught.value)
-    assert "reward.on_error: got 2 failed rows among the 2 of one call (100 %)" in text
+    assert "reward.max_failed_fraction: got 2 failed rows among the 2 of one call (1)" in text
     assert "ValueError: no judge for a0" in text
 
 
@@ -106,6 +109,8 @@ def test_rows_beyond_the_limit_are_refused_though_no_cause_is_known():
     valid = torch.tensor([True, False, True, True])
 
     with pytest.raises(RewardError, match="got 1 failed rows among the 4") as caught:
-        count_dropped(context(), (0,), valid, limit=20, key="reward.on_error", first_failure="")
+        count_dropped(
+            context(), (0,), valid, most=0.2, key="reward.max_failed_fraction", first_failure=""
+        )
 
     assert "the first failure" not in str(caught.value)

@@ -45,7 +45,7 @@ def actor_on(device: str, path: str, settings: dict[str, str]) -> Iterator[Actor
     cfg.model.path = path
     cfg.optimizer.lr = 5e-3
     cfg.rollout.max_batch_size = 8
-    cfg.rollout.kv_cache = str(KV_CACHE_BYTES)
+    cfg.rollout.kv_cache_gib = KV_CACHE_BYTES / (1 << 30)
     for key, value in settings.items():
         section, name = key.split(".")
         setattr(getattr(cfg, section), name, value)
@@ -147,7 +147,9 @@ def phases(device: str, path: str, settings: dict[str, str]) -> dict[str, int]:
             phase()
             if name.startswith("trained") and device == "cuda":
                 here = {part_of(n) for n, t, _ in actor.engine.state_blocks() if on_device(t)}
-                assert here == {"parameters", "optimizer"} - set(actor.cfg.engine.moved), here
+                assert here == {"parameters", "optimizer"} - set(
+                    actor.cfg.engine.offloaded_parts
+                ), here
             found[name] = used_bytes() if device == "cuda" else 0
     return found
 

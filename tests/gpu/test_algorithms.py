@@ -26,7 +26,11 @@ ENGINES = {
     "fsdp, vllm": VLLM,
     "megatron, blocks": (*MEGATRON, "actor.rollout.weights=blocks"),
     "megatron, flat": (*MEGATRON, "actor.rollout.weights=flat"),
-    "offloaded": (*VLLM, "actor.engine.residency=offload", "critic.engine.residency=offload"),
+    "offloaded": (
+        *VLLM,
+        "actor.engine.offload=[parameters,gradients,optimizer]",
+        "critic.engine.offload=[parameters,gradients,optimizer]",
+    ),
 }
 MAX_DRIFT = 0.05
 """Mean |log-prob gap| between rollout and trainer in bfloat16."""

@@ -112,11 +112,11 @@ def test_a_stale_tensor_on_the_device_stops_the_sync_and_is_named(tmp_path: Path
     assert said.startswith("WeightSyncError") and f"got rollout tensor {name} with hash" in said
 
 
-@pytest.mark.parametrize("residency", ["keep", "optimizer"])
+@pytest.mark.parametrize("offload", [[], ["optimizer"]])
 def test_kv_cache_and_moved_parts_leave_the_device_when_they_are_not_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], residency: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], offload: list[str]
 ) -> None:
-    way = {"rollout.engine": "vllm", "engine.residency": residency, "model.dtype": "bfloat16"}
+    way = {"rollout.engine": "vllm", "engine.offload": offload, "model.dtype": "bfloat16"}
     need(way)
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
     path = write_family(tmp_path / "model", "llama", max_position_embeddings=256, **sizes)

@@ -32,12 +32,12 @@ def test_model_and_data_are_all_that_a_run_on_one_gpu_needs(
     cfg = yaml.safe_load((tmp_path / "config.yaml").read_text())
     actor = cfg["actor"]
     records = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert actor["rollout"]["engine"] == "vllm" and actor["rollout"]["kv_cache"] == "64 MiB"
+    assert actor["rollout"]["engine"] == "vllm" and actor["rollout"]["kv_cache_gib"] == 0.0625
     precisions = [actor["model"], actor["rollout"], cfg["reference"]["model"]]
     assert {part["dtype"] for part in precisions} == {"bfloat16"}
-    assert actor["engine"]["residency"] == cfg["reference"]["engine"]["residency"] == "keep"
+    assert actor["engine"]["offload"] == cfg["reference"]["engine"]["offload"] == []
     assert "auto   dtype: bfloat16 (actor.model, " in said and "because the device is cuda" in said
-    assert "GiB that are free while actor generates" in said and "kv_cache: 64 MiB" in said
+    assert "GiB that are free while actor generates" in said and "kv_cache_gib: 0.0625" in said
     last = json.loads(records[-1])
     assert last["rollout/weights_verified"] == 1 and 0 < last["rollout/drift"] < 0.05
 
@@ -86,7 +86,7 @@ def test_parts_move_to_the_host_where_a_step_does_not_fit_and_change_no_number(
     simulated: Simulated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offload, keep = (
-        [f"{role}.engine.residency={where}" for role in ROLES] for where in ("offload", "keep")
+        [f"{role}.engine.offload=[{parts}]" for role in ROLES] for parts in (",".join(PARTS), "")
     )
     small = device_between(tmp_path, capsys, offload, keep)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -96,7 +96,7 @@ def test_parts_move_to_the_host_where_a_step_does_not_fit_and_change_no_number(
     simulated(*command, *keep, f"run.dir={tmp_path / 'keep'}")
 
     cfg = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
-    moved = {role: cfg[role]["engine"]["residency"] for role in ("actor", "critic", "reference")}
+    moved = {role: cfg[role]["engine"]["offload"] for role in ("actor", "critic", "reference")}
     assert any(part in parts for parts in moved.values() for part in PARTS), moved
     assert "s of copies a step" in said and "which does not fit" not in said
     auto, keep = (
@@ -117,10 +117,10 @@ def test_weights_are_copied_for_graphs_where_a_second_copy_fits_and_else_read_in
     for package in ("vllm", "megatron"):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    settings = [f"{role}.engine.residency=keep" for role in ROLES]
+    settings = [f"{role}.engine.offload=[]" for role in ROLES]
     settings += [f"{role}.engine.kind=megatron" for role in ("actor", "critic")]
     settings += ["actor.engine.layout=t2", "actor.rollout.engine=vllm"]
-    settings += ["actor.rollout.kv_cache=256 MiB"]  # generation is the fullest phase
+    settings += ["actor.rollout.kv_cache_gib=0.25"]  # generation is the fullest phase
     known = [[*settings, f"actor.rollout.weights={name}"] for name in ("blocks", "copy")]
     hardware = device_between(tmp_path, capsys, *known) if way == "blocks" else "a100_80gb"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -23,7 +23,7 @@ SMALL = (
     *("total_steps=1", "eval_every=1", "save_every=1"),
 )
 GROUPS = (*SMALL, "data.samples_per_prompt=2", "reward.num_processes=1")
-CACHE = "actor.rollout.kv_cache=64 MiB"
+CACHE = "actor.rollout.kv_cache_gib=0.0625"
 ROLES = ("actor", "critic", "reference", "reward")
 RECIPES = {
     "grpo_gsm8k": ("grpo", 1, GROUPS),

@@ -122,7 +122,7 @@ class DDPEngine(TrainEngine):
                 yield f"{name}.{moment}", values, Box.of_shape(values.shape)
 
     def residency(self, where: Place, part: Part) -> None:
-        """Everything stays on the device: engine.residency=offload has no effect."""
+        """Everything stays on the device: engine.offload has no effect."""
 
     def precision(self) -> torch.autocast:
         """The compute precision of model.dtype."""

@@ -134,7 +134,9 @@ def engine_config(
     options = [
         name for name, on in (("recompute", recompute), ("keep_gathered", not reshard)) if on
     ]
-    return EngineConfig(options=options, micro_batch=f"{budget} tokens" if budget else "16 rows")
+    if budget:
+        return EngineConfig(options=options, micro_batch_tokens=budget)
+    return EngineConfig(options=options, micro_batch_rows=16)
 
 
 def split(

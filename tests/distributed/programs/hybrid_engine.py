@@ -49,13 +49,13 @@ def actor_of(case: Case, folder: Path, rank: int, groups: GroupTable) -> ActorWo
     cfg.model.dtype = "float32"
     cfg.engine.kind = "megatron"
     cfg.engine.layout = case.train
-    cfg.engine.residency = case.residency
+    cfg.engine.offload = list(case.offload)
     cfg.engine.options = list(case.options)
     cfg.rollout.engine = "vllm"
     cfg.rollout.layout = case.generate
     cfg.rollout.weights = case.weights
     cfg.rollout.max_batch_size = 8
-    cfg.rollout.kv_cache = "16 MiB"
+    cfg.rollout.kv_cache_gib = 0.015625
     cfg.optimizer.lr = 5e-3
     ranks = tuple(range(dist.get_world_size()))
     layout = ActorWorker.layout_of(cfg, ranks)

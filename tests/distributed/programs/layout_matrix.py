@@ -109,7 +109,7 @@ def run_case(layout: str, run_dir: Path, *more: str) -> None:
         "data.prompts_per_step=32",
         "actor.update.mini_batch_size=16",
         "critic.update.mini_batch_size=16",
-        "actor.engine.micro_batch=8 rows",
+        "actor.engine.micro_batch_rows=8",
         "actor.optimizer.warmup_steps=3",
         "advantage.kl_coef=0.05",
         "run.call_seconds=600",

@@ -29,7 +29,7 @@ def run_modes(out: Path, *settings: str, ranks: tuple[int, ...]) -> None:
                 "save_every=0",
                 f"data.prompts_per_step={ROWS}",
                 *sizes,
-                "actor.engine.micro_batch=64 tokens",
+                "actor.engine.micro_batch_tokens=64",
                 "advantage.kl_coef=0",
                 f"actor.update.old_log_probs={mode}",
                 "run.call_seconds=600",

@@ -215,7 +215,7 @@ def engine_of(
         if type(part).__name__.endswith("RMSNorm"):  # transformers' own rounds to float32
             part.forward = partial(norm, part)
     optimizer = OptimizerConfig(lr=LR, betas=[0.0, 0.95], clip_norm=1e9)
-    cfg = EngineConfig(kind=kind, options=options, micro_batch=f"{BUDGET} tokens")
+    cfg = EngineConfig(kind=kind, options=options, micro_batch_tokens=BUDGET)
     engine = resolve(engine_kind(kind).implementation)
     return engine(model, cfg, context, optimizer=optimizer, total_optimizer_steps=1)
 

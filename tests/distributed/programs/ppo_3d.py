@@ -48,7 +48,9 @@ CASES = {
         1, "t1", generator="builtin", more=("actor.engine.kind=fsdp", "critic.engine.kind=fsdp")
     ),
     "t4-t2": Case(4, "t4", "t2", "blocks"),
-    "t2p2-t2": Case(4, "t2p2", "t2", "flat", more=("actor.engine.residency=offload",)),
+    "t2p2-t2": Case(
+        4, "t2p2", "t2", "flat", more=("actor.engine.offload=[parameters,gradients,optimizer]",)
+    ),
     "t2p2-t1": Case(4, "t2p2", "t1", "copy"),
     "t2d2-t1": Case(4, "t2", "t1", "blocks", more=("actor.engine.options=[sequence_parallel]",)),
     "t2d2-t2": Case(4, "t2", "t2", "blocks", more=("actor.engine.options=[plain_optimizer]",)),
@@ -108,7 +110,7 @@ def run_case(name: str, case: Case, out: Path) -> None:
         "data.prompts_per_step=22",
         "actor.update.mini_batch_size=11",
         "critic.update.mini_batch_size=11",
-        "actor.engine.micro_batch=3 rows",
+        "actor.engine.micro_batch_rows=3",
         "run.call_seconds=600",
         "actor.engine.kind=megatron",
         f"actor.engine.layout={case.train}",

@@ -54,7 +54,7 @@ def run_case(name: str, placement: str, num_ranks: int, out: Path, *more: str) -
         "data.prompts_per_step=37",
         "actor.update.mini_batch_size=37",
         "critic.update.mini_batch_size=37",
-        "actor.engine.micro_batch=5 rows",
+        "actor.engine.micro_batch_rows=5",
         "run.call_seconds=600",
         *(S2 if "s2" in name else ()),
         *more,

@@ -87,7 +87,7 @@ def config_of(case: str, out: Path, **changes: Any) -> Config:
         eval_path=str(TASK / "eval.jsonl"),
         tokenizer_path=str(TASK / "model"),
         prompts_per_step=ROWS,
-        eval_prompts="8",
+        eval_prompts=8,
     )
     actor = ActorConfig(
         model=ModelConfig(path=str(TASK / "model")),

@@ -234,7 +234,7 @@ def check_small_cache(world: World) -> dict[str, Any]:
     long = Sampling(60, temperature=1.2)
     seeds = world.seeds[:12]
     block_bytes = 2 * 2 * 128 * 32 * 4  # k and v, layers, tokens, head_dim, bytes
-    tight = world.generator("untied", engine="vllm", kv_cache=str(10 * block_bytes))
+    tight = world.generator("untied", engine="vllm", kv_cache_gib=10 * block_bytes / (1 << 30))
     tight._end_tokens = ()
     answer = tight.generate(prompts, long, seeds)
     tight.close()
@@ -247,7 +247,9 @@ def check_small_cache(world: World) -> dict[str, Any]:
 def check_refusals(world: World) -> dict[str, Any]:
     """Sizes and models that vLLM does not take."""
     return {
-        "no room": message(lambda: world.generator("untied", engine="vllm", kv_cache="4096")),
+        "no room": message(
+            lambda: world.generator("untied", engine="vllm", kv_cache_gib=4096 / (1 << 30))
+        ),
         "narrow": message(lambda: world.generator("narrow", engine="vllm")),
     }
 

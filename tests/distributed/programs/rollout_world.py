@@ -69,7 +69,7 @@ class World:
 
     def generator(self, family: str, layout: Layout, **settings: Any) -> Any:
         """This rank's part of a vLLM generator."""
-        cfg = RolloutConfig(engine="vllm", max_batch_size=8, kv_cache="16 MiB", **settings)
+        cfg = RolloutConfig(engine="vllm", max_batch_size=8, kv_cache_gib=0.015625, **settings)
         return from_folder(cfg, str(self.path(family)), self.replica(layout))
 
     def prompts(self, layout: Layout) -> Tensor:

@@ -41,9 +41,12 @@ PPO = (
     "critic.optimizer.warmup_steps=0",
 )
 PIPELINE = ("actor.engine.kind=megatron", "actor.engine.layout=t2p2")
-VLLM = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache=67108864", "eval_every=0")
+VLLM = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache_gib=0.0625", "eval_every=0")
 T2 = ("actor.engine.kind=megatron", "actor.engine.layout=t2", "critic.engine.kind=megatron")
-OFFLOAD = ("actor.engine.residency=offload", "critic.engine.residency=offload")
+OFFLOAD = (
+    "actor.engine.offload=[parameters,gradients,optimizer]",
+    "critic.engine.offload=[parameters,gradients,optimizer]",
+)
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "ppo, fsdp, bfloat16": ("ppo", 2, PPO),
     "ppo, zero 1 and 2, offload": (

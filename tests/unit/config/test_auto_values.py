@@ -1,4 +1,4 @@
-"""Settings that are texts: residency, kv_cache; what `auto` becomes on a device, or stays."""
+"""What `auto` and settings that are left open become on a device, or stay."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from spmdflow.config.leaf import PARTS, cache_of, moved_parts
 from spmdflow.config.load import load
 from spmdflow.config.resolve import Choice, choices_text, choose_device_defaults, needs_plan
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
-from spmdflow.program import load_settings, prepare
+from spmdflow.program import prepare
 from tests.unit.checkpoint_files import seal_settings
 from tests.unit.planned import ALGORITHMS
 
@@ -29,50 +26,9 @@ def set_defaults(cfg: Any, device: str) -> list[Choice]:
     return choices
 
 
-@given(st.lists(st.sampled_from(PARTS), unique=True, min_size=1), st.sampled_from([",", ", "]))
-def test_parts_are_read_in_any_order(parts: list[str], comma: str) -> None:
-    assert moved_parts(comma.join(parts)) == tuple(part for part in PARTS if part in parts)
-
-
-@pytest.mark.parametrize("text", ["", "moments", "optimizer, optimizer", "keep, optimizer"])
-def test_parts_that_there_are_not_are_refused_with_the_choices(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected auto, keep, offload or some of parameters"):
-        moved_parts(text, "actor.engine.residency")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("20 GiB", (20 << 30, "bytes")),
-        ("1.5GB", (1.5e9, "bytes")),
-        ("67108864", (1 << 26, "bytes")),
-        ("0.6 of free", (0.6, "free")),
-        ("auto", (0.9, "auto")),
-    ],
-)
-def test_cache_sizes_are_read(text: str, expected: tuple[float, str]) -> None:
-    assert cache_of(text) == expected
-
-
-@pytest.mark.parametrize("text", ["0", "1.2 of free", "0 of free", "20 Gib", "-1", "half", ""])
-def test_cache_sizes_that_are_none_are_refused_with_examples(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache: got .*0\.6 of free.*20 GiB"):
-        cache_of(text, "actor.rollout.kv_cache")
-
-
-def test_old_name_of_the_cache_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_bytes, nearest is actor\.rollout\.kv_cache;"):
+def test_older_name_of_the_cache_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes, nearest is actor\.rollout\.kv_cache_"):
         load(PPO, None, ["actor.rollout.kv_cache_bytes=67108864"])
-
-
-def test_wrong_parts_and_sizes_are_refused_before_a_run() -> None:
-    words = ["actor.engine.residency=moments", "actor.rollout.kv_cache=much"]
-
-    with pytest.raises(ConfigError) as caught:
-        load_settings(PPO, None, words, num_ranks=1)
-
-    assert "actor.engine.residency: got 'moments'" in str(caught.value)
-    assert "actor.rollout.kv_cache: got 'much'" in str(caught.value)
 
 
 def test_rows_of_vllm_are_as_long_as_prompt_and_response_unless_a_class_says_otherwise() -> None:
@@ -92,7 +48,7 @@ def test_auto_on_cpu_is_what_it_was_and_needs_no_plan() -> None:
 
     assert {choices[f"{role}.model.dtype"] for role in ("actor", "critic")} == {"float32"}
     assert cfg.actor.rollout.engine == "builtin" and cfg.actor.rollout.dtype == "float32"
-    assert cfg.actor.engine.residency == cfg.reference.engine.residency == "keep"
+    assert cfg.actor.engine.offload == cfg.reference.engine.offload == []
     assert not needs_plan(cfg) and cfg.actor.engine.options == []
 
 
@@ -107,7 +63,7 @@ def test_overlap_is_chosen_on_cuda_unless_somebody_says_no() -> None:
 
 
 def test_auto_on_cuda_is_bfloat16_and_leaves_memory_to_the_plan() -> None:
-    cfg = load(PPO, None, ["critic.model.dtype=float32", "actor.engine.residency=keep"]).cfg
+    cfg = load(PPO, None, ["critic.model.dtype=float32", "actor.engine.offload=[]"]).cfg
 
     text = choices_text(set_defaults(cfg, "cuda"))
 
@@ -116,12 +72,12 @@ def test_auto_on_cuda_is_bfloat16_and_leaves_memory_to_the_plan() -> None:
     )
     assert text.endswith(", because the device is cuda") or "because the device is cuda\n" in text
     assert cfg.critic.model.dtype == "float32" and cfg.actor.rollout.engine == "vllm"
-    assert cfg.critic.engine.residency == "auto" and needs_plan(cfg)
+    assert cfg.critic.engine.offload is None and needs_plan(cfg)
 
 
 def test_way_of_weights_that_is_left_open_is_planned_on_devices_alone() -> None:
-    words = [f"{role}.engine.residency=keep" for role in ("actor", "critic", "reference", "reward")]
-    words += ["actor.rollout.engine=vllm", "actor.rollout.kv_cache=64 MiB"]
+    words = [f"{role}.engine.offload=[]" for role in ("actor", "critic", "reference", "reward")]
+    words += ["actor.rollout.engine=vllm", "actor.rollout.kv_cache_gib=0.0625"]
     auto, copy = (
         load(PPO, None, [*words, f"actor.rollout.weights={x}"]).cfg for x in ("auto", "copy")
     )

@@ -25,13 +25,13 @@ def test_packed_files_are_accepted(
     assert accept(f"data.train_path=packed{ending}").data.train_path == f"packed{ending}"
 
 
-def test_number_of_eval_prompts_is_read_as_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_of_an_evaluation_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write_config_folder(tmp_path))
 
-    assert accept("data.eval_prompts=16").data.eval_prompts == "16"
-    assert accept("data.eval_prompts=16 x 4 samples").data.eval_prompts == "16 x 4 samples"
+    data = accept("data.eval_prompts=16", "data.eval_samples=4").data
+
+    assert (data.eval_prompts, data.eval_samples) == (16, 4)
+    assert accept().data.eval_prompts is None
 
 
 def test_reward_model_alone_cannot_say_what_is_right(
@@ -42,11 +42,11 @@ def test_reward_model_alone_cannot_say_what_is_right(
     accept(*model)
 
     with pytest.raises(ConfigError) as caught:
-        accept(*model, "data.eval_prompts=all x 2 samples")
+        accept(*model, "data.eval_samples=2")
 
     assert str(caught.value) == (
-        "data.eval_prompts: got 'all x 2 samples' with a reward model alone, expected a function "
-        "that says what is right, for pass@k; write all or a number, or set reward.function"
+        "data.eval_samples: got 2 with a reward model alone, expected a function that says what is "
+        "right, for pass@k; set data.eval_samples=0, or reward.function"
     )
 
 
@@ -61,9 +61,12 @@ def test_reward_model_alone_cannot_say_what_is_right(
         ),
         (
             "sft",
-            ("data.eval_prompts=16 x 4 samples",),
-            "data.eval_prompts: got '16 x 4 samples' for examples, which bring their answers "
-            "along, expected no samples; write all or a number",
+            (
+                "data.eval_prompts=16",
+                "data.eval_samples=4",
+            ),
+            "data.eval_samples: got 4 for examples, which have their answers already, expected 0; "
+            "set data.eval_samples=0",
         ),
     ],
 )

@@ -11,11 +11,12 @@ import yaml
 
 from spmdflow.config.check import check
 from spmdflow.config.leaf import defaults, flat, leaves, schema_help
-from spmdflow.config.load import SCRIPT_MODULE, complete, help_text, load, settings_text
+from spmdflow.config.load import complete, help_text, load, settings_text
 from spmdflow.config.location import to_yaml
 from spmdflow.config.offline import DPOConfig
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import PPOConfig
+from spmdflow.config.script import SCRIPT_MODULE
 from spmdflow.errors import ConfigError
 from tests.unit.config_folder import accept, write_config_folder
 
@@ -308,8 +309,8 @@ def test_batch_algebra_names_pools_and_every_stage_of_the_batch() -> None:
         "b: {roles: [critic, reward], ranks: [4]}}",
         "data.samples_per_prompt=2",
         "actor.update.num_epochs=3",
-        "actor.engine.micro_batch=16 rows",
-        "critic.engine.micro_batch=100 tokens",
+        "actor.engine.micro_batch_rows=16",
+        "critic.engine.micro_batch_tokens=100",
         "critic.update.mini_batch_size=128",
         world_size=5,
     )

@@ -75,7 +75,7 @@ def test_rows_per_rank_and_micro_batches_cover_the_mini_batch(
 ) -> None:
     data = DataConfig(train_path="", prompts_per_step=15, samples_per_prompt=4)
     update = UpdateConfig(mini_batch_size=mini_batch_size, num_epochs=2)
-    engine = EngineConfig(micro_batch="5 rows")
+    engine = EngineConfig(micro_batch_rows=5)
 
     algebra = batch_algebra_of("actor", data, update, engine, num_ranks=num_ranks)
 

@@ -35,7 +35,7 @@ KEYS_AND_TYPES: dict[str, Parts] = {
         "'many'",
         "run.start_seconds=600.0",
     ),
-    "run.call_seconds=many": ("run.call_seconds", "'many'", "run.call_seconds=600"),
+    "run.call_seconds=many": ("command line", "'many'", "float or none", "run.call_seconds=0.5"),
     "total_steps": (
         "command line",
         "'total_steps'",
@@ -62,15 +62,26 @@ VALUES: dict[str, Parts] = {
         "'vllm_transfer'",
         "actor.rollout.weights=auto",
     ),
-    "run.profile_steps=5-3": ("run.profile_steps", "'5-3'", "'3-5 on 0, 2'"),
-    "'run.profile_steps=3 on 0, 9'": ("run.profile_steps", "rank 9", "0 to 3", ""),
+    "run.profile_steps=[0]": ("run.profile_steps", "0", "at least 1", ""),
+    "run.profile_ranks=[0,9]": ("run.profile_ranks", "rank 9", "0 to 3", ""),
+    "actor.engine.offload=[moments]": (
+        "actor.engine.offload",
+        "'moments'",
+        "actor.engine.offload=[parameters]",
+    ),
+    "actor.rollout.kv_cache_fraction=1.2": (
+        "actor.rollout.kv_cache_fraction",
+        "1.2",
+        "at most 1",
+        "",
+    ),
     'run.guards=["actor/kl ~ 3: stop"]': (
         "run.guards",
         "'actor/kl ~ 3: stop'",
         "run.guards='[\"eval/accuracy < 0.5 * best: stop\"]'",
     ),
     "actor.optimizer.betas=[0.9,1.0]": ("actor.optimizer.betas", "1.0", "less than 1", ""),
-    "'data.eval_prompts=8 samples'": ("data.eval_prompts", "'8 samples'", "512 x 8 samples"),
+    "data.eval_prompts=0": ("data.eval_prompts", "0", "at least 1", ""),
 }
 SIZES: dict[str, Parts] = {
     "critic.update.mini_batch_size=128": (
@@ -79,7 +90,7 @@ SIZES: dict[str, Parts] = {
         "64",
         "16 or 32 or 64",
     ),
-    "actor.engine.micro_batch=many": ("actor.engine.micro_batch", "'many'", "'4096 tokens'"),
+    "actor.engine.micro_batch_rows=0": ("actor.engine.micro_batch_rows", "0", "at least 1", ""),
     "actor.engine.layout=t2": (
         "actor.engine.layout",
         "t2",

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,12 +29,14 @@ from spmdflow.config.resolve import (
     resume,
 )
 from spmdflow.errors import ConfigError
-from tests.unit.planned import ALGORITHMS, ROOT
+from tests.unit.config_folder import write_config_folder
+from tests.unit.planned import ALGORITHMS
 
 PPO = ALGORITHMS / "ppo.py"
 POOLS = {"all": {"roles": ["actor", "critic", "reference", "reward"], "ranks": [0, 1]}}
 FOUND = [Choice("placement", POOLS, "it is fast"), Choice("critic.engine.layout", "t2", "it fits")]
-FITTED = [Choice("actor.engine.residency", "keep", "it fits")]
+MEGATRON = ("placement=auto", "critic.engine.kind=megatron")
+FITTED = [Choice("actor.engine.offload", ["optimizer"], "it fits")]
 
 
 def settings_of(*words: str, device: str = "cpu", previous: PreviousRun | None = None) -> Settings:
@@ -62,7 +65,7 @@ def test_passes_are_applied_in_this_order() -> None:
         (device_defaults, "cuda", "actor.model.dtype", "bfloat16"),
         (resume, "cpu", "critic.model.dtype", "bfloat16"),
         (placement, "cpu", "critic.engine.layout", "t2"),
-        (memory, "cuda", "actor.engine.residency", "keep"),
+        (memory, "cuda", "actor.engine.offload", ["optimizer"]),
     ],
 )
 def test_pass_returns_new_settings_with_its_reasons_and_leaves_the_old_ones(
@@ -99,7 +102,7 @@ def test_planner_is_not_asked_where_nothing_is_left_open() -> None:
 def test_later_reason_for_a_setting_replaces_the_earlier_one() -> None:
     previous = PreviousRun({"actor": {"model": {"dtype": "bfloat16"}}}, num_ranks=2)
 
-    settings, reasons = resolve(settings_of("placement=auto", previous=previous))
+    settings, reasons = resolve(settings_of(*MEGATRON, previous=previous))
 
     values = [choice.value for choice in reasons if choice.key == "actor.model.dtype"]
     assert values == ["bfloat16"] == [settings.cfg.actor.model.dtype]
@@ -107,11 +110,11 @@ def test_later_reason_for_a_setting_replaces_the_earlier_one() -> None:
 
 
 def test_pools_and_layouts_of_the_resumed_run_are_kept_without_a_search() -> None:
-    first, _ = resolve(settings_of("placement=auto"))
+    first, _ = resolve(settings_of(*MEGATRON))
     first.cfg.actor.engine.options = ["recompute"]
     previous = PreviousRun(yaml.safe_load(to_yaml(first.cfg)), num_ranks=2)
 
-    settings, reasons = resolve(settings_of("placement=auto", previous=previous))
+    settings, reasons = resolve(settings_of(*MEGATRON, previous=previous))
 
     assert to_yaml(settings.cfg) == to_yaml(first.cfg)
     assert {choice.why for choice in reasons if choice.key == "placement"} == {
@@ -146,22 +149,23 @@ def test_open_settings_are_checked_for_what_is_wrong_whatever_auto_becomes() -> 
 
 
 @pytest.mark.parametrize(
-    "word", ["placement=split", "actor.engine.options=[moments]", "actor.model.path=/nowhere"]
+    "word", ["placement=split", "placement=auto actor.model.path=/nowhere", "actor.loss.kl_coef=-1"]
 )
-def test_errors_are_found_before_torch_is_loaded(word: str) -> None:
+def test_errors_are_found_before_torch_is_loaded(word: str, tmp_path: Path) -> None:
+    write_config_folder(tmp_path)
     program = (
         "import sys\n"
         "from spmdflow.config.load import load\n"
         "from spmdflow.errors import ConfigError\n"
         "from spmdflow.program import prepare\n"
         "try:\n"
-        f"    prepare(load('ppo.py', None, ['placement=auto', {word!r}]), 1)\n"
+        f"    prepare(load('ppo.py', None, {word.split()!r}), 1)\n"
         "except ConfigError:\n"
         "    print('torch' in sys.modules)\n"
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
 
     assert done.stdout == "False\n", done.stderr

@@ -87,7 +87,7 @@ def test_last_step_of_a_worker_with_a_state_of_its_own_is_saved(tmp_path: Path) 
 
 
 def test_evaluation_before_the_first_step_is_not_saved(tmp_path: Path) -> None:
-    with rank_of_one(tmp_path, eval_path=str(TASK / "eval.jsonl"), eval_prompts="4") as rank:
+    with rank_of_one(tmp_path, eval_path=str(TASK / "eval.jsonl"), eval_prompts=4) as rank:
         flow = rank.flow
         counter = flow.spawn(Counter, ToyConfig())
         prompts = flow.prompts(rank.config.data)

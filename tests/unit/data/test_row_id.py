@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.config.data_source import eval_prompts_of
 from spmdflow.data.row_id import RowIds, held_out_ids, is_held_out
 from spmdflow.errors import ConfigError
 
@@ -46,25 +45,3 @@ def test_ids_of_training_are_never_used_twice(sizes: list[tuple[int, int]]) -> N
 def test_as_many_samples_as_would_reach_into_the_next_row_are_refused() -> None:
     with pytest.raises(ConfigError, match="got 1048577 samples .*, expected at most 1048576; ask"):
         held_out_ids(np.array([0]), (1 << 20) + 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("all", (None, 0)),
-        ("512", (512, 0)),
-        (" 1 x 1 sample", (1, 1)),
-        ("128 x 8 samples", (128, 8)),
-        ("all x 16 samples", (None, 16)),
-    ],
-)
-def test_eval_prompts_say_how_many_prompts_and_samples(
-    text: str, expected: tuple[int | None, int]
-) -> None:
-    assert eval_prompts_of(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "many", "8 samples", "all x 0 samples", "2x3"])
-def test_other_eval_prompts_are_refused_in_three_parts(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data.eval_prompts: got .*, expected .*; write all"):
-        eval_prompts_of(text)

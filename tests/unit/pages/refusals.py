@@ -447,7 +447,7 @@ PARTS: dict[str, dict[str, Parts]] = {
         "data.train_path=nope.jsonl": ("data.train_path", "nope.jsonl", "FOLDER", "path"),
         "data.train_path=reward.py": ("data.train_path", "reward.py", ".jsonl", ""),
         "data.train_path=empty.jsonl": ("data.train_path", "empty.jsonl", ""),
-        "data.eval_prompts=0": ("data.eval_prompts", "'0'", "512"),
+        "data.eval_prompts=0": ("data.eval_prompts", "0", "at least 1", ""),
         "data.eval_path=null": ("data.eval_path", "eval_every 10", "eval_every=0"),
         "actor.model.path=nope": ("actor.model.path", "nope", "FOLDER", ""),
         "actor.model.path=bare": ("actor.model.path", "bare", "safetensors"),

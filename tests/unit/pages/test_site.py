@@ -14,7 +14,7 @@ import pytest
 
 import spmdflow
 from spmdflow.config.leaf import defaults, leaves
-from spmdflow.config.load import load_script, schema_of
+from spmdflow.config.script import load_script, schema_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -87,7 +87,10 @@ def test_sizes_of_a_large_generator_of_its_own_are_searched_or_those_of_the_sett
 ) -> None:
     words = [f"actor.rollout.layout={layout}"] if layout else []
     words.append(f"actor.engine.kind={engine}")
-    offload = ["actor.engine.residency=offload", "actor.engine.options=[recompute]"]
+    offload = [
+        "actor.engine.offload=[parameters,gradients,optimizer]",
+        "actor.engine.options=[recompute]",
+    ]
     hardware = load_hardware("h100")
 
     loaded, auto = found("grpo_async", 128, *large_groups(tmp_path), *words, *offload)
@@ -183,7 +186,7 @@ def test_models_that_need_host_memory_are_placed_and_their_plan_takes_as_long(
     words += [f"{role}.engine.kind={engine}" for role in roles]
     words.append(f"actor.rollout.engine={generator}")
     with pytest.raises(ConfigError, match=r"placement: got 8 ranks"):
-        found("ppo", 8, *words, *(f"{role}.engine.residency=keep" for role in roles))
+        found("ppo", 8, *words, *(f"{role}.engine.offload=[]" for role in roles))
 
     loaded, auto = found("ppo", 8, *words)
 
@@ -252,7 +255,7 @@ def test_missing_model_folder_is_refused_with_its_name(folders: tuple[str, ...])
 def test_run_resolves_it_before_its_checks_and_says_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(workload, "_own", lambda: "h100")
+    monkeypatch.setattr(workload, "_local_hardware", lambda: "h100")
     loaded = load(ALGORITHMS / "ppo.py", None, ["placement=auto", *SMALL])
 
     placed = [prepare(loaded, 4) for _ in range(4)]

@@ -57,7 +57,7 @@ def large(folder: Path) -> list[str]:
         "actor.rollout.layout=t8",
         "actor.rollout.dtype=bfloat16",
         "actor.rollout.max_new_tokens=1024",
-        "actor.rollout.kv_cache=20000000000",
+        f"actor.rollout.kv_cache_gib={20e9 / 2**30}",
         "actor.update.mini_batch_size=128",
         "critic.update.mini_batch_size=128",
     ]
@@ -67,7 +67,7 @@ def large(folder: Path) -> list[str]:
             f"{role}.model.dtype=bfloat16",
             f"{role}.engine.kind=megatron",
             f"{role}.engine.layout={sizes}",
-            f"{role}.engine.micro_batch=1 rows",
+            f"{role}.engine.micro_batch_rows=1",
         ]
     return words
 
@@ -329,7 +329,7 @@ def test_models_that_do_not_fit_are_told_with_a_knob(tmp_path: Path) -> None:
 
     memory = [problem.text for problem in report.problems if problem.check == "memory"]
     assert any("actor.update_actor: got" in text and "expected at most" in text for text in memory)
-    assert any("engine.layout" in text or "residency=offload" in text for text in memory)
+    assert any("engine.layout" in text or "offload=[optimizer]" in text for text in memory)
 
 
 def test_what_only_this_machine_lacks_is_no_fault_of_the_plan(tmp_path: Path) -> None:

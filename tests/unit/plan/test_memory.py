@@ -68,13 +68,13 @@ def memory_of(*settings: str, hardware: Hardware) -> Prediction:
 
 
 def test_cache_of_vllm_that_is_set_too_large_is_reported_with_its_setting() -> None:
-    setting = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache=200000000000")
+    setting = ("actor.rollout.engine=vllm", f"actor.rollout.kv_cache_gib={200e9 / 2**30}")
 
     found = memory_of(*setting, hardware=load_hardware("h100"))
 
     (problem,) = found.problems
     assert problem.check == "memory" and "actor.generate_sequences: got 200.0 GB" in problem.text
-    assert problem.text.endswith("; lower actor.rollout.kv_cache")
+    assert problem.text.endswith("; lower actor.rollout.kv_cache_gib")
 
 
 def with_usable(num_bytes: float) -> Hardware:
@@ -92,14 +92,14 @@ def test_small_cache_is_what_is_to_be_lowered_where_all_else_fits() -> None:
     largest = max(size for name, size in parts.items() if name != "kv_cache")
     others = sum(parts.values()) - parts["kv_cache"]
     cache = int(largest / 2)
-    words = (vllm, f"actor.rollout.kv_cache={cache}")
+    words = (vllm, f"actor.rollout.kv_cache_gib={cache / 2**30}")
 
     fits = memory_of(*words, hardware=with_usable(others + cache))
     found = memory_of(*words, hardware=with_usable(others + cache / 2))
 
     assert not [f for f in fits.problems if "actor.generate_sequences" in f.text]
     (said,) = [f.text for f in found.problems if "actor.generate_sequences" in f.text]
-    assert said.endswith("; lower actor.rollout.kv_cache")
+    assert said.endswith("; lower actor.rollout.kv_cache_gib")
 
 
 def test_rows_that_the_built_in_generator_cannot_hold_together_are_reported() -> None:
@@ -142,7 +142,7 @@ def test_predicted_memory_is_near_the_measured_peak_of_every_call(
 ) -> None:
     write_model(tmp_path / "model")
     words = [f"{role}.model.path={tmp_path}/model" for role in ("actor", "critic", "reference")]
-    words += [f"{role}.engine.micro_batch=8 rows" for role in ("actor", "critic", "reference")]
+    words += [f"{role}.engine.micro_batch_rows=8" for role in ("actor", "critic", "reference")]
     words += [f"{role}.update.mini_batch_size=16" for role in ("actor", "critic")]
     words += ["data.prompts_per_step=16", "actor.rollout.max_new_tokens=48", "total_steps=2"]
     words += ["eval_every=0", "run.sample_every=0", "actor.rollout.verify_every=0", *settings]

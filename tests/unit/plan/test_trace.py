@@ -44,7 +44,10 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
         "reward_model.update.mini_batch_size=6",
         "eval_every=0",
     ),
-    "evaluate": ("data.eval_prompts=12 x 2 samples",),
+    "evaluate": (
+        "data.eval_prompts=12",
+        "data.eval_samples=2",
+    ),
 }
 
 

@@ -288,7 +288,7 @@ def test_way_that_no_planner_finds_is_a_note_and_no_traceback(
 
 
 def test_generator_whose_weights_come_from_files_has_no_sync() -> None:
-    alone = traced("evaluate", 4, "data.eval_prompts=12 x 2 samples")
+    alone = traced("evaluate", 4, "data.eval_prompts=12", "data.eval_samples=2")
     apart = traced("grpo_async", 4, *SMALL_GROUPS)
 
     assert (weight_plans(alone), syncs_by_step(alone)) == ([], {1: {}})
