@@ -1,4 +1,4 @@
-"""Rows of one call by rank: what each rank is given, holds afterwards, and who answers."""
+"""Rows of one call by rank: which rows each rank gets, which it has afterwards, and who replies."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ _UNEVEN = 1.05
 
 
 class MicroLimit(NamedTuple):
-    """What one forward may hold on one rank."""
+    """Largest forward pass on one rank."""
 
     max_rows: int
     max_tokens: int | None
     packed: bool = True
 
     def count_of(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
-        """Forward passes, the same for every share: the most that one share (positions) needs."""
+        """Number of forward passes, equal for all shares: the maximum that one share needs.
+
+        shares: positions of their rows. lengths (B,): tokens of each row.
+        """
         tokens = []
-        for s in shares:
-            tokens.append([0] * len(s) if lengths is None else lengths[s].tolist())
+        for share in shares:
+            tokens.append([0] * len(share) if lengths is None else lengths[share].tolist())
         return num_micro_batches(
             tokens, max_rows=self.max_rows, max_tokens=self.max_tokens, packed=self.packed
         )
@@ -43,7 +46,7 @@ class MicroLimit(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """What is known of a worker group."""
+    """A worker group, as far as planning a call needs it."""
 
     name: str
     worker_class: type
@@ -53,7 +56,7 @@ class Target:
 
     @cached_property
     def limit(self) -> MicroLimit:
-        """Limit of one of its forward passes; none for a model without an engine."""
+        """Limit of one of its forward passes; without an engine there is no limit."""
         engine, model = (getattr(self.settings, name, None) for name in ("engine", "model"))
         if engine is None or model is None:
             return MicroLimit(_NO_LIMIT, None)
@@ -65,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Positions in the batch, by rank: rows given to the call, rows held after it; who answers."""
+    """Which positions of the batch each rank gets, and has afterwards; which ranks reply."""
 
     given: Mapping[int, np.ndarray]
     holds: Mapping[int, np.ndarray]
@@ -85,35 +88,35 @@ def assign(
 ) -> Assignment:
     """Assign the rows of a call without mini-batches.
 
-    lengths (B,): tokens of each row, to balance the shares; shares: positions, instead of that.
+    lengths (B,): tokens of each row, to balance the shares. shares: positions; not balanced.
     """
     if shares is None and lengths is not None:
         parts = even_chunks(num_rows, rules.num_shares(layout))
         shares = even_tokens([_positions(part) for part in parts], lengths)
     lists = None if shares is None else [share.tolist() for share in shares]
-    given = by_share(rules.distribute(layout, num_rows, lists), _positions)
+    positions = by_share(rules.distribute(layout, num_rows, lists), _positions)
     return Assignment(
-        given=given,
+        given=positions,
         holds=by_share(rules.holds(layout, num_rows, lists), _positions),
         answering=tuple(rules.collect(layout).ranks),
-        num_micro_batches=limit.count_of(list(given.values()), lengths),
+        num_micro_batches=limit.count_of(list(positions.values()), lengths),
     )
 
 
 assign_again = lru_cache(maxsize=256)(assign)
-"""`assign` with a cache, for calls that do not depend on lengths and repeat in every step. The
-arrays are shared: do not write to them."""
+"""`assign` with a cache, for calls that do not depend on lengths and repeat in every step.
+
+The arrays are shared: do not write to them."""
 
 
-def by_share(given: Mapping[int, T], make: Callable[[T], R]) -> dict[int, R]:
-    """make(rows) for every rank; called once for ranks that share one rows object."""
-    made: dict[int, R] = {}
-    for rows in given.values():
-        if id(rows) not in made:
-            made[id(rows)] = make(rows)
+def by_share(rows_of_rank: Mapping[int, T], convert: Callable[[T], R]) -> dict[int, R]:
+    """convert(rows) for every rank; called once for ranks that share one rows object."""
+    converted: dict[int, R] = {}
     result = {}
-    for rank, rows in given.items():
-        result[rank] = made[id(rows)]
+    for rank, rows in rows_of_rank.items():
+        if id(rows) not in converted:
+            converted[id(rows)] = convert(rows)
+        result[rank] = converted[id(rows)]
     return result
 
 
@@ -125,15 +128,16 @@ def assign_mini_batches(
     rules: Protocol,
     target: Target,
     parents: np.ndarray,
-    held: Mapping[int, np.ndarray],
+    present: Mapping[int, np.ndarray],
     *,
     lengths: np.ndarray | None,
     seed: int,
     step: int,
 ) -> Assignment:
-    """Assign the rows of an update. held: positions that each rank of the target has already.
+    """Assign the rows of an update.
 
-    parents (B,): the group of each row; lengths (B,): its tokens.
+    parents (B,): the group of each row. present: positions that each rank of the target already
+    has. lengths (B,): tokens of each row.
     """
     layout = target.layout
     limit = target.limit
@@ -141,7 +145,7 @@ def assign_mini_batches(
     probe = rules.distribute(layout, num_shares, [[share] for share in range(num_shares)])
     share_of = {rank: shares[0] for rank, shares in probe.items() if shares}
     holder = np.full(len(parents), -1, dtype=np.int64)
-    for rank, positions in held.items():
+    for rank, positions in present.items():
         if rank in share_of:
             holder[positions] = share_of[rank]
     minis = plan_mini_batches(
@@ -155,8 +159,10 @@ def assign_mini_batches(
         within.append(
             [(np.searchsorted(rows, mini.shares[share]), mini.num_micro_batches) for mini in minis]
         )
-    whole = assign(rules, layout, len(parents), limit, lengths, shares)
-    return replace(whole, mini_batches={rank: within[share] for rank, share in share_of.items()})
+    assignment = assign(rules, layout, len(parents), limit, lengths, shares)
+    return replace(
+        assignment, mini_batches={rank: within[share] for rank, share in share_of.items()}
+    )
 
 
 class MiniBatchPlan(NamedTuple):
@@ -201,14 +207,14 @@ def takes_one_step(parents: np.ndarray, cfg: UpdateConfig) -> bool:
 
 
 def permutation(parents: np.ndarray, *, seed: int, step: int, epoch: int) -> np.ndarray:
-    """Positions with whole groups in random order; depends on seed, step and epoch only."""
+    """Positions with complete groups in random order, from seed, step and epoch only."""
     groups = _groups(parents)
     generator = np.random.default_rng(seed_of(seed, "mini_batches", step, epoch))
     return np.concatenate([_NONE, *(groups[i] for i in generator.permutation(len(groups)))])
 
 
 def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[np.ndarray]:
-    """Positions of each mini-batch of `size` samples; groups (one parent) are never split."""
+    """Positions of each mini-batch of `size` samples. Groups (equal parents) are never split."""
     batches: list[list[np.ndarray]] = [[]]
     filled = 0
     for group in _groups(parents[order]):
@@ -225,7 +231,7 @@ def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[
 
 
 def _groups(parents: np.ndarray) -> list[np.ndarray]:
-    """Positions of equal parents, groups in the order of their first row."""
+    """Positions of each group of equal parents, in the order of their first rows."""
     by_parent: dict[int, list[int]] = {}
     for position, parent in enumerate(parents.tolist()):
         by_parent.setdefault(parent, []).append(position)
@@ -233,7 +239,7 @@ def _groups(parents: np.ndarray) -> list[np.ndarray]:
 
 
 def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> list[np.ndarray]:
-    """Even split of positions over shares that moves as few rows as it can."""
+    """Even split of positions over shares that moves as few rows as possible."""
     own = []
     for share in range(num_shares):
         own.append(positions[holder[positions] == share])
@@ -242,24 +248,24 @@ def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> li
     room = []
     for share in range(num_shares):
         room.append(base + (share in larger))
-    kept = []
+    staying = []
     for share in range(num_shares):
-        kept.append(own[share][: room[share]])
-    rest = positions[~np.isin(positions, np.concatenate(kept))]
+        staying.append(own[share][: room[share]])
+    moving = positions[~np.isin(positions, np.concatenate(staying))]
     shares = []
     start = 0
     for share in range(num_shares):
-        lacking = room[share] - len(kept[share])
-        shares.append(np.sort(np.concatenate([kept[share], rest[start : start + lacking]])))
+        lacking = room[share] - len(staying[share])
+        shares.append(np.sort(np.concatenate([staying[share], moving[start : start + lacking]])))
         start += lacking
     return shares
 
 
 def even_tokens(shares: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
-    """The same shares if nearly balanced, else new ones with nearly equal numbers of tokens."""
+    """The same shares if they are nearly balanced, otherwise shares with nearly equal tokens."""
     tokens = [int(lengths[share].sum()) for share in shares]
     if max(tokens) * len(shares) <= _UNEVEN * sum(tokens):
         return shares
     positions = np.sort(np.concatenate(shares))
-    found = balance(lengths[positions].tolist(), len(shares))
-    return [positions[_positions(share)] for share in found]
+    balanced = balance(lengths[positions].tolist(), len(shares))
+    return [positions[_positions(share)] for share in balanced]

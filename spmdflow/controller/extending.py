@@ -1,8 +1,8 @@
-"""Calls of methods with `extends=True`: what the answer carries along of the batch that was given.
+"""Calls of methods with `extends=True`: which columns of their input the result keeps.
 
-A method that may be given what it writes (all of it is among `optional`) goes on from there, as
-`generate_sequences` does from a response. Columns that were made from the shorter response would
-be wrong beside the longer one: they are left out.
+If a method optionally reads all columns that it writes, it continues from them, as
+`generate_sequences` continues a response. Columns that were computed from the shorter response
+would not match the longer one, so the result omits them.
 """
 
 from __future__ import annotations
@@ -14,50 +14,51 @@ from spmdflow.worker_api.register import MethodSpec
 
 
 def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:
-    """ColumnError if the batch has columns that the method writes and cannot go on from."""
-    found = []
+    """Raise ColumnError if the batch has columns that the method writes but cannot continue."""
+    consumed = []
     for name in batch.columns:
         if name in _consumed_columns(spec):
-            found.append(name)
+            consumed.append(name)
     missing = []
     for name in spec.writes:
         if name not in batch.columns:
             missing.append(name)
-    if found and not _goes_on(spec):
+    if consumed and not _continues(spec):
         raise ColumnError(
-            f"{label}: the batch has {found[0]!r} already, expected a batch without it, as the "
-            f"answer carries the batch's columns along; drop it first"
+            f"{label}: the batch already has {consumed[0]!r}, expected a batch without it, because "
+            f"the result keeps the batch's columns; drop it first"
         )
-    if found and missing:
+    if consumed and missing:
         raise ColumnError(
-            f"{label}: the batch has {found}, expected {missing} too, to go on from; keep these "
-            f"columns together, or drop({found[0]!r}) to start anew"
+            f"{label}: the batch has {consumed}, expected {missing} too, to continue from; keep "
+            f"these columns together, or drop({consumed[0]!r}) to start again"
         )
 
 
 def carried_columns(spec: MethodSpec, batch: Batch) -> dict[str, ColumnRef]:
-    """Columns of the batch that stay beside those that the method writes."""
+    """Columns of the batch that are still valid next to those that the method writes."""
     old = set()
     for name in spec.writes:
         if name in batch.columns:
             old.add(batch.column(name).result.number)
 
-    def stays(name: str) -> bool:
+    def is_valid(name: str) -> bool:
         result = batch.column(name).result
         is_older = not isinstance(result, RowResult) or not old & result.lineage
         return name not in _consumed_columns(spec) and (is_older or name in spec.reads)
 
     result = {}
     for name in batch.columns:
-        if stays(name):
+        if is_valid(name):
             result[name] = batch.column(name)
     return result
 
 
-def _goes_on(spec: MethodSpec) -> bool:
+def _continues(spec: MethodSpec) -> bool:
+    """Whether the method continues from the columns that it writes."""
     return set(spec.writes) <= set(spec.optional)
 
 
 def _consumed_columns(spec: MethodSpec) -> set[str]:
-    """Columns that the method replaces or uses up."""
-    return {*spec.writes, *(spec.optional if _goes_on(spec) else ())}
+    """Columns that the method replaces or removes."""
+    return {*spec.writes, *(spec.optional if _continues(spec) else ())}

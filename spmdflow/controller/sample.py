@@ -1,6 +1,6 @@
 """Samples of a step: a few scored rows with their groups, advantages and tokens.
 
-`Sample` (tracking.progress) says what a line of samples.jsonl holds.
+`Sample` (tracking.progress) defines the content of a line in samples.jsonl.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _OWN = "rollout_log_probs"
 _OLD = "old_log_probs"
 _TOKENS = ("responses", "response_mask", _OWN, _OLD, "advantages")
 _GROUP_ROWS = 4
-"""Rows of one prompt that are taken before any of a further prompt."""
+"""Rows of one prompt that are chosen before any row of the next prompt."""
 _MOST_WRITTEN = 16
 _MOST_PRINTED = 4
 _MOST_TOKENS = 16_384
-"""Rows; and tokens after which no further row is written."""
+"""Largest number of rows to write and to print; tokens after which no further row is written."""
 
 
 def is_shown(batch: Batch) -> bool:
-    """Whether it has the columns that a sample needs."""
+    """Whether the batch has the columns that a sample needs."""
     return set(_TEXTS) <= set(batch.columns)
 
 
 def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
-    """The first rows of the first groups of a batch; waits for their values."""
-    places = spread(batch.parents, per_group=_GROUP_ROWS, most=_MOST_WRITTEN)
+    """The first rows of the first groups of a batch. Waits for their values."""
+    positions = choose_positions(batch.parents, per_group=_GROUP_ROWS, most=_MOST_WRITTEN)
     if "responses" in batch.columns:
-        ends = np.cumsum(batch.lengths("responses")[places])
-        places = places[: max(_MOST_PRINTED, int((ends <= _MOST_TOKENS).sum()))]
-    chosen = batch.select(places)
-    groups = batch.group_numbers()[places].tolist()
+        ends = np.cumsum(batch.lengths("responses")[positions])
+        positions = positions[: max(_MOST_PRINTED, int((ends <= _MOST_TOKENS).sum()))]
+    chosen = batch.select(positions)
+    groups = batch.group_numbers()[positions].tolist()
     names = []
     for name in (*_TEXTS, *_ROWS, *_TOKENS):
         if name in batch.columns:
@@ -76,16 +76,16 @@ def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
 
 
 def first_of_groups(samples: Sequence[Sample]) -> list[Sample]:
-    """Those to print: the first of each prompt, then the second ones, in their order."""
+    """The samples to print: the first of each prompt, then the second ones, in their order."""
     groups = np.array([sample.facts["group"] for sample in samples])
     first = []
-    for place in spread(groups, per_group=1, most=_MOST_PRINTED):
-        first.append(samples[place])
+    for position in choose_positions(groups, per_group=1, most=_MOST_PRINTED):
+        first.append(samples[position])
     return first
 
 
-def spread(parents: Ids, *, per_group: int, most: int) -> list[int]:
-    """Positions to show: so many rows of each prompt in turn, then as many further ones of each."""
+def choose_positions(parents: Ids, *, per_group: int, most: int) -> list[int]:
+    """Positions to show: `per_group` rows of each prompt in turn, then further ones of each."""
     groups = np.unique(parents, return_inverse=True)[1]
     turn, _ = places_in_groups(groups)
     first = np.full(len(groups), len(groups))
@@ -95,11 +95,11 @@ def spread(parents: Ids, *, per_group: int, most: int) -> list[int]:
 
 
 def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """What is told of a row besides text and score. Any: values of columns."""
+    """(name, value) of what a sample has besides text and score. Any: values of columns."""
     mask = row["response_mask"].bool() if "response_mask" in row else None
     if "advantages" in row:
-        learnt = row["advantages"] if mask is None else row["advantages"][mask]
-        yield "advantage", float(f"{float(learnt.mean()):.4g}") if len(learnt) else 0.0
+        trained = row["advantages"] if mask is None else row["advantages"][mask]
+        yield "advantage", float(f"{float(trained.mean()):.4g}") if len(trained) else 0.0
     if "costs" in row and isfinite(row["costs"]):
         yield "cost", float(row["costs"])
     if "num_turns" in row:
@@ -119,7 +119,7 @@ def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _round_numbers(numbers: Tensor, digits: int) -> list[float | None]:
-    """Short for JSON: 0 without a point, null where not finite."""
+    """Rounded numbers for JSON: 0 without a decimal point, null if not finite."""
     result = []
     for x in numbers.tolist():
         result.append(round(x, digits) or 0 if isfinite(x) else None)

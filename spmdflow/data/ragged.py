@@ -23,7 +23,7 @@ def ragged(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def with_offsets(jagged: Tensor, known: list[Tensor]) -> Tensor:
-    """The column with the equal offsets in `known` if there are any; else adds its own to them.
+    """The column with equal offsets from `known`; without any, its own are added to `known`.
 
     torch adds, multiplies and compares jagged tensors only if they share one tensor of offsets.
     """
@@ -36,7 +36,7 @@ def with_offsets(jagged: Tensor, known: list[Tensor]) -> Tensor:
 
 
 def ragged_from_rows(rows: list[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
-    """Jagged tensor of a list of (T_i, ...) tensors; an empty list needs a dtype."""
+    """Jagged tensor of a list of (T_i, ...) tensors. An empty list needs a dtype."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     if rows:
         values = torch.cat(rows)
@@ -62,7 +62,7 @@ def lengths_of(jagged: Tensor) -> Tensor:
 
 
 def mask_of(lengths: Tensor, width: int) -> Tensor:
-    """(B, width) bool: True in the first lengths[i] places of row i."""
+    """(B, width) bool: True at the first lengths[i] positions of row i."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
@@ -93,8 +93,8 @@ def take_rows(values: Tensor, lengths: Tensor, index: Tensor) -> tuple[Tensor, T
 
 
 VALID = ("valid", "cost_valid")
-"""Dense bool columns: False for a row whose reward or cost function failed. Such a row is kept, so
-that the number of rows does not change, but it is in no loss, baseline or metric."""
+"""Dense bool columns: False for a row whose reward or cost function failed. Such a row stays in the
+batch, so that the number of rows does not change, but it is in no loss, baseline or metric."""
 
 
 def valid_rows(batch: TensorDict) -> Tensor | None:
@@ -125,9 +125,9 @@ def without_failed(batch: TensorDict) -> TensorDict:
     if valid_rows(batch) is None:
         return batch
     mask = ragged_from_padded(chosen_mask(batch), lengths_of(batch["response_mask"]))
-    kept: TensorDict = batch.exclude(*VALID)
-    kept["response_mask"] = mask
-    return kept
+    masked: TensorDict = batch.exclude(*VALID)
+    masked["response_mask"] = mask
+    return masked
 
 
 def set_column(batch: TensorDict, name: str, value: Tensor | Sequence[str]) -> None:
@@ -146,8 +146,8 @@ def select_rows(batch: TensorDict, index: Tensor) -> TensorDict:
         if not isinstance(value, Tensor):
             set_column(chosen, name, [list(value)[row] for row in index.tolist()])
         elif is_ragged(value):
-            taken = take_rows(value.values(), lengths_of(value), index.to(value.device))
-            set_column(chosen, name, ragged(*taken))
+            rows = take_rows(value.values(), lengths_of(value), index.to(value.device))
+            set_column(chosen, name, ragged(*rows))
         else:
             set_column(chosen, name, value[index.to(value.device)])
     return chosen

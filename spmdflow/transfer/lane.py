@@ -95,7 +95,7 @@ def run_release(
     for arrival in incoming:
         arrival.finish(number, transport)
         store.put(result, arrival.ids, arrival.columns)
-    for work, _kept in outgoing:
+    for work, _message in outgoing:
         transport.wait(work)
 
 

@@ -26,7 +26,7 @@ Shares = Sequence[Sequence[int]]
 """Positions of each share. Shares may overlap: over epochs a row can visit several ranks."""
 
 Rows = dict[int, list[int]]
-"""Positions by rank. Ranks with the same rows may share one list; treat it as read-only."""
+"""Positions by rank. Ranks with the same rows may share one list, so treat it as read-only."""
 
 RowsFunction = Callable[[Layout, int, Shares], Mapping[int, Sequence[int]]]
 """(layout, number of rows, shares) -> positions by rank."""
@@ -131,6 +131,10 @@ class Protocol:
     def _check_rows(
         self, function: str, layout: Layout, num_rows: int, rows: Mapping[int, Sequence[int]]
     ) -> Rows:
+        """The result of a function as sorted lists by rank.
+
+        Raises ProtocolError if it has ranks or positions that do not exist.
+        """
         """The rows that a function of the protocol returned, as lists, by ascending rank.
 
         Ranks with the same sequence share one list. ProtocolError for a rank or a position that
@@ -160,6 +164,7 @@ class Protocol:
         num_rows: int,
         error: type[ProtocolError] | type[RowError],
     ) -> None:
+        """Raise `error` unless the positions are distinct and exist."""
         if not positions:
             return
         low = min(positions)

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[WorkerGroup, Batch], Any], type[SpmdflowError
     "column twice": (
         lambda toy, batch: toy.extend(batch | toy.extend(batch)),
         ColumnError,
-        "^toy.extend: the batch has 'twin' already, expected a batch without it",
+        "^toy.extend: the batch already has 'twin', expected a batch without it",
     ),
 }
 """A call, its error and a part of the message; docs/REFUSALS.md has whole messages."""

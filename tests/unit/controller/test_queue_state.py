@@ -53,7 +53,7 @@ def test_resume_with_a_smaller_bound_says_how_old_the_tokens_of_the_next_steps_a
         queue.load_state_dict(states[4])
 
     (message,) = caplog.messages
-    assert "in the next 2 steps their oldest tokens are up to 2 versions old" in message
+    assert "In the next 2 steps their oldest tokens are up to 2 versions old" in message
     assert message.endswith("max_staleness=0 holds after these steps")
 
 

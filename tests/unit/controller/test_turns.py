@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[Callable[[Any, Batch], Any], type[SpmdflowError], str]] =
     "part of a response": (
         lambda actor, b: actor.generate_sequences(b.drop("rollout_log_probs")),
         ColumnError,
-        r"expected \['rollout_log_probs'\] too, to go on from; keep these columns together",
+        r"expected \['rollout_log_probs'\] too, to continue from; keep these columns together",
     ),
     "nothing to go on from": (
         lambda actor, b: actor.generate_sequences((b | b.map(say)).drop(*COLUMNS)),

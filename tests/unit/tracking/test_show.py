@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.controller.sample import spread
+from spmdflow.controller.sample import choose_positions
 from spmdflow.controller.step import is_due
 from spmdflow.tracking.progress import (
     Sample,
@@ -166,8 +166,24 @@ def test_any_curve_has_the_size_asked_for_and_marks_its_extremes(points):
 def test_samples_are_of_as_many_prompts_as_there_are() -> None:
     groups = np.repeat([7, 3, 9], 4)
 
-    assert spread(groups, per_group=1, most=4) == [0, 1, 4, 8]  # then a second one of the first
-    assert spread(np.arange(20), per_group=1, most=4) == [0, 1, 2, 3]
-    assert spread(np.array([5, 5]), per_group=1, most=4) == [0, 1]
-    assert spread(groups, per_group=2, most=5) == [0, 1, 4, 5, 8]
-    assert spread(np.repeat([1, 2], 8), per_group=4, most=10) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+    assert choose_positions(groups, per_group=1, most=4) == [
+        0,
+        1,
+        4,
+        8,
+    ]  # then a second one of the first
+    assert choose_positions(np.arange(20), per_group=1, most=4) == [0, 1, 2, 3]
+    assert choose_positions(np.array([5, 5]), per_group=1, most=4) == [0, 1]
+    assert choose_positions(groups, per_group=2, most=5) == [0, 1, 4, 5, 8]
+    assert choose_positions(np.repeat([1, 2], 8), per_group=4, most=10) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        8,
+        9,
+        10,
+        11,
+    ]
