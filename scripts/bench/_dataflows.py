@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from spmdflow.mapping.dataflow import Call, Dataflow, Model, Rollout, Workload
+from spmdflow.mapping.dataflow import Dataflow, Model, ModelCall, Rollout, Workload
 from spmdflow.weights.architecture import Architecture
 
 Part = Architecture | Model
@@ -117,16 +117,16 @@ def _scorer(name: str, part: Part, *, trained: bool = False) -> Model:
     return Model(name, replace(part, head="scalar"), trained=trained)
 
 
-def _generation(workload: Workload, name: str = "generate_sequences") -> tuple[Call, ...]:
-    return (Call("actor", "generate", GENERATION, workload, name),)
+def _generation(workload: Workload, name: str = "generate_sequences") -> tuple[ModelCall, ...]:
+    return (ModelCall("actor", "generate", GENERATION, workload, name),)
 
 
-def _infer(model: str, name: str, workload: Workload) -> tuple[Call, ...]:
-    return (Call(model, "infer", PREPARATION, workload, name),)
+def _infer(model: str, name: str, workload: Workload) -> tuple[ModelCall, ...]:
+    return (ModelCall(model, "infer", PREPARATION, workload, name),)
 
 
-def _train(model: str, name: str, workload: Workload) -> tuple[Call, ...]:
-    return (Call(model, "train", LEARNING, workload, name),)
+def _train(model: str, name: str, workload: Workload) -> tuple[ModelCall, ...]:
+    return (ModelCall(model, "train", LEARNING, workload, name),)
 
 
 @dataclass(frozen=True)

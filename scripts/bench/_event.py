@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench._cells import CELLS, score_cell
-from spmdflow.mapping.dataflow import Call, Dataflow
+from spmdflow.mapping.dataflow import Dataflow, ModelCall
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.placed import Placed, PlacedPool
 
@@ -88,7 +88,7 @@ _WAITS_FOR_AHEAD: _Waits = {"generate": (), "infer": (), "train": ("infer",)}
 
 
 def _ready(
-    dataflow: Dataflow, call: Call, chunk: int, chunks: int, done: dict[tuple[str, int], float]
+    dataflow: Dataflow, call: ModelCall, chunk: int, chunks: int, done: dict[tuple[str, int], float]
 ) -> float:
     """When a part's rows are there: generation before scoring, all scoring before updates.
 

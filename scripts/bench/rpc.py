@@ -28,9 +28,9 @@ if str(ROOT) not in sys.path:  # started by torchrun, without bench.py
 
 from spmdflow.data.store import RowCondition  # noqa: E402
 from spmdflow.failure.process import Process  # noqa: E402
+from spmdflow.runtime.call import Call, Transport  # noqa: E402
 from spmdflow.runtime.executor import Operation  # noqa: E402
 from spmdflow.runtime.io import Io  # noqa: E402
-from spmdflow.runtime.order import Order, Transport  # noqa: E402
 from spmdflow.runtime.peers import Peers  # noqa: E402
 from spmdflow.runtime.rendezvous import SessionSettings  # noqa: E402
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket  # noqa: E402
@@ -85,7 +85,7 @@ def _round_trips(transport: Transport, calls: int) -> list[float]:
     seconds = []
     for number in range(calls + WARM_UP):
         start = time.perf_counter()
-        transport.submit(Order(number, "compute", "bench.nothing", everywhere, 60.0)).result()
+        transport.submit(Call(number, "compute", "bench.nothing", everywhere, 60.0)).result()
         seconds.append(time.perf_counter() - start)
     return seconds[WARM_UP:]
 

@@ -7,6 +7,7 @@ row id (`a | b`). Looking at values (`fetch`, `lengths`) waits for the producer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,40 +48,42 @@ class BatchCaller(Protocol):
         """Columns of rows that several calls made."""
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """Rows and columns by reference. Immutable; `|`, slices and `repeat` make new ones."""
 
-    def __init__(
-        self, caller: BatchCaller, ids: Ids, parents: Ids, columns: Mapping[str, ColumnRef]
-    ) -> None:
-        self._caller = caller
-        self.ids = ids
-        self.parents = parents
-        self._columns = dict(columns)
+    caller: BatchCaller
+    """Of the run."""
+    ids: Ids
+    """(B,): row ids."""
+    parents: Ids
+    """(B,): rows with the same parent are samples of one prompt."""
+    refs: Mapping[str, ColumnRef]
+    """Where each column lives."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __repr__(self) -> str:
-        return f"Batch({len(self)} rows: {', '.join(sorted(self._columns))})"
+        return f"Batch({len(self)} rows: {', '.join(sorted(self.refs))})"
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns."""
-        return tuple(self._columns)
+        return tuple(self.refs)
 
     def column(self, name: str) -> ColumnRef:
         """Where a column lives; a missing one is an error naming what is there."""
-        if name not in self._columns:
+        if name not in self.refs:
             raise ColumnError(
-                f"column {name!r}: the batch has {sorted(self._columns)}, expected it too; "
+                f"column {name!r}: the batch has {sorted(self.refs)}, expected it too; "
                 f"{self.how_to_get(name)}"
             )
-        return self._columns[name]
+        return self.refs[name]
 
     def how_to_get(self, name: str) -> str:
         """What a script can do about a missing column, for the end of an error."""
-        return self._caller.why_missing(name) or f"call the method that writes {name!r} first"
+        return self.caller.why_missing(name) or f"call the method that writes {name!r} first"
 
     def __or__(self, other: Batch) -> Batch:
         """Columns of both; rows are matched by id and keep the order of self."""
@@ -90,8 +93,8 @@ class Batch:
                 f"give metrics of a call to step.log"
             )
         place = _places(self.ids, other.ids)
-        columns = dict(self._columns)
-        for name, ref in other._columns.items():
+        columns = dict(self.refs)
+        for name, ref in other.refs.items():
             moved = ref.at(place)
             mine = columns.get(name, moved)
             if not mine.equals(moved):
@@ -104,14 +107,14 @@ class Batch:
 
     def _with(self, columns: Mapping[str, ColumnRef]) -> Batch:
         """The same rows with other columns."""
-        return Batch(self._caller, self.ids, self.parents, columns)
+        return Batch(self.caller, self.ids, self.parents, columns)
 
     def _at(self, places: np.ndarray, ids: Ids, parents: Ids) -> Batch:
         """The rows at these places under other ids."""
         columns = {}
-        for name, ref in self._columns.items():
+        for name, ref in self.refs.items():
             columns[name] = ref.at(places)
-        return Batch(self._caller, ids, parents, columns)
+        return Batch(self.caller, ids, parents, columns)
 
     def __getitem__(self, rows: slice) -> Batch:
         """A slice of the rows; ids stay."""
@@ -134,7 +137,7 @@ class Batch:
         rows: the column's name, which waits for its values (counted as fetched bytes; of text only
         the lengths are looked at), or one bool for each row. `without` gives the other rows.
         """
-        if isinstance(rows, str) and self._caller.is_text(self.column(rows)):
+        if isinstance(rows, str) and self.caller.is_text(self.column(rows)):
             return self.select(np.flatnonzero(self.lengths(rows)))
         mask = np.asarray(self._numbers("where", rows) if isinstance(rows, str) else rows)
         if not isinstance(rows, str) and (mask.dtype != bool or mask.shape != (len(self),)):
@@ -196,7 +199,7 @@ class Batch:
         if n < 1:
             raise RowError(f"repeat: got {n}, expected at least 1; use select to leave rows out")
         places = np.repeat(np.arange(len(self)), n)
-        return self._at(places, self._caller.row_ids.take(len(places)), np.repeat(self.ids, n))
+        return self._at(places, self.caller.row_ids.take(len(places)), np.repeat(self.ids, n))
 
     def aligned_with(self, other: Batch) -> Batch:
         """These rows under the row ids of another batch, in order, so that the two can join."""
@@ -204,7 +207,7 @@ class Batch:
             where = "aligned_with"
             got = f"{len(self)} rows for a batch of {len(other)}"
             raise RowError.of(where, got, "as many", "draw as many rows, or select")
-        return Batch(self._caller, other.ids, other.parents, self._columns)
+        return Batch(self.caller, other.ids, other.parents, self.refs)
 
     def first_samples(self) -> Batch:
         """The first row of each group (samples of one prompt), in order; ids stay."""
@@ -235,7 +238,7 @@ class Batch:
         """Without the columns `names`."""
         for name in names:
             self.column(name)
-        return self._with({name: ref for name, ref in self._columns.items() if name not in names})
+        return self._with({name: ref for name, ref in self.refs.items() if name not in names})
 
     def rename(self, **names: str) -> Batch:
         """The same columns with other names: rename(judge_scores="scores"), new name first.
@@ -243,7 +246,7 @@ class Batch:
         Moves no data, sends no command. ColumnError for a name that is missing or taken.
         """
         kept = []
-        for name in self._columns:
+        for name in self.refs:
             if name not in names.values():
                 kept.append(name)
         refs = {}
@@ -254,11 +257,11 @@ class Batch:
             got = f"the new name {taken[0]!r}, which the batch has already"
             do = f"drop({taken[0]!r}) first, or choose another name"
             raise ColumnError.of("rename", got, "another", do)
-        return self._with({name: self._columns[name] for name in kept} | refs)
+        return self._with({name: self.refs[name] for name in kept} | refs)
 
     def map(self, function: Callable[..., Any], **settings: Any) -> Batch:
         """Run a map function where the rows live; the result has the columns that it writes."""
-        return self._caller.map(self, function, settings)
+        return self.caller.map(self, function, settings)
 
     def fetch(self, *names: str) -> dict[str, Tensor | list[str]]:
         """Values of columns on the controller, in row order; counted as tensor bytes."""
@@ -266,13 +269,13 @@ class Batch:
 
     def fetch_for(self, purpose: str, *names: str) -> dict[str, Tensor | list[str]]:
         """As `fetch`, with the bytes counted under another purpose (samples, filter)."""
-        return self._caller.fetch(self, names, purpose=purpose)
+        return self.caller.fetch(self, names, purpose=purpose)
 
     def mean(self, name: str) -> float:
         """Mean of a column of one number a row, over rows that did not fail (`valid`); waits."""
         marks = []
         for mark in VALID:
-            if mark in self._columns and mark != name:
+            if mark in self.refs and mark != name:
                 marks.append(self._items(mark))
         rows = zip(self._numbers("mean", name), *marks, strict=True)
         values = []
@@ -288,10 +291,10 @@ class Batch:
         Merged over ranks and calls. Reading it waits for the calls.
         """
         results = {}
-        for ref in self._columns.values():
+        for ref in self.refs.values():
             if isinstance(ref.result, RowResult):
                 results[ref.result.number] = ref.result
-        return self._caller.metrics_of(results.values())
+        return self.caller.metrics_of(results.values())
 
     def _numbers(self, what: str, name: str) -> list[float]:
         """One number for each row; ColumnError for columns of text and of ragged or long rows."""
@@ -323,7 +326,7 @@ class Batch:
 
     def lengths(self, name: str) -> np.ndarray:
         """(B,) int64: items of each row of a ragged column; waits for the producer."""
-        return self._caller.lengths(self.column(name))
+        return self.caller.lengths(self.column(name))
 
 
 def concatenate(batches: Iterable[Batch]) -> Batch:
@@ -356,7 +359,7 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
     parts = {}
     for name in first.columns:
         parts[name] = [batch.column(name) for batch in filled]
-    return Batch(first._caller, ids, parents, first._caller.join(parts, ids))
+    return Batch(first.caller, ids, parents, first.caller.join(parts, ids))
 
 
 def _places(ids: Ids, others: Ids) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Turns calls of the script into numbered commands, and their answers into lazy batches.
 
-Script thread only. A call is planned completely before anything is sent (call.py). Then transfers
-of missing rows start, each rank gets its command, and a lazy result is returned at once. `fetch`
-is the one place where rows pass through the controller.
+Script thread only. A call is planned completely before anything is sent (planning.py). Then
+transfers of missing rows start, each rank gets its command, and a lazy result is returned at once.
+Rows pass through the controller only in `fetch`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,29 +21,32 @@ from torch import Tensor
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.call import CallPlan, columns_read, plan_map, plan_method
 from spmdflow.controller.draw_count import DrawCounts
 from spmdflow.controller.extending import carried_columns
+from spmdflow.controller.joining import plan_join
 from spmdflow.controller.old_log_probs import RECOMPUTE, ROLLOUT, OldLogProbs
+from spmdflow.controller.planning import Method, Moment, columns_read, plan_map, plan_method
 from spmdflow.controller.result import (
-    CallRecord,
     ColumnRef,
+    OnRead,
     ReportedMetrics,
     Result,
     RowResult,
     SourceRows,
-    Transfers,
     cut_rows,
+    ignore_reads,
     input_of,
     nothing,
 )
+from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
-from spmdflow.errors import ColumnError, MessageError
+from spmdflow.errors import MessageError
 from spmdflow.failure.user_code import script_line
-from spmdflow.runtime.order import Order, Pending, Replies, Transport
+from spmdflow.runtime.call import Call, CallRecord, Pending, Replies, Transport
+from spmdflow.runtime.executor import COMPUTE, TRANSFER
 from spmdflow.tracking.metric import merge
-from spmdflow.worker_api.register import method_spec
+from spmdflow.worker_api.register import MethodSpec
 
 PIECE_BYTES = 32 << 20
 """Rows that the controller fetches travel in pieces of at most this size."""
@@ -55,8 +59,19 @@ _ROW_HEAD_BYTES = 16
 class Caller:
     """Makes calls, keeps track of which rank has which rows, and serves batches."""
 
-    def __init__(self, transport: Transport, run: RunConfig, ranks: tuple[int, ...]) -> None:
-        """run: its seed and limits. ranks: every rank of the run, the controller's first."""
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunConfig,
+        ranks: tuple[int, ...],
+        *,
+        on_read: OnRead = ignore_reads,
+    ) -> None:
+        """run: its seed and limits. ranks: every rank of the run, the controller's first.
+
+        on_read: called with the names of the metrics that the script reads.
+        """
+        self._on_read = on_read
         self.transport = transport
         self.ranks = ranks
         self._seed = run.seed
@@ -67,8 +82,8 @@ class Caller:
         """Steps that the script takes; more than last_step where only some are replayed."""
         self.phase = "train"
         """train or eval: which metrics the reports of calls belong to."""
-        self.records: list[CallRecord] = []
-        """Orders of the compute lane of the running step, in the order of the script."""
+        self.calls: list[Pending] = []
+        """Calls of the running step, without transfers, in the order of the script."""
         self.scored: dict[str, Batch] = {}
         """The step's last rows with texts and a score, by phase; sample tables show them."""
         self.learnt: Batch | None = None
@@ -77,8 +92,8 @@ class Caller:
         """Updates of this launch by model."""
         self.busy: AbstractSet[int] = frozenset()
         """Ranks whose compute lane draws for rows of later steps: other calls would wait."""
-        self.captured: list[tuple[CallRecord, RowResult | None, object]] | None = None
-        """Orders of a step that is kept (capsule.py), what they make and their inputs."""
+        self.captured: list[tuple[Pending, RowResult | None, Batch | None]] | None = None
+        """Calls of a step that is kept (capsule.py), what they make and their inputs."""
         self.is_skipped: Callable[[Batch], bool] | None = None
         """Asked before an update: whether to leave it out (guarding.py)."""
         self.fetched_bytes: Counter[str] = Counter()
@@ -96,12 +111,17 @@ class Caller:
             nodes[rank] = self.transport.node_of(rank)
         return nodes
 
+    @property
+    def records(self) -> list[CallRecord]:
+        """The calls of the running step and their replies; waits for them."""
+        return [pending.record() for pending in self.calls]
+
     # Calls
 
     def invoke(
         self,
         target: Target,
-        method: str,
+        method: Method,
         given: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
     ) -> Batch | Result:
@@ -109,26 +129,27 @@ class Caller:
 
         `compute_log_prob` need not run: see old_log_probs.py.
         """
-        spec = method_spec(target.worker_class, method)
+        spec = method.spec
         if not isinstance(given, Batch):
-            return self._run(self._plan(target, method, given, arguments), None)
-        made: Batch | Result | None = None
+            return self._send(self._plan(target, method, given, arguments), None)
+        answer: Batch | Result | None = None
         if spec.instead and spec.writes:
-            made = self._without_running(target, method, given)
-        if made is None and spec.minibatches and not spec.writes:
-            made = self._update(target, method, given, arguments)
-        if made is None:
-            made = self._run(self._plan(target, method, given, arguments), given)
+            answer = self._without_running(target, method, given)
+        if answer is None and spec.minibatches and not spec.writes:
+            answer = self._update(target, method, given, arguments)
+        if answer is None:
+            call = self._plan(target, method, given, arguments)
+            answer = self._send(call, given, extends=spec if spec.extends else None)
         following = spec.followed_by(target.settings) if spec.followed_by else None
-        if following is not None and isinstance(made, Batch):
+        if following is not None and isinstance(answer, Batch):
             function, settings = following
-            made |= self.map(given | made, function, settings)
-        return made
+            answer |= self.map(given | answer, function, settings)
+        return answer
 
-    def _without_running(self, target: Target, method: str, batch: Batch) -> Batch | None:
+    def _without_running(self, target: Target, method: Method, batch: Batch) -> Batch | None:
         """The answer of `compute_log_prob` where nothing has to be computed; None: run it."""
-        spec = method_spec(target.worker_class, method)
-        columns_read(spec, batch, f"{target.name}.{method}")  # as where it runs
+        spec = method.spec
+        columns_read(spec, batch, f"{target.name}.{method.name}")  # as where it runs
         source = self.old_log_probs.source(target, spec, batch)
         if source == RECOMPUTE:
             return None
@@ -141,77 +162,85 @@ class Caller:
         return Batch(self, batch.ids, batch.parents, columns)
 
     def _update(
-        self, target: Target, method: str, batch: Batch, arguments: Mapping[str, Any]
+        self, target: Target, method: Method, batch: Batch, arguments: Mapping[str, Any]
     ) -> Batch | Result:
         """Let a model learn from the rows, unless a guard skips them."""
         if self.is_skipped is not None and self.is_skipped(batch):
-            return nothing(f"{target.name}.{method}")
-        spec = method_spec(target.worker_class, method)
+            return nothing(f"{target.name}.{method.name}")
         num_updates = self.num_updates[target.name]
-        instead = self.old_log_probs.replacements(target, spec, batch, num_updates)
-        plan = self._plan(target, method, batch, arguments, instead=instead)
+        instead = self.old_log_probs.replacements(target, method.spec, batch, num_updates)
+        call = self._plan(target, method, batch, arguments, instead=instead)
         self.learnt = batch
         self.num_updates[target.name] += 1
-        return self._run(plan, batch)
+        return self._send(call, batch)
 
     def _plan(
         self,
         target: Target,
-        method: str,
+        method: Method,
         given: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
         *,
         instead: Mapping[str, str] | None = None,
-    ) -> CallPlan:
-        """The call as commands by rank; an update also hears how many steps the run has.
-
-        instead: column -> replacement, as of `OldLogProbs.replacements`.
-        """
-        plan = plan_method(
+    ) -> Call:
+        """The call. instead: column -> replacement, as of `OldLogProbs.replacements`."""
+        return plan_method(
             target,
             method,
             given,
             arguments,
-            seed=self._seed,
-            step=self.step,
+            self._moment(),
             draw=partial(self._draws.take, self.step, self.phase),
             instead=instead or {},
         )
-        if plan.spec.minibatches:
-            for command in plan.commands.values():
-                command["total_steps"] = self.total_steps
-        return plan
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
-        made = self._run(plan_map(batch, function, settings, step=self.step, busy=self.busy), batch)
-        assert isinstance(made, Batch)
-        return made
+        call = plan_map(batch, function, settings, self._moment(), busy=self.busy)
+        answer = self._send(call, batch)
+        assert isinstance(answer, Batch)
+        return answer
 
-    def _run(self, plan: CallPlan, batch: Batch | None) -> Batch | Result:
-        """Send the transfers of missing rows and the commands; return the result, still lazy."""
-        writes = plan.spec.writes
-        result = None
-        if batch is not None and writes:
-            result = plan.result(self.next_number(), self.free)
-        for given, names, rows in plan.needs:  # first: the rows are under way before the call
-            self.transfers.need(given, names, rows)
-        pending = self.submit(
-            plan.label, plan.commands, result=result, kept=batch, answering=plan.answering
+    def _moment(self) -> Moment:
+        """Now, as the next call sees it."""
+        return Moment(
+            number=self._last_number + 1,
+            step=self.step,
+            phase=self.phase,
+            line=script_line(),
+            limit_seconds=self._seconds,
+            seed=self._seed,
+            total_steps=self.total_steps,
         )
-        if batch is None or result is None:
-            return Result(plan.label, pending, plan.answering)
-        columns = {}
-        for name in writes:
-            columns[name] = ColumnRef(result, batch.ids, name)
-        if plan.spec.extends:
-            columns = carried_columns(plan.spec, batch) | columns
-        made = Batch(self, batch.ids, batch.parents, columns)
-        if "response_text" in writes and "prompt_text" in batch.columns:
-            self.scored[self.phase] = made | batch.drop(*set(writes) & set(batch.columns))
-        return made
 
-    # Orders
+    def _send(
+        self, call: Call, batch: Batch | None, *, extends: MethodSpec | None = None
+    ) -> Batch | Result:
+        """Send the transfers of missing rows and the commands; return the result, still lazy.
+
+        extends: of a method whose answer also has columns of the batch.
+        """
+        if batch is None:
+            return Result(call.label, self._submit(call), call.reply_ranks, self._on_read)
+        self._last_number = call.number
+        result = RowResult.of(call, self.free) if call.writes else None
+        inputs = {ref.result.number: ref.result for ref in batch.refs.values()}
+        for required in call.required_rows:  # first: the rows are under way before the call
+            source = inputs[required.result]
+            assert isinstance(source, RowResult), source.label
+            self.transfers.need(source, required.columns, required.rows, step=call.step)
+        pending = self._submit(call, result, batch)
+        if result is None:
+            return Result(call.label, pending, call.reply_ranks, self._on_read)
+        columns = {}
+        for name in call.writes:
+            columns[name] = ColumnRef(result, batch.ids, name)
+        if extends is not None:
+            columns = carried_columns(extends, batch) | columns
+        answer = Batch(self, batch.ids, batch.parents, columns)
+        if "response_text" in call.writes and "prompt_text" in batch.refs:
+            self.scored[self.phase] = answer | batch.drop(*set(call.writes) & set(batch.refs))
+        return answer
 
     def next_number(self) -> int:
         """The number of the next call or result."""
@@ -225,54 +254,75 @@ class Caller:
     def submit(
         self,
         label: str,
-        commands: Mapping[int, dict[str, Any]],
+        commands: Mapping[int, Mapping[str, Any]],
         *,
-        result: RowResult | None = None,
-        kept: object = None,
-        answering: tuple[int, ...] = (),
+        reply_ranks: tuple[int, ...] = (),
         seconds: float | None = None,
-        lane: str = "compute",
+        lane: str = COMPUTE,
     ) -> Pending:
-        """Send one numbered command to each rank of `commands`; metrics of answering count.
+        """Send a call without rows: one command to each rank; metrics of reply_ranks count.
 
-        result: what the command makes, which learns from the replies. kept: its inputs, which live
-        until then. seconds: the limit of each command, by default that of calls. MessageError if
-        nothing was sent.
+        seconds: its limit, by default that of calls. MessageError if nothing was sent.
+        """
+        call = self._call_of(label, commands, lane=lane)
+        if seconds is not None:
+            call = replace(call, limit_seconds=seconds)
+        return self._submit(replace(call, reply_ranks=reply_ranks))
+
+    def _call_of(
+        self, label: str, commands: Mapping[int, Mapping[str, Any]], *, lane: str = COMPUTE
+    ) -> Call:
+        """A call without rows, made now."""
+        moment = self._moment()
+        return Call(
+            moment.number,
+            lane,
+            label,
+            commands,
+            moment.limit_seconds,
+            step=moment.step,
+            phase=moment.phase,
+            line=moment.line,
+        )
+
+    def _submit(self, call: Call, result: RowResult | None = None, kept: object = None) -> Pending:
+        """Send a call; it also tells the ranks which results were freed.
+
+        result: what it makes, which learns from the replies. kept: its inputs, which live until
+        then. MessageError if nothing was sent.
         """
 
-        def done(replies: Replies, _kept: object = kept) -> None:
+        def on_done(replies: Replies, _kept: object = kept) -> None:
             if result is not None:
                 result.learn(replies)
 
-        number = self.next_number() if result is None else result.number
-        freed = []
-        for _ in range(len(self._freed)):
-            freed.append(self._freed.popleft())
-        for rank in self.ranks if freed else ():
-            self._unsent.setdefault(rank, []).extend(freed)
-        for rank, command in commands.items():  # ranks that it does not reach hear of it later
-            if rank in self._unsent:
-                command["free"] = self._unsent.pop(rank)
-        limit = self._seconds if seconds is None else seconds
-        phase = self.phase
-        order = Order(number, lane, label, commands, limit, done, phase=phase, line=script_line())
+        self._last_number = max(self._last_number, call.number)
+        freed = self._take_freed(call.commands)
         try:
-            pending = self.transport.submit(order)
+            pending = self.transport.submit(_with_freed(call, freed), on_done)
         except MessageError:  # the script may go on
-            for rank, command in commands.items():
-                self._unsent.setdefault(rank, []).extend(command.pop("free", []))
+            for rank, numbers in freed.items():
+                self._unsent.setdefault(rank, []).extend(numbers)
             raise
-        record = CallRecord(number, label, phase, commands, pending, answering, self.step, lane)
-        self.records.append(record)
+        if result is not None:
+            result.pending = pending
+        self.calls.append(pending)
         if self.captured is not None:
-            self.captured.append((record, result, kept))
+            self.captured.append((pending, result, kept if isinstance(kept, Batch) else None))
         return pending
 
-    def wait_for(self, result: RowResult) -> None:
-        """Block until the call that makes the result has replied."""
-        for record in self.records:
-            if record.number == result.number:
-                record.pending.result()
+    def _take_freed(self, ranks: Iterable[int]) -> dict[int, list[int]]:
+        """Freed results that these ranks have not heard of; other ranks hear of them later."""
+        new = []
+        for _ in range(len(self._freed)):
+            new.append(self._freed.popleft())
+        for rank in self.ranks if new else ():
+            self._unsent.setdefault(rank, []).extend(new)
+        freed = {}
+        for rank in ranks:
+            if rank in self._unsent:
+                freed[rank] = self._unsent.pop(rank)
+        return freed
 
     # What batches ask
 
@@ -303,8 +353,8 @@ class Caller:
         all_ids = np.concatenate(ids)
         self.fetched_bytes[purpose] += column.values.nbytes
         order = np.argsort(all_ids, kind="stable")
-        place = order[np.searchsorted(all_ids, ref.ids, sorter=order)]
-        return column.take(torch.from_numpy(place))
+        positions = order[np.searchsorted(all_ids, ref.ids, sorter=order)]
+        return column.take(torch.from_numpy(positions))
 
     def _pieces_of(self, ref: ColumnRef, piece_bytes: int) -> list[ColumnRef]:
         """The rows of a reference, each once, in parts of at most piece_bytes; at least one part.
@@ -313,14 +363,14 @@ class Caller:
         """
         whole = ColumnRef(ref.result, np.unique(ref.ids), ref.stored)
         if isinstance(ref.result, RowResult):
-            self.wait_for(ref.result)
+            ref.result.wait()
             row_bytes = whole.row_bytes() + _ROW_HEAD_BYTES
         else:
             row_bytes = np.full(len(whole.ids), _SOURCE_ROW_BYTES)
         cuts = cut_rows(row_bytes, piece_bytes)
         pieces = []
-        for places in np.split(np.arange(len(whole.ids)), cuts):
-            pieces.append(whole.at(places))
+        for positions in np.split(np.arange(len(whole.ids)), cuts):
+            pieces.append(whole.at(positions))
         return pieces
 
     def _fetch_rows(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
@@ -329,7 +379,7 @@ class Caller:
         result = ref.result
         parts = {self.ranks[0]: ids}
         if isinstance(result, RowResult):
-            self.wait_for(result)
+            result.wait()
             owner = result.owners(ids)
             parts = {}
             for rank in np.unique(owner):
@@ -341,7 +391,7 @@ class Caller:
                 "operation": "fetch",
                 "input": input_of(result, {name: ref.stored}, own),
             }
-        lane = "compute" if self.busy.isdisjoint(commands) else "transfer"
+        lane = COMPUTE if self.busy.isdisjoint(commands) else TRANSFER
         replies = self.submit(f"fetch {name}", commands, lane=lane).result()
         columns = []
         for rank in parts:
@@ -352,23 +402,24 @@ class Caller:
         """(B,) items of each row; waits for the producer."""
         if isinstance(ref.result, SourceRows):
             return ref.result.lengths_of(ref.stored, ref.ids)
-        self.wait_for(ref.result)
+        ref.result.wait()
         return ref.result.facts[ref.stored].lengths_of(ref.ids)
 
     def is_text(self, ref: ColumnRef) -> bool:
         """Whether a column is text that a call has made; waits for the call."""
         if isinstance(ref.result, SourceRows):
             return False
-        self.wait_for(ref.result)
+        ref.result.wait()
         return ref.result.facts[ref.stored].spec.kind == "text"
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """What the calls that made the results reported, merged; waits for them."""
         metrics = []
         for result in results:
-            self.wait_for(result)
+            result.wait()
             metrics += result.metrics
-        return ReportedMetrics(merge(metrics), self.old_log_probs.omitted_metrics())
+        omitted = self.old_log_probs.omitted_metrics()
+        return ReportedMetrics(merge(metrics), omitted, self._on_read)
 
     def why_missing(self, column: str) -> str:
         """Why no call has written a column that one may be expected to write; empty: unknown."""
@@ -403,11 +454,11 @@ class Caller:
                 read = []
                 for s, part in zip(sources, parts, strict=True):
                     read.append(s.part(part.ids))
-                places = np.concatenate([places for places, _ in read])
+                file_rows = np.concatenate([file_rows for file_rows, _ in read])
                 known = [tokens for _, tokens in read if tokens is not None]
                 tokens = np.concatenate(known) if len(known) == len(read) else None
                 result = SourceRows(
-                    self.next_number(), sources[0].label, ids, places, self.free, tokens
+                    self.next_number(), sources[0].label, ids, file_rows, self.free, tokens
                 )
             else:
                 result = self._join_made({name: columns[name] for name in names}, ids)
@@ -418,54 +469,28 @@ class Caller:
 
     def _join_made(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> RowResult:
         """A result that each rank assembles from the rows that it holds of the parts."""
-        number = self.next_number()
-        commands: dict[int, dict[str, Any]] = {}
-        answer: dict[int, list[Ids]] = {}
-        name, first = next(iter(columns.items()))
-        made = _results_of_calls(name, first)
-        readers = sorted(made[0].answer)  # of rows of a data file that are joined with others
-        start = 0
-        for place, part in enumerate(first):
-            own_ids = ids[start : start + len(part.ids)]
-            start += len(part.ids)
-            names = {name: parts[place].stored for name, parts in columns.items()}
-            if isinstance(part.result, RowResult):
-                owner = part.result.owners(part.ids)
-            else:
-                shares = np.array_split(part.ids, len(readers))
-                owner = np.repeat(readers, [len(share) for share in shares])
-            for rank in np.unique(owner).tolist():
-                rows = np.flatnonzero(owner == rank)
-                command = commands.setdefault(rank, {"operation": "join", "inputs": []})
-                command["inputs"].append(input_of(part.result, names, part.ids[rows]))
-                answer.setdefault(rank, []).append(own_ids[rows])
-        held = {}
-        for rank, lists in answer.items():
-            held[rank] = np.concatenate(lists)
-        for rank, command in commands.items():
-            command["ids"] = held[rank]
-        ranks = tuple(sorted({rank for result in made for rank in result.ranks}))
-        by_column = dict.fromkeys(columns, held)
-        sources = frozenset().union(*(each.lineage for each in made))
-        result = RowResult(
-            number, "batch.concatenate", ranks, held, by_column, self.free, sources=sources
-        )
+        call, made = plan_join(columns, ids, self._moment())
+        result = RowResult.of(call, self.free)
+        result.ranks = tuple(sorted({rank for each in made for rank in each.ranks}))
         pools = {each.ranks for each in made}
         result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in made)
-        self.submit(result.label, commands, result=result, kept=tuple(first))
+        self._submit(call, result, tuple(columns.values()))
         return result
 
 
-def _results_of_calls(name: str, parts: Sequence[ColumnRef]) -> list[RowResult]:
-    """The parts of a column that calls have made; ColumnError if all come from data files."""
-    results = []
-    for part in parts:
-        if isinstance(part.result, RowResult):
-            results.append(part.result)
-    if not results:
-        labels = dict.fromkeys(part.result.label for part in parts)
-        raise ColumnError(
-            f"concatenate: the column {name!r} comes from {' and '.join(labels)}, expected at "
-            f"least one part that a call has made, or one data file; drop the column first"
-        )
-    return results
+def _with_freed(call: Call, freed: Mapping[int, Sequence[int]]) -> Call:
+    """The call, whose commands also say which results their ranks forget.
+
+    Ranks that shared a command still do, if they forget the same results.
+    """
+    if not freed:
+        return call
+    commands: dict[int, Mapping[str, Any]] = {}
+    shared: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
+    for rank, command in call.commands.items():
+        numbers = tuple(freed.get(rank, ()))
+        key = (id(command), numbers)
+        if key not in shared:
+            shared[key] = {**command, "free": list(numbers)} if numbers else dict(command)
+        commands[rank] = shared[key]
+    return replace(call, commands=commands)

@@ -30,11 +30,12 @@ from spmdflow.checkpoint.rows import write_rows
 from spmdflow.config.schema import RunConfig
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.group import WorkerGroup
-from spmdflow.controller.result import CallRecord, ColumnRef, Result, RowResult, SourceRows
+from spmdflow.controller.observer import ObservedFlow, Observer, StepRecord
+from spmdflow.controller.result import ColumnRef, Result, RowResult, SourceRows
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.data.column import Column
+from spmdflow.runtime.call import Pending
 from spmdflow.tracking.origin import versions
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,13 @@ ROWS = "rows.safetensors"
 SETTINGS = "config.yaml"
 """Of a column that is fetched at once: a message has a limit."""
 
-Groups = Mapping[str, WorkerGroup]
-
 
 def capsule_folder(run_dir: Path, step: int) -> Path:
     """Where the capsule of a step is."""
     return run_dir / FOLDER / f"step-{step}"
 
 
-class Capsule:
+class Capsule(Observer):
     """Keeps run.capture_step while it runs."""
 
     def __init__(self, run: RunConfig, run_dir: Path, settings: str, script: Path) -> None:
@@ -65,15 +64,26 @@ class Capsule:
         self._folder = capsule_folder(run_dir, run.capture_step)
         self._saving: Saving | None = None
         self._start: Mapping[str, Any] = {}
+        self._flow: ObservedFlow | None = None
 
-    def check_steps(self, first: int, last: int) -> None:
+    def attach(self, flow: ObservedFlow) -> None:
+        """The flow whose step is kept."""
+        self._flow = flow
+
+    def begin(self, first: int, last: int) -> None:
         """Warn if the step to be kept is not one of this launch."""
         if not first <= self.step <= last:
             text = "run.capture_step: got %s, which is not kept: this launch has the steps %s to %s"
             logger.warning(text, self.step, first, last)
 
-    def begin(self, caller: Caller, groups: Groups, state: Mapping[str, Any]) -> None:
-        """Keep the state before the step; state: the flow's."""
+    def begin_step(self, number: int) -> None:
+        """Keep the state before the step, if it is the one."""
+        if number != self.step:
+            return
+        assert self._flow is not None
+        flow = self._flow
+        flow.finish_saving()
+        state = flow.state(number - 1)
         with disk_errors("write", self._folder):
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.parent.mkdir(exist_ok=True)  # RUN_DIR itself is never made again
@@ -82,20 +92,17 @@ class Capsule:
         run = replace(self._run, keep_checkpoints=2, keep_best=None)
         self._saving = Saving(self._folder, None, run, self._settings)
         self._start = state
-        self._saving.save(self.step - 1, caller, groups, state, {})
+        self._saving.save(self.step - 1, flow.caller, flow.groups, state, {})
         self._saving.finish()
-        caller.captured = []
+        flow.caller.captured = []
 
-    def end(
-        self,
-        caller: Caller,
-        groups: Groups,
-        state: Mapping[str, Any],
-        transfers: Iterable[CallRecord],
-        metrics: Mapping[str, float],
-    ) -> None:
-        """Keep what the step made, and the state after it."""
-        assert self._saving is not None and caller.captured is not None, self.step
+    def end_step(self, step: StepRecord) -> None:
+        """Keep what the step made, and the state after it, if it is the one."""
+        if step.number != self.step:
+            return
+        assert self._flow is not None and self._saving is not None
+        caller = self._flow.caller
+        assert caller.captured is not None, self.step
         captured = caller.captured
         caller.captured = None
         transcript = Transcript(
@@ -104,19 +111,18 @@ class Capsule:
             [caller.transport.node_of(r) for r in caller.ranks],
         )
         transcript.continue_from(self._start)
-        moved = caller.transfers.moved_bytes
-        transcript.end_step(self.step, [each for each, *_ in captured], transfers, metrics, moved)
+        transcript.end_step(step)
         columns: dict[str, Column] = {}
         calls: list[tuple[str, str, int]] = []
         for label, phase, made in _calls(caller, captured):
             columns |= {f"{len(calls):03d} {label} {name}": made[name] for name in made}
             calls.append((label, phase, len(made)))
         write_rows(self._folder / ROWS, columns, {})
-        self._saving.save(self.step, caller, groups, state, {})
+        self._saving.save(self.step, caller, self._flow.groups, self._flow.state(self.step), {})
         self._saving.finish()
         facts = {"step": self.step, "script": str(self._script), "ranks": list(caller.ranks)}
         facts |= {"script_sha256": hashlib.sha256(self._script.read_bytes()).hexdigest()}
-        facts |= {"versions": versions(), "calls": calls, "metrics": dict(metrics)}
+        facts |= {"versions": versions(), "calls": calls, "metrics": dict(step.metrics)}
         data = json.dumps(facts, indent=1).encode()
         with disk_errors("write", self._folder):
             write_atomically(self._folder / FACTS, data)
@@ -127,19 +133,20 @@ Made = dict[str, Column]
 
 
 def _calls(
-    caller: Caller, captured: Iterable[tuple[CallRecord, RowResult | None, object]]
+    caller: Caller, captured: Iterable[tuple[Pending, RowResult | None, Batch | None]]
 ) -> Iterator[tuple[str, str, Made]]:
     """(label, phase, columns) of every call that makes rows or numbers, and before it of the data
     rows that it reads first."""
     seen: set[int] = set()
-    for record, result, given in captured:
+    for pending, result, given in captured:
+        call = pending.call
         if result is not None:
             ids = np.unique(np.concatenate([*result.answer.values()]))
             made = {}
             for name in result.held:
                 ref = ColumnRef(result, ids, name)
                 made[name] = caller.column(name, ref, purpose="capsule")
-        elif (numbers := _numbers(record)) is not None:
+        elif (numbers := _numbers(pending)) is not None:
             made = numbers
         else:
             continue
@@ -147,15 +154,16 @@ def _calls(
             if ref.result.number not in seen:
                 seen.add(ref.result.number)
                 column = caller.column(name, ref, purpose="capsule")
-                yield ref.result.label, record.phase, {name: column}
-        yield record.label, record.phase, made
+                yield ref.result.label, call.phase, {name: column}
+        yield call.label, call.phase, made
 
 
-def _numbers(record: CallRecord) -> Made | None:
+def _numbers(pending: Pending) -> Made | None:
     """What a call answered, if that is numbers by name."""
-    if not record.answering:
+    call = pending.call
+    if not call.reply_ranks:
         return None
-    values = Result(record.label, record.pending, record.answering)
+    values = Result(call.label, pending, call.reply_ranks)
     if not all(isinstance(value, dict) for value in values.values_by_rank()):
         return None
     numbers = {}
@@ -164,9 +172,9 @@ def _numbers(record: CallRecord) -> Made | None:
     return numbers
 
 
-def _sources(given: object) -> Iterator[tuple[str, ColumnRef]]:
+def _sources(given: Batch | None) -> Iterator[tuple[str, ColumnRef]]:
     """The prompts of a data file that a call is given."""
-    if isinstance(given, Batch) and "prompts" in given.columns:
+    if given is not None and "prompts" in given.columns:
         ref = given.column("prompts")
         if isinstance(ref.result, SourceRows):
             yield "prompts", ref

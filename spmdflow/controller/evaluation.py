@@ -125,8 +125,16 @@ class Evaluation:
         model.run_episodes(stream.eval_batch(), greedy=True)
         return {}
 
-    def report(self, greedy: Batch, sampled: Batch, run_dir: Path) -> dict[str, float]:
-        """See `Flow.report`."""
+    def report(self, greedy: Batch, sampled: Batch, run_dir: Path | None) -> dict[str, float]:
+        """See `Flow.report`.
+
+        run_dir: None in a dry run, which reads the scores and writes nothing.
+        """
+        if run_dir is None:
+            for batch in (greedy, sampled):
+                if len(batch):
+                    batch.fetch_for("filter", *({"scores"} & set(batch.columns)))
+            return {}
         by_prompt = judged_samples(greedy)
         samples = judged_samples(sampled)
         whole = _places_whole([by_prompt, samples] if samples else [by_prompt])

@@ -21,16 +21,15 @@ from spmdflow.config.schema import DataSettings
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.evaluation import Evaluation, Generate
 from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
 from spmdflow.controller.guarding import Guarding
+from spmdflow.controller.observer import Observer, StepRecord
 from spmdflow.controller.old_log_probs import OldLogProbs, readers_of
 from spmdflow.controller.prompts import MAIN_STREAM, PromptStream, no_held_out_prompts
 from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
-from spmdflow.controller.transcript import Transcript
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
 from spmdflow.failure.cause import noting
 from spmdflow.message import name_of
@@ -57,21 +56,23 @@ class Flow:
         caller: Caller,
         config: Any,
         pools: Mapping[str, Pool],
-        run_dir: Path,
+        run_dir: Path | None,
         saving: Saving,
-        show: Show,
+        show: Show | None,
         *,
         backend: str,
         has_outside: bool = False,
-        transcript: Transcript | None = None,
         guarding: Guarding | None = None,
-        capsule: Capsule | None = None,
+        observers: Sequence[Observer] = (),
+        stop_after: int | None = None,
+        evaluates_first: bool = True,
     ) -> None:
         """config: the script's settings. backend: of compute-lane groups.
 
-        has_outside: whether ranks outside of the run help to make its groups, and wait for the
-        last one. transcript: records commands and replies of the first steps.
-        guarding: the guards of the run. capsule: keeps one of its steps.
+        run_dir, show: None in a dry run, which writes and prints nothing. has_outside: whether
+        ranks outside of the run help to make its groups, and wait for the last one. guarding: the
+        guards of the run. stop_after: the last step of this launch, if that is not the script's.
+        evaluates_first: whether an evaluation before the first step is made.
         """
         self.caller = caller
         self._config = config
@@ -81,14 +82,14 @@ class Flow:
         self._show = show
         self._backend = backend
         self._has_outside = has_outside
-        self._transcript = transcript
         self.groups: dict[str, WorkerGroup] = {}
         self._links: list[WeightLink] = []
         self.kept: dict[str, Any] = {}
         self._guarding = guarding
         self._memory = HostMemory()
-        self._capsule = capsule
-        self._last_step: int | None = None
+        self._observers = tuple(observers)
+        self._stop_after = stop_after
+        self._evaluates_first = evaluates_first
         self.step: Step | None = None
         self._is_step_open = False
         """Whether the script is inside of `step`."""
@@ -97,6 +98,8 @@ class Flow:
         self._first_evaluation: Callable[[int], dict[str, float]] | None = None
         self._counted: Counter[str] = Counter()
         self._metrics: Mapping[str, float] = {}
+        for observer in self._observers:
+            observer.attach(self)
 
     @property
     def seed(self) -> int:
@@ -237,6 +240,8 @@ class Flow:
         turn, tokens (prompts, responses), a plain answer ("group.method"), or how a column looks
         ("float32 like responses"). Any: these. Metrics have slashes: assume({"actor/kl": 0.1}).
         """
+        for observer in self._observers:
+            observer.assume({**(examples or {}), **more})
 
     # Steps
 
@@ -251,15 +256,16 @@ class Flow:
             self._before_first_step()
             last = 0
         self._expect_steps(total)
-        self.caller.last_step = total = self._last_step or total
-        if self._capsule is not None:
-            self._capsule.check_steps(last + 1, total)
+        if self._stop_after is not None:
+            total = min(total, self._stop_after)
+        self.caller.last_step = total
+        for observer in self._observers:
+            observer.begin(last + 1, total)
         if last < total and self.caller.transport.stop_requested:
             raise Stopped(f"stopped before step {last + 1}: no step has run since the start")
         for number in range(last + 1, total + 1):
-            if self._capsule is not None and self._capsule.step == number:
-                self._saving.finish()
-                self._capsule.begin(self.caller, self.groups, self._state(number - 1))
+            for observer in self._observers:
+                observer.begin_step(number)
             self.step = Step(number)
             self.caller.step = number
             self._saving.ending.begin_step()
@@ -368,7 +374,7 @@ class Flow:
     # Inside a step
 
     def _before_first_step(self) -> None:
-        if self._first_evaluation is not None:
+        if self._first_evaluation is not None and self._evaluates_first:
             self.step = Step(0)
             self.step.log(self._first_evaluation(0))
             self._finish(self.step)
@@ -379,6 +385,8 @@ class Flow:
 
     def _end_step(self, step: Step) -> None:
         self._is_step_open = False
+        for observer in self._observers:
+            observer.end_script(step.number)
         with noting(f"ending step {step.number}"):
             self._finish(step)
 
@@ -395,33 +403,35 @@ class Flow:
         caller = self.caller
         for link in self._links:
             link.halt()
-        for record in caller.records:
-            record.pending.result()
-        transfers = caller.transfers.take_outstanding()
-        for record in transfers:
-            record.pending.result()
+        records = caller.records
+        transfers = [pending.record() for pending in caller.transfers.take_outstanding()]
         counted = counted_bytes(caller)
         before = self._counted
-        self._metrics = metrics = step.metrics(caller.records)
+        self._metrics = metrics = step.metrics(records)
         metrics |= {name: float(count - before[name]) for name, count in counted.items()}
-        metrics |= self._memory.metrics(caller.records)
+        metrics |= self._memory.metrics(records)
         if self._guarding is not None:
             metrics |= self._guarding.metrics()
         self._counted = counted
         caller.old_log_probs.end_step(metrics, caller.num_updates)
-        self._show.step(step.number, metrics)
-        if self._transcript is not None:
-            moved = caller.transfers.moved_bytes
-            self._transcript.end_step(step.number, caller.records, transfers, metrics, moved)
-        self._show.spans(step.number, [*caller.records, *transfers])
-        self._show.samples(step.number, caller.scored, caller.learnt)
-        if self._capsule is not None and self._capsule.step == step.number:
-            state = self._state(step.number)
-            self._capsule.end(caller, self.groups, state, transfers, metrics)
+        if self._show is not None:
+            self._show.step(step.number, metrics)
+        record = StepRecord(
+            step.number,
+            records,
+            transfers,
+            metrics,
+            caller.transfers.planned_bytes,
+            caller.transfers.moved_bytes,
+        )
+        for observer in self._observers:
+            observer.end_step(record)
+        if self._show is not None:
+            self._show.samples(step.number, caller.scored, caller.learnt)
         if self._guarding is not None:
             self._guarding.end_step(step.number, metrics)
         caller.scored = {}
-        caller.records = []
+        caller.calls = []
         self._saving.finish(wait=False)
         is_last = 0 < step.number == caller.last_step
         if self._saving.due or (is_last and self._saves_last()):
@@ -433,8 +443,8 @@ class Flow:
         state = self._saving.resume(self.caller, self.groups)
         if state is None:
             return None
-        if self._transcript is not None:
-            self._transcript.continue_from(state)
+        for observer in self._observers:
+            observer.continue_from(state)
         self.caller.row_ids.next_id = state["next_id"]
         self.caller.old_log_probs.mismatch = state.get("drift", ())
         if self._guarding is not None and "guards" in state:
@@ -465,13 +475,17 @@ class Flow:
     def replay(self, checkpoint: CheckpointInfo) -> None:
         """Continue from this checkpoint, for one step (spmdflow.replay)."""
         self._saving.resumed_from = checkpoint
-        self._last_step = checkpoint.step + 1
+        self._stop_after = checkpoint.step + 1
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is being written is sealed."""
+        self._saving.finish()
 
     def _save(self, number: int) -> None:
         with noting(f"saving step {number}"):
-            self._saving.save(number, self.caller, self.groups, self._state(number), self._metrics)
+            self._saving.save(number, self.caller, self.groups, self.state(number), self._metrics)
 
-    def _state(self, number: int) -> dict[str, Any]:
+    def state(self, number: int) -> dict[str, Any]:
         """What a run that continues after a step needs besides the models.
 
         A copy: another thread writes it to disk while the script changes what it keeps.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spmdflow.controller.assignment import Target
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.call import too_many
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.planning import Method, too_many
 from spmdflow.controller.result import Result
 from spmdflow.errors import ConfigError, ProtocolError
-from spmdflow.runtime.order import Order, Replies
+from spmdflow.runtime.call import Call, Replies
+from spmdflow.runtime.executor import COMPUTE, TRANSFER
+from spmdflow.transfer.protocol import protocol
 from spmdflow.worker_api.register import method_spec
 from spmdflow.worker_api.worker import Worker
 
@@ -42,6 +44,8 @@ class WorkerGroup:
     def __init__(self, caller: Caller, target: Target) -> None:
         self._caller = caller
         self.target = target
+        self._methods: dict[str, Method] = {}
+        """Those that were called, by name."""
 
     @property
     def name(self) -> str:
@@ -51,7 +55,9 @@ class WorkerGroup:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        method_spec(self.target.worker_class, method)
+        if method not in self._methods:
+            spec = method_spec(self.target.worker_class, method)
+            self._methods[method] = Method(method, spec, protocol(spec.transfer_mode))
 
         def call(*given: Any, **arguments: Any) -> Batch | Result:
             """The method on every rank: a batch (or a list) by position, all else by name."""
@@ -64,7 +70,7 @@ class WorkerGroup:
                     f"{self.name}.{method}: got {type(batch).__name__} first, expected a Batch "
                     f"(or a list, one item for each rank); pass plain values by name"
                 )
-            return self._caller.invoke(self.target, method, batch, arguments)
+            return self._caller.invoke(self.target, self._methods[method], batch, arguments)
 
         return call
 
@@ -115,7 +121,7 @@ class WeightLink:
                     "arguments": arguments,
                 }
         label = f"{self.generator.name}.receive_weights"
-        self._caller.submit(label, commands, answering=tuple(commands))
+        self._caller.submit(label, commands, reply_ranks=tuple(commands))
 
     @property
     def next_version(self) -> int:
@@ -150,17 +156,17 @@ class WeightLink:
         turn = self._turn
         caller.busy -= self._ranks
 
-        def order(target: WorkerGroup, operation: str, lane: str) -> Order:
+        def call_of(target: WorkerGroup, operation: str, lane: str) -> Call:
             command = {"operation": operation, "group": generator.name, "turn": turn}
             commands = dict.fromkeys(target.target.layout.ranks, command)
             label = f"{target.name}.{operation}"
             limit = caller.transfers.seconds
-            return Order(caller.next_number(), lane, label, commands, limit)
+            return Call(caller.next_number(), lane, label, commands, limit, step=caller.step)
 
-        halt = order(generator, "halt", "transfer")
-        reach = order(self._policy, "reach", "compute")
+        halt = call_of(generator, "halt", TRANSFER)
+        reach = call_of(self._policy, "reach", COMPUTE)
 
         def is_there(_: Replies) -> None:
             caller.transport.submit(halt)
 
-        caller.transport.submit(replace(reach, on_done=is_there))
+        caller.transport.submit(reach, is_there)

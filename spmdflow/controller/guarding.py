@@ -120,7 +120,7 @@ class Guarding:
         sizes = np.ones(len(batch))
         for name, ref in list(refs.items()):
             if isinstance(ref.result, RowResult):
-                self._caller.wait_for(ref.result)
+                ref.result.wait()
                 sizes += ref.row_bytes()
             else:  # of the data file
                 del refs[name]

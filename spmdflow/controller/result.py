@@ -1,4 +1,4 @@
-"""Rows that calls made: where they are, what is known of them, how they travel. No values.
+"""Rows that calls made: where they are, and what is known of them. No values.
 
 `held` records, for the script thread, which rank has or is about to have which rows; it is
 exact because protocols are pure functions and calls are numbered. `facts` (dtype, row shape,
@@ -7,20 +7,16 @@ lengths) are known once the producer has replied; only the io thread writes them
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from spmdflow.blocks.rows import RowEdge, plan_rounds
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.row_id import Ids
-from spmdflow.errors import ColumnError, ProtocolError, TransferError
-from spmdflow.runtime.order import Order, Pending, Replies, Transport
+from spmdflow.errors import ColumnError, ProtocolError
+from spmdflow.runtime.call import Call, Pending, Replies
 from spmdflow.tracking.metric import merge
 
 
@@ -41,7 +37,9 @@ class ColumnFacts:
         return self.lengths[np.searchsorted(self.ids, ids)]
 
 
-def facts_of(replies: Replies, answer: Mapping[int, Ids], *, label: str) -> dict[str, ColumnFacts]:
+def facts_of(
+    replies: Mapping[int, Mapping[str, Any]], answer: Mapping[int, Ids], *, label: str
+) -> dict[str, ColumnFacts]:
     """Dtype, row shape and lengths of the columns, from the replies of the answering ranks.
 
     label: the call that made them. ColumnError if two ranks made a column of different kinds.
@@ -92,8 +90,10 @@ class RowResult:
     """Rows by column and rank, transfers under way included; columns with the same holders share
     one mapping, which is replaced and never changed."""
     on_free: Callable[[int], None]
-    sources: frozenset[int] = frozenset()
-    """Numbers of the results that it was made from, and of those that these were made from."""
+    lineage: frozenset[int] = frozenset()
+    """Its own number, those of the results that it was made from, and of those before them."""
+    pending: Pending | None = None
+    """The call, once it was sent."""
     facts: dict[str, ColumnFacts] = field(default_factory=dict)
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     """What the answering ranks reported of the call."""
@@ -102,6 +102,27 @@ class RowResult:
     """Releases of transfers that wait for the producer (io thread)."""
     spans_pools: bool = False
     """Whether its rows were made on several pools and concatenated: no group has all its ranks."""
+
+    @classmethod
+    def of(cls, call: Call, on_free: Callable[[int], None]) -> RowResult:
+        """The result of a call that writes columns."""
+        answer = {}
+        for rank in call.reply_ranks:
+            answer[rank] = call.rows_after[rank]
+        return cls(
+            call.number,
+            call.label,
+            call.ranks,
+            answer,
+            dict.fromkeys(call.writes, dict(call.rows_after)),
+            on_free,
+            call.lineage | {call.number},
+        )
+
+    def wait(self) -> None:
+        """Block until the call has replied."""
+        if self.pending is not None:
+            self.pending.result()
 
     def learn(self, replies: Replies) -> None:
         """Take over what the ranks said of the rows, and release what waited for it (io thread)."""
@@ -112,11 +133,6 @@ class RowResult:
         self.waiting = []
         for release in waiting:
             release()
-
-    @property
-    def lineage(self) -> frozenset[int]:
-        """Its own number and its sources."""
-        return self.sources | {self.number}
 
     def owners(self, ids: Ids) -> np.ndarray:
         """(B,) int64: the rank that answers for each of the rows; of several the first."""
@@ -218,36 +234,47 @@ def input_of(
     return plain
 
 
-class CallRecord(NamedTuple):
-    """One submitted order of the running step; it keeps no rows."""
+OnRead = Callable[[Iterable[str]], None]
+"""Called with the names of the metrics that the script reads."""
 
-    number: int
-    label: str
-    phase: str
-    """train or eval: which metrics its reports belong to."""
-    commands: Mapping[int, Mapping[str, Any]]
-    pending: Pending
-    answering: tuple[int, ...] = ()
-    """Ranks whose reported metrics count."""
-    step: int = 0
-    lane: str = "compute"
 
-    @property
-    def replies(self) -> Replies:
-        """By rank; waits for them."""
-        return self.pending.result()
+def ignore_reads(names: Iterable[str]) -> None:
+    """An `OnRead` that takes no notice."""
+
+
+class UnknownMetric(KeyError):
+    """A metric that was read, but that no call has reported."""
+
+    def __init__(self, name: str, why: str, *, is_omitted: bool = False) -> None:
+        """is_omitted: the settings are why: a call that reports it computes nothing."""
+        super().__init__(f"{name}: {why}")
+        self.name = name
+        self.is_omitted = is_omitted
 
 
 class ReportedMetrics(dict[str, float]):
-    """What calls reported; KeyError with the setting to change for a metric of an omitted call."""
+    """What calls reported; UnknownMetric says why one is missing."""
 
-    def __init__(self, metrics: Mapping[str, float], omitted: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, float],
+        omitted: Mapping[str, str],
+        on_read: OnRead = ignore_reads,
+    ) -> None:
         """omitted: why a metric was not reported."""
         super().__init__(metrics)
         self._omitted = omitted
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> float:
+        value = super().__getitem__(name)
+        self._on_read([name])
+        return value
 
     def __missing__(self, name: str) -> float:
-        raise KeyError(f"{name}: {self._omitted.get(name, f'the calls reported {sorted(self)}')}")
+        if name in self._omitted:
+            raise UnknownMetric(name, self._omitted[name], is_omitted=True)
+        raise UnknownMetric(name, f"the calls reported {sorted(self)}")
 
 
 class Result(Mapping[str, float]):
@@ -256,10 +283,17 @@ class Result(Mapping[str, float]):
     Looking inside waits for the call.
     """
 
-    def __init__(self, label: str, pending: Pending, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        label: str,
+        pending: Pending,
+        ranks: tuple[int, ...],
+        on_read: OnRead = ignore_reads,
+    ) -> None:
         self.label = label
         self.pending = pending
         self.ranks = ranks
+        self._on_read = on_read
 
     def values_by_rank(self) -> list[Any]:
         """What each answering rank returned, in the protocol's order."""
@@ -268,6 +302,12 @@ class Result(Mapping[str, float]):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the answering ranks, merged."""
+        metrics = self._merge()
+        self._on_read(metrics)
+        return metrics
+
+    def _merge(self) -> dict[str, float]:
+        """As `metrics`; nobody has read them yet."""
         values = self.values_by_rank()
         if not all(isinstance(value, dict) for value in values):
             raise ProtocolError(
@@ -277,7 +317,11 @@ class Result(Mapping[str, float]):
         return merge(values)
 
     def __getitem__(self, key: str) -> float:
-        return self.metrics()[key]
+        metrics = self._merge()
+        if key not in metrics:
+            raise UnknownMetric(key, f"{self.label} reported {sorted(metrics)}")
+        self._on_read([key])
+        return metrics[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.metrics())
@@ -292,171 +336,6 @@ class Result(Mapping[str, float]):
 
 def nothing(label: str) -> Result:
     """The answer of an update that was left out: no metrics."""
-    pending = Pending(label, lambda _: None)
+    pending = Pending.of_no_call(label, lambda _: None)
     pending.resolve({0: {"value": {}}})
     return Result(label, pending, (0,))
-
-
-Edge = tuple[int, int]
-Edges = Mapping[tuple[int, int, bytes], tuple[list[str], RowEdge]]
-"""Columns that travel together and their rows, by (source, destination, row ids)."""
-
-
-class Transfers:
-    """All row transfers of a run: plans what rows travel, releases each transfer when its producer
-    has replied, counts bytes.
-
-    `need` runs in the script thread; releasing and counting run in the io thread, which alone knows
-    dtypes and lengths and writes the fields below. The script reads them under the lock, as copies.
-    """
-
-    def __init__(self, transport: Transport, *, seconds: float) -> None:
-        self._transport = transport
-        self.seconds = seconds
-        self._lock = threading.Lock()
-        self._planned: Counter[Edge] = Counter()
-        self._moved: Counter[Edge] = Counter()
-        self._header_bytes = 0
-        self._num_released = 0
-        self._outstanding: list[CallRecord] = []
-
-    @property
-    def planned_bytes(self) -> Counter[Edge]:
-        """Of rows by (source, destination), since the run began; a copy."""
-        with self._lock:
-            return self._planned.copy()
-
-    @property
-    def moved_bytes(self) -> Counter[Edge]:
-        """As planned_bytes, as the ranks counted them."""
-        with self._lock:
-            return self._moved.copy()
-
-    @property
-    def header_bytes(self) -> int:
-        """Sent besides the rows: one short header for each edge of a transfer."""
-        with self._lock:
-            return self._header_bytes
-
-    def need(self, result: RowResult, names: Sequence[str], need: Mapping[int, Ids]) -> None:
-        """Plan transfers so that each rank gets its rows `need[rank]` of `names` (script thread).
-
-        A rank that needs no rows and has never had the column gets an empty one, from itself.
-        """
-        alike: dict[int, tuple[list[str], dict[int, Ids]]] = {}  # columns with the same holders
-        for name in names:
-            held = result.held[name]
-            alike.setdefault(id(held), ([], held))[0].append(name)
-        rounds: list[dict[tuple[int, int, bytes], tuple[list[str], RowEdge]]] = [{}, {}]
-        for columns, held in alike.values():
-            unions: dict[tuple[int, int], Ids | None] = {}  # ranks that are alike share theirs
-            after: dict[int, Ids] = {}
-            for rank, ids in need.items():
-                pair = (id(held.get(rank)), id(ids))
-                if pair not in unions:
-                    unions[pair] = _union_or_none(held.get(rank), ids)
-                union = unions[pair]
-                if union is not None:
-                    after[rank] = union
-            lacking = {}
-            for rank in after:
-                lacking[rank] = need[rank]
-            found = plan_rounds(held, lacking, node_of=self._transport.node_of)
-            found[0] += [RowEdge(rank, rank, ids) for rank, ids in lacking.items() if not len(ids)]
-            for edges, planned in zip(rounds, found, strict=False):
-                for edge in planned:
-                    key = (edge.source, edge.destination, edge.ids.tobytes())
-                    edges.setdefault(key, ([], edge))[0].extend(columns)
-            result.held |= dict.fromkeys(columns, {**held, **after})
-        for edges in filter(None, rounds):
-            self._transport.post(partial(self._offer, result, edges))
-
-    def take_outstanding(self) -> list[CallRecord]:
-        """Transfers released and not yet waited for; the end of a step waits for them."""
-        with self._lock:
-            taken = self._outstanding
-            self._outstanding = []
-        return taken
-
-    def _offer(self, result: RowResult, edges: Edges) -> None:
-        """Release a transfer now, or when the rows are made."""
-        if result.done:
-            self._release(result, edges)
-        else:
-            result.waiting.append(partial(self._release, result, edges))
-
-    def _release(self, result: RowResult, edges: Edges) -> None:
-        """Send the commands."""
-        self._num_released += 1
-        planned: Counter[Edge] = Counter()
-        commands: dict[int, dict[str, Any]] = {}
-        kinds = {name: fact.spec.to_plain() for name, fact in result.facts.items()}
-        for names, edge in edges.values():
-            place = np.searchsorted(result.facts[names[0]].ids, edge.ids)
-            lengths = {}
-            size = 0
-            for name in names:
-                fact = result.facts[name]
-                items = len(edge.ids)
-                if fact.lengths is not None:
-                    lengths[name] = fact.lengths[place]
-                    items = int(lengths[name].sum())
-                size += items * fact.spec.item_bytes
-            of_names = {}
-            for name in names:
-                of_names[name] = kinds[name]
-            received = [edge.source, names, edge.ids, of_names, lengths]
-            _command(commands, edge.destination, result)["receives"].append(received)
-            if edge.source != edge.destination:
-                sent = [edge.destination, names, edge.ids]
-                _command(commands, edge.source, result)["sends"].append(sent)
-                planned[edge.source, edge.destination] += size
-        with self._lock:
-            self._planned.update(planned)
-        label = f"transfer {self._num_released} of {result.label}"
-        number = self._num_released
-        done = partial(self._count, result, label, planned)
-        kind = f"transfer of {result.label}"
-        order = Order(number, "transfer", label, commands, self.seconds, done, kind=kind)
-        pending = self._transport.submit(order)
-        record = CallRecord(number, label, "train", commands, pending, lane="transfer")
-        with self._lock:
-            self._outstanding.append(record)
-
-    def _count(
-        self, _kept: RowResult, label: str, planned: Counter[Edge], replies: Replies
-    ) -> None:
-        """Check and count the bytes. Keeps the result alive while its holders send its rows."""
-        sent = {}
-        for r, reply in replies.items():
-            for to, n in reply["sent"].items():
-                sent[(r, to)] = n
-        got = {}
-        for r, reply in replies.items():
-            for at, n in reply["received"].items():
-                got[(at, r)] = n
-        expected = dict(+planned)
-        if not sent == got == expected:
-            raise TransferError(
-                f"{label}: sent {sent}, received {got}, expected {expected} bytes by edge; "
-                f"the ranks and the plan disagree: report this with RUN_DIR/trace.json"
-            )
-        with self._lock:
-            self._moved.update(got)
-            self._header_bytes += sum(reply["header_bytes"] for reply in replies.values())
-
-
-def _command(commands: dict[int, dict[str, Any]], rank: int, result: RowResult) -> dict[str, Any]:
-    empty = {"operation": "transfer", "result": result.number, "sends": [], "receives": []}
-    return commands.setdefault(rank, empty)
-
-
-def _union_or_none(held: Ids | None, ids: Ids) -> Ids | None:
-    """What a rank has after it was given the rows ids; None: it has them all."""
-    if held is None:
-        return ids
-    if held is ids or (len(held) == len(ids) and np.array_equal(held, ids)):
-        return None
-    if np.isin(ids, held).all():
-        return None
-    return np.union1d(held, ids)

@@ -35,8 +35,8 @@ from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, ReadError, RunFailed
 from spmdflow.failure.cause import noting
 from spmdflow.failure.launcher import launched_seconds, shutdown_seconds
-from spmdflow.runtime.executor import FILES
-from spmdflow.runtime.order import Order, Pending, Replies, Transport
+from spmdflow.runtime.call import Call, Pending, Replies, Transport
+from spmdflow.runtime.executor import COMPUTE, FILES
 from spmdflow.tracking.tracker import sync_records
 from spmdflow.worker_api.worker import loads_any_layout
 
@@ -97,8 +97,8 @@ class Saving:
         if moved := moved_groups(info, _layout(groups), by_rank):
             logger.info("saved on another layout, loaded box by box: %s", ", ".join(moved))
         synced = []
-        for name, order in _on_every_rank("load", info.folder, caller, groups).items():
-            self._check_frozen(info, name, replies := order.result())
+        for name, pending in _on_every_rank("load", info.folder, caller, groups).items():
+            self._check_frozen(info, name, replies := pending.result())
             synced += [name] if any(reply["is_synced"] for reply in replies.values()) else []
         logger.info("continuing after step %s from %s", info.step, info.folder)
         return {**info.meta["flow"], "synced": synced}
@@ -130,8 +130,8 @@ class Saving:
         for name, group in groups.items():
             command = {"operation": "write", "group": name, "folder": str(folder / name)}
             commands = dict.fromkeys(group.target.layout.ranks, command)
-            order = Order(0, FILES, f"{name}.write", commands, self._seconds)
-            pending[name] = caller.transport.submit(order)
+            call = Call(0, FILES, f"{name}.write", commands, self._seconds, step=step)
+            pending[name] = caller.transport.submit(call)
         meta = {
             "layout": _layout(groups),
             "flow": dict(state),
@@ -236,10 +236,45 @@ class Saving:
             logger.warning("run.resume=reload_frozen: %s", err)
 
 
+class NoSaving(Saving):
+    """Writes and loads nothing: for a dry run, which may continue from the state of a run."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        """state: the flow's part of a checkpoint; None: begin with the first step."""
+        self._state = state
+        self.ending = Ending(None, age=0.0)
+        self.resumed_from = None
+        self.due = False
+
+    def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
+        """The state; no weights are loaded."""
+        if self._state is None:
+            return None
+        return dict(self._state)
+
+    def has(self, step: int) -> bool:
+        """Nothing is saved."""
+        return False
+
+    def save(
+        self,
+        step: int,
+        caller: Caller,
+        groups: Groups,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Write nothing."""
+        self.due = False
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Nothing is being written."""
+
+
 def _on_every_rank(
     operation: str, folder: Path, caller: Caller, groups: Groups
 ) -> dict[str, Pending]:
-    """Order an operation from the ranks of each group."""
+    """Have the ranks of each group run an operation; their pending replies by group."""
     pending = {}
     for name, group in groups.items():
         command = {"operation": operation, "group": name, "folder": str(folder / name)}
@@ -268,8 +303,8 @@ def verify_on_ranks(
     commands = {}
     for rank, files in shares.items():
         commands[rank] = where | {"files": files}
-    order = Order(0, "compute", "verify", commands, seconds)
-    replies = transport.submit(order).result().values()
+    call = Call(0, COMPUTE, "verify", commands, seconds)
+    replies = transport.submit(call).result().values()
     for reply in replies:
         if reply["damage"] is not None:
             raise DamagedError(reply["damage"])
@@ -283,9 +318,9 @@ def find_unseen_folders(
 ) -> dict[str, list[int]]:
     """Folders that some ranks do not see, and these ranks."""
     command = {"operation": "find_folders", "folders": list(folders)}
-    order = Order(0, "compute", "find_folders", dict.fromkeys(ranks, command), seconds)
+    call = Call(0, COMPUTE, "find_folders", dict.fromkeys(ranks, command), seconds)
     unseen: dict[str, list[int]] = {}
-    for rank, reply in transport.submit(order).result().items():
+    for rank, reply in transport.submit(call).result().items():
         for folder in reply["missing"]:
             unseen.setdefault(folder, []).append(rank)
     return unseen

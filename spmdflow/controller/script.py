@@ -15,21 +15,22 @@ from typing import Any
 from spmdflow.checkpoint.hub import open_repository, push
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.checkpoint.reading import ModelFolders
-from spmdflow.checkpoint.run_dir import open_run_dir
+from spmdflow.checkpoint.run_dir import RunDir, open_run_dir
 from spmdflow.config.location import to_yaml
 from spmdflow.config.placement import pools_of
 from spmdflow.controller.caller import Caller
 from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.flow import Flow, Stopped
 from spmdflow.controller.guarding import Guarding
+from spmdflow.controller.observer import CallList, Observer, Timeline
 from spmdflow.controller.saving import Saving, find_unseen_folders, verify_on_ranks
 from spmdflow.controller.step import Show
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.device import backend_of, own_device
 from spmdflow.runtime import launch as runtime
+from spmdflow.runtime.call import Transport
 from spmdflow.runtime.launch import Outcome
-from spmdflow.runtime.order import Transport
 from spmdflow.tracking.tracker import sync_records
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,6 @@ def run_script(
     missing = partial(find_unseen_folders, transport, ranks, seconds=seconds)
     cfg = folders.resolve_links(cfg, before, missing)
     settings = to_yaml(cfg)
-    nodes = [transport.node_of(rank) for rank in ranks]
     caller = Caller(transport, cfg.run, ranks)
     file = Path(str(getattr(script, "__file__", script.__name__)))  # made in Python: no file
     show = Show(cfg, run_dir.path, last_step=run_dir.last_step, script=file)
@@ -119,7 +119,7 @@ def run_script(
         models=folders.resolved_links,
         lock=lock,
     )
-    keeps = cfg.run.capture_step
+    observers = _observers_of(cfg, run_dir, settings, file, transport, ranks)
     flow = Flow(
         caller,
         cfg,
@@ -129,9 +129,8 @@ def run_script(
         show,
         backend=backend_of(own_device()),
         has_outside=has_outside,
-        transcript=Transcript(run_dir.path / TRANSCRIPT_FILE, ranks, nodes),
         guarding=Guarding(cfg.run.guards, caller, run_dir.path),
-        capsule=Capsule(cfg.run, run_dir.path, settings, file) if keeps else None,
+        observers=observers,
     )
     try:
         with saving.finishing():
@@ -147,6 +146,28 @@ def run_script(
         status = FINISHED if stop.is_time_up else STOPPED
     finally:
         show.close()
+        for observer in observers:
+            observer.close()
         folders.release()
     caller.submit("close", {rank: {"operation": "close"} for rank in ranks}).result()
     return status
+
+
+def _observers_of(
+    cfg: Any,
+    run_dir: RunDir,
+    settings: str,
+    script: Path,
+    transport: Transport,
+    ranks: tuple[int, ...],
+) -> list[Observer]:
+    """What reads the records of the run's calls, and writes files of them."""
+    nodes = [transport.node_of(rank) for rank in ranks]
+    observers: list[Observer] = [
+        Transcript(run_dir.path / TRANSCRIPT_FILE, ranks, nodes),
+        Timeline(run_dir.path / "trace.json"),
+        CallList(run_dir.path, last_step=run_dir.last_step),
+    ]
+    if cfg.run.capture_step:
+        observers.append(Capsule(cfg.run, run_dir.path, settings, script))
+    return observers

@@ -16,14 +16,14 @@ import numpy as np
 from spmdflow.config.leaf import flat, plain_tree
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
-from spmdflow.controller.result import CallRecord, Result
+from spmdflow.controller.result import Result
 from spmdflow.controller.sample import first_of_groups, is_shown, samples_of
 from spmdflow.errors import ProtocolError
 from spmdflow.failure.user_code import script_line
+from spmdflow.runtime.call import CallRecord
 from spmdflow.tracking.metric import merge
 from spmdflow.tracking.origin import git_state, versions
 from spmdflow.tracking.progress import print_samples, progress_line
-from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
 from spmdflow.worker_api.metric import Max, Mean, Metric, Min, Sum
 
@@ -66,7 +66,7 @@ class Step:
         """All metrics of the step: reported by its calls, logged by the script, and seconds."""
         phases: dict[str, list[CallRecord]] = {"train": [], "eval": []}
         for record in records:
-            phases[record.phase].append(record)
+            phases[record.call.phase].append(record)
         train, evaluation = map(_merge_reports, phases.values())
         metrics = train | self.merge_logged() | _seconds_by_method(phases["train"])
         for name, value in evaluation.items():
@@ -115,18 +115,18 @@ def _check_logged(result: object, place: str) -> None:
 
 def _merge_reports(records: Iterable[CallRecord]) -> dict[str, float]:
     """Metrics that workers reported during calls, merged over answering ranks."""
-    answered = []
+    reported = []
     for record in records:
-        for rank in record.answering:
-            answered.append(record.replies[rank])
-    return merge(reply.get("metrics", {}) for reply in answered)
+        for reply in record.answers:
+            reported.append(reply.get("metrics", {}))
+    return merge(reported)
 
 
 def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
     """time/<method>_seconds: of the rank that took longest, by its own clock; calls are added."""
     seconds: dict[str, float] = {}
     for record in records:
-        method = record.label.partition(".")[2]  # none: a fetch
+        method = record.call.method  # none: a fetch
         spans = []
         for reply in record.replies.values():
             if "span" in reply:
@@ -203,7 +203,6 @@ class Show:
         self._tracker = Tracker(run_dir, list(cfg.run.trackers), last_step=last_step)
         if cfg.run.trackers:
             self._tracker.describe(_facts_of(cfg, script))
-        self._trace = TraceWriter(run_dir / "trace.json")
         self._sample_every = cfg.run.sample_every
         self._total_steps = cfg.total_steps
         self._tokenizer_path = cfg.data.tokenizer_path
@@ -228,21 +227,6 @@ class Show:
         self._tracker.write_metrics(step, metrics)
         logger.info("%s", progress_line(step, self._total_steps, metrics))
 
-    def spans(self, step: int, records: Iterable[CallRecord]) -> None:
-        """What every rank did when, for trace.json."""
-        spans = []
-        for record in records:
-            for rank, reply in record.replies.items():
-                spans.append(
-                    Span(rank, record.lane, record.label, *reply["span"])._replace(
-                        step=step,
-                        received_bytes=sum(reply.get("received", {}).values()),
-                        host_bytes=reply.get("host_bytes", 0),
-                    )
-                )
-        self._trace.write(spans)
-
     def close(self) -> None:
         """End the trackers."""
-        self._trace.close()
         self._tracker.close()

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from spmdflow.checkpoint.disk import describe_disk_error
-from spmdflow.controller.result import CallRecord, facts_of
+from spmdflow.controller.observer import Observer, StepRecord
+from spmdflow.controller.result import facts_of
 from spmdflow.errors import DataError, MessageError
 from spmdflow.message import decode, encode
+from spmdflow.runtime.call import CallRecord
+from spmdflow.runtime.executor import COMPUTE, TRANSFER
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ _LEFT_OUT = ("free", "sends")
 """Parts of commands that no later reader needs."""
 
 
-class Transcript:
+class Transcript(Observer):
     """Records each step when it is over; the file is rewritten each time."""
 
     def __init__(self, path: Path, ranks: tuple[int, ...], nodes: list[int]) -> None:
@@ -47,27 +50,23 @@ class Transcript:
         self._content["start"] = dict(state)
         self._first_step = int(state["step"])
 
-    def end_step(
-        self,
-        number: int,
-        calls: Iterable[CallRecord],
-        transfers: Iterable[CallRecord],
-        metrics: Mapping[str, float],
-        moved: Counter[tuple[int, int]],
-    ) -> None:
-        """A step is over and everything has arrived. moved: bytes by edge since the run began."""
+    def end_step(self, step: StepRecord) -> None:
+        """Write the records of a step, if it is one of the first."""
         if not self._is_open:
             return
+        number = step.number
+        moved = step.moved_bytes
         rows = []
         for edge, size in (moved - self._before).items():
             rows.append([*edge, size])
         self._before = moved.copy()
-        self._content["steps"].append({"step": number, "edges": rows, "metrics": dict(metrics)})
+        metrics = dict(step.metrics)
+        self._content["steps"].append({"step": number, "edges": rows, "metrics": metrics})
         entries = []
-        for record in calls:
-            if _operation(record) != "save":
-                entries.append(_entry(record, record.step))
-        self._content["orders"] += entries + [_entry(record, number) for record in transfers]
+        for record in step.calls:
+            if record.call.operation != "save":
+                entries.append(_entry(record, record.call.step))
+        self._content["orders"] += entries + [_entry(record, number) for record in step.transfers]
         data = _encode_content(self._content)
         self._is_open = data is not None and number < self._first_step + NUM_STEPS
         if not self._is_open:
@@ -108,31 +107,27 @@ def read_transcript(path: Path) -> dict[str, Any]:
     return content
 
 
-def _operation(record: CallRecord) -> str:
-    return str(next(iter(record.commands.values()))["operation"])
-
-
 def _entry(record: CallRecord, step: int) -> dict[str, Any]:
     """An order and its answer as plain data; ranks with the same command are grouped."""
+    call = record.call
     alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
-    for rank, plain in record.commands.items():
+    for rank, plain in call.commands.items():
         kept = {}
         for name, value in plain.items():
             if name not in _LEFT_OUT:
                 kept[name] = value
         key = tuple((name, id(value)) for name, value in kept.items())
         alike.setdefault(key, ([], kept))[0].append(rank)
-    entry = {}
-    for name in ("number", "label", "phase"):
-        entry[name] = getattr(record, name)
-    entry["lane"] = "transfer" if _operation(record) == "transfer" else "compute"
+    entry = {"number": call.number, "label": call.label, "phase": call.phase}
+    entry["lane"] = TRANSFER if call.operation == "transfer" else COMPUTE
     return entry | {"step": step, "commands": list(alike.values())} | _answer(record)
 
 
 def _answer(record: CallRecord) -> dict[str, Any]:
     """{"answer": what ranks said}; {} where a plan needs nothing of it."""
-    operation = _operation(record)
-    commands = record.commands
+    call = record.call
+    operation = call.operation
+    commands = call.commands
     replies = record.replies
     first = next(iter(replies.values()))
     if operation == "scan":
@@ -150,10 +145,10 @@ def _answer(record: CallRecord) -> dict[str, Any]:
             values[rank] = reply.get("value")
         return {"answer": {"values": values}}
     made = {}
-    for rank in record.answering or commands:
+    for rank in call.reply_ranks or commands:
         made[rank] = commands[rank]
     rows = {rank: plain.get("holds", plain["ids"]) for rank, plain in made.items()}
-    columns = facts_of(replies, rows, label=record.label)
+    columns = facts_of(replies, rows, label=call.label)
     plain = {}
     for name, fact in columns.items():
         plain[name] = [fact.spec.to_plain(), fact.lengths]

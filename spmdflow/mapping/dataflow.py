@@ -185,7 +185,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One method call of a step."""
 
     model: str
@@ -208,7 +208,7 @@ class Dataflow:
     """Models and the calls of one step; each call belongs to a model that supports it."""
 
     models: tuple[Model, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[ModelCall, ...]
     apart: tuple[tuple[str, str], ...] = ()
     """Pairs of models that may not share a pool."""
 
@@ -232,7 +232,7 @@ class Dataflow:
         """The model of that name."""
         return next(model for model in self.models if model.name == name)
 
-    def calls_of(self, name: str) -> list[Call]:
+    def calls_of(self, name: str) -> list[ModelCall]:
         """A model's calls, in order."""
         calls = []
         for call in self.calls:

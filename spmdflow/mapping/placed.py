@@ -15,7 +15,7 @@ import numpy as np
 
 from spmdflow.config.parallel import count_of
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy
+from spmdflow.mapping.dataflow import Dataflow, Model, ModelCall, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import offload_seconds, pool_memory, resident_bytes
 from spmdflow.mapping.search import ModelSet
@@ -87,7 +87,7 @@ class Placed:
     seconds: float
     stage_seconds: Mapping[str, float]
     """Seconds of the slowest pool of each stage."""
-    calls: tuple[Call, ...]
+    calls: tuple[ModelCall, ...]
     """Calls of the dataflow, in order."""
     generators: Mapping[str, str]
     """Models that only generate -> the trained model whose settings and weights they use."""
@@ -142,7 +142,7 @@ class Placed:
 
 
 def call_seconds(
-    call: Call, model: Model, cut: Strategy, hardware: Hardware, *, kv_bytes: float = 0.0
+    call: ModelCall, model: Model, cut: Strategy, hardware: Hardware, *, kv_bytes: float = 0.0
 ) -> CallSeconds:
     """Seconds of one call (paper Appendix C), including offloading but not the transition.
 

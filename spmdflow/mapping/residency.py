@@ -15,7 +15,7 @@ from itertools import chain, combinations
 
 import numpy as np
 
-from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy
+from spmdflow.mapping.dataflow import Dataflow, Model, ModelCall, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
     least_cache_bytes,
@@ -200,13 +200,13 @@ class _Pool:
             seconds += float(total(parts))
         return seconds
 
-    def _generations(self) -> Iterator[Call]:
+    def _generations(self) -> Iterator[ModelCall]:
         return (call for call in self._calls() if call.kind == "generate")
 
-    def _calls(self) -> Iterator[Call]:
+    def _calls(self) -> Iterator[ModelCall]:
         return (call for call in self.dataflow.calls if call.model in self.members)
 
-    def _max_cache_bytes(self, call: Call, share: Share) -> float:
+    def _max_cache_bytes(self, call: ModelCall, share: Share) -> float:
         """Bytes of a cache for the most rows that the share allows."""
         if share.most_rows is None:
             return float("inf")

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from spmdflow.mapping.dataflow import Call, Dataflow, Model, Strategy, strategies_on
+from spmdflow.mapping.dataflow import Dataflow, Model, ModelCall, Strategy, strategies_on
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
     KEPT_WHILE_TRAINING,
@@ -316,7 +316,7 @@ class CostTable:
             costs[:, stage] += total(parts)
         return costs
 
-    def _generations(self, model: Model) -> list[Call]:
+    def _generations(self, model: Model) -> list[ModelCall]:
         """The simulated generation calls of a model."""
         calls = self.dataflow.calls_of(model.name)
         generations = []

@@ -25,7 +25,8 @@ from spmdflow.blocks.plan import (
 )
 from spmdflow.hybrid_engine.bucket import Moves
 from spmdflow.hybrid_engine.reshard import BoxesByRank, Copies, Shards
-from spmdflow.plan.record import Problem, Trace, TracedOrder
+from spmdflow.plan.record import Problem, Trace, name_of
+from spmdflow.runtime.call import Call
 
 _SHOWN = 5
 """Most problems that a check reports."""
@@ -49,7 +50,7 @@ def check_group_members(trace: Trace) -> list[Problem]:
 def _member_errors(trace: Trace) -> Iterator[str]:
     """Yields a message for each error of membership, in the order of the calls."""
     created: set[tuple[tuple[int, ...], str]] = set()
-    for order in trace.orders:
+    for order in trace.calls:
         if order.operation == "groups":
             yield from _differing_groups(order)
             for ranks, _, backend in order.command["specs"]:
@@ -60,13 +61,13 @@ def _member_errors(trace: Trace) -> Iterator[str]:
             if len(ranks) > 1 and (ranks, backend) not in created:
                 group = f"{backend} group".strip()
                 yield (
-                    f"{order.name}: uses the {group} of ranks {shorten_numbers(ranks)}, which "
+                    f"{name_of(order)}: uses the {group} of ranks {shorten_numbers(ranks)}, which "
                     f"does not exist yet; add these ranks to what {method} returns"
                 )
                 created.add((ranks, backend))
 
 
-def _rank_errors(trace: Trace, order: TracedOrder) -> Iterator[str]:
+def _rank_errors(trace: Trace, order: Call) -> Iterator[str]:
     """Yields a message for the first rank that lacks its command, or else has one too many."""
     members = _members(trace, order)
     if not members:
@@ -76,31 +77,31 @@ def _rank_errors(trace: Trace, order: TracedOrder) -> Iterator[str]:
     expected = f"expected exactly the ranks {shorten_numbers(members)} of its group"
     if missing:
         yield (
-            f"{order.name}: got no command for rank {missing[0]}, {expected}; the other ranks "
+            f"{name_of(order)}: got no command for rank {missing[0]}, {expected}; the other ranks "
             f"would wait for ever"
         )
     elif surplus:
         yield (
-            f"{order.name}: got a command for rank {surplus[0]}, {expected}; this rank would "
+            f"{name_of(order)}: got a command for rank {surplus[0]}, {expected}; this rank would "
             f"wait for ever"
         )
 
 
-def _differing_groups(order: TracedOrder) -> Iterator[str]:
+def _differing_groups(order: Call) -> Iterator[str]:
     """Yields a message if some rank creates other groups than the first one."""
     first = order.ranks[0]
     specs = order.commands[first]["specs"]
     for rank, command in order.commands.items():
         if command["specs"] != specs:
             yield (
-                f"{order.name}: got other groups on rank {rank} than on rank {first}, expected "
+                f"{name_of(order)}: got other groups on rank {rank} than on rank {first}, expected "
                 f"the same ones in the same order; a new_group that some ranks skip breaks the "
                 f"groups created after it"
             )
             return
 
 
-def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
+def _members(trace: Trace, order: Call) -> tuple[int, ...]:
     """Ranks that must take part; empty if any ranks may."""
     if order.operation == "groups":
         return trace.world
@@ -124,7 +125,7 @@ def _members(trace: Trace, order: TracedOrder) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _groups_entered(trace: Trace, order: TracedOrder) -> Iterator[tuple[str, tuple[int, ...], str]]:
+def _groups_entered(trace: Trace, order: Call) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(method of the worker that should list it, ranks, backend; "": any) of each group."""
     if order.operation == "spawn":
         model = trace.models[order.command["name"]]

@@ -24,16 +24,18 @@ from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, transition_seconds
-from spmdflow.plan.record import COMPUTE, Problem, Tokens, Trace, TracedOrder, row_edges
+from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, simulate_orders
+from spmdflow.runtime.call import Call
+from spmdflow.runtime.executor import COMPUTE
 
 
 @dataclass(frozen=True)
 class CallTime:
     """When a call runs."""
 
-    order: TracedOrder
+    order: Call
     start: float
     end: float
     limit: str = ""
@@ -100,7 +102,7 @@ class Prediction:
 
 def predict(
     trace: Trace,
-    orders: Sequence[TracedOrder],
+    orders: Sequence[Call],
     hardware: Hardware,
     *,
     weights: Sequence[WeightPlan] = (),
@@ -203,13 +205,13 @@ def _estimates(
     memory: Mapping[str, PhaseMemory],
     weights: Mapping[str, WeightPlan],
     problems: list[Problem],
-) -> dict[int, CallSeconds]:
+) -> dict[Key, CallSeconds]:
     """Seconds of each simulated call, by its index in the trace.
 
     A model's first generation includes its weight sync. A call whose memory cannot be simulated
     adds an entry to `problems`.
     """
-    estimates: dict[int, CallSeconds] = {}
+    estimates: dict[Key, CallSeconds] = {}
     synced: set[str] = set()
     for index, call in step.calls.items():
         assert step.dataflow is not None
@@ -251,9 +253,9 @@ def weight_sync_seconds(plan: WeightPlan, hardware: Hardware) -> CallSeconds:
 
 
 def _schedule(
-    orders: Sequence[TracedOrder],
+    orders: Sequence[Call],
     step: Simulated,
-    estimates: Mapping[int, CallSeconds],
+    estimates: Mapping[Key, CallSeconds],
     hardware: Hardware,
 ) -> list[CallTime]:
     """Start and end of every call of the compute lane, as early as its ranks and rows allow."""
@@ -262,17 +264,17 @@ def _schedule(
     calls = [order for order in orders if order.lane == COMPUTE]
     times = []
     for order, (start, end) in zip(calls, spans, strict=True):
-        estimate = estimates.get(order.place)
+        estimate = estimates.get(order.key)
         if estimate is None:
             times.append(CallTime(order, start, end))
         else:
-            kind = step.calls[order.place].kind
+            kind = step.calls[order.key].kind
             times.append(CallTime(order, start, end, estimate.limit, estimate.notes, kind))
     return times
 
 
 def _tasks(
-    orders: Sequence[TracedOrder], estimates: Mapping[int, CallSeconds], hardware: Hardware
+    orders: Sequence[Call], estimates: Mapping[Key, CallSeconds], hardware: Hardware
 ) -> list[Task]:
     """One task for each call. It follows its ranks' earlier calls and the transfers of its rows."""
     transfer_seconds = _transfer_seconds(orders, hardware)
@@ -282,10 +284,10 @@ def _tasks(
     rows: list[tuple[int | None, float]] = []
     for order in orders:
         if order.lane != COMPUTE:
-            seconds = transfer_seconds.get(order.place, 0.0)
+            seconds = transfer_seconds.get(order.key, 0.0)
             rows.append((numbers.get(order.command["result"]), seconds))
             continue
-        estimate = estimates.get(order.place)
+        estimate = estimates.get(order.key)
         before = set()
         for rank in order.commands:
             if rank in last:
@@ -309,13 +311,13 @@ def _tasks(
     return tasks
 
 
-def _transfer_seconds(orders: Sequence[TracedOrder], hardware: Hardware) -> dict[int, float]:
+def _transfer_seconds(orders: Sequence[Call], hardware: Hardware) -> dict[Key, float]:
     """Seconds of each transfer: the busiest rank's bytes over its share of the network.
 
     Rows travel over gloo, between nodes and inside of them alike.
     """
     rate = hardware.network_rate / hardware.gpus_per_node
-    busy: dict[int, Counter[int]] = {}
+    busy: dict[Key, Counter[int]] = {}
     for edge in row_edges(orders):
         ranks = busy.setdefault(edge.release, Counter())
         ranks[edge.source] += edge.num_bytes

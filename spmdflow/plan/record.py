@@ -1,4 +1,4 @@
-"""What a dry run wrote down: every order, by rank, what the script read, bytes by edge."""
+"""What a dry run wrote down: every call, what the script read, bytes by edge."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 from spmdflow.config.placement import Pool
 from spmdflow.config.resolve import Choice
 from spmdflow.data.column import ColumnSpec
-from spmdflow.data.row_id import Ids
 from spmdflow.mapping.dataflow import Kind
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.call import Call
+from spmdflow.runtime.executor import COMPUTE, TRANSFER
 from spmdflow.worker_api.register import method_spec
 from spmdflow.worker_api.worker import Worker, find_worker_class
 
@@ -30,65 +31,20 @@ class Problem:
     """Got, expected, do; names the edge, the call or the setting."""
 
 
-COMPUTE = "compute"
-TRANSFER = "transfer"
 BytesByEdge = Mapping[tuple[int, int], int]
 """Bytes by (source, destination)."""
 
 
-@dataclass(frozen=True)
-class TracedOrder:
-    """One order: a command for each of some ranks, as the controller made it."""
+Key = tuple[str, int]
+"""Of a call (`Call.key`)."""
 
-    place: int
-    """Position in the trace, over both lanes, from 0."""
-    number: int
-    """Call number (compute lane) or release number (transfer lane)."""
-    lane: str
-    """compute or transfer."""
-    label: str
-    """Such as "actor.generate_sequences"; of a transfer "transfer 3 of <producer>"."""
-    step: int
-    """Step of the script; 0 before the first."""
-    phase: str
-    """train or eval."""
-    line: int | None
-    """Line of the script that led to it."""
-    commands: Mapping[int, Mapping[str, Any]]
-    """By rank: plain data, as it would travel."""
 
-    @property
-    def command(self) -> Mapping[str, Any]:
-        """The first rank's command, for facts that are the same on all ranks."""
-        return next(iter(self.commands.values()))
-
-    @property
-    def operation(self) -> str:
-        """call, map, transfer, groups, spawn, ..."""
-        return str(self.command["operation"])
-
-    @property
-    def model(self) -> str:
-        """The part of the label before the first point."""
-        return self.label.partition(".")[0]
-
-    @property
-    def method(self) -> str:
-        """The part of the label behind the first point."""
-        return self.label.partition(".")[2]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that take part, ascending."""
-        return tuple(sorted(self.commands))
-
-    @property
-    def name(self) -> str:
-        """Label, number and lane, as messages name it."""
-        where = f", line {self.line}" if self.line else ""
-        return (
-            f"{self.label} ({'call' if self.lane == COMPUTE else 'release'} {self.number}{where})"
-        )
+def name_of(call: Call) -> str:
+    """Label, number and line of a call, as messages name it."""
+    line = call.line_number
+    where = f", line {line}" if line else ""
+    what = "release" if call.lane == TRANSFER else "call"
+    return f"{call.label} ({what} {call.number}{where})"
 
 
 @dataclass(frozen=True)
@@ -160,9 +116,10 @@ class Trace:
     models: Mapping[str, TracedModel]
     links: tuple[tuple[str, str], ...]
     """Pairs of models that `flow.connect` joined: policy, generator."""
-    orders: tuple[TracedOrder, ...]
-    tokens: Mapping[int, Tokens]
-    """Tokens of the orders that have rows, by place."""
+    calls: tuple[Call, ...]
+    """Transfers too, each before the call that reads its rows."""
+    tokens: Mapping[Key, Tokens]
+    """Of the calls that have rows."""
     steps: tuple[int, ...]
     """Numbers of the steps that were traced."""
     reads: tuple[Read, ...] = ()
@@ -172,8 +129,6 @@ class Trace:
     """Row bytes of each step, as the controller's own account has them."""
     choices: tuple[Choice, ...] = ()
     """Values that `auto` was resolved to by its calls."""
-    batches: Mapping[int, tuple[Ids, Ids]] = field(default_factory=dict)
-    """Row ids of the batch that each update is given, and their parents, by place."""
 
     @property
     def edges(self) -> dict[tuple[int, int], int]:
@@ -186,45 +141,53 @@ class Trace:
         return dict(zip(self.world, self.nodes, strict=True))
 
     @cached_property
-    def consumers(self) -> Mapping[int, TracedOrder | None]:
-        """The call whose rows each transfer brings, by the transfer's place: the next call."""
-        found: dict[int, TracedOrder | None] = {}
+    def by_key(self) -> Mapping[Key, Call]:
+        """Every call by its key."""
+        return {call.key: call for call in self.calls}
+
+    @cached_property
+    def consumers(self) -> Mapping[Key, Call | None]:
+        """The call whose rows each transfer brings, by the transfer's key: the next call."""
+        consumers: dict[Key, Call | None] = {}
         following = None
-        for order in reversed(self.orders):
-            if order.lane == COMPUTE:
-                following = order
+        for call in reversed(self.calls):
+            if call.lane == COMPUTE:
+                following = call
             else:
-                found[order.place] = following
-        return found
+                consumers[call.key] = following
+        return consumers
 
-    def in_step(self, step: int | None = None) -> tuple[TracedOrder, ...]:
-        """Orders of a step; without one, of the last that was traced."""
+    def in_step(self, step: int | None = None) -> tuple[Call, ...]:
+        """Calls of a step; without one, of the last that was traced."""
         number = self.steps[-1] if step is None else step
-        return tuple(order for order in self.orders if order.step == number)
+        return tuple(call for call in self.calls if call.step == number)
 
 
-def models_of(orders: Sequence[TracedOrder], pools: Mapping[str, Pool]) -> dict[str, TracedModel]:
-    """The models that orders spawn; a pool that is not in `pools` is named by its ranks."""
-    found = {}
-    for plain in (order.command for order in orders if order.operation == "spawn"):
+def models_of(calls: Sequence[Call], pools: Mapping[str, Pool]) -> dict[str, TracedModel]:
+    """The models that calls spawn; a pool that is not in `pools` is named by its ranks."""
+    models = {}
+    for call in calls:
+        if call.operation != "spawn":
+            continue
+        plain = call.command
         layout = Layout(**plain["layout"] | {"ranks": tuple(plain["layout"]["ranks"])})
-        names = (name for name, pool in pools.items() if set(layout.ranks) <= set(pool.ranks))
-        facts = (
-            find_worker_class(plain["class"]),
-            plain["config"],
-            layout,
-            next(names, str(layout.ranks)),
+        pool_name = str(layout.ranks)
+        for name, pool in pools.items():
+            if set(layout.ranks) <= set(pool.ranks):
+                pool_name = name
+                break
+        models[plain["name"]] = TracedModel(
+            plain["name"], find_worker_class(plain["class"]), plain["config"], layout, pool_name
         )
-        found[plain["name"]] = TracedModel(plain["name"], *facts)
-    return found
+    return models
 
 
-def links_of(orders: Sequence[TracedOrder]) -> tuple[tuple[str, str], ...]:
+def links_of(calls: Sequence[Call]) -> tuple[tuple[str, str], ...]:
     """Pairs that `flow.connect` joins: it opens the weights of a policy, then of its generator."""
     opened = []
-    for order in orders:
-        if order.label.endswith(".open_weights"):
-            opened.append(order.model)
+    for call in calls:
+        if call.label.endswith(".open_weights"):
+            opened.append(call.model)
     return tuple(zip(opened[::2], opened[1::2], strict=True))
 
 
@@ -232,8 +195,8 @@ def links_of(orders: Sequence[TracedOrder]) -> tuple[tuple[str, str], ...]:
 class TracedEdge:
     """Rows of one transfer between two ranks."""
 
-    release: int
-    """Place of the transfer in the trace."""
+    release: Key
+    """The transfer's."""
     source: int
     destination: int
     columns: tuple[str, ...]
@@ -254,42 +217,44 @@ class Route:
     """Between nodes."""
 
 
-def row_edges(orders: Sequence[TracedOrder]) -> Iterator[TracedEdge]:
+def row_edges(calls: Sequence[Call]) -> Iterator[TracedEdge]:
     """Every edge between two ranks, transfer by transfer."""
-    for order in (order for order in orders if order.lane == TRANSFER):
-        for destination, command in order.commands.items():
+    for call in calls:
+        if call.lane != TRANSFER:
+            continue
+        for destination, command in call.commands.items():
             for source, columns, ids, specs, lengths, *_ in command["receives"]:
                 if source == destination:
                     continue
-                size = sum(
-                    int(lengths[name].sum() if name in lengths else len(ids))
-                    * ColumnSpec.from_plain(specs[name]).item_bytes
-                    for name in columns
-                )
-                yield TracedEdge(order.place, source, destination, tuple(columns), size)
+                size = 0
+                for name in columns:
+                    items = lengths[name].sum() if name in lengths else len(ids)
+                    size += int(items) * ColumnSpec.from_plain(specs[name]).item_bytes
+                yield TracedEdge(call.key, source, destination, tuple(columns), size)
 
 
 def routes_of(trace: Trace, edges: Iterable[TracedEdge]) -> list[Route]:
     """Edges by producer and consumer, in the order of the transfers."""
-    gathered: dict[tuple[str, str], list[TracedEdge]] = {}
+    edges_by_pair: dict[tuple[str, str], list[TracedEdge]] = {}
     for edge in edges:
         consumer = trace.consumers[edge.release]
-        producer = trace.orders[edge.release].label.partition(" of ")[2]
-        gathered.setdefault((producer, consumer.label if consumer else ""), []).append(edge)
+        producer = trace.by_key[edge.release].label.partition(" of ")[2]
+        pair = (producer, consumer.label if consumer else "")
+        edges_by_pair.setdefault(pair, []).append(edge)
     routes = []
     node = trace.node_of
-    for pair, found in gathered.items():
-        columns = tuple(dict.fromkeys(name for edge in found for name in edge.columns))
-        ends = {(edge.source, edge.destination) for edge in found}
-        intra = sum(e.num_bytes for e in found if node[e.source] == node[e.destination])
-        inter = sum(e.num_bytes for e in found) - intra
+    for pair, of_pair in edges_by_pair.items():
+        columns = tuple(dict.fromkeys(name for edge in of_pair for name in edge.columns))
+        ends = {(edge.source, edge.destination) for edge in of_pair}
+        intra = sum(e.num_bytes for e in of_pair if node[e.source] == node[e.destination])
+        inter = sum(e.num_bytes for e in of_pair) - intra
         routes.append(Route(*pair, columns, len(ends), intra, inter))
     return routes
 
 
 def bytes_by_edge(edges: Iterable[TracedEdge]) -> dict[tuple[int, int], int]:
     """Bytes by (source, destination); none of 0."""
-    found: Counter[tuple[int, int]] = Counter()
+    sizes: Counter[tuple[int, int]] = Counter()
     for edge in edges:
-        found[edge.source, edge.destination] += edge.num_bytes
-    return dict(+found)
+        sizes[edge.source, edge.destination] += edge.num_bytes
+    return dict(+sizes)

@@ -19,17 +19,16 @@ from spmdflow.data.column import Column, ColumnSpec, join, read_message
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.plan.example import PROMPTS, RESPONSES
 from spmdflow.plan.record import (
-    COMPUTE,
-    TRANSFER,
+    Key,
     Tokens,
     Trace,
-    TracedOrder,
     bytes_by_edge,
     links_of,
     models_of,
     row_edges,
 )
-from spmdflow.runtime.order import names_in
+from spmdflow.runtime.call import Call, names_in
+from spmdflow.runtime.executor import COMPUTE, TRANSFER
 
 Plain = Mapping[str, Any]
 Commands = Mapping[int, Plain]
@@ -198,35 +197,39 @@ def recorded_trace(replay: Replay) -> Trace:
 
     A pool is the ranks of its models. Lines of the script and rows of updates are not known.
     """
-    orders: list[TracedOrder] = []
-    tokens: dict[int, Tokens] = {}
+    calls: list[Call] = []
+    tokens: dict[Key, Tokens] = {}
     lengths = RowLengths()
-    for place, entry in enumerate(_in_dry_order(replay.orders)):
-        facts = {}
-        for name in ("number", "lane", "label", "step", "phase"):
-            facts[name] = entry[name]
-        order = TracedOrder(place, **facts, line=None, commands=_commands(entry))
-        orders.append(order)
-        lengths.learn(order.number, order.label, order.commands, entry.get("answer", {}))
-        if order.lane == COMPUTE:
-            found = lengths.tokens(order.number, order.commands)
-        else:
-            found = None
-        tokens |= {} if found is None else {place: found}
-    models = models_of(orders, {})
-    by_step = {}
+    for entry in _in_dry_order(replay.orders):
+        call = Call(
+            entry["number"],
+            entry["lane"],
+            entry["label"],
+            _commands(entry),
+            step=entry["step"],
+            phase=entry["phase"],
+        )
+        calls.append(call)
+        lengths.learn(call.number, call.label, call.commands, entry.get("answer", {}))
+        if call.lane == COMPUTE:
+            known = lengths.tokens(call.number, call.commands)
+            if known is not None:
+                tokens[call.key] = known
+    models = models_of(calls, {})
+    edges_by_step = {}
     for step in replay.steps:
-        by_step[step] = [order for order in orders if order.step == step]
+        of_step = [call for call in calls if call.step == step]
+        edges_by_step[step] = bytes_by_edge(row_edges(of_step))
     return Trace(
         world=replay.ranks,
         nodes=tuple(replay.nodes.values()),
         pools={model.pool: Pool((), tuple(model.layout.ranks)) for model in models.values()},
         models=models,
-        links=links_of(orders),
-        orders=tuple(orders),
+        links=links_of(calls),
+        calls=tuple(calls),
         tokens=tokens,
         steps=tuple(step for step in replay.steps if step),
-        edges_by_step={n: bytes_by_edge(row_edges(orders)) for n, orders in by_step.items()},
+        edges_by_step=edges_by_step,
     )
 
 

@@ -21,14 +21,11 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.plan.check import check_group_members, check_weight_copies, check_weight_shards
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import (
-    COMPUTE,
-    TRANSFER,
     BytesByEdge,
     Problem,
     Route,
     Trace,
     TracedEdge,
-    TracedOrder,
     bytes_by_edge,
     routes_of,
     row_edges,
@@ -36,12 +33,14 @@ from spmdflow.plan.record import (
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.weight import WeightPlan, weight_plans
+from spmdflow.runtime.call import Call
+from spmdflow.runtime.executor import COMPUTE, TRANSFER
 
 planning = logging.getLogger(PLANNING)
 
 _AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
 _MOST_BYTE_PROBLEMS = 5
-_ORDER_FACTS = ("number", "label", "line", "phase", "ranks")
+_CALL_FACTS = ("number", "label", "line", "phase", "ranks")
 _SIZES = tuple(each.name for each in fields(Layout) if each.name != "ranks")
 
 GroupKind = tuple[str, str, str, str]
@@ -66,7 +65,7 @@ class PlanReport:
     trace: Trace
     step: int
     """Number of the step that is shown."""
-    orders: tuple[TracedOrder, ...]
+    orders: tuple[Call, ...]
     """Of that step."""
     edges: tuple[TracedEdge, ...]
     weights: tuple[WeightPlan, ...]
@@ -106,7 +105,7 @@ class PlanReport:
     def groups(self) -> dict[GroupSpec, str]:
         """Every process group and who asked for it first, in the order of creation."""
         owners = {GroupSpec(self.trace.world, "transfer", "gloo"): "run"}
-        for order in self.trace.orders:
+        for order in self.trace.calls:
             if order.operation == "groups":
                 for ranks, lane, backend in order.command["specs"]:
                     spec = GroupSpec(tuple(ranks), lane, backend)
@@ -130,10 +129,11 @@ class PlanReport:
         """The facts of every call of the step, as data, in the order of the script."""
         for call in self.prediction.calls:
             order = call.order
-            tokens = self.trace.tokens.get(call.order.place)
+            tokens = self.trace.tokens.get(call.order.key)
             facts = {}
-            for name in _ORDER_FACTS:
+            for name in _CALL_FACTS:
                 facts[name] = getattr(order, name)
+            facts["line"] = order.line_number
             yield facts | {
                 "rows": tokens.num_rows if tokens else None,
                 "prompt_tokens": tokens.prompts if tokens else None,
@@ -202,9 +202,9 @@ class PlanReport:
             result.append([a, b, size, node[a] != node[b]])
         return result
 
-    def lanes(self) -> dict[int, dict[str, list[TracedOrder]]]:
+    def lanes(self) -> dict[int, dict[str, list[Call]]]:
         """The orders of each rank, by lane."""
-        lanes_of: dict[int, dict[str, list[TracedOrder]]] = {}
+        lanes_of: dict[int, dict[str, list[Call]]] = {}
         for order in self.orders:
             for rank in order.commands:
                 lanes = lanes_of.setdefault(rank, {COMPUTE: [], TRANSFER: []})
@@ -261,7 +261,7 @@ def plan(
             # the first step fills a pipeline
             traced = trace(script, cfg, replace(settings, num_steps=2), replay)
         step = traced.steps[-1] if traced.steps else 0
-        orders = tuple(order for order in traced.orders if order.step == step)
+        orders = tuple(order for order in traced.calls if order.step == step)
         edges = tuple(row_edges(orders))
         weights = tuple(weight_plans(traced))
         prediction = predict(traced, orders, hardware, weights=weights)
@@ -313,7 +313,7 @@ def _missing_here(cfg: Any, world_size: int) -> str | None:
 
 def _check_members(traced: Trace) -> CheckResult:
     """Whether all ranks that a call or a process group needs take part in it."""
-    calls = sum(order.lane == COMPUTE for order in traced.orders)
+    calls = sum(order.lane == COMPUTE for order in traced.calls)
     planning.debug("checking the members of %d calls", calls)
     covered = f"all members enter {calls} calls and their groups"
     return CheckResult("members", covered, check_group_members(traced))

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from spmdflow.config.parallel import spans
 from spmdflow.config.resolve import choices_text
-from spmdflow.plan.record import COMPUTE, TRANSFER
+from spmdflow.plan.record import Key
 from spmdflow.plan.report import PlanReport
 from spmdflow.plan.workload import adapter_parameters
+from spmdflow.runtime.executor import COMPUTE, TRANSFER
 
 WIDTH = 100
 MOST_LISTED = 16
@@ -316,16 +317,16 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
     if released and report.world_size > MOST_LISTED:
         yield "  --json lists the transfers of every rank"
         return
-    edges: dict[int, list[str]] = {}
+    edges: dict[Key, list[str]] = {}
     for edge in sorted(report.edges, key=lambda e: (e.release, e.source, e.destination)):
         size = bytes_of(edge.num_bytes)
         edges.setdefault(edge.release, []).append(f"{edge.source} -> {edge.destination} {size}")
-    for index, shown in edges.items():
+    for key, shown in edges.items():
         if len(shown) > _MOST_EDGES:
             more = [f"... {len(shown) - _MOST_EDGES} more"]
         else:
             more = []
-        label = report.trace.orders[index].label
+        label = report.trace.by_key[key].label
         yield from wrap_paragraph(f"  {label}", ", ".join(shown[:_MOST_EDGES] + more))
 
 

@@ -1,7 +1,7 @@
-"""`TraceTransport` sends nothing and writes every order down with its line; `Answers` has what the
+"""`DryRunTransport` sends nothing and writes every call down with its line; `Answers` has what the
 ranks would have replied: column kinds, lengths, examples, no values but examples.
 
-The Transport surface of `runtime.order`; orders submitted while another is answered follow it, as
+The Transport surface of `runtime.call`; calls submitted while another is answered follow it, as
 with sockets. A result's lengths come, in this order, from the run that is replayed, from a column
 of the inputs that is as long, from the data file, from `flow.assume`, from the settings.
 """
@@ -12,6 +12,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,10 +26,9 @@ from spmdflow.errors import PlanError
 from spmdflow.log import PLANNING
 from spmdflow.plan.example import PROMPTS, RESPONSES, TOOL_TEXT, Examples, scan_or_assume
 from spmdflow.plan.record import (
-    COMPUTE,
     BytesByEdge,
+    Key,
     Tokens,
-    TracedOrder,
     bytes_by_edge,
     row_edges,
 )
@@ -41,14 +41,16 @@ from spmdflow.plan.replay import (
     fetched_column,
     unique_ids,
 )
-from spmdflow.runtime.order import (
+from spmdflow.runtime.call import (
+    Call,
     ImmediateTransport,
-    Order,
+    OnDone,
     Pending,
     Replies,
     names_in,
     refuse_to_wait,
 )
+from spmdflow.runtime.executor import COMPUTE
 from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
 from spmdflow.worker_api.worker import find_worker_class
 
@@ -62,8 +64,8 @@ MOST_CALLS = 100
 ends its step."""
 
 
-class TraceTransport(ImmediateTransport):
-    """Orders of a script that runs on no rank."""
+class DryRunTransport(ImmediateTransport):
+    """Calls of a script that runs on no rank."""
 
     def __init__(
         self, nodes: Sequence[int], answers: Answers, script_file: str, *, most_calls: int
@@ -76,20 +78,20 @@ class TraceTransport(ImmediateTransport):
         self._file = script_file
         self._most_calls = most_calls
         self._num_calls = 0
-        self.orders: list[TracedOrder] = []
+        self.calls: list[Call] = []
         self.waits: list[tuple[Lines, str]] = []
         """(lines, what was waited for) of every look at a result from the script."""
         self.paths: list[Lines] = []
-        """Of every order of a step: the script's lines that led to it."""
+        """Of every call of a step: the script's lines that led to it."""
         self.steps: list[int] = []
         """Numbers of the steps that began."""
         self.is_looking = True
         """Whether results are asked for by the script, not by the end of a step."""
-        self.tokens: dict[int, Tokens] = {}
+        self.tokens: dict[Key, Tokens] = {}
         self.edges: dict[int, BytesByEdge] = {}
         """Row bytes by step and (source, destination), as the controller's own account has them."""
 
-    # Steps: what the traced flow tells
+    # Steps: what the observer of the dry run tells
 
     def begin_step(self, number: int) -> None:
         """A step begins: count its calls from 0."""
@@ -107,37 +109,31 @@ class TraceTransport(ImmediateTransport):
             return self.steps[-1]
         return 0
 
-    def use(self, *names: str) -> None:
+    def use(self, names: Iterable[str]) -> None:
         """The script reads these metrics."""
         if self.is_looking:
             self.answers.examples.use(names)
 
     # The transport's surface
 
-    def submit(self, order: Order) -> Pending:
-        """Write an order down and answer it; PlanError beyond the calls of a step."""
+    def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
+        """Write a call down and answer it; PlanError beyond the calls of a step."""
         path = self.lines()
         line = path[0] if path else None
-        if order.line.startswith(f"{self._file}:"):  # a call that has waited keeps its own line
-            line = int(order.line.removeprefix(f"{self._file}:").partition(":")[0])
-        if order.lane == COMPUTE:
-            self._count(order.label, line)
+        if call.lane == COMPUTE:
+            self._count(call.label, line)
         if self.step:
             self.paths.append(path)
-        place = len(self.orders)
-        lane = order.lane
-        commands = dict(order.commands)
-        planning.debug("step %d on %d ranks: %s", self.step, len(self._nodes), order.label)
-        operation = next(iter(commands.values()))["operation"]
-        pending = _Watched(order.label, self)
-        if operation in ("reach", "halt"):  # no calls: they end one early
-            pending.resolve({rank: {} for rank in commands})
+        planning.debug("step %d on %d ranks: %s", self.step, len(self._nodes), call.label)
+        if call.operation == "fetch":
+            call = replace(call, lane=COMPUTE)  # by whichever lane it is answered
+        call = replace(call, step=self.step, line=f"{self._file}:{line}" if line else "")
+        pending = _WatchedPending(call, self, on_done)
+        if call.operation in ("reach", "halt"):  # they end a call early, and are none themselves
+            pending.resolve({rank: {} for rank in call.commands})
             return pending
-        if operation == "fetch":
-            lane = COMPUTE  # by whichever lane it is answered
-        facts = (order.number, lane, order.label, self.step)
-        self.orders.append(TracedOrder(place, *facts, order.phase, line, commands))
-        self.post(partial(self._answer, order, pending, place))
+        self.calls.append(call)
+        self.post(partial(self._answer, pending))
         return pending
 
     def node_of(self, rank: int) -> int:
@@ -146,13 +142,13 @@ class TraceTransport(ImmediateTransport):
 
     def lines(self) -> Lines:
         """The script's lines that are running, the innermost first; none outside of it."""
-        found = []
+        lines = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self._file:
-                found.append(frame.f_lineno)
+                lines.append(frame.f_lineno)
             frame = frame.f_back
-        return tuple(found)
+        return tuple(lines)
 
     def _count(self, label: str, line: int | None) -> None:
         self._num_calls += 1
@@ -166,24 +162,27 @@ class TraceTransport(ImmediateTransport):
         do += "for with flow.assume(name=value), or raise --calls"
         raise PlanError.of(where, got, f"{what} within {self._most_calls} calls", do)
 
-    def _answer(self, order: Order, pending: Pending, place: int) -> None:
-        replies = self.answers.to(self.orders[place])
-        tokens = self.answers.rows.tokens(order.number, order.commands)
+    def _answer(self, pending: Pending) -> None:
+        """Reply to a call as its ranks would."""
+        call = pending.call
+        replies = self.answers.to(call)
+        tokens = self.answers.rows.tokens(call.number, call.commands)
         if tokens is not None:
-            self.tokens[place] = tokens
-        if order.on_done:
-            order.on_done(replies)
+            self.tokens[call.key] = tokens
+        pending.replies = replies
+        pending.run_on_done()
         pending.resolve(replies)
 
 
-class _Watched(Pending):
+class _WatchedPending(Pending):
     """Replies that are there at once; each look from the script is recorded."""
 
-    def __init__(self, label: str, transport: TraceTransport) -> None:
-        super().__init__(label, refuse_to_wait)
+    def __init__(self, call: Call, transport: DryRunTransport, on_done: OnDone | None) -> None:
+        super().__init__(call, refuse_to_wait, on_done)
         self._transport = transport
 
     def result(self) -> Replies:
+        """The replies; notes the script's line that looks at them."""
         if self._transport.is_looking and self._transport.step:
             path = self._transport.lines()
             if path:
@@ -192,7 +191,7 @@ class _Watched(Pending):
 
 
 class Answers:
-    """The replies to every kind of order."""
+    """The replies to every kind of call."""
 
     def __init__(self, examples: Examples, replay: Replay | None, *, read_data: bool) -> None:
         """read_data: whether prompt lengths come from the data file, if it is there and small."""
@@ -204,23 +203,23 @@ class Answers:
         self.notes: list[str] = []
         """Where the lengths of prompts come from."""
 
-    def to(self, order: TracedOrder) -> Replies:
+    def to(self, call: Call) -> Replies:
         """Reply payloads by rank."""
-        commands = order.commands
-        number = order.number
-        plain = order.command
-        said = self._replay.answer(order.label) if self._replay is not None else {}
-        known = self.rows.learn(number, order.label, commands, said)
-        match order.operation:
+        commands = call.commands
+        number = call.number
+        plain = call.command
+        said = self._replay.answer(call.label) if self._replay is not None else {}
+        known = self.rows.learn(number, call.label, commands, said)
+        match call.operation:
             case "spawn":
                 self._classes[plain["name"]] = find_worker_class(plain["class"])
             case "scan":
-                return dict.fromkeys(commands, {"report": self._scan(order.label, plain)})
+                return dict.fromkeys(commands, {"report": self._scan(call.label, plain)})
             case "call":
                 spec = method_spec(self._classes[plain["group"]], plain["method"])
                 if plain.get("ids") is not None and spec.writes:
                     return self._to_rows(number, commands, spec.writes, known=known)
-                value = self.examples.answer(order.label)
+                value = self.examples.answer(call.label)
                 values = said.get("values", {})
                 result = {}
                 for rank in commands:
@@ -234,7 +233,7 @@ class Answers:
             case "fetch":
                 return self._to_fetch(commands, fetched_column(said))
             case "transfer":
-                return _to_transfer(order)
+                return _to_transfer(call)
         return {rank: {} for rank in commands}
 
     def _scan(self, label: str, plain: Plain) -> ScanReport:
@@ -267,7 +266,7 @@ class Answers:
                 columns = {}
                 for n in writes:
                     columns[n] = self._column(made[n], n, plain, ids, known=known)
-                told[key] = {"columns": columns}
+                told[key] = {"columns": columns, "metrics": self.examples.metrics()}
             replies[rank] = told[key]
         return replies
 
@@ -399,9 +398,9 @@ class Answers:
         return Column(spec.kind, torch.full(size, fill, dtype=dtype), torch.from_numpy(items))
 
 
-def _to_transfer(order: TracedOrder) -> Replies:
+def _to_transfer(call: Call) -> Replies:
     """Bytes that would have been counted, from what each receiver is told to expect."""
-    replies: Replies = {r: {"sent": {}, "received": {}, "header_bytes": 0} for r in order.commands}
-    for (source, rank), size in bytes_by_edge(row_edges([order])).items():
+    replies: Replies = {r: {"sent": {}, "received": {}, "header_bytes": 0} for r in call.commands}
+    for (source, rank), size in bytes_by_edge(row_edges([call])).items():
         replies[source]["sent"][rank] = replies[rank]["received"][source] = size
     return replies

@@ -119,7 +119,7 @@ def syncs_by_step(
     """
     counts: dict[int, Counter[str]] = {step: Counter() for step in trace.steps}
     fresh = set(synced)
-    for order in trace.orders:
+    for order in trace.calls:
         name = order.model
         if order.operation != "call" or name not in trace.models:
             continue
@@ -155,7 +155,7 @@ def _reply_ranks(traced: TracedModel) -> tuple[int, ...]:
 
 def _has_devices(trace: Trace) -> bool:
     """Whether the ranks have devices of their own."""
-    for order in trace.orders:
+    for order in trace.calls:
         if order.operation == "groups":
             for *_, backend in order.command["specs"] or ():
                 if backend != "gloo":

@@ -20,11 +20,11 @@ from spmdflow.kind.engine import engine_kind, engines_that_cut
 from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.table import optimizer_kind
 from spmdflow.mapping.dataflow import (
-    Call,
     Dataflow,
     Engine,
     Kind,
     Model,
+    ModelCall,
     Rollout,
     Strategy,
     Workload,
@@ -33,7 +33,8 @@ from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
 from spmdflow.parallel.device import CPU, own_device
-from spmdflow.plan.record import Trace, TracedModel, TracedOrder
+from spmdflow.plan.record import Key, Trace, TracedModel
+from spmdflow.runtime.call import Call
 from spmdflow.weights.architecture import Architecture, Head
 from spmdflow.weights.table import shapes_by_name
 
@@ -99,13 +100,13 @@ class Simulated:
     dataflow: Dataflow | None
     """None if no model of the script has weights."""
     strategies: Mapping[str, Strategy]
-    calls: Mapping[int, Call]
+    calls: Mapping[Key, ModelCall]
     """The dataflow's calls by their index in the trace."""
     without: Mapping[str, str]
     """Models without a simulator, each with the reason."""
 
 
-def simulate_orders(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
+def simulate_orders(trace: Trace, orders: Sequence[Call]) -> Simulated:
     """The models and calls of one step, as far as there are simulators for them."""
     models: dict[str, Model] = {}
     without: dict[str, str] = {}
@@ -123,7 +124,7 @@ def simulate_orders(trace: Trace, orders: Sequence[TracedOrder]) -> Simulated:
     for order in orders:
         call = _call(trace, order, models)
         if call is not None:
-            calls[order.place] = call
+            calls[order.key] = call
     for call in calls.values():
         if call.kind == "generate":
             models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
@@ -206,7 +207,7 @@ def _rollout(traced: TracedModel) -> Rollout:
     )
 
 
-def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
+def _with_cache(model: Model, call: ModelCall, traced: TracedModel) -> Model:
     """The model with a KV cache for all rows decoded together, unless the size is fixed."""
     rollout = model.rollout
     if rollout is None or rollout.facts.fixed_cache:
@@ -218,9 +219,9 @@ def _with_cache(model: Model, call: Call, traced: TracedModel) -> Model:
     return replace(model, rollout=replace(rollout, kv_cache_bytes=cache))
 
 
-def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call | None:
+def _call(trace: Trace, order: Call, models: Mapping[str, Model]) -> ModelCall | None:
     """An order as a call of the dataflow; None if it has no simulator or no tokens."""
-    tokens = trace.tokens.get(order.place)
+    tokens = trace.tokens.get(order.key)
     if order.operation != "call" or order.model not in models or tokens is None:
         return None
     if not tokens.num_rows or tokens.prompts + tokens.responses <= 0:
@@ -240,4 +241,6 @@ def _call(trace: Trace, order: TracedOrder, models: Mapping[str, Model]) -> Call
         num_epochs=traced.cfg.update.num_epochs if kind == "train" else 1,
     )
     # a script whose generator has its own ranks overlaps generation with everything else
-    return Call(order.model, kind, "step" if trace.links else STAGES[kind], workload, order.method)
+    return ModelCall(
+        order.model, kind, "step" if trace.links else STAGES[kind], workload, order.method
+    )

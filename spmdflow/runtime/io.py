@@ -1,7 +1,7 @@
 """The controller's transport: the ROUTER socket, and the io thread that serves it.
 
-Sends orders in the order they were submitted (per rank one FIFO stream for both lanes), collects
-the replies, runs `on_done` when an order is complete, and keeps watch (runtime/verdict.py) while
+Sends calls in the order in which they were submitted (per rank one FIFO stream for all lanes),
+collects the replies, runs `on_done` when all have come, and keeps watch (runtime/verdict.py) while
 the script computes. One lock serializes all of that.
 """
 
@@ -22,9 +22,9 @@ from spmdflow.failure.cause import Failure
 from spmdflow.failure.duration import Took
 from spmdflow.failure.process import leave
 from spmdflow.failure.status_file import StatusFile
+from spmdflow.runtime.call import Call, Ledger, OnDone, Pending, refuse_to_wait
 from spmdflow.runtime.executor import failure_of, stay_until
-from spmdflow.runtime.order import Order, Pending, Replies, refuse_to_wait
-from spmdflow.runtime.peers import Ledger, Peers, Sent
+from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.verdict import LOST, Verdict, Watch
 from spmdflow.runtime.wire import Hub, Kind
@@ -60,9 +60,9 @@ class Io:
             lambda: self.post(partial(self._verdict.show_stacks, [])),
             settings.owns_run_dir,
         )
-        self.met = Pending("start", self._await)
+        self.met = Pending.of_no_call("start", self._await)
         """Done when every rank is connected."""
-        self._closed = Pending("end", self._await)
+        self._closed = Pending.of_no_call("end", self._await)
         self._next_tick = self._next_beat = 0.0
         self._close_wanted = self._close_sent = self._finished = False
         self._handlers: dict[Kind, Callable[[int, Any], None]] = {
@@ -94,15 +94,15 @@ class Io:
         """Whether a failure is known."""
         return bool(self._verdict.failures)
 
-    def submit(self, order: Order) -> Pending:
-        """Send an order (any thread; from the io thread it follows what was submitted before)."""
+    def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
+        """Send a call (any thread; from the io thread it follows what was submitted before)."""
         if self._verdict.cause is not None:
             raise RunFailed(self._verdict.cause.sentence())
         ticket = next(self._tickets)
-        bodies = self._bodies(order, ticket)
-        sent = Sent(order, Pending(order.label, self._await))
-        self.post(partial(self._send_order, ticket, sent, bodies))
-        return sent.pending
+        messages = self._encode(call, ticket)
+        pending = Pending(call, self._await, on_done)
+        self.post(partial(self._send, ticket, pending, messages))
+        return pending
 
     def post(self, function: Callable[[], None]) -> None:
         """Run function in the io thread, after everything submitted before."""
@@ -129,7 +129,7 @@ class Io:
         stay_until(self._verdict.unwound, lambda: bool(self._ledger.open))
 
     def close(self) -> None:
-        """Wait for all orders, then end every rank's lanes. RunFailed if something fails."""
+        """Wait for all calls, then end every rank's lanes. RunFailed if something fails."""
 
         def want_close() -> None:
             self._close_wanted = True
@@ -137,23 +137,23 @@ class Io:
         self.post(want_close)
         self._closed.result()
 
-    def _bodies(self, order: Order, ticket: int) -> list[tuple[int, bytes]]:
-        """Envelope for each rank; equal objects are encoded once."""
-        unknown = []
-        for rank in order.commands:
+    def _encode(self, call: Call, ticket: int) -> list[tuple[int, bytes]]:
+        """(rank, message) of each command; commands that are one object are encoded once."""
+        strangers = []
+        for rank in call.commands:
             if rank not in self._members:
-                unknown.append(rank)
-        assert order.commands and not unknown, (order.label, unknown, self._settings.ranks)
-        head = [ticket, order.number, order.lane, order.label]
+                strangers.append(rank)
+        assert call.commands and not strangers, (call.label, strangers, self._settings.ranks)
+        head = [ticket, call.number, call.lane, call.label]
         encoded: dict[int, bytes] = {}
-        bodies = []
+        messages = []
         # the controller's own rank last: its lane takes the interpreter lock from the sender
-        for rank in sorted(order.commands, reverse=True):
-            payload = order.commands[rank]
+        for rank in sorted(call.commands, reverse=True):
+            payload = call.commands[rank]
             if id(payload) not in encoded:
                 encoded[id(payload)] = self._hub.seal(Kind.COMMAND, [*head, payload])
-            bodies.append((rank, encoded[id(payload)]))
-        return bodies
+            messages.append((rank, encoded[id(payload)]))
+        return messages
 
     # ---- the io thread
 
@@ -177,7 +177,7 @@ class Io:
                 leave(1)
 
     def _step(self) -> None:
-        """One turn: clocks, orders, messages; then wait for more."""
+        """One turn: clocks, calls, messages; then wait for more."""
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_SECONDS
@@ -208,7 +208,7 @@ class Io:
             is_over = not self.thread.is_alive()  # before `done`: it may resolve this and end
 
     def _work(self) -> None:
-        """Handle all orders and messages that are there."""
+        """Handle all calls and messages that are there."""
         with self._lock:
             self._call_guarded(self._work_through_inbox)
             for _ in range(_TURN_MESSAGES):
@@ -250,13 +250,14 @@ class Io:
             kind, body = envelope
             self._handlers[kind](rank, body)
 
-    def _send_order(self, ticket: int, sent: Sent, bodies: list[tuple[int, bytes]]) -> None:
+    def _send(self, ticket: int, pending: Pending, messages: list[tuple[int, bytes]]) -> None:
+        """Note a call and send its commands, or let it fail if the run has ended."""
         if self._verdict.cause is not None:
-            sent.pending.fail(RunFailed(self._verdict.cause.sentence()))
+            pending.fail(RunFailed(self._verdict.cause.sentence()))
             return
-        self._ledger.send(ticket, sent, now=time.monotonic())
-        for rank, body in bodies:
-            if not self._hub.send(rank, body):
+        self._ledger.send(ticket, pending, now=time.monotonic())
+        for rank, message in messages:
+            if not self._hub.send(rank, message):
                 self._verdict.add_death(rank, LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
@@ -274,31 +275,32 @@ class Io:
         self.met.resolve({})
 
     def _on_reply(self, rank: int, body: Any) -> None:
+        """Note a reply; with the last one of a call, run its on_done and let it be done."""
         ticket, payload, took = body
         if self._verdict.cause is not None:
             return
         now = time.monotonic()
-        done = self._ledger.answer(rank, ticket, payload, now=now, took=Took(*took))
-        if done is not None:
-            self._stalls.end_call(done, now)
-            if done.order.on_done and not self._run_on_done(done.order, done.replies):
-                return
-            done.pending.resolve(done.replies)
+        pending = self._ledger.answer(rank, ticket, payload, now=now, took=Took(*took))
+        if pending is None:
+            return
+        self._stalls.end_call(pending, now)
+        if self._run_on_done(pending):
+            pending.resolve(pending.replies)
 
-    def _run_on_done(self, order: Order, replies: Replies) -> bool:
-        """Call on_done; what it raises ends the run and names the order. Whether it succeeded."""
-        assert order.on_done is not None, order.label
+    def _run_on_done(self, pending: Pending) -> bool:
+        """Run on_done; what it raises ends the run and names the call. Whether it succeeded."""
+        call = pending.call
         try:
-            order.on_done(replies)
+            pending.run_on_done()
         except Exception as err:
             failure = failure_of(err, self._settings.controller_rank, kind="controller")
             self._verdict.add(
                 replace(
                     failure,
-                    label=order.label,
-                    number=order.number,
-                    lane=order.lane,
-                    line=order.line,
+                    label=call.label,
+                    number=call.number,
+                    lane=call.lane,
+                    line=call.line,
                 )
             )
             return False
@@ -368,4 +370,4 @@ class Io:
             leave(1)
 
     def _pending(self) -> list[Pending]:
-        return [self.met, self._closed, *(sent.pending for sent in self._ledger.open.values())]
+        return [self.met, self._closed, *self._ledger.open.values()]

@@ -2,7 +2,7 @@
 
 This is the one definition of both; the controller is the one that enforces it (runtime/stall.py).
 
-- A call that was given a limit (`Order.seconds`: run.call_seconds, a transfer) has that one.
+- A call that was given a limit (`Call.limit_seconds`: run.call_seconds, a transfer) has that one.
 - With run.call_seconds=null, a call that was made a few times has many medians of its earlier
   times as its limit, however long that is.
 - A call that was made less often, and work with disks or hubs, has an hour.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spmdflow.failure.duration import FEWEST_CALLS, LIMIT_FACTOR, LIMIT_SECONDS, Key, Pace
-from spmdflow.runtime.order import Order
+from spmdflow.runtime.call import Call
 
 BOUNDED = ("call", "map", "join", "fetch")
 """Operations whose limits come from medians; a disk, a hub or a compiler may take its time."""
@@ -33,25 +33,25 @@ class Limit:
     reason: str
 
 
-def key_of(order: Order) -> Key:
+def key_of(call: Call) -> Key:
     """Calls with the same key take about as long."""
-    return order.kind or order.label, order.phase
+    return call.kind or call.label, call.phase
 
 
-def limit_of(order: Order, pace: Pace) -> Limit:
+def limit_of(call: Call, pace: Pace) -> Limit:
     """The limit of an order; pace: the durations of calls before it."""
-    if order.seconds is not None:
-        return Limit(order.seconds, "the limit that is set")
+    if call.limit_seconds is not None:
+        return Limit(call.limit_seconds, "the limit that is set")
     operations = set()
-    for command in order.commands.values():
+    for command in call.commands.values():
         operations.add(command.get("operation"))
     if not operations <= set(BOUNDED):
         return Limit(FIRST_SECONDS, "the limit of starts, checkpoints and work with disks")
-    measured = pace.limit_or_none(key_of(order))
+    measured = pace.limit_or_none(key_of(call))
     if measured is None:
         reason = f"the limit before it was made {FEWEST_CALLS} times; run.call_seconds sets another"
         return Limit(FIRST_SECONDS, reason)
-    median = pace.medians()[key_of(order)]
+    median = pace.medians()[key_of(call)]
     reason = f"{LIMIT_FACTOR:g} medians of {median:.2g} s, at least {LIMIT_SECONDS:g} s"
     return Limit(measured, reason)
 

@@ -29,8 +29,8 @@ from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, DeadlineError, SpmdflowError
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.call import names_in
 from spmdflow.runtime.early import EarlyMethods
-from spmdflow.runtime.order import names_in
 from spmdflow.runtime.process import host_bytes
 from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler

@@ -1,21 +1,13 @@
-"""What is known of other ranks: which processes live, are silent or gone; which replies they owe.
-
-Each lane of a rank runs its commands in the order they were sent, so the oldest unanswered one
-is the one that runs, and it started when it was sent or when the one before it was answered.
-"""
+"""What is known of other ranks: which processes live, are silent or gone."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 
-from spmdflow.failure.duration import Took
 from spmdflow.failure.process import Process
-from spmdflow.runtime.order import Order, Pending, Replies
 from spmdflow.runtime.wire import Waiter
 
 logger = logging.getLogger(__name__)
@@ -173,102 +165,4 @@ class Peers:
         for rank in local:
             if not self.processes[rank].has_ended():
                 result.append(rank)
-        return result
-
-
-@dataclass(slots=True)
-class Sent:
-    """An order that is on its way."""
-
-    order: Order
-    pending: Pending
-    ticket: int = 0
-    time: float = 0.0
-    """When it was sent (time.monotonic())."""
-    replies: Replies = field(default_factory=dict)
-    took: dict[int, Took] = field(default_factory=dict)
-    """How long each rank says that it took."""
-    answered: dict[int, float] = field(default_factory=dict)
-    """When each rank answered (time.monotonic())."""
-
-
-class Ledger:
-    """Orders that lack replies, and what each lane of each rank owes of them, oldest first."""
-
-    def __init__(self) -> None:
-        self.open: dict[int, Sent] = {}
-        """By ticket."""
-        self._owed: defaultdict[tuple[int, str], deque[int]] = defaultdict(deque)
-        self._free_since: dict[tuple[int, str], float] = {}
-        """When a lane of a rank gave its last answer."""
-        self._last: dict[int, tuple[str, int]] = {}
-        """Label and number of what a rank answered last."""
-
-    def send(self, ticket: int, sent: Sent, *, now: float) -> None:
-        """Note that an order was sent to its ranks."""
-        sent.ticket = ticket
-        sent.time = now
-        self.open[ticket] = sent
-        for rank in sent.order.commands:
-            self._owed[rank, sent.order.lane].append(ticket)
-
-    def answer(
-        self,
-        rank: int,
-        ticket: int,
-        payload: dict[str, object],
-        *,
-        now: float,
-        took: Took | None = None,
-    ) -> Sent | None:
-        """Note an answer, the next that its lane owes; returns the order once all have answered."""
-        sent = self.open[ticket]
-        lane = (rank, sent.order.lane)
-        assert self._owed[lane] and self._owed[lane][0] == ticket, (lane, ticket, sent.order.label)
-        self._owed[lane].popleft()
-        self._free_since[lane] = now
-        sent.replies[rank] = payload
-        sent.took[rank] = took or Took(0.0)
-        sent.answered[rank] = now
-        self._last[rank] = sent.order.label, sent.order.number
-        if len(sent.replies) < len(sent.order.commands):
-            return None
-        return self.open.pop(ticket)
-
-    def last(self, rank: int) -> str:
-        """What rank did before, in words; empty if nothing."""
-        if rank in self._last:
-            return "after {} (call {})".format(*self._last[rank])
-        return ""
-
-    def running(self, rank: int) -> list[Order]:
-        """What rank is running, as far as is known: at most one order per lane."""
-        owed = (self._owed.get((rank, lane)) for lane in ("compute", "transfer", "files"))
-        result = []
-        for tickets in owed:
-            if tickets:
-                result.append(self.open[tickets[0]].order)
-        return result
-
-    def start_or_none(self, rank: int, ticket: int) -> float | None:
-        """When rank began an order (time.monotonic()); None if others come first there."""
-        sent = self.open[ticket]
-        lane = rank, sent.order.lane
-        tickets = self._owed.get(lane)
-        if not tickets or tickets[0] != ticket:
-            return None
-        return max(sent.time, self._free_since.get(lane, 0.0))
-
-    def shift(self, seconds: float) -> None:
-        """This process was stopped for so long: that does not count."""
-        for sent in self.open.values():
-            sent.time += seconds
-        self._free_since = {lane: since + seconds for lane, since in self._free_since.items()}
-
-    def owing(self) -> set[int]:
-        """Ranks that owe an answer."""
-        result = set()
-        for (rank, _), tickets in self._owed.items():
-            if tickets:
-                result.add(rank)
         return result

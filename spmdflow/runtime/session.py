@@ -31,10 +31,10 @@ from spmdflow.failure.launcher import outlive_launcher
 from spmdflow.failure.process import Process
 from spmdflow.failure.signals import Signals
 from spmdflow.failure.stacks import stacks_on_signal, stacks_path
+from spmdflow.runtime.call import Transport
 from spmdflow.runtime.comm import Comm
 from spmdflow.runtime.executor import Operation, failure_of
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.order import Transport
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings, meet
 from spmdflow.runtime.wire import Hub, RankSocket

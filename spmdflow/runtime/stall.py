@@ -38,9 +38,9 @@ from spmdflow.failure.lane_state import (
     name_ranks,
     place_of,
 )
+from spmdflow.runtime.call import Call, Ledger, Pending
 from spmdflow.runtime.limit import Heard, computing_seconds, key_of, limit_of
-from spmdflow.runtime.order import Order
-from spmdflow.runtime.peers import Ledger, Peers, Sent
+from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 
 logger = logging.getLogger(__name__)
@@ -90,16 +90,16 @@ class Stalls:
         """A heartbeat."""
         self._beats[rank] = now, doing or ()
 
-    def end_call(self, sent: Sent, now: float) -> None:
+    def end_call(self, pending: Pending, now: float) -> None:
         """All ranks of a call have answered."""
-        self._due.pop(sent.ticket, None)
+        self._due.pop(pending.ticket, None)
         self._idle_since = now
         self._idle_due = LOOK_SECONDS
         self._stuck_since = None
-        key = key_of(sent.order)
-        if sent.order.lane == "compute":
+        key = key_of(pending.call)
+        if pending.call.lane == "compute":
             self._ended[key] = now
-        self._pace.note(key, sent.took)
+        self._pace.note(key, pending.durations)
         slow = self._pace.slow_rank_or_none(key)
         if slow is None or now < self._slow.get((slow[0], key[0]), 0.0):
             return
@@ -122,23 +122,23 @@ class Stalls:
             self._ledger.shift(gap)
             self._idle_since += gap
             self._stuck_since = None
-        for sent in list(self._ledger.open.values()):
-            seconds = self._seconds(sent, now)
-            first = self._pace.look_after(key_of(sent.order))
-            due = self._due.get(sent.ticket, first)
+        for pending in list(self._ledger.open.values()):
+            seconds = self._seconds(pending, now)
+            first = self._pace.look_after(key_of(pending.call))
+            due = self._due.get(pending.ticket, first)
             if seconds >= due:
-                self._due[sent.ticket] = 2 * seconds
-                self._tell(sent, seconds, now, is_first=due == first)
-            self._check_limit(sent, seconds, now)
+                self._due[pending.ticket] = 2 * seconds
+                self._tell(pending, seconds, now, is_first=due == first)
+            self._check_limit(pending, seconds, now)
         self._check_waits_for_rows(now)
         if not self._ledger.open and now - self._idle_since >= self._idle_due:
             self._idle_due *= 2
             seconds = now - self._idle_since
             logger.warning("no call runs for %.0f s; the script is at %s", seconds, _script_line())
 
-    def last_line(self, rank: int, order: Order, now: float) -> str:
+    def last_line(self, rank: int, call: Call, now: float) -> str:
         """Where rank was in a call by its last heartbeat, and when; empty if it did not tell."""
-        doing = self._heard_doing(rank, order)
+        doing = self._heard_doing(rank, call)
         if doing:
             return f"{doing[4]} ({now - self._beats[rank][0]:.0f} s before)"
         return ""
@@ -148,8 +148,8 @@ class Stalls:
         wall = time.time()
         medians = self._pace.medians()
         calls = []
-        for sent in self._ledger.open.values():
-            calls.append(self._describe(sent, self._seconds(sent, now), now))
+        for pending in self._ledger.open.values():
+            calls.append(self._describe(pending, self._seconds(pending, now), now))
         ranks = {}
         for rank, process in self._peers.processes.items():
             ranks[rank] = [
@@ -174,13 +174,13 @@ class Stalls:
         for key, at in self._ended.items():
             kinds.append([*key, medians.get(key), wall - now + at])
         running = []
-        for sent in self._ledger.open.values():
-            if sent.order.lane == "compute":
+        for pending in self._ledger.open.values():
+            if pending.call.lane == "compute":
                 running.append(
                     [
-                        *key_of(sent.order),
-                        self._seconds(sent, now),
-                        len(sent.order.commands.keys() - sent.replies),
+                        *key_of(pending.call),
+                        self._seconds(pending, now),
+                        len(pending.call.commands.keys() - pending.replies),
                     ]
                 )
         facts |= {"kinds": kinds, "open": running}
@@ -188,14 +188,14 @@ class Stalls:
 
     # ---- one call
 
-    def _seconds(self, sent: Sent, now: float) -> float:
+    def _seconds(self, pending: Pending, now: float) -> float:
         """How long all its ranks that have not answered compute in a call (runtime/limit.py)."""
         found = []
-        for rank in sent.order.commands.keys() - sent.replies.keys():
-            start = self._ledger.start_or_none(rank, sent.ticket)
+        for rank in pending.call.commands.keys() - pending.replies.keys():
+            start = self._ledger.start_or_none(rank, pending.ticket)
             if start is None:
                 return 0.0
-            doing = self._heard_doing(rank, sent.order)
+            doing = self._heard_doing(rank, pending.call)
             if doing:
                 heard = Heard(at=self._beats[rank][0], row_seconds=doing[2])
             else:
@@ -208,26 +208,26 @@ class Stalls:
         """Whether several heartbeats of a rank are missing."""
         return self._peers.silence(rank, now) > SILENT_BEATS * self._settings.beat_seconds
 
-    def _heard_doing(self, rank: int, order: Order) -> Doing | None:
+    def _heard_doing(self, rank: int, call: Call) -> Doing | None:
         """What rank said that it does in a call."""
         for doing in self._beats[rank][1] if rank in self._beats else ():
-            if list(doing[:2]) == [order.number, order.lane]:
+            if list(doing[:2]) == [call.number, call.lane]:
                 return doing
         return None
 
-    def _doing(self, sent: Sent, now: float) -> dict[int, LaneState]:
+    def _doing(self, pending: Pending, now: float) -> dict[int, LaneState]:
         """What every rank of a call does."""
         result = {}
-        for rank in sent.order.commands:
-            result[rank] = self._place(rank, sent, now)
+        for rank in pending.call.commands:
+            result[rank] = self._place(rank, pending, now)
         return result
 
-    def _place(self, rank: int, sent: Sent, now: float) -> LaneState:
-        if rank in sent.answered:
-            took = sent.took[rank].seconds
-            ago = now - sent.answered[rank]
+    def _place(self, rank: int, pending: Pending, now: float) -> LaneState:
+        if rank in pending.answered_at:
+            took = pending.durations[rank].seconds
+            ago = now - pending.answered_at[rank]
             return LaneState(DONE, f"finished after {took:.1f} s, {ago:.0f} s ago")
-        doing = self._heard_doing(rank, sent.order)
+        doing = self._heard_doing(rank, pending.call)
         process = self._peers.processes[rank]
         line = doing[4] if doing else ""
         seen = f"; last seen at {line}" if line else ""
@@ -237,53 +237,55 @@ class Stalls:
         if self._is_silent(rank, now):
             text = f"{process.describe()} and has been silent for {silent:.0f} s{seen}"
             return LaneState(SILENT, text, line)
-        if self._ledger.start_or_none(rank, sent.ticket) is None:
+        if self._ledger.start_or_none(rank, pending.ticket) is None:
             return LaneState(QUEUED, "other calls come first")
         if not doing:
             return LaneState(CODE, "a line not known yet")
         return LaneState(doing[3], line + (f" ({doing[5]})" if doing[5] else ""), line)
 
-    def _describe(self, sent: Sent, seconds: float, now: float) -> list[str]:
+    def _describe(self, pending: Pending, seconds: float, now: float) -> list[str]:
         """A call in words: since when, which rank does what, whom it waits for, who called."""
-        order = sent.order
-        doing = self._doing(sent, now)
+        call = pending.call
+        doing = self._doing(pending, now)
         groups = dict[str, list[int]]()
         for rank, place in sorted(doing.items()):
             groups.setdefault(f"{place.kind}: {place.text}", []).append(rank)
-        known = self._pace.medians().get(key_of(order))
+        known = self._pace.medians().get(key_of(call))
         ranks, why = blame(doing)
         usual = "no call before it" if known is None else f"median {known:.2g} s"
-        name = f"{order.label} (call {order.number}, {order.lane} lane)"
+        name = f"{call.label} (call {call.number}, {call.lane} lane)"
         parts = [f"{name} runs for {seconds:.0f} s ({usual})"]
         parts += [f"{name_ranks(of)} {text}" for text, of in groups.items()]
         parts += [f"the call waits for {name_ranks(ranks)}: {why}"] if ranks else []
-        return parts + ([f"called at {order.line}"] if order.line else [])
+        return parts + ([f"called at {call.line}"] if call.line else [])
 
-    def _tell(self, sent: Sent, seconds: float, now: float, *, is_first: bool) -> None:
+    def _tell(self, pending: Pending, seconds: float, now: float, *, is_first: bool) -> None:
         """One line about a call; the first time all ranks write their stacks."""
-        limit = limit_of(sent.order, self._pace)
+        limit = limit_of(pending.call, self._pace)
         end = f"the run ends if it takes {limit.seconds:.0f} s ({limit.reason})"
         if is_first:
             more = [end, f"stacks: {self._settings.run_dir}/stacks-rank*.txt"]
         else:
             more = []
-        logger.warning("%s", "; ".join(self._describe(sent, seconds, now) + more))
+        logger.warning("%s", "; ".join(self._describe(pending, seconds, now) + more))
         if is_first:
-            doing = self._doing(sent, now).items()
+            doing = self._doing(pending, now).items()
             self._show([rank for rank, place in doing if place.kind in (STOPPED, SILENT)])
 
-    def _check_limit(self, sent: Sent, seconds: float, now: float) -> None:
+    def _check_limit(self, pending: Pending, seconds: float, now: float) -> None:
         """End the run if this call has reached its limit, or one of its ranks is stopped."""
-        limit = limit_of(sent.order, self._pace)
+        limit = limit_of(pending.call, self._pace)
         if seconds >= limit.seconds:
             cause = f"not finished within {limit.seconds:.4g} s ({limit.reason})"
-            if not self._may_wait_for_others(sent, now, limit_passed=now - seconds + limit.seconds):
-                self._fail(self._failure_of(sent, cause, now))
+            if not self._may_wait_for_others(
+                pending, now, limit_passed=now - seconds + limit.seconds
+            ):
+                self._fail(self._failure_of(pending, cause, now))
         elif self._settings.call_seconds is None and seconds >= HELD_SECONDS:
-            owing = sent.order.commands.keys() - sent.answered.keys()
+            owing = pending.call.commands.keys() - pending.answered_at.keys()
             if any(self._is_held(rank, now) for rank in owing):
                 cause = f"not finished after {seconds:.0f} s"
-                self._fail(self._failure_of(sent, cause, now))
+                self._fail(self._failure_of(pending, cause, now))
 
     def _check_waits_for_rows(self, now: float) -> None:
         """End the run if calls wait for rows, and no other call has run for long.
@@ -291,7 +293,7 @@ class Stalls:
         The producer's limit bounds a wait for rows. If nothing runs, no limit would.
         """
         waiting = list(self._ledger.open.values())
-        if not waiting or any(self._runs(sent, now) for sent in waiting):
+        if not waiting or any(self._runs(pending, now) for pending in waiting):
             self._stuck_since = None
             return
         if self._stuck_since is None:
@@ -303,12 +305,12 @@ class Stalls:
             cause = f"{late}; expected the call or transfer that brings them; see the stacks"
             self._fail(self._failure_of(waiting[0], cause, now))
 
-    def _runs(self, sent: Sent, now: float) -> bool:
+    def _runs(self, pending: Pending, now: float) -> bool:
         """Whether a call runs: it waits neither for rows nor for its turn on any rank."""
         kinds = set()
-        for rank in sent.order.commands.keys() - sent.answered.keys():
-            doing = self._heard_doing(rank, sent.order)
-            if self._ledger.start_or_none(rank, sent.ticket) is None:
+        for rank in pending.call.commands.keys() - pending.answered_at.keys():
+            doing = self._heard_doing(rank, pending.call)
+            if self._ledger.start_or_none(rank, pending.ticket) is None:
                 kinds.add(QUEUED)
             elif doing is None or self._is_silent(rank, now):
                 kinds.add(CODE)  # it may run
@@ -321,28 +323,28 @@ class Stalls:
         is_silent = self._peers.silence(rank, now) >= HELD_SECONDS
         return is_silent and self._peers.processes[rank].is_stopped()
 
-    def _may_wait_for_others(self, sent: Sent, now: float, *, limit_passed: float) -> bool:
+    def _may_wait_for_others(self, pending: Pending, now: float, *, limit_passed: float) -> bool:
         """Whether all its ranks are in collectives while another call runs: of its ranks, maybe.
 
         limit_passed: when this one's limit did. Calls that were sent later are no excuse, so that
         the limits of those before bound the wait.
         """
-        if {place.kind for place in self._doing(sent, now).values()} != {PEERS}:
+        if {place.kind for place in self._doing(pending, now).values()} != {PEERS}:
             return False
         return any(
             place.kind == CODE
             for other in self._ledger.open.values()
-            if other is not sent and other.time <= limit_passed
+            if other is not pending and other.sent_at <= limit_passed
             for place in self._doing(other, now).values()
         )
 
-    def _failure_of(self, sent: Sent, cause: str, now: float) -> Failure:
+    def _failure_of(self, pending: Pending, cause: str, now: float) -> Failure:
         """A late call as the failure of the rank that its other ranks wait for."""
-        doing = self._doing(sent, now)
-        order = sent.order
+        doing = self._doing(pending, now)
+        call = pending.call
         ranks, why = blame(doing)
         if not ranks:  # by what was heard last it waits for rows or for its turn
-            ranks = sorted(order.commands.keys() - sent.answered.keys())
+            ranks = sorted(call.commands.keys() - pending.answered_at.keys())
             why = f"it is {doing[ranks[0]].kind}"
         place = doing[ranks[0]]
         lines = [p.line for p in doing.values()] if place.kind == DONE else []
@@ -351,8 +353,8 @@ class Stalls:
             "stopped" if place.kind == STOPPED else "deadline",
             ranks[0],
             f"{cause}{also}: {why}",
-            *(order.label, order.number, order.lane),
-            line=order.line,
+            *(call.label, call.number, call.lane),
+            line=call.line,
             where=place.line or next(filter(None, lines), ""),
         )
 

@@ -34,8 +34,8 @@ from spmdflow.failure.cause import (
 from spmdflow.failure.signals import STOP_SIGNALS
 from spmdflow.failure.stacks import dump_stacks, line_in_stacks, stacks_path
 from spmdflow.message import MAX_MESSAGE_BYTES
-from spmdflow.runtime.order import Pending
-from spmdflow.runtime.peers import Ledger, Peers
+from spmdflow.runtime.call import Ledger, Pending
+from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.stall import Stalls
 from spmdflow.runtime.wire import Hub, Kind
@@ -200,23 +200,23 @@ class Verdict:
         running = self.ledger.running(rank)
         if not running:
             return Failure(kind, rank, f"{cause}, while idle {self.ledger.last(rank)}".rstrip())
-        order, *more = running
+        call, *more = running
         if more:
             also = f"; also running {more[0].label} in the {more[0].lane} lane"
         else:
             also = ""
-        return Failure(kind, rank, cause + also, order.label, order.number, order.lane)
+        return Failure(kind, rank, cause + also, call.label, call.number, call.lane)
 
     def _with_line(self, failure: Failure) -> Failure:
         """The failure with the script's line of its call, and where its rank's Python was."""
-        for order in self.ledger.running(failure.rank):
-            if (order.number, order.lane) == (failure.number, failure.lane):
+        for call in self.ledger.running(failure.rank):
+            if (call.number, call.lane) == (failure.number, failure.lane):
                 where = failure.where
                 if failure.kind in ("stopped", "deadline") and not where:
                     where = line_in_stacks(stacks_path(self.settings.run_dir, failure.rank))
                 if failure.kind == "death":  # a process that is gone tells nothing more
-                    where = self.stalls.last_line(failure.rank, order, time.monotonic())
-                return replace(failure, line=order.line, where=where)
+                    where = self.stalls.last_line(failure.rank, call, time.monotonic())
+                return replace(failure, line=call.line, where=where)
         return failure
 
     def _is_known(self, kind: str, rank: int) -> bool:

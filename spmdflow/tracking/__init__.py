@@ -5,6 +5,7 @@ Files in RUN_DIR. Each can be read at any moment, even after the run was killed:
     metrics.jsonl   one object per step: `step` first, then names in order; null: not finite
     samples.jsonl   one object per sample: step, texts, score, terms if any; group, advantage and
                     tokens (controller/sample.py)
+    calls.jsonl     one object per call: what was called where, on which rows, when it ran
     trace.json      Chrome trace format (open in ui.perfetto.dev): process = rank, thread = lane
     profile/        torch.profiler's traces, one for each step and rank of run.profile_steps
     evaluation.jsonl   by algos/evaluate.py: one object per held-out prompt, with scored responses
@@ -18,6 +19,7 @@ controller/ (bytes). docs/METRICS.md lists all metrics.
 | `sink` | sinks: TensorBoard, W&B, MLflow, Trackio, SwanLab |
 | `metric` | `merge`: Mean, Sum, Max and Min of many ranks and calls become numbers |
 | `trace` | writes trace.json and profile/ |
+| `call_log` | writes calls.jsonl |
 | `progress` | the line of a step, a table of samples, a curve, as text |
 | `reading` | reads a RUN_DIR for spmdflow.view, report and status |
 | `guard` | which conditions of run.guards hold for a step's metrics |

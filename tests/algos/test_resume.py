@@ -27,7 +27,7 @@ from spmdflow.checkpoint.state import StateFiles
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
-from spmdflow.runtime.order import InprocTransport
+from spmdflow.runtime.call import InprocTransport
 from tests.algos.runs import (
     ROOT,
     SCRIPT,
@@ -69,16 +69,16 @@ def run(
     loaded = load(SCRIPT, None, [*SMALL, *SETTINGS, *words, f"run.dir={run_dir}"])
     if monkeypatch is not None:
         count = 0
-        real = InprocTransport._run_order
+        real = InprocTransport._run
 
-        def counted(self, order, pending):
+        def counted(self, pending):
             nonlocal count
             count += 1
             if count > stop_after:
                 raise Interrupted
-            real(self, order, pending)
+            real(self, pending)
 
-        monkeypatch.setattr(InprocTransport, "_run_order", counted)
+        monkeypatch.setattr(InprocTransport, "_run", counted)
     return run_flow(loaded.script, loaded.cfg, inproc=True)
 
 
@@ -122,17 +122,17 @@ def test_sigterm_in_one_process_saves_the_running_step_and_the_restart_ends_the_
     whole, tmp_path, monkeypatch
 ):
     run_dir = tmp_path / "run"
-    real = InprocTransport._run_order
+    real = InprocTransport._run
     seen = []
 
-    def terminated(self, order, pending):
-        seen.append(order)
+    def terminated(self, pending):
+        seen.append(pending)
         if len(seen) == POINTS[0]:
             signal.raise_signal(signal.SIGTERM)
-        real(self, order, pending)
+        real(self, pending)
 
     with monkeypatch.context() as patch:
-        patch.setattr(InprocTransport, "_run_order", terminated)
+        patch.setattr(InprocTransport, "_run", terminated)
         status = run(run_dir)
     last = steps_of(run_dir)[-1]["step"]
     saved = (run_dir / "checkpoints" / "latest").read_text().strip()

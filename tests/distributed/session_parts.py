@@ -12,8 +12,8 @@ import torch
 from torch import distributed as dist
 
 from spmdflow.data.store import RowCondition
+from spmdflow.runtime.call import Call, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 
@@ -71,4 +71,4 @@ def with_secret(run_dir: str, secrets: list[str | None]) -> int:
 
 def one_round(transport: Transport) -> None:
     everywhere = to_all(transport, {"operation": "note"})
-    transport.submit(Order(1, "compute", "a.note", everywhere, 60.0)).result()
+    transport.submit(Call(1, "compute", "a.note", everywhere, 60.0)).result()

@@ -26,7 +26,7 @@ from torch import distributed as dist
 from spmdflow.failure.process import Process, node_identity
 from spmdflow.message import decode, encode
 from spmdflow.runtime import session, wire
-from spmdflow.runtime.order import Order, Transport
+from spmdflow.runtime.call import Call, Transport
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import operations, settings_for, to_all
@@ -193,7 +193,7 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
             began = time.monotonic()
             found["calls"] += 1
             everywhere = to_all(transport, {"operation": "note"})
-            order = Order(found["calls"], "compute", "a.note", everywhere, 600.0)
+            order = Call(found["calls"], "compute", "a.note", everywhere, 600.0)
             assert len(transport.submit(order).result()) == 3
             found["longest"] = max(found["longest"], time.monotonic() - began)
             beside += store.check([f"{release}/crowd"])

@@ -16,9 +16,9 @@ from torch import distributed as dist
 
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import MessageError
+from spmdflow.runtime.call import Call, Pending, Transport
 from spmdflow.runtime.executor import Operation
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import run_session
 from spmdflow.runtime.wire import Envelopes, Kind, RankSocket
 from tests.distributed.session_parts import (
@@ -41,13 +41,13 @@ def _round_trips(run_dir: str) -> dict[str, Any]:
 
     def main(transport: Transport) -> None:
         everywhere = to_all(transport, {"operation": "note"})
-        first = transport.submit(Order(1, "compute", "a.note", everywhere, 60.0))
+        first = transport.submit(Call(1, "compute", "a.note", everywhere, 60.0))
         seen["replies"] = first.result()
         seen["done"] = first.done
         one = {2: {"operation": "echo", "value": {"a": [1, None, 2.5, b"x"]}}}
-        seen["echo"] = transport.submit(Order(2, "compute", "a.echo", one, 60.0)).result()
+        seen["echo"] = transport.submit(Call(2, "compute", "a.echo", one, 60.0)).result()
         collective = to_all(transport, {"operation": "sum"})
-        seen["sum"] = transport.submit(Order(3, "compute", "a.sum", collective, 60.0)).result()
+        seen["sum"] = transport.submit(Call(3, "compute", "a.sum", collective, 60.0)).result()
 
     status = run_session(main, operations, settings_for(Path(run_dir)))
     return seen | {"status": status}
@@ -71,10 +71,8 @@ def _order_of_events(run_dir: str) -> dict[str, Any]:
     def main(transport: Transport) -> None:
         def release(_: Any) -> None:
             events.append("done 1")
-            order = Order(
-                5, "transfer", "release", released, 60.0, lambda _: events.append("done 5")
-            )
-            seen["released"] = transport.submit(order)
+            call = Call(5, "transfer", "release", released, 60.0)
+            seen["released"] = transport.submit(call, lambda _: events.append("done 5"))
 
         seen_at_once = Path(run_dir) / "seen"
         slow = to_all(transport, {"operation": "note", "file": str(seen_at_once)})
@@ -82,9 +80,9 @@ def _order_of_events(run_dir: str) -> dict[str, Any]:
         quick = to_all(transport, {"operation": "note"})
         released = {1: {"operation": "note"}}
         pending = [
-            transport.submit(Order(1, "compute", "a.slow", slow, 60.0, release)),
-            transport.submit(Order(2, "compute", "a.held", held, 60.0)),
-            transport.submit(Order(3, "compute", "a.quick", quick, 60.0)),
+            transport.submit(Call(1, "compute", "a.slow", slow, 60.0), release),
+            transport.submit(Call(2, "compute", "a.held", held, 60.0)),
+            transport.submit(Call(3, "compute", "a.quick", quick, 60.0)),
         ]
         transport.post(lambda: events.append("posted"))
         seen["pending at once"] = not any(one.done for one in pending)
@@ -92,7 +90,7 @@ def _order_of_events(run_dir: str) -> dict[str, Any]:
         pending[-1].result()
         seen["released"] = seen["released"].result()
         logs = transport.submit(
-            Order(6, "compute", "a.log", to_all(transport, {"operation": "log"}), 60.0)
+            Call(6, "compute", "a.log", to_all(transport, {"operation": "log"}), 60.0)
         )
         seen["logs"] = {rank: reply["log"] for rank, reply in logs.result().items()}
 
@@ -148,7 +146,7 @@ def _on_a_subset(run_dir: str) -> dict[str, Any]:
     def main(transport: Transport) -> None:
         seen["size"] = transport.world_size
         orders = {1: {"operation": "note"}, 3: {"operation": "note"}}
-        seen["replies"] = transport.submit(Order(1, "compute", "a.note", orders, 60.0)).result()
+        seen["replies"] = transport.submit(Call(1, "compute", "a.note", orders, 60.0)).result()
 
     if dist.get_rank() in (1, 3):
         run_session(main, operations, settings_for(Path(run_dir), ranks=(1, 3)))
@@ -169,11 +167,11 @@ def _errors_before_sending(run_dir: str) -> list[str]:
         for value in (torch.zeros(2), lambda: 1):
             try:
                 payload = {"operation": "echo", "value": value}
-                transport.submit(Order(1, "compute", "a.echo", {0: payload}, 1.0))
+                transport.submit(Call(1, "compute", "a.echo", {0: payload}, 1.0))
             except MessageError as err:
                 caught.append(str(err))
         good = {0: {"operation": "echo", "value": 1}}
-        transport.submit(Order(2, "compute", "a.echo", good, 60.0)).result()
+        transport.submit(Call(2, "compute", "a.echo", good, 60.0)).result()
 
     run_session(main, operations, settings_for(Path(run_dir)))
     return caught
@@ -199,7 +197,7 @@ def _stop_by_sigterm(run_dir: str) -> list[Any]:
         everywhere = to_all(transport, {"operation": "note", "sleep": 0.05})
         deadline = time.monotonic() + 60
         while not transport.stop_requested and time.monotonic() < deadline:
-            transport.submit(Order(1, "compute", "a.note", everywhere, 60.0)).result()
+            transport.submit(Call(1, "compute", "a.note", everywhere, 60.0)).result()
         seen.append(transport.stop_requested)
 
     def with_sigterm(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:
@@ -230,10 +228,10 @@ def _storm(run_dir: str, orders: int) -> dict[str, Any]:
                 done.append(number)
                 if replies[rank] != {"value": number}:
                     wrong.append((number, replies))
-                waiting.append(transport.submit(_note(number, rank, released)))
+                waiting.append(_submit_note(transport, number, rank, released))
 
             commands = {rank: {"operation": "echo", "value": number}, 0: {"operation": "note"}}
-            pending = transport.submit(Order(number, "compute", "a.echo", commands, 60.0, release))
+            pending = transport.submit(Call(number, "compute", "a.echo", commands, 60.0), release)
             if number % 3 == 0:
                 pending.result()
 
@@ -246,7 +244,7 @@ def _storm(run_dir: str, orders: int) -> dict[str, Any]:
         work(0)
         other.join()
         everywhere = to_all(transport, {"operation": "note"})
-        transport.submit(Order(0, "compute", "a.note", everywhere, 60.0)).result()
+        transport.submit(Call(0, "compute", "a.note", everywhere, 60.0)).result()
         for one in list(waiting):
             one.result()
 
@@ -254,9 +252,9 @@ def _storm(run_dir: str, orders: int) -> dict[str, Any]:
     return {"done": done, "released": released, "wrong": wrong}
 
 
-def _note(number: int, rank: int, released: list[int]) -> Order:
-    commands = {rank: {"operation": "note"}}
-    return Order(number, "transfer", "r", commands, 60.0, lambda _: released.append(number))
+def _submit_note(transport: Transport, number: int, rank: int, released: list[int]) -> Pending:
+    call = Call(number, "transfer", "r", {rank: {"operation": "note"}}, 60.0)
+    return transport.submit(call, lambda _: released.append(number))
 
 
 def test_thousands_of_orders_from_two_threads_and_from_on_done_all_arrive_once_in_order(

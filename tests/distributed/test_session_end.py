@@ -14,8 +14,8 @@ from torch import distributed as dist
 
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import DeadlineError, ProtocolError
+from spmdflow.runtime.call import Call, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 from tests.distributed.ranks import watch_ranks
@@ -39,7 +39,7 @@ def test_rank_with_another_secret_ends_the_run_within_seconds(
 def _forever(run_dir: str, operation: str) -> int:
     def main(transport: Transport) -> None:
         everywhere = to_all(transport, {"operation": operation})
-        transport.submit(Order(1, "compute", "a.work", everywhere, 3.0)).result()
+        transport.submit(Call(1, "compute", "a.work", everywhere, 3.0)).result()
 
     return run_session(main, _endless, settings_for(Path(run_dir)))
 
@@ -75,7 +75,7 @@ def _broken_on_done(run_dir: str) -> int:
             raise ZeroDivisionError("in on_done")
 
         everywhere = to_all(transport, {"operation": "note"})
-        transport.submit(Order(1, "compute", "a.note", everywhere, 60.0, on_done)).result()
+        transport.submit(Call(1, "compute", "a.note", everywhere, 60.0), on_done).result()
 
     return run_session(main, operations, settings_for(Path(run_dir)))
 
@@ -91,10 +91,10 @@ def test_error_in_on_done_ends_the_run_with_its_traceback(tmp_path: Path) -> Non
 def _wait_in_on_done(run_dir: str) -> int:
     def main(transport: Transport) -> None:
         def on_done(replies: Any) -> None:
-            transport.submit(Order(2, "compute", "a.second", everywhere, 60.0)).result()
+            transport.submit(Call(2, "compute", "a.second", everywhere, 60.0)).result()
 
         everywhere = to_all(transport, {"operation": "note"})
-        transport.submit(Order(1, "compute", "a.first", everywhere, 60.0, on_done)).result()
+        transport.submit(Call(1, "compute", "a.first", everywhere, 60.0), on_done).result()
 
     return run_session(main, operations, settings_for(Path(run_dir)))
 
@@ -112,11 +112,11 @@ def _work_after_the_script(run_dir: str) -> list[str]:
     def main(transport: Transport) -> None:
         def on_done(replies: Any) -> None:
             transport.post(lambda: seen.append("posted"))
-            second = Order(2, "compute", "a.note", everywhere, 60.0, lambda _: seen.append("done"))
-            transport.submit(second)
+            second = Call(2, "compute", "a.note", everywhere, 60.0)
+            transport.submit(second, lambda _: seen.append("done"))
 
         everywhere = to_all(transport, {"operation": "note", "sleep": 0.2})
-        transport.submit(Order(1, "compute", "a.note", everywhere, 60.0, on_done))
+        transport.submit(Call(1, "compute", "a.note", everywhere, 60.0), on_done)
 
     run_session(main, operations, settings_for(Path(run_dir)))
     return seen

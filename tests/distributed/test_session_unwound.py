@@ -15,8 +15,8 @@ from torch import distributed as dist
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import RunFailed
 from spmdflow.runtime import executor
+from spmdflow.runtime.call import Call, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.session import run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import global_sum, settings_for, to_all
@@ -48,7 +48,7 @@ payload_groups: list[Any] = []
 
 def _order(transport: Transport, operation: str, lane: str = "compute", **payload: Any) -> Any:
     everywhere = to_all(transport, {"operation": operation, **payload})
-    return transport.submit(Order(1, lane, f"actor.{operation}", everywhere, 600.0))
+    return transport.submit(Call(1, lane, f"actor.{operation}", everywhere, 600.0))
 
 
 def _raise_in_script(transport: Transport) -> None:

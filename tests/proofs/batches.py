@@ -12,7 +12,9 @@ from itertools import islice
 import numpy as np
 
 from spmdflow.data.row_id import Ids
-from spmdflow.plan.record import Problem, Trace, TracedOrder
+from spmdflow.plan.record import Problem, Trace, name_of
+from spmdflow.runtime.call import Call
+from spmdflow.worker_api.register import method_spec
 
 _SHOWN = 5
 _NONE = np.zeros(0, dtype=np.int64)
@@ -28,15 +30,22 @@ def check_batches(trace: Trace) -> list[Problem]:
     stay together, would not fit; larger only for such samples alone.
     """
     texts = (
-        f"{order.name}: {text}"
-        for order in trace.orders
-        if order.place in trace.batches
-        for text in _wrong_update(trace, order, *trace.batches[order.place])
+        f"{name_of(order)}: {text}"
+        for order in trace.calls
+        if len(order.row_ids) and _is_update(trace, order)
+        for text in _wrong_update(trace, order, order.row_ids, order.parents)
     )
     return [Problem("batches", text) for text in islice(texts, _SHOWN)]
 
 
-def _wrong_update(trace: Trace, order: TracedOrder, ids: Ids, parents: Ids) -> Iterator[str]:
+def _is_update(trace: Trace, order: Call) -> bool:
+    """Whether a call is of a method that takes mini-batches."""
+    if order.operation != "call" or order.model not in trace.models:
+        return False
+    return method_spec(trace.models[order.model].worker_class, order.method).minibatches
+
+
+def _wrong_update(trace: Trace, order: Call, ids: Ids, parents: Ids) -> Iterator[str]:
     model = trace.models[order.model]
     firsts = []
     for rank in model.layout.ranks:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from spmdflow.plan.check import shorten_numbers
-from spmdflow.plan.record import TRANSFER, Problem, Trace, TracedOrder
-from spmdflow.runtime.order import names_in
+from spmdflow.plan.record import Problem, Trace, name_of
+from spmdflow.runtime.call import Call, names_in
+from spmdflow.runtime.executor import TRANSFER
 from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
 
 _SHIFT = 40
@@ -33,7 +34,7 @@ def check_rows(trace: Trace) -> list[Problem]:
     it. Nothing is read after it was freed, or sent before it was computed.
     """
     locations = _RowLocations(trace)
-    for order in trace.orders:
+    for order in trace.calls:
         locations.follow(order)
     return [Problem("rows", text) for text in locations.errors[: 4 * _SHOWN]]
 
@@ -49,7 +50,7 @@ class _RowLocations:
         self._freed: dict[int, set[int]] = {}
         self.errors: list[str] = []
 
-    def follow(self, order: TracedOrder) -> None:
+    def follow(self, order: Call) -> None:
         """Apply one order, and note what is wrong with it in `errors`."""
         if order.lane == TRANSFER:
             self._follow_transfer(order)
@@ -66,7 +67,7 @@ class _RowLocations:
         for name in _writes_of(self._trace, order):
             self._present[order.number, name] = computed
 
-    def _check_reads(self, order: TracedOrder) -> None:
+    def _check_reads(self, order: Call) -> None:
         wanted: dict[tuple[int, tuple[str, ...]], list[tuple[int, np.ndarray]]] = {}
         for rank, plain in order.commands.items():
             for part in _parts(plain):
@@ -77,8 +78,8 @@ class _RowLocations:
                 wanted.setdefault((result, columns), []).append((rank, part["ids"]))
                 if rank in self._freed.get(result, ()):
                     self.errors.append(
-                        f"{order.name} on rank {rank} reads rows of call {result}, which it was "
-                        f"told to free; expected rows that are kept; report this plan"
+                        f"{name_of(order)} on rank {rank} reads rows of call {result}, which it "
+                        f"was told to free; expected rows that are kept; report this plan"
                     )
         for (result, columns), rows in wanted.items():
             keys = _keys(rows)
@@ -92,10 +93,10 @@ class _RowLocations:
                         f"edge {_either(_holders_of_all(ids, present))} -> {rank}: got no rows "
                         f"{shorten_numbers(ids)} of column {name!r} of "
                         f"{self._label.get(result, f'call {result}')}, expected them before "
-                        f"{order.name}; a transfer was dropped, or brings other rows"
+                        f"{name_of(order)}; a transfer was dropped, or brings other rows"
                     )
 
-    def _follow_transfer(self, order: TracedOrder) -> None:
+    def _follow_transfer(self, order: Call) -> None:
         self._check_pairs(order)
         by_columns: dict[tuple[str, ...], list[tuple[int, int, np.ndarray]]] = {}
         for rank, plain in order.commands.items():
@@ -106,12 +107,12 @@ class _RowLocations:
 
     def _deliver(
         self,
-        order: TracedOrder,
+        order: Call,
         columns: tuple[str, ...],
         edges: Sequence[tuple[int, int, np.ndarray]],
     ) -> None:
         result = order.command["result"]
-        consumer = self._trace.consumers[order.place]
+        consumer = self._trace.consumers[order.key]
         reader = consumer.label if consumer else "any call"
         unread = f"where {reader} does not read it, expected only rows that are read"
         sent, arriving, ids = (
@@ -146,11 +147,11 @@ class _RowLocations:
                 first.setdefault(ends, index)
             for (source, rank), index in islice(first.items(), _SHOWN):
                 self.errors.append(
-                    f"edge {source} -> {rank} of {order.name}: got row {ids[index]} of "
+                    f"edge {source} -> {rank} of {name_of(order)}: got row {ids[index]} of "
                     f"{', '.join(names)} {what}; derive the transfer again"
                 )
 
-    def _check_pairs(self, order: TracedOrder) -> None:
+    def _check_pairs(self, order: Call) -> None:
         sends: Counter[tuple[int, int, tuple[str, ...], bytes]] = Counter()
         receives = Counter(sends)
         for rank, plain in order.commands.items():
@@ -164,13 +165,13 @@ class _RowLocations:
         ):
             for source, rank, columns, _ in sorted(alone)[:1]:
                 self.errors.append(
-                    f"edge {source} -> {rank} of {order.name}: got rows of {', '.join(columns)} "
-                    f"{what} that are not {other} as often, expected both ends alike; tell both "
-                    f"ranks"
+                    f"edge {source} -> {rank} of {name_of(order)}: got rows of "
+                    f"{', '.join(columns)} {what} that are not {other} as often, expected both "
+                    f"ends alike; tell both ranks"
                 )
 
 
-def _writes_of(trace: Trace, order: TracedOrder) -> tuple[str, ...]:
+def _writes_of(trace: Trace, order: Call) -> tuple[str, ...]:
     """Columns that an order makes on its ranks."""
     plain = order.command
     if order.operation == "call" and plain.get("ids") is not None:
@@ -188,7 +189,7 @@ def _parts(plain: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     return plain.get("inputs", ())
 
 
-def _rows_needed(consumer: TracedOrder | None, result: int, columns: tuple[str, ...]) -> np.ndarray:
+def _rows_needed(consumer: Call | None, result: int, columns: tuple[str, ...]) -> np.ndarray:
     """Rows that the consumer reads of a result's columns, by rank."""
     return _keys(
         (rank, part["ids"])

@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from spmdflow.config.load import load
-from spmdflow.plan.record import Problem, Trace, TracedOrder
+from spmdflow.plan.record import Problem, Trace
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import TraceSettings, settings_of_run, trace
+from spmdflow.runtime.call import Call
 from tests.proofs.batches import check_batches
 from tests.proofs.rows import check_rows
 
@@ -81,7 +82,7 @@ def grouped_trace() -> Trace:
     return traced("grpo", 4, *SMALL_GROUPS, "placement=split")
 
 
-def changed(trace: Trace, order: TracedOrder, change: Callable[[Commands], object]) -> Trace:
+def changed(trace: Trace, order: Call, change: Callable[[Commands], object]) -> Trace:
     """The trace with the commands of one order changed."""
     commands: Commands = {rank: dict(plain) for rank, plain in order.commands.items()}
     for plain in commands.values():
@@ -89,13 +90,12 @@ def changed(trace: Trace, order: TracedOrder, change: Callable[[Commands], objec
             if name in plain:
                 plain[name] = [list(entry) for entry in plain[name]]
     change(commands)
-    orders = list(trace.orders)
-    orders[order.place] = replace(order, commands=commands)
-    return replace(trace, orders=tuple(orders))
+    calls = [replace(call, commands=commands) if call is order else call for call in trace.calls]
+    return replace(trace, calls=tuple(calls))
 
 
-def find(trace: Trace, label: str) -> TracedOrder:
-    return next(order for order in trace.orders if order.label == label)
+def find(trace: Trace, label: str) -> Call:
+    return next(order for order in trace.calls if order.label == label)
 
 
 def row_problems(trace: Trace) -> list[Problem]:

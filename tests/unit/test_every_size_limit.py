@@ -94,6 +94,7 @@ from spmdflow.checkpoint.tensors import model_hash, write_state
 from spmdflow.config.offline import ExampleDataConfig
 from spmdflow.config.schema import MAX_TEXTS_PER_LINE, DataConfig
 from spmdflow.controller import guarding, transcript
+from spmdflow.controller.observer import StepRecord
 from spmdflow.controller.result import cut_rows
 from spmdflow.controller.sample import samples_of
 from spmdflow.controller.transcript import Transcript, read_transcript
@@ -626,10 +627,13 @@ def test_plan_reads_a_file_of_the_largest_size_and_assumes_the_rows_of_a_larger_
 def test_transcript_of_the_largest_size_is_written_and_a_larger_step_is_left_out(
     tmp_path: Path, more: int
 ) -> None:
+    def step_of(number: int, metric: str) -> StepRecord:
+        return StepRecord(number, [], [], {metric: 1.0}, Counter(), Counter())
+
     def record(path: Path, letters: int) -> Transcript:
         recorder = Transcript(path, (0,), [0])
-        recorder.end_step(1, [], [], {"x": 1.0}, Counter())
-        recorder.end_step(2, [], [], {"x" * letters: 1.0}, Counter())
+        recorder.end_step(step_of(1, "x"))
+        recorder.end_step(step_of(2, "x" * letters))
         return recorder
 
     letters = 1 << 20
@@ -637,7 +641,7 @@ def test_transcript_of_the_largest_size_is_written_and_a_larger_step_is_left_out
     other_bytes = (tmp_path / "smaller").stat().st_size - letters
 
     recorder = record(tmp_path / "largest", transcript.MOST_BYTES - other_bytes + more)
-    recorder.end_step(3, [], [], {"x": 1.0}, Counter())
+    recorder.end_step(step_of(3, "x"))
 
     steps = [step["step"] for step in read_transcript(tmp_path / "largest")["steps"]]
     assert steps == ([1] if more else [1, 2])

@@ -20,8 +20,8 @@ from spmdflow.data.column import column_of, to_message
 from spmdflow.datasets.scan import ScanReport, join_reports
 from spmdflow.errors import MessageError
 from spmdflow.message import MAX_MESSAGE_BYTES, decode, encode
+from spmdflow.runtime.call import InprocTransport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.order import InprocTransport
 from spmdflow.worker_api.register import map_function
 from tests.unit.toy_flow import Rank, Toy, ToyConfig, draw, rank_of_one
 

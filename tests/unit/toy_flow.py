@@ -28,8 +28,8 @@ from spmdflow.controller.step import Show
 from spmdflow.data.ragged import lengths_of, ragged_from_rows
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.call import InprocTransport
 from spmdflow.runtime.operation import RankSettings, RankState
-from spmdflow.runtime.order import InprocTransport
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.transfer.protocol import Answer, Protocol, Shares, register_protocol
 from spmdflow.worker_api.metric import Max, Mean, Sum

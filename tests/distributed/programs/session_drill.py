@@ -21,8 +21,8 @@ from torch import distributed as dist
 
 from spmdflow.data.store import RowCondition
 from spmdflow.log import set_up_logging
+from spmdflow.runtime.call import Call, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.order import Order, Transport
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 
@@ -40,10 +40,10 @@ def main(transport: Transport) -> None:
     """The script: a call that works, then the one during which it happens."""
     ranks = range(transport.world_size)
     warm = dict.fromkeys(ranks, {"operation": "meet"})
-    transport.submit(Order(1, "compute", "actor.meet", warm, LONG_SECONDS)).result()
+    transport.submit(Call(1, "compute", "actor.meet", warm, LONG_SECONDS)).result()
     if WHERE == "idle":
         harm = {VICTIM: {"operation": "harm_later"}}
-        transport.submit(Order(2, "compute", "actor.harm_later", harm, LONG_SECONDS)).result()
+        transport.submit(Call(2, "compute", "actor.harm_later", harm, LONG_SECONDS)).result()
         for rank in ranks:
             (RUN_DIR / f"running-{rank}").touch()
         if HOW == "exception":
@@ -51,7 +51,7 @@ def main(transport: Transport) -> None:
         time.sleep(LONG_SECONDS)
     else:
         harm = dict.fromkeys(ranks, {"operation": "harm"})
-        transport.submit(Order(2, LANE, "actor.harm", harm, SECONDS)).result()
+        transport.submit(Call(2, LANE, "actor.harm", harm, SECONDS)).result()
 
 
 def operations_of(rank: int, arrival: RowCondition) -> Mapping[str, Operation]:

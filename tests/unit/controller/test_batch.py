@@ -85,12 +85,12 @@ def test_repeat_makes_new_ids_with_parents_and_keeps_the_values(
 
 @pytest.mark.parametrize("n", [0, -2])
 def test_repeat_by_less_than_one_is_refused(batch: Batch, n: int) -> None:
-    before = batch._caller.row_ids.next_id
+    before = batch.caller.row_ids.next_id
 
     with pytest.raises(RowError, match=rf"^repeat: got {n}, expected at least 1; use select"):
         batch.repeat(n)
 
-    assert batch._caller.row_ids.next_id == before
+    assert batch.caller.row_ids.next_id == before
 
 
 def test_select_slices_and_filter_keep_ids_and_values(batch: Batch) -> None:

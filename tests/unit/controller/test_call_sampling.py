@@ -163,7 +163,7 @@ def test_plan_takes_the_parameters_of_a_call_and_refuses_what_a_run_refuses(tmp_
     for greedy, message in (("False", ""), ("'perhaps'", r"got greedy='perhaps' \(str\)")):
         loaded = load(write_script(tmp_path, call.format(greedy)), None, settings)
         if not message:
-            assert trace(loaded.script, loaded.cfg, settings_of(2)).orders
+            assert trace(loaded.script, loaded.cfg, settings_of(2)).calls
             continue
         with pytest.raises(SpmdflowError, match=message):
             trace(loaded.script, loaded.cfg, settings_of(2))

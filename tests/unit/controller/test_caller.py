@@ -22,7 +22,7 @@ from spmdflow.errors import (
     SpmdflowError,
 )
 from spmdflow.parallel.layout import Layout
-from spmdflow.runtime.order import InprocTransport
+from spmdflow.runtime.call import InprocTransport
 from spmdflow.transfer.protocol import Answer, Protocol, register_protocol
 from tests.unit.toy_flow import (
     ROWS,
@@ -252,7 +252,7 @@ def test_frees_of_a_command_that_is_refused_ride_on_the_next(
     toy.add(batch)  # dropped at once
     assert rank.num_results == before + 1
 
-    def refuse(order: Any) -> None:
+    def refuse(call: Any, on_done: Any = None) -> None:
         raise MessageError("too large")
 
     with monkeypatch.context() as patch, pytest.raises(MessageError):

@@ -100,7 +100,7 @@ def test_batches_of_warnings_are_bounded_in_number_and_resume_with_the_run(tmp_p
     guards = [f"x > {number}: warn" for number in range(12)]
     with rank_of_one(tmp_path, guards=guards) as rank:
         run(rank, 12)
-        state = rank.flow._state(12)["guards"]
+        state = rank.flow.state(12)["guards"]
 
     assert kept(rank) == sorted(f"step-{number}.safetensors" for number in range(5, 13))
     assert len(kept(rank)) == MOST_FILES

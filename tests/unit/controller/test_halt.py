@@ -10,8 +10,8 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.plan.trace import trace
-from spmdflow.plan.transport import TraceTransport
-from spmdflow.runtime.order import Order, Pending
+from spmdflow.plan.transport import DryRunTransport
+from spmdflow.runtime.call import Call, OnDone, Pending
 from tests.unit.planned import ALGORITHMS, SMALL_GROUPS, settings_of
 
 SCRIPT = (ALGORITHMS / "grpo_async.py").read_text()
@@ -21,22 +21,22 @@ SCRIPT = (ALGORITHMS / "grpo_async.py").read_text()
 def orders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Labels of all orders of a dry run, also of those that end a call early; the ends of steps."""
     labels: list[str] = []
-    submit = TraceTransport.submit
+    submit = DryRunTransport.submit
 
-    def noted(transport: TraceTransport, order: Order) -> Pending:
-        labels.append(order.label)
-        return submit(transport, order)
+    def noted(transport: DryRunTransport, call: Call, on_done: OnDone | None = None) -> Pending:
+        labels.append(call.label)
+        return submit(transport, call, on_done)
 
-    end_step = TraceTransport.end_step
+    end_step = DryRunTransport.end_step
 
     def noted_end(
-        transport: TraceTransport, number: int, planned: Counter[tuple[int, int]]
+        transport: DryRunTransport, number: int, planned: Counter[tuple[int, int]]
     ) -> None:
         labels.append("end")
         end_step(transport, number, planned)
 
-    monkeypatch.setattr(TraceTransport, "submit", noted)
-    monkeypatch.setattr(TraceTransport, "end_step", noted_end)
+    monkeypatch.setattr(DryRunTransport, "submit", noted)
+    monkeypatch.setattr(DryRunTransport, "end_step", noted_end)
     yield labels
 
 

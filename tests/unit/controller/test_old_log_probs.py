@@ -107,7 +107,7 @@ def _ran(rank: Rank, body: Body, steps: int, settings: dict[str, Any]) -> Ran:
     def finish_and_note(step: Any) -> None:
         records = flow.caller.records
         finish(step)
-        labels.append([record.label for record in records])
+        labels.append([record.call.label for record in records])
 
     flow._finish = finish_and_note  # type: ignore[method-assign]
     for step in flow.steps(steps):

@@ -9,27 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmdflow.controller.result import ColumnFacts, RowResult, Transfers
+from spmdflow.controller.result import ColumnFacts, RowResult
+from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import ColumnSpec
 from spmdflow.errors import TransferError
-from spmdflow.runtime.order import Order, Pending
+from spmdflow.runtime.call import Call, OnDone, Pending
 
 ROWS = np.arange(100, 104)
 ITEMS = np.array([3, 0, 2, 4])
 
 
-class Orders:
-    """A transport that keeps the orders for the test to answer."""
+class KeptCalls:
+    """A transport that keeps the calls for the test to answer."""
 
     world_size = 4
     stop_requested = False
 
     def __init__(self) -> None:
-        self.open: list[Order] = []
+        self.open: list[Call] = []
+        self._pending: list[Pending] = []
 
-    def submit(self, order: Order) -> Pending:
-        self.open.append(order)
-        return Pending(order.label, lambda pending: None)
+    def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
+        self.open.append(call)
+        self._pending.append(Pending(call, lambda pending: None, on_done))
+        return self._pending[-1]
 
     def post(self, function: Callable[[], None]) -> None:
         function()
@@ -41,9 +44,11 @@ class Orders:
         """Nothing to end."""
 
     def answer(self, replies: Mapping[int, Mapping[str, Any]]) -> None:
-        on_done = self.open.pop(0).on_done
-        assert on_done is not None
-        on_done({rank: {"sent": {}, "header_bytes": 0, **r} for rank, r in replies.items()})
+        self.open.pop(0)
+        pending = self._pending.pop(0)
+        for rank, reply in replies.items():
+            pending.replies[rank] = {"sent": {}, "header_bytes": 0, **reply}
+        pending.run_on_done()
 
 
 def frame_of(freed: list[int], rows: np.ndarray = ROWS, *, held_by: int = 0) -> RowResult:
@@ -59,10 +64,10 @@ def frame_of(freed: list[int], rows: np.ndarray = ROWS, *, held_by: int = 0) -> 
     return result
 
 
-def release(result: RowResult, ids: np.ndarray) -> tuple[Orders, Order]:
-    orders = Orders()
+def release(result: RowResult, ids: np.ndarray) -> tuple[KeptCalls, Call]:
+    orders = KeptCalls()
     transfers = Transfers(orders, seconds=5)
-    transfers.need(result, ["x", "y"], {1: ids})
+    transfers.need(result, ["x", "y"], {1: ids}, step=1)
     return orders, orders.open[0]
 
 
@@ -107,12 +112,12 @@ def test_holder_that_should_have_sent_but_did_not_is_an_error() -> None:
 
 def test_rows_that_have_travelled_once_do_not_travel_again() -> None:
     result = frame_of([])
-    orders = Orders()
+    orders = KeptCalls()
     transfers = Transfers(orders, seconds=5)
 
-    transfers.need(result, ["x"], {1: ROWS[:2]})
-    transfers.need(result, ["x"], {1: ROWS[:2]})
-    transfers.need(result, ["x"], {1: ROWS[1:]})
+    transfers.need(result, ["x"], {1: ROWS[:2]}, step=1)
+    transfers.need(result, ["x"], {1: ROWS[:2]}, step=1)
+    transfers.need(result, ["x"], {1: ROWS[1:]}, step=1)
 
     received = [order.commands[1]["receives"] for order in orders.open]
     assert [[edge[2].tolist() for edge in edges] for edges in received] == [

@@ -13,29 +13,29 @@ import pytest
 from spmdflow.checkpoint.manifest import CheckpointInfo
 from spmdflow.checkpoint.run_dir import find_latest
 from spmdflow.errors import CheckpointError, ProtocolError
+from spmdflow.runtime.call import Call, InprocTransport, OnDone, Pending
 from spmdflow.runtime.executor import FILES
-from spmdflow.runtime.order import InprocTransport, Order, Pending
 from tests.unit.toy_flow import Toy, ToyConfig, draw, rank_of_one
 
 
 class SlowDisk(InprocTransport):
     """Ranks that write their files only when the test lets them."""
 
-    held: tuple[Order, Pending] | None = None
+    held: tuple[Call, Pending] | None = None
 
-    def submit(self, order: Order) -> Pending:
-        """Run the order, unless it writes files."""
-        if order.lane != FILES:
-            return super().submit(order)
-        pending = Pending(order.label, lambda pending: pending.sleep(60))
-        self.held = (order, pending)
+    def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
+        """Run the call, unless it writes files."""
+        if call.lane != FILES:
+            return super().submit(call, on_done)
+        pending = Pending(call, lambda pending: pending.sleep(60))
+        self.held = (call, pending)
         return pending
 
     def write(self) -> None:
         """Write what is held."""
         assert self.held is not None
-        order, pending = self.held
-        pending.resolve(super().submit(order).result())
+        call, pending = self.held
+        pending.resolve(super().submit(call).result())
 
 
 class Scores:

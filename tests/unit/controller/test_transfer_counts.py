@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from spmdflow.controller.result import Transfers
-from tests.unit.controller.test_release import ROWS, Orders, frame_of
+from spmdflow.controller.transfers import Transfers
+from tests.unit.controller.test_release import ROWS, KeptCalls, frame_of
 from tests.unit.interleaving import EveryOrder, ScheduledLock, Scheduler
 
 ROW_BYTES = 2 * 4
@@ -15,7 +15,7 @@ EARLIER = {(3, 4): 1}
 """Bytes of transfers before: a counter without any would take over others in one step."""
 
 
-class PostedOrders(Orders):
+class PostedCalls(KeptCalls):
     """A transport whose posted functions are run by the test, as the io thread would."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class InterruptedCounter(Counter[Any]):
         super().__setitem__(key, number)
 
 
-def transfers_in_turns(scheduler: Scheduler, orders: Orders) -> Transfers:
+def transfers_in_turns(scheduler: Scheduler, orders: KeptCalls) -> Transfers:
     """Transfers whose threads take turns at every place where one could interrupt the other."""
     scheduler.shared = lambda: tuple(scheduler.trace)  # no order is left out
     transfers = Transfers(orders, seconds=1.0)
@@ -64,11 +64,11 @@ def transfers_in_turns(scheduler: Scheduler, orders: Orders) -> Transfers:
 
 
 def test_counts_that_the_script_was_given_do_not_change_with_later_releases() -> None:
-    orders = Orders()
+    orders = KeptCalls()
     transfers = Transfers(orders, seconds=1.0)
     before = transfers.planned_bytes
 
-    transfers.need(frame_of([]), ["x"], {1: ROWS})
+    transfers.need(frame_of([]), ["x"], {1: ROWS}, step=1)
 
     assert before == {}
     assert transfers.planned_bytes == {(0, 1): len(ROWS) * ROW_BYTES}
@@ -78,10 +78,10 @@ def test_transfer_released_while_the_script_takes_the_outstanding_ones_is_waited
     waited_for: list[list[str]] = []
 
     def program(scheduler: Scheduler) -> None:
-        orders = PostedOrders()
+        orders = PostedCalls()
         taken = []
         transfers = transfers_in_turns(scheduler, orders)
-        transfers.need(frame_of([]), ["x"], {1: ROWS})
+        transfers.need(frame_of([]), ["x"], {1: ROWS}, step=1)
 
         def end_step() -> None:
             taken.extend(record.label for record in transfers.take_outstanding())
@@ -100,9 +100,9 @@ def test_bytes_that_the_script_reads_are_those_of_whole_transfers() -> None:
     found: list[dict[Any, int]] = []
 
     def program(scheduler: Scheduler) -> None:
-        orders = PostedOrders()
+        orders = PostedCalls()
         transfers = transfers_in_turns(scheduler, orders)
-        transfers.need(frame_of([]), ["x"], {1: ROWS[:1], 2: ROWS[1:]})
+        transfers.need(frame_of([]), ["x"], {1: ROWS[:1], 2: ROWS[1:]}, step=1)
         scheduler.add("io", orders.run_posted)
         scheduler.add("script", lambda: found.append(dict(transfers.planned_bytes)))
         scheduler.run()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import (
-    Call,
     Engine,
     Model,
+    ModelCall,
     Rollout,
     Strategy,
     Workload,
@@ -41,19 +41,19 @@ DELAYS = [name for name in COEFFICIENTS if name.endswith("_seconds")]
 
 def train_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> CallSeconds:
     """A training call with all its updates."""
-    return call_seconds(Call(model.name, "train", "learning", work), model, strategy, hw)
+    return call_seconds(ModelCall(model.name, "train", "learning", work), model, strategy, hw)
 
 
 def infer_seconds(model: Model, work: Workload, strategy: Strategy, hw: Hardware) -> CallSeconds:
     """A forward call over all rows."""
-    return call_seconds(Call(model.name, "infer", "preparation", work), model, strategy, hw)
+    return call_seconds(ModelCall(model.name, "infer", "preparation", work), model, strategy, hw)
 
 
 def generate_seconds(
     model: Model, work: Workload, strategy: Strategy, hw: Hardware, *, kv_bytes: float
 ) -> CallSeconds:
     """A generation with so much cache on each rank."""
-    call = Call(model.name, "generate", "generation", work)
+    call = ModelCall(model.name, "generate", "generation", work)
     return call_seconds(call, model, strategy, hw, kv_bytes=kv_bytes)
 
 

@@ -34,7 +34,7 @@ def right() -> Trace:
 
 
 def edges_of(trace: Trace) -> list[TracedEdge]:
-    return list(row_edges(trace.orders))
+    return list(row_edges(trace.calls))
 
 
 def named(edge: TracedEdge) -> str:
@@ -102,7 +102,7 @@ def test_dropped_edge_is_found(name: str, data: st.DataObject, request: Any) -> 
     trace = request.getfixturevalue(name)
     edge = data.draw(st.sampled_from(edges_of(trace)))
 
-    found = check_rows(changed(trace, trace.orders[edge.release], lambda c: drop(c, edge)))
+    found = check_rows(changed(trace, trace.by_key[edge.release], lambda c: drop(c, edge)))
 
     sources = lacking_sources(texts(found), edge)
     assert edge.source in sources
@@ -116,7 +116,7 @@ def test_doubled_edge_is_found(name: str, data: st.DataObject, request: Any) -> 
     trace = request.getfixturevalue(name)
     edge = data.draw(st.sampled_from(edges_of(trace)))
 
-    found = check_rows(changed(trace, trace.orders[edge.release], lambda c: double(c, edge)))
+    found = check_rows(changed(trace, trace.by_key[edge.release], lambda c: double(c, edge)))
 
     assert f"{named(edge)} of transfer" in texts(found)
     assert "twice, expected each row once" in texts(found)
@@ -133,7 +133,7 @@ def test_edge_that_goes_to_another_rank_is_found(
     others = [r for r in trace.world if r not in (edge.source, edge.destination)]
     other = data.draw(st.sampled_from(others))
 
-    found = check_rows(changed(trace, trace.orders[edge.release], lambda c: move(c, edge, other)))
+    found = check_rows(changed(trace, trace.by_key[edge.release], lambda c: move(c, edge, other)))
 
     assert edge.source in lacking_sources(texts(found), edge)
     assert f"edge {edge.source} -> {other} of transfer" in texts(found)
@@ -141,7 +141,7 @@ def test_edge_that_goes_to_another_rank_is_found(
 
 def test_two_edges_with_swapped_rows_are_both_found(right: Trace) -> None:
     release = find(right, "transfer 1 of actor.generate_sequences")
-    one, other = [edge for edge in edges_of(right) if edge.release == release.place][:2]
+    one, other = [edge for edge in edges_of(right) if edge.release == release.key][:2]
 
     def swap(commands: Commands) -> None:
         sends = []
@@ -162,7 +162,7 @@ def test_two_edges_with_swapped_rows_are_both_found(right: Trace) -> None:
 
 def test_edge_that_only_one_end_knows_is_found(right: Trace) -> None:
     edge = edges_of(right)[0]
-    release = right.orders[edge.release]
+    release = right.by_key[edge.release]
 
     def forget(commands: Commands) -> None:
         commands[edge.source]["sends"].remove(send_of(commands, edge))
@@ -186,7 +186,7 @@ def test_edge_that_is_doubled_on_one_end_only_is_found(
         rank = edge.source if end == "sends" else edge.destination
         commands[rank][end].append(list(entry_of(commands, edge)))
 
-    found = texts(check_rows(changed(trace, trace.orders[edge.release], double_one_end)))
+    found = texts(check_rows(changed(trace, trace.by_key[edge.release], double_one_end)))
 
     assert f"{named(edge)} of transfer 1" in found
     assert f"{said} that are not" in found
@@ -258,7 +258,7 @@ def test_group_of_devices_without_one_for_host_memory_is_found(layered: Trace) -
 
 
 def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None:
-    first = next(order for order in right.orders if order.lane == "transfer")
+    first = next(order for order in right.calls if order.lane == "transfer")
     later = find(right, "actor.update_actor")
 
     def produced_later(commands: Commands) -> None:
@@ -272,9 +272,9 @@ def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None
 
 
 def test_mutations_leave_the_plan_itself_as_it_was(right: Trace) -> None:
-    before = copy.deepcopy([order.commands for order in right.orders[-3:]])
+    before = copy.deepcopy([order.commands for order in right.calls[-3:]])
     edge = edges_of(right)[-1]
 
-    changed(right, right.orders[edge.release], lambda c: drop(c, edge))
+    changed(right, right.by_key[edge.release], lambda c: drop(c, edge))
 
-    assert str(before) == str([order.commands for order in right.orders[-3:]])
+    assert str(before) == str([order.commands for order in right.calls[-3:]])

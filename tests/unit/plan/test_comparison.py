@@ -29,10 +29,11 @@ from spmdflow.plan.comparison import (
     comparison_text,
 )
 from spmdflow.plan.prediction import Prediction, predict
-from spmdflow.plan.record import Trace, TracedOrder
+from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay, recorded_trace
 from spmdflow.plan.trace import TraceSettings, trace
 from spmdflow.plan.weight import weight_plans
+from spmdflow.runtime.call import Call
 from tests.unit.planned import ALGORITHMS, trace_replayed
 
 SETTINGS = (
@@ -76,7 +77,7 @@ def test_replay_goes_round_the_scripts_loop_as_often_as_the_run_did(run: Loaded)
     found = trace_replayed(run.script, run.cfg, replay)
 
     rounds = [replay.metrics(step)["sampling/rounds"] for step in (1, 2)]
-    drawn = [o.step for o in found.orders if o.label.startswith("actor.gen") and o.phase != "eval"]
+    drawn = [o.step for o in found.calls if o.label.startswith("actor.gen") and o.phase != "eval"]
     assert replay.steps == (0, 1, 2)
     assert [drawn.count(1), drawn.count(2)] == rounds
     assert max(rounds) > 1
@@ -119,8 +120,8 @@ def test_record_of_split_pools_and_a_pipeline_is_what_a_dry_run_records(tmp_path
     loaded = load(ALGORITHMS / "grpo_async.py", None, [*words, f"run.dir={tmp_path}"])
     settings = TraceSettings(world=(0, 1), nodes=(0, 0), read_data=False, num_steps=2)
     dry = trace(loaded.script, loaded.cfg, settings)
-    late = [order for order in dry.orders if order.lane == "transfer"]
-    soon = [order for order in dry.orders if order.lane == "compute"]
+    late = [order for order in dry.calls if order.lane == "transfer"]
+    soon = [order for order in dry.calls if order.lane == "compute"]
     entries = [_entry_of(order) for order in (*soon, *late)]
     content = {"orders": entries, "start": None, "ranks": [0, 1], "nodes": [0, 0]}
     content["steps"] = [{"step": n, "edges": [], "metrics": {}} for n in dry.steps]
@@ -128,12 +129,12 @@ def test_record_of_split_pools_and_a_pipeline_is_what_a_dry_run_records(tmp_path
     recorded = recorded_trace(Replay(decode(encode(content))))
 
     assert len(late) > 1 and dry.links
-    assert [(o.lane, o.label) for o in recorded.orders] == [(o.lane, o.label) for o in dry.orders]
+    assert [(o.lane, o.label) for o in recorded.calls] == [(o.lane, o.label) for o in dry.calls]
     assert recorded.links == dry.links
     assert recorded.edges_by_step == dry.edges_by_step
 
 
-def _entry_of(order: TracedOrder) -> dict[str, Any]:
+def _entry_of(order: Call) -> dict[str, Any]:
     commands = [[[rank], dict(plain)] for rank, plain in order.commands.items()]
     facts = {name: getattr(order, name) for name in ("number", "lane", "label", "step", "phase")}
     answer = {"report": scanned()} if order.operation == "scan" else {}
@@ -146,17 +147,19 @@ def scanned() -> ScanReport:
     return ScanReport("", 0, len(rows), np.asarray(rows), np.full(len(rows), 3), 0, 3, [], "")
 
 
-def predicted(traced: Trace, orders: tuple[TracedOrder, ...]) -> Prediction:
+def predicted(traced: Trace, orders: tuple[Call, ...]) -> Prediction:
     return predict(traced, orders, load_hardware("h100"), weights=weight_plans(traced))
 
 
 def assert_alike(one: Trace, other: Trace) -> None:
-    for name in ("world", "nodes", "links", "tokens", "edges_by_step"):
+    for name in ("world", "nodes", "links", "edges_by_step"):
         assert getattr(one, name) == getattr(other, name), name
+    tokens = [[found.tokens.get(call.key) for call in found.calls] for found in (one, other)]
+    assert tokens[0] == tokens[1]
     assert {n: m.layout for n, m in one.models.items()} == {
         n: m.layout for n, m in other.models.items()
     }
-    facts = [[(o.lane, o.label, o.step, o.ranks) for o in found.orders] for found in (one, other)]
+    facts = [[(o.lane, o.label, o.step, o.ranks) for o in found.calls] for found in (one, other)]
     assert facts[0] == facts[1]
 
 

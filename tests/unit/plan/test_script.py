@@ -12,6 +12,7 @@ from tests.proofs.rows import check_rows
 from tests.unit.plan.test_trace import own_script
 from tests.unit.planned import SMALL_GROUPS, traced
 
+RECOMPUTE = "actor.update.old_log_probs=recompute"
 LOOP = """\
 from spmdflow import concatenate
 batch = actor.generate_sequences(next(prompts))
@@ -31,12 +32,13 @@ if batch.metrics["actor/entropy"] > 0.5:
 
 
 def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_path: Path) -> None:
-    found = own_script(tmp_path, LOOP, examples={"actor/entropy": 0.7, "scores": [0.0, 1.0]})
+    examples = {"actor/entropy": 0.7, "scores": [0.0, 1.0]}
+    found = own_script(tmp_path, LOOP, RECOMPUTE, examples=examples)
 
     generated = [order for order in found.in_step() if order.label == "actor.generate_sequences"]
     rows = [sum(len(plain["ids"]) for plain in order.commands.values()) for order in generated]
     assert rows == [8, 4]
-    assert found.tokens[generated[1].place].prompts == found.tokens[generated[0].place].responses
+    assert found.tokens[generated[1].key].prompts == found.tokens[generated[0].key].responses
     assert check_rows(found) + check_group_members(found) == []
     assert "scores = [0.0, 1.0]" in found.assumptions
 
@@ -46,11 +48,16 @@ def test_episodes_are_planned_with_declared_lengths() -> None:
 
     (played,) = [order for order in found.in_step() if order.label == "actor.run_episodes"]
     assert found.models["actor"].kind_of(played.method) == "generate"
-    assert found.tokens[played.place].responses == 9
+    assert found.tokens[played.key].responses == 9
     assert "responses = [6, 12]" in found.assumptions
     assert check_rows(found) + check_group_members(found) == []
 
 
 def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"^script line 21: reads 'actor/entropy', which only"):
-        own_script(tmp_path, LOOP)
+        own_script(tmp_path, LOOP, RECOMPUTE)
+
+
+def test_metric_of_a_call_that_computes_nothing_is_refused_with_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="set actor.update.old_log_probs=recompute"):
+        own_script(tmp_path, LOOP, examples={"actor/entropy": 0.7})

@@ -62,8 +62,8 @@ result = actor.update_actor(batch)
 """The lines of a step up to an update, whose metrics are `result`."""
 
 
-def own_script(folder: Path, body: str, **settings: Any) -> Any:
-    loaded = load(write_script(folder, body), None, [*_own(), "eval_every=0"])
+def own_script(folder: Path, body: str, *words: str, **settings: Any) -> Any:
+    loaded = load(write_script(folder, body), None, [*_own(), "eval_every=0", *words])
     return trace(loaded.script, loaded.cfg, settings_of(2, **settings))
 
 
@@ -115,7 +115,7 @@ def _specs(thing: Any) -> list[Any]:
 def test_bytes_of_the_recorded_transfers_are_those_of_the_controllers_account() -> None:
     found = traced("ppo", 6, *SMALL, "placement=standalone", node_size=3)
 
-    counted = bytes_by_edge(row_edges(found.orders))
+    counted = bytes_by_edge(row_edges(found.calls))
 
     assert counted == {edge: size for edge, size in found.edges.items() if size}
     assert sum(counted.values()) > 0
@@ -124,7 +124,7 @@ def test_bytes_of_the_recorded_transfers_are_those_of_the_controllers_account() 
 def test_row_counts_are_exact_and_lengths_are_those_of_the_settings() -> None:
     found = traced("ppo", 3, *SMALL, "data.max_prompt_tokens=7", "actor.rollout.max_new_tokens=5")
 
-    tokens = {found.orders[place].label: tokens for place, tokens in found.tokens.items()}
+    tokens = {found.by_key[key].label: tokens for key, tokens in found.tokens.items()}
     assert tokens["actor.update_actor"].num_rows == 12
     assert tokens["actor.update_actor"].prompts == 7
     assert tokens["actor.update_actor"].responses == 5
@@ -143,14 +143,14 @@ def test_evaluation_before_the_first_step_is_traced_if_asked_for() -> None:
 
     found = traced("ppo", 2, *settings, "eval_every=2", with_evaluation=True)
 
-    calls = [order for order in found.orders if order.label == "actor.generate_sequences"]
+    calls = [order for order in found.calls if order.label == "actor.generate_sequences"]
     assert [(order.phase, order.step) for order in calls] == [("eval", 0), ("train", 1)]
 
 
 def test_loop_that_waits_for_data_is_traced_once_and_marked() -> None:
     found = traced("dapo", 2, *SMALL_GROUPS)
 
-    calls = [o.label for o in found.orders if o.label == "actor.generate_sequences"]
+    calls = [o.label for o in found.calls if o.label == "actor.generate_sequences"]
     assert len(calls) == 1
     assert any(read.in_loop and "fetch scores" in read.what for read in found.reads)
 
@@ -339,7 +339,7 @@ def test_log_probs_before_the_update_are_planned_only_where_they_are_computed(
 
     found = traced(script, 2, *small, *settings, examples=examples)
 
-    labels = [order.label for order in found.orders]
+    labels = [order.label for order in found.calls]
     assert labels.count("actor.compute_log_prob") == is_made
     (choice,) = found.choices or ("",)
     assert bool(choice) == (not {ROLLOUT, RECOMPUTE} & set(settings))
@@ -357,7 +357,7 @@ def test_every_script_that_samples_weighs_its_rows_where_the_setting_says_so(scr
 
     found = traced(script, 2, *SCRIPTS.get(script, SMALL), *words)
 
-    labels = [order.label for order in found.orders]
+    labels = [order.label for order in found.calls]
     assert labels.count("actor.compute_log_prob") == 1
     weighed = labels.index("map.compute_rollout_weights")
     assert labels.index("actor.compute_log_prob") < weighed < labels.index("actor.update_actor")
@@ -366,5 +366,5 @@ def test_every_script_that_samples_weighs_its_rows_where_the_setting_says_so(scr
 def test_plan_names_the_line_of_a_call_that_waited() -> None:
     found = traced("ppo", 2, *SCRIPTS["ppo"], "actor.update.mini_batch_size=12", KL)
 
-    lines = {order.label: order.line for order in found.orders if order.step}
+    lines = {order.label: order.line_number for order in found.calls if order.step}
     assert lines["actor.compute_log_prob"] + 1 == lines["critic.compute_values"]

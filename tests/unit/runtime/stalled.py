@@ -11,8 +11,8 @@ from spmdflow.failure.cause import Failure
 from spmdflow.failure.duration import Took
 from spmdflow.failure.lane_state import ROWS
 from spmdflow.failure.process import Process
-from spmdflow.runtime.order import Order, Pending
-from spmdflow.runtime.peers import Ledger, Peers, Sent
+from spmdflow.runtime.call import Call, Ledger, Pending
+from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.stall import Stalls
 
@@ -51,19 +51,19 @@ class Session:
         kind: str = "",
         ranks: tuple[int, ...] = (0, 1),
         lane: str = "compute",
-    ) -> Sent:
+    ) -> Pending:
         self._tickets += 1
         commands: dict[int, Any] = dict.fromkeys(ranks, {"operation": operation})
-        order = Order(self._tickets, lane, label, commands, self._limit, kind=kind)
-        sent = Sent(order, Pending(label, lambda pending: None))
-        self.ledger.send(self._tickets, sent, now=self.now)
-        return sent
+        call = Call(self._tickets, lane, label, commands, self._limit, kind=kind)
+        pending = Pending(call, lambda pending: None)
+        self.ledger.send(self._tickets, pending, now=self.now)
+        return pending
 
-    def answer(self, sent: Sent, *ranks: int, seconds: float = 0.1) -> None:
+    def answer(self, pending: Pending, *ranks: int, seconds: float = 0.1) -> None:
         for rank in ranks:
             took = Took(seconds)
-            if self.ledger.answer(rank, sent.ticket, {}, now=self.now, took=took):
-                self.stalls.end_call(sent, self.now)
+            if self.ledger.answer(rank, pending.ticket, {}, now=self.now, took=took):
+                self.stalls.end_call(pending, self.now)
 
     def measure(self, seconds: float, **named: str) -> None:
         for _ in range(3):

@@ -20,8 +20,8 @@ from spmdflow.errors import MessageError, ProtocolError
 from spmdflow.failure.process import Process
 from spmdflow.message import HOMES, decode, encode
 from spmdflow.parallel.layout import Layout
+from spmdflow.runtime.call import Call
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.order import Order
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
@@ -163,7 +163,7 @@ class Session:
     def round_trip(self, number: int) -> dict[int, Any]:
         """One order to both ranks, answered."""
         commands = {rank: {"operation": "note"} for rank in (0, 1)}
-        pending = self.io.submit(Order(number, "compute", "a.note", commands, 60.0))
+        pending = self.io.submit(Call(number, "compute", "a.note", commands, 60.0))
         for rank, endpoint in enumerate(self.ranks):
             ticket = self._next(endpoint, Kind.COMMAND)[0]
             endpoint.send(self.envelopes.seal(Kind.REPLY, [ticket, {"rank": rank}, [0.0, 0.0]]))

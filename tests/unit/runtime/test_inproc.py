@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmdflow.errors import ProtocolError
-from spmdflow.runtime.order import InprocTransport, Order
+from spmdflow.runtime.call import Call, InprocTransport
 
 
 def _transport(log: list[Any]) -> InprocTransport:
@@ -22,31 +22,31 @@ def _transport(log: list[Any]) -> InprocTransport:
     return InprocTransport({"note": note, "fail": fail})
 
 
-def _order(number: int, operation: str = "note", **more: Any) -> Order:
-    return Order(number, "compute", f"a.{operation}", {0: {"operation": operation}}, 1.0, **more)
+def _call(number: int, operation: str = "note") -> Call:
+    return Call(number, "compute", f"a.{operation}", {0: {"operation": operation}}, 1.0)
 
 
-def test_order_has_run_when_submit_returns() -> None:
+def test_call_has_run_when_submit_returns() -> None:
     log: list[Any] = []
 
-    pending = _transport(log).submit(_order(3))
+    pending = _transport(log).submit(_call(3))
 
     assert log == [(3, True)]
     assert pending.done and pending.result() == {0: {"double": 6}}
 
 
-def test_orders_of_on_done_run_after_it_in_order_and_before_submit_returns() -> None:
+def test_calls_of_on_done_run_after_it_in_order_and_before_submit_returns() -> None:
     log: list[Any] = []
     transport = _transport(log)
 
     def on_done(replies: Any) -> None:
         log.append(replies)
-        transport.submit(_order(2))
+        transport.submit(_call(2))
         transport.post(lambda: log.append("posted"))
-        transport.submit(_order(3))
+        transport.submit(_call(3))
         log.append("on_done ends")
 
-    transport.submit(_order(1, on_done=on_done))
+    transport.submit(_call(1), on_done)
 
     assert log == [
         (1, True),
@@ -63,19 +63,19 @@ def test_exception_of_an_operation_reaches_the_script_as_it_is_and_nothing_linge
     transport = _transport(log)
 
     with pytest.raises(KeyError, match="7"):
-        transport.submit(_order(7, "fail", on_done=log.append))
+        transport.submit(_call(7, "fail"), log.append)
 
     assert log == []
-    assert transport.submit(_order(8)).done
+    assert transport.submit(_call(8)).done
 
 
 def test_unknown_operation_is_refused_naming_the_known() -> None:
     with pytest.raises(ProtocolError, match=r"'walk'; expected one of \['fail', 'note'\]"):
-        _transport([]).submit(_order(1, "walk"))
+        _transport([]).submit(_call(1, "walk"))
 
 
-def test_waiting_for_an_order_inside_on_done_is_refused() -> None:
+def test_waiting_for_a_call_inside_on_done_is_refused() -> None:
     transport = _transport([])
 
     with pytest.raises(ProtocolError, match="asked for inside of on_done"):
-        transport.submit(_order(1, on_done=lambda _: transport.submit(_order(2)).result()))
+        transport.submit(_call(1), lambda _: transport.submit(_call(2)).result())

@@ -27,9 +27,9 @@ from spmdflow.failure.cause import Failure
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime import early
+from spmdflow.runtime.call import Call, OnDone, Pending
 from spmdflow.runtime.executor import COMPUTE, TRANSFER, Command, Lane
 from spmdflow.runtime.operation import RankSettings, RankState
-from spmdflow.runtime.order import Order, Pending
 from spmdflow.transfer import lane as transfer_lane
 from spmdflow.transfer.lane import CountedTransport
 from spmdflow.worker_api.metric import Mean
@@ -94,7 +94,7 @@ class Ranks:
     states: dict[int, RankState] = field(default_factory=dict)
     lanes: dict[tuple[int, str], Lane] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-    open: dict[int, tuple[Order, Pending, dict[int, Any]]] = field(default_factory=dict)
+    open: dict[int, Pending] = field(default_factory=dict)
     posted: list[Callable[[], None]] = field(default_factory=list)
     world_size: int = 2
     stop_requested: bool = False
@@ -145,14 +145,14 @@ class Ranks:
 
     # What the controller asks of a transport
 
-    def submit(self, order: Order) -> Pending:
+    def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
         """Hand the commands to the lanes of their ranks."""
-        pending = Pending(order.label, lambda pending: None)
+        pending = Pending(call, lambda pending: None, on_done)
         ticket = len(self.open)
-        self.open[ticket] = (order, pending, {})
-        for rank, payload in order.commands.items():
-            command = Command(ticket, order.number, order.lane, order.label, payload)
-            self.lanes[rank, order.lane].put(command)
+        self.open[ticket] = pending
+        for rank, payload in call.commands.items():
+            command = Command(ticket, call.number, call.lane, call.label, dict(payload))
+            self.lanes[rank, call.lane].put(command)
         return pending
 
     def post(self, function: Callable[[], None]) -> None:
@@ -177,16 +177,15 @@ class Ranks:
 
     def is_done(self) -> bool:
         """Whether every order that was given has its replies."""
-        return all(pending.done for _, pending, _ in self.open.values())
+        return all(pending.done for pending in self.open.values())
 
     def take_reply(self, rank: int, ticket: int, payload: dict[str, Any]) -> None:
         """A lane has run a command."""
-        order, pending, replies = self.open[ticket]
-        replies[rank] = payload
-        if replies.keys() == order.commands.keys():
-            if order.on_done is not None:
-                order.on_done(replies)
-            pending.resolve(replies)
+        pending = self.open[ticket]
+        pending.replies[rank] = payload
+        if not pending.owing_ranks:
+            pending.run_on_done()
+            pending.resolve(pending.replies)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import pytest
 from spmdflow.errors import ColumnError
 from spmdflow.failure.process import Process
 from spmdflow.runtime import io as io_module
+from spmdflow.runtime.call import Call, Pending
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.order import Order, Pending
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub, Kind, RankSocket
@@ -48,7 +48,7 @@ class Controller:
 
     def submit(self, seconds: float) -> tuple[int, Pending]:
         """An order's ticket, and its reply."""
-        pending = self.io.submit(Order(1, "transfer", "transfer 1", {0: {}}, seconds))
+        pending = self.io.submit(Call(1, "transfer", "transfer 1", {0: {}}, seconds))
         return max(self.io._ledger.open), pending
 
     def stop(self, seconds: float) -> None:
@@ -96,8 +96,8 @@ def test_an_error_in_what_follows_a_reply_names_the_call_and_the_line_of_the_scr
     def on_done(replies: Any) -> None:
         raise ColumnError("the rows do not fit")
 
-    order = Order(5, "compute", "map.bonus", {0: {}}, 60.0, on_done, line="own.py:7: batch.map(x)")
-    pending = controller.io.submit(order)
+    call = Call(5, "compute", "map.bonus", {0: {}}, 60.0, line="own.py:7: batch.map(x)")
+    pending = controller.io.submit(call, on_done)
     controller.say(Kind.REPLY, [max(controller.io._ledger.open), {}, [0.0, 0.0]])
     controller.io._step()
 
@@ -122,7 +122,7 @@ def test_what_a_reply_submits_is_done_before_the_next_message_is_read(
         done.append("second reply")
 
     for number, on_done in ((1, first), (2, second)):
-        controller.io.submit(Order(number, "compute", "map.bonus", {0: {}}, 60.0, on_done))
+        controller.io.submit(Call(number, "compute", "map.bonus", {0: {}}, 60.0), on_done)
     controller.io._step()
     for ticket in sorted(controller.io._ledger.open):
         controller.say(Kind.REPLY, [ticket, {}, [0.0, 0.0]])

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 
-from spmdflow.runtime.order import Order, Pending
-from spmdflow.runtime.peers import Ledger, Sent
+from spmdflow.runtime.call import Call, Ledger, Pending
 
 
 def _send(
     ledger: Ledger, ticket: int, *ranks: int, lane: str = "compute", now: float = 0.0
-) -> Sent:
+) -> Pending:
     commands: dict[int, Any] = dict.fromkeys(ranks, {})
-    order = Order(ticket, lane, f"a.call{ticket}", commands, 10.0)
-    sent = Sent(order, Pending(order.label, lambda pending: None))
+    sent = Pending(Call(ticket, lane, f"a.call{ticket}", commands, 10.0), lambda pending: None)
     ledger.send(ticket, sent, now=now)
     return sent
 

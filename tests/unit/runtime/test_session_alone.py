@@ -15,8 +15,8 @@ import torch.distributed as dist
 from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed
+from spmdflow.runtime.call import Call, Pending, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.order import Order, Pending, Transport
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 
@@ -64,12 +64,12 @@ def run(tmp_path: Path) -> Any:
 
 def move(transport: Transport, number: int, **payload: float) -> Pending:
     command = {"operation": "move", **payload}
-    return transport.submit(Order(number, "transfer", f"transfer {number}", {0: command}, 60.0))
+    return transport.submit(Call(number, "transfer", f"transfer {number}", {0: command}, 60.0))
 
 
 def call(transport: Transport, number: int, *, awaits: int, seconds: float = 50.0) -> Pending:
     command = {"operation": "call", "awaits": awaits, "seconds": seconds}
-    return transport.submit(Order(number, "compute", f"call {number}", {0: command}, 60.0))
+    return transport.submit(Call(number, "compute", f"call {number}", {0: command}, 60.0))
 
 
 def test_transfer_brings_rows_before_the_call_that_waits_for_them(run: Any) -> None:

@@ -89,8 +89,8 @@ def test_line_of_a_rank_that_is_gone_is_that_of_its_last_heartbeat_in_the_call(
     sent = session.send()
     session.run(3, {1: CODE}, sent.ticket)
 
-    assert session.stalls.last_line(1, sent.order, session.now + 4.0) == f"{HERE} (4 s before)"
-    assert session.stalls.last_line(0, sent.order, session.now) == ""
+    assert session.stalls.last_line(1, sent.call, session.now + 4.0) == f"{HERE} (4 s before)"
+    assert session.stalls.last_line(0, sent.call, session.now) == ""
 
 
 def test_rank_that_left_out_a_collective_is_named_though_it_has_finished(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from spmdflow.failure.launcher import shutdown_seconds
 from spmdflow.failure.signals import STOP_SIGNALS, Signals
-from spmdflow.runtime.order import InprocTransport, stop_on_signals
+from spmdflow.runtime.call import InprocTransport, stop_on_signals
 from spmdflow.runtime.wire import Kind
 from tests.unit.runtime.test_io import Controller
 

@@ -1,16 +1,16 @@
-"""A call, planned once: what it reads, which rows each rank gets, and the commands.
+"""Plans a call: which columns it reads, which rows each rank gets, and the commands to the ranks.
 
 Script thread only; sends nothing (caller.py does). Everything that makes a call impossible is
-found here, before anything is sent: these are the only errors that a script may catch, as a later
+noticed here, before anything is sent: these are the only errors that a script may catch, as a later
 one ends the run.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from spmdflow.controller.assignment import (
     assign,
     assign_again,
     assign_mini_batches,
-    by_share,
 )
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.extending import check_extended
@@ -30,12 +29,42 @@ from spmdflow.controller.result import RowResult, SourceRows, input_of
 from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.message import encode
-from spmdflow.transfer.protocol import protocol
-from spmdflow.worker_api.register import MethodSpec, map_spec, method_spec
+from spmdflow.runtime.call import Call, RequiredRows
+from spmdflow.runtime.executor import COMPUTE
+from spmdflow.transfer.protocol import Protocol
+from spmdflow.worker_api.register import MethodSpec, map_spec
 
 TOKENS = ("prompts", "responses", "pretrain_ids")
 """Columns of tokens: a row costs those of its columns that a call reads. Of a data file's columns
 only the prompts have lengths that the controller knows."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in the run a call is made."""
+
+    number: int
+    """The call's."""
+    step: int
+    phase: str
+    """train or eval."""
+    line: str
+    """The script's line."""
+    limit_seconds: float | None
+    seed: int
+    """Of the run; mini-batches derive from it."""
+    total_steps: int
+    """Steps that the script takes."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered method of a worker group, looked up."""
+
+    name: str
+    spec: MethodSpec
+    rules: Protocol
+    """Its transfer protocol."""
 
 
 @dataclass(frozen=True)
@@ -48,46 +77,21 @@ class Input:
     ids: Ids
     """(B,): the result's id of each row of the batch."""
 
-
-@dataclass(frozen=True)
-class CallPlan:
-    """One call of a method or a map function."""
-
-    label: str
-    spec: MethodSpec
-    answering: tuple[int, ...]
-    commands: Mapping[int, dict[str, Any]]
-    """By rank."""
-    needs: Sequence[tuple[RowResult, list[str], dict[int, Ids]]] = ()
-    """Results that are read, the columns, and the rows that each rank must have, ascending."""
-    held: dict[int, Ids] = field(default_factory=dict)
-    """The rows that each rank holds afterwards."""
-    sources: frozenset[int] = frozenset()
-    """As of the result."""
-
-    def result(self, number: int, on_free: Callable[[int], None]) -> RowResult:
-        """The result that the call makes."""
-        answer = {}
-        for rank in self.answering:
-            answer[rank] = self.held[rank]
-        by_column = dict.fromkeys(self.spec.writes, self.held)
-        ranks = tuple(sorted(self.commands))
-        return RowResult(
-            number, self.label, ranks, answer, by_column, on_free, sources=self.sources
-        )
+    def part(self, at: np.ndarray) -> dict[str, Any]:
+        """These rows of it, as a command names them."""
+        return input_of(self.result, self.columns, self.ids[at])
 
 
 def plan_method(
     target: Target,
-    method: str,
-    given: Batch | list[Any] | None,
+    method: Method,
+    given: Batch | Sequence[Any] | None,
     arguments: Mapping[str, Any],
+    moment: Moment,
     *,
-    seed: int,
-    step: int,
     draw: Callable[..., np.ndarray],
     instead: Mapping[str, str],
-) -> CallPlan:
+) -> Call:
     """A call of a worker method on rows, on a list (the i-th item for the i-th rank), or nothing.
 
     draw(ids, greedy=...) -> (B,): responses drawn for each row before. instead: column -> its
@@ -95,53 +99,80 @@ def plan_method(
     rows are split by tokens. ColumnError, ProtocolError, MessageError, or what the method's check
     raises.
     """
-    label = f"{target.name}.{method}"
-    spec = method_spec(target.worker_class, method)
+    label = f"{target.name}.{method.name}"
+    spec = method.spec
     if instead:
         needed = tuple(name for name in spec.reads if name not in instead)
         spec = replace(spec, reads=needed, optional=(*spec.optional, *instead, *instead.values()))
     before = [None] if given is None else [None, given]
-    _check_arguments(label, getattr(target.worker_class, method), before, arguments)
+    _check_arguments(label, getattr(target.worker_class, method.name), before, arguments)
     if spec.check is not None:
         spec.check(label, target.settings, arguments)
     head = {
         "operation": "call",
         "group": target.name,
-        "method": method,
-        "step": step,
+        "method": method.name,
+        "step": moment.step,
         "arguments": dict(arguments),
     }
     if not isinstance(given, Batch):
-        ranks = protocol(spec.transfer_mode).collect(target.layout).ranks
-        told = {}
-        for rank in target.layout.ranks:
-            told[rank] = dict(head)
-        if given is not None:
-            told = {}
-            for rank, i in _items(label, spec, target, given):
-                told[rank] = head | {"item": i}
-        return CallPlan(label, spec, ranks, told)
+        return _plan_without_rows(label, target, method, given, head, moment)
     inputs = _inputs_of(given, columns_read(spec, given, label))
     if spec.extends:
         check_extended(label, spec, given)
-    assignment = _assign_rows(target, spec, given, inputs, seed=seed, step=step)
+    assignment = _assign_rows(target, method.rules, spec, given, inputs, moment)
     if spec.early:
         head["early"] = spec.early
+    if spec.minibatches:
+        head["total_steps"] = moment.total_steps
     numbers = {}
     if spec.draws:
         numbers["generation"] = draw(given.ids, greedy=bool(arguments.get("greedy")))
-    return _plan_rows(label, spec, head, given.ids, inputs, assignment, numbers)
+    return _plan_rows(label, spec.writes, head, given, inputs, assignment, moment, numbers)
+
+
+def _plan_without_rows(
+    label: str,
+    target: Target,
+    method: Method,
+    items: Sequence[Any] | None,
+    head: Mapping[str, Any],
+    moment: Moment,
+) -> Call:
+    """A call on a list, one item for each rank, or on nothing (None)."""
+    commands = {}
+    if items is None:
+        for rank in target.layout.ranks:
+            commands[rank] = dict(head)
+    else:
+        for rank, item in _items(label, method, target, items):
+            commands[rank] = {**head, "item": item}
+    if method.spec.minibatches:
+        for command in commands.values():
+            command["total_steps"] = moment.total_steps
+    return Call(
+        moment.number,
+        COMPUTE,
+        label,
+        commands,
+        moment.limit_seconds,
+        step=moment.step,
+        phase=moment.phase,
+        line=moment.line,
+        reply_ranks=method.rules.collect(target.layout).ranks,
+    )
 
 
 def _items(
-    label: str, spec: MethodSpec, target: Target, items: Sequence[Any]
+    label: str, method: Method, target: Target, items: Sequence[Any]
 ) -> Iterator[tuple[int, Any]]:
     """Ranks and their items; ProtocolError for a method that takes rows, or another length."""
+    spec = method.spec
     if spec.reads or spec.writes:
         expected = f"a Batch with the columns {list(spec.reads)}"
         do = "take rows from flow.prompts, or from the call that made them"
         raise ProtocolError.of(label, f"a list of {len(items)}", expected, do)
-    given = protocol(spec.transfer_mode).distribute(target.layout, len(items))
+    given = method.rules.distribute(target.layout, len(items))
     if any(len(positions) != 1 for positions in given.values()):
         got = f"a list of {len(items)} under {spec.transfer_mode}"
         do = "register it with transfer_mode='ALL_TO_ALL'"
@@ -153,10 +184,10 @@ def plan_map(
     batch: Batch,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
+    moment: Moment,
     *,
-    step: int,
     busy: AbstractSet[int] = frozenset(),
-) -> CallPlan:
+) -> Call:
     """A map function on the ranks that hold most of the columns that it reads.
 
     busy: ranks where it would have to wait; taken only if no others have rows of the batch.
@@ -172,7 +203,7 @@ def plan_map(
     head = {
         "operation": "map",
         "function": f"{function.__module__}:{function.__qualname__}",
-        "step": step,
+        "step": moment.step,
         "arguments": dict(arguments),
         "ranks": list(given),
     }
@@ -182,51 +213,84 @@ def plan_map(
         numbers["groups"] = batch.group_numbers()
         numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
         head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
-    return _plan_rows(label, spec, head, batch.ids, inputs, assignment, numbers)
+    return _plan_rows(label, marks.writes, head, batch, inputs, assignment, moment, numbers)
 
 
 def _plan_rows(
     label: str,
-    spec: MethodSpec,
+    writes: Sequence[str],
     head: Mapping[str, Any],
-    ids: Ids,
+    batch: Batch,
     inputs: Sequence[Input],
     assignment: Assignment,
+    moment: Moment,
     numbers: Mapping[str, np.ndarray],
-) -> CallPlan:
-    """A call on rows; numbers: further arrays (B,) for its commands, by name."""
-    given = assignment.given
-    held = by_share(assignment.holds, lambda at: ids[at])
-    minis = assignment.mini_batches or {}
+) -> Call:
+    """A call on rows; numbers: further arrays (B,) for its commands, by name.
 
-    def rows_at(at: np.ndarray) -> dict[str, Any]:
-        parts = []
-        for each in inputs:
-            parts.append(input_of(each.result, each.columns, each.ids[at]))
-        told = {"ids": ids[at], "inputs": parts, "micro": assignment.num_micro_batches}
-        return told | {name: values[at] for name, values in numbers.items()}
-
-    commands = {
-        rank: {
+    Ranks that are given the same rows share one command's arrays.
+    """
+    rows_after = _ids_by_rank(batch.ids, assignment.holds)
+    mini_batches = assignment.mini_batches or {}
+    parts: dict[int, dict[str, Any]] = {}
+    commands = {}
+    for rank, at in assignment.given.items():
+        if id(at) not in parts:
+            part = {
+                "ids": batch.ids[at],
+                "inputs": [each.part(at) for each in inputs],
+                "micro": assignment.num_micro_batches,
+            }
+            for name, values in numbers.items():
+                part[name] = values[at]
+            parts[id(at)] = part
+        commands[rank] = {
             **head,
-            **told,
-            "holds": held.get(rank) if spec.writes else None,
-            "mini": minis.get(rank, ()),
+            **parts[id(at)],
+            "holds": rows_after.get(rank) if writes else None,
+            "mini": mini_batches.get(rank, ()),
         }
-        for rank, told in by_share(given, rows_at).items()
-    }
-    needs = []
+    required = []
+    lineage: frozenset[int] = frozenset()
     for each in inputs:
-        if isinstance(each.result, RowResult):
-            needs.append(
-                (
-                    each.result,
-                    list(dict.fromkeys(each.columns.values())),
-                    by_share(given, partial(_ascending, each.ids)),
-                )
-            )
-    sources = frozenset().union(*(result.lineage for result, _, _ in needs))
-    return CallPlan(label, spec, assignment.answering, commands, needs, held, sources)
+        if not isinstance(each.result, RowResult):
+            continue  # every rank reads the data file itself
+        lineage |= each.result.lineage
+        ids_by_share: dict[int, Ids] = {}
+        for at in assignment.given.values():
+            if id(at) not in ids_by_share:
+                ids_by_share[id(at)] = _ascending(each.ids, at)
+        rows = {rank: ids_by_share[id(at)] for rank, at in assignment.given.items()}
+        columns = tuple(dict.fromkeys(each.columns.values()))
+        required.append(RequiredRows(each.result.number, columns, rows))
+    return Call(
+        moment.number,
+        COMPUTE,
+        label,
+        commands,
+        moment.limit_seconds,
+        step=moment.step,
+        phase=moment.phase,
+        line=moment.line,
+        reply_ranks=assignment.answering,
+        required_rows=tuple(required),
+        rows_after=rows_after,
+        writes=tuple(writes),
+        lineage=lineage,
+        row_ids=batch.ids,
+        parents=batch.parents,
+    )
+
+
+def _ids_by_rank(ids: Ids, positions: Mapping[int, np.ndarray]) -> dict[int, Ids]:
+    """The ids at each rank's positions; ranks that share their positions share the ids."""
+    by_share: dict[int, Ids] = {}
+    result = {}
+    for rank, at in positions.items():
+        if id(at) not in by_share:
+            by_share[id(at)] = ids[at]
+        result[rank] = by_share[id(at)]
+    return result
 
 
 def _ascending(ids: Ids, at: np.ndarray) -> Ids:
@@ -237,11 +301,11 @@ def _ascending(ids: Ids, at: np.ndarray) -> Ids:
     return np.unique(chosen)
 
 
-def _inputs_of(batch: Batch, names: Sequence[str]) -> tuple[Input, ...]:
+def _inputs_of(batch: Batch, names: Iterable[str]) -> tuple[Input, ...]:
     """Columns grouped by the result and the row ids that they share."""
     inputs: dict[tuple[int, bytes], Input] = {}
     for name in names:
-        ref = batch.column(name)
+        ref = batch.refs[name]
         key = (ref.result.number, ref.ids.tobytes())
         inputs.setdefault(key, Input(ref.result, {}, ref.ids)).columns[name] = ref.stored
     return tuple(inputs.values())
@@ -249,18 +313,16 @@ def _inputs_of(batch: Batch, names: Sequence[str]) -> tuple[Input, ...]:
 
 def _assign_rows(
     target: Target,
+    rules: Protocol,
     spec: MethodSpec,
     batch: Batch,
     inputs: Sequence[Input],
-    *,
-    seed: int,
-    step: int,
+    moment: Moment,
 ) -> Assignment:
     """Rows by rank; waits for lengths if rows are split by tokens."""
-    rules = protocol(spec.transfer_mode)
     lengths = _token_lengths(batch, target, spec)
     if not spec.minibatches:
-        rows = (rules, target.layout, len(batch), target.limit)
+        rows = (rules, target.layout, len(batch.ids), target.limit)
         if lengths is None:
             return assign_again(*rows)
         return assign(*rows, lengths)
@@ -272,7 +334,7 @@ def _assign_rows(
     widest = _widest(inputs, target.layout.ranks)
     held = {} if widest is None else _positions_held(widest)
     return assign_mini_batches(
-        rules, target, batch.parents, held, lengths=lengths, seed=seed, step=step
+        rules, target, batch.parents, held, lengths=lengths, seed=moment.seed, step=moment.step
     )
 
 
@@ -284,7 +346,7 @@ def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray
     for name in TOKENS:
         if name in (*spec.reads, *spec.optional):
             known.append(name)
-    known = [name for name in known if name in batch.columns]
+    known = [name for name in known if name in batch.refs]
     if spec.draws or not known or (target.limit.max_tokens is None and not balanced):
         return None
     return np.sum([batch.lengths(name) for name in known], axis=0)
@@ -307,7 +369,7 @@ def _home(
     If they are all of a data file, of busy ranks, or of several pools that were concatenated: of
     the pool that made most of the batch's other columns. Ranks of several pools have no group.
     """
-    levels = (inputs, _inputs_of(batch, batch.columns))
+    levels = (inputs, _inputs_of(batch, batch.refs))
     of_one_pool = []
     for each in levels:
         of_one_pool.append([x for x in each if not getattr(x.result, "spans_pools", False)])
@@ -356,14 +418,14 @@ def columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
     """Columns that travel to the call; ColumnError if the batch lacks one."""
     missing = []
     for name in spec.reads:
-        if name not in batch.columns:
+        if name not in batch.refs:
             missing.append(name)
     if missing:
         raise ColumnError(
-            f"{label}: the batch has {sorted(batch.columns)}, expected {missing} too; "
+            f"{label}: the batch has {sorted(batch.refs)}, expected {missing} too; "
             f"{batch.how_to_get(missing[0])}"
         )
-    return [*spec.reads, *(name for name in spec.optional if name in batch.columns)]
+    return [*spec.reads, *(name for name in spec.optional if name in batch.refs)]
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
@@ -389,6 +451,8 @@ def _check_arguments(
             f"{label}: {err}; got {sorted(arguments)}, expected "
             f"{label.rpartition('.')[2]}{signature}; pass the batch first and the rest by name"
         ) from err
+    if not arguments:
+        return
     try:
         encode(dict(arguments))
     except MessageError as err:

@@ -1,0 +1,84 @@
+"""Plans how rows that several calls made become rows of one result: each rank joins what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmdflow.controller.planning import Moment
+from spmdflow.controller.result import ColumnRef, RowResult, input_of
+from spmdflow.data.row_id import Ids
+from spmdflow.errors import ColumnError
+from spmdflow.runtime.call import Call
+from spmdflow.runtime.executor import COMPUTE
+
+
+def plan_join(
+    columns: Mapping[str, Sequence[ColumnRef]], ids: Ids, moment: Moment
+) -> tuple[Call, list[RowResult]]:
+    """The call that joins columns of one or several results, and the results that calls have made.
+
+    columns: the parts of each column, one after the other; every column has the same parts. ids:
+    of all their rows under the new result. Rows of a data file are read by the ranks that answer
+    for the first of the others. ColumnError if all parts come from data files.
+    """
+    commands: dict[int, dict[str, Any]] = {}
+    ids_by_rank: dict[int, list[Ids]] = {}
+    name, first = next(iter(columns.items()))
+    made = _results_of_calls(name, first)
+    readers = sorted(made[0].answer)
+    start = 0
+    for index, part in enumerate(first):
+        new_ids = ids[start : start + len(part.ids)]
+        start += len(part.ids)
+        names = {name: parts[index].stored for name, parts in columns.items()}
+        owner = _owners(part, readers)
+        for rank in np.unique(owner).tolist():
+            rows = np.flatnonzero(owner == rank)
+            command = commands.setdefault(rank, {"operation": "join", "inputs": []})
+            command["inputs"].append(input_of(part.result, names, part.ids[rows]))
+            ids_by_rank.setdefault(rank, []).append(new_ids[rows])
+    rows_after = {}
+    for rank, lists in ids_by_rank.items():
+        rows_after[rank] = np.concatenate(lists)
+        commands[rank]["ids"] = rows_after[rank]
+    call = Call(
+        moment.number,
+        COMPUTE,
+        "batch.concatenate",
+        commands,
+        moment.limit_seconds,
+        step=moment.step,
+        phase=moment.phase,
+        line=moment.line,
+        reply_ranks=tuple(rows_after),
+        rows_after=rows_after,
+        writes=tuple(columns),
+        lineage=frozenset().union(*(each.lineage for each in made)),
+    )
+    return call, made
+
+
+def _owners(part: ColumnRef, readers: Sequence[int]) -> np.ndarray:
+    """(B,) int64: the rank that joins each row of a part."""
+    if isinstance(part.result, RowResult):
+        return part.result.owners(part.ids)
+    shares = np.array_split(part.ids, len(readers))
+    return np.repeat(readers, [len(share) for share in shares])
+
+
+def _results_of_calls(name: str, parts: Sequence[ColumnRef]) -> list[RowResult]:
+    """The parts of a column that calls have made; ColumnError if all come from data files."""
+    results = []
+    for part in parts:
+        if isinstance(part.result, RowResult):
+            results.append(part.result)
+    if not results:
+        labels = dict.fromkeys(part.result.label for part in parts)
+        raise ColumnError(
+            f"concatenate: the column {name!r} comes from {' and '.join(labels)}, expected at "
+            f"least one part that a call has made, or one data file; drop the column first"
+        )
+    return results
