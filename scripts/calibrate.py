@@ -346,7 +346,7 @@ def _llama(hidden: int, ffn: int, layers: int, *, heads: int) -> torch.nn.Module
     """Random weights and hardly a vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from spmdflow.cpu.product import use_products
+    from spmdflow.cpu.product import use_onednn_products
 
     config = LlamaConfig(
         hidden_size=hidden,
@@ -357,7 +357,7 @@ def _llama(hidden: int, ffn: int, layers: int, *, heads: int) -> torch.nn.Module
         vocab_size=32,
     )
     model = LlamaForCausalLM(config)
-    use_products(model)
+    use_onednn_products(model)
     return model
 
 

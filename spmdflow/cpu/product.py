@@ -1,7 +1,8 @@
 """Products of float32 matrices by oneDNN, which is part of PyTorch's build.
 
-PyTorch itself calls MKL for them, which reaches only half of the speed of CPUs that are not
-Intel's. In all other cases PyTorch's own product is used. Both add in float32.
+PyTorch itself calls MKL, which reaches only half of the speed of CPUs that are not Intel's. For
+other types, other devices and builds without oneDNN, these functions call PyTorch's own product.
+Both accumulate in float32.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ eight sizes between two powers of two. A row's bits do not depend on the size of
 def product(left: Tensor, right: Tensor) -> Tensor:
     """(n, k) @ (k, m) -> (n, m), with any n, few different k and m, and any strides.
 
-    A row of the result does not depend on the other rows. Not differentiable: see `Linear`.
+    A row of the result does not depend on the other rows. Autograd cannot differentiate this
+    function; `Linear` can be trained.
     """
     if not _can_use_onednn(left, right):
         return left @ right
-    if len(left) > _PIECES[0] and left.shape[1] < right.shape[1]:  # less to copy than the result
+    if len(left) > _PIECES[0] and left.shape[1] < right.shape[1]:  # padding left copies less
         unit = 1 << (len(left).bit_length() - 4)
         padded = nn.functional.pad(left, (0, 0, 0, -len(left) % unit))
         return _multiply_with_onednn(padded, right)[: len(left)]
@@ -34,16 +36,19 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     result = left.new_empty(len(left), right.shape[1])
     for piece in pieces:
         result[piece] = _multiply_with_onednn(left[piece], right)
-    if rest := len(left) - start:
+    num_left_over = len(left) - start
+    if num_left_over:
         padded = left.new_zeros(_PIECES[-1], left.shape[1])
-        padded[:rest] = left[start:]
-        result[start:] = _multiply_with_onednn(padded, right)[:rest]
+        padded[:num_left_over] = left[start:]
+        result[start:] = _multiply_with_onednn(padded, right)[:num_left_over]
     return result
 
 
-def product_over(left: Tensor, right: Tensor) -> Tensor:
+def transposed_product(left: Tensor, right: Tensor) -> Tensor:
     """(n, k)^T @ (n, m) -> (k, m), with any n, few different k and m, and any strides."""
-    pieces, start = _split_rows(len(left)) if _can_use_onednn(left, right) else ([], 0)
+    if not _can_use_onednn(left, right):
+        return left.T @ right
+    pieces, start = _split_rows(len(left))
     result = left[start:].T @ right[start:]
     for piece in pieces:
         result += _multiply_with_onednn(left[piece].T, right[piece])
@@ -71,15 +76,15 @@ def _multiply_with_onednn(left: Tensor, right: Tensor) -> Tensor:
     return result
 
 
-def use_products(module: nn.Module) -> None:
-    """Make every linear layer in the module multiply with `product`, by changing its class."""
+def use_onednn_products(module: nn.Module) -> None:
+    """Makes every linear layer in the module multiply with `product`, by changing its class."""
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.__class__ = Linear
 
 
 class Linear(nn.Linear):
-    """PyTorch's linear layer, with `product`."""
+    """PyTorch's linear layer, which multiplies with `product`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -108,12 +113,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         to_weight = None
-        if of_weight:  # faster with few rows
-            is_tall = len(weight) > x.shape[1]
-            if is_tall:
-                to_weight = product_over(x, grad).T
+        if of_weight:
+            if len(weight) > x.shape[1]:  # oneDNN is faster with few rows in the result
+                to_weight = transposed_product(x, grad).T
             else:
-                to_weight = product_over(grad, x)
+                to_weight = transposed_product(grad, x)
         return product(grad, weight) if of_x else None, to_weight, grad.sum(0) if of_bias else None
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdflow.config.model import LoRAConfig, ModelConfig
-from spmdflow.cpu.product import use_products
+from spmdflow.cpu.product import use_onednn_products
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.weights.architecture import Architecture, Head, read_config
@@ -207,7 +207,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     else:
         module = _scalar_model(cfg, model)
         score = module.get_submodule("score")
-    use_products(module)
+    use_onednn_products(module)
     units = set(model._no_split_modules or ())
     return LoadedModel(
         dtype=getattr(torch, cfg.precision),

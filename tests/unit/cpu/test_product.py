@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from spmdflow.cpu import product as products
-from spmdflow.cpu.product import product, product_over, use_products
+from spmdflow.cpu.product import product, transposed_product, use_onednn_products
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,7 +66,7 @@ def test_products_over_rows_are_those_of_float64_rounded(rows: int) -> None:
     right = draw(rows, 30)
 
     expected = left.double().T @ right.double()
-    assert_close(product_over(left, right).double(), expected, rtol=1e-5, atol=2e-4)
+    assert_close(transposed_product(left, right).double(), expected, rtol=1e-5, atol=2e-4)
 
 
 def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
@@ -84,7 +84,7 @@ def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
     wide = draw(8, 16)
     for rows in range(1, 8192, 97):
         product(draw(rows, 16), narrow)
-        product_over(draw(rows, 8), draw(rows, 16))
+        transposed_product(draw(rows, 8), draw(rows, 16))
     assert len(shapes) == 6
     for rows in range(1, 8192, 97):
         product(draw(rows, 8), wide)
@@ -109,7 +109,7 @@ def test_linear_layers_have_pytorchs_values_and_gradients(
 ) -> None:
     theirs = nn.Sequential(nn.Linear(*sizes, bias=bias), nn.Tanh(), nn.Linear(sizes[1], 3))
     ours = copy.deepcopy(theirs)
-    use_products(ours)
+    use_onednn_products(ours)
     x = draw(2, 650, sizes[0])
     weights = draw(2, 650, 3)
     found = []
@@ -127,7 +127,7 @@ def test_linear_layers_have_pytorchs_values_and_gradients(
 def test_frozen_layers_get_no_gradient() -> None:
     layer = nn.Linear(4, 3)
     layer.weight.requires_grad_(False)
-    use_products(layer)
+    use_onednn_products(layer)
     x = draw(5, 4).requires_grad_()
     layer(x).sum().backward()
 
@@ -138,7 +138,7 @@ def test_frozen_layers_get_no_gradient() -> None:
 def test_one_vector_goes_through_a_linear_layer_as_through_pytorchs() -> None:
     theirs = nn.Linear(6, 3)
     ours = copy.deepcopy(theirs)
-    use_products(ours)
+    use_onednn_products(ours)
     vector = draw(6)
 
     found = ours(vector)
@@ -149,7 +149,7 @@ def test_one_vector_goes_through_a_linear_layer_as_through_pytorchs() -> None:
 
 def test_gradient_of_a_linear_layers_gradient_is_refused_also_beside_another_term() -> None:
     layer = nn.Linear(6, 3)
-    use_products(layer)
+    use_onednn_products(layer)
     x = draw(5, 6).requires_grad_()
     (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
@@ -159,7 +159,7 @@ def test_gradient_of_a_linear_layers_gradient_is_refused_also_beside_another_ter
 
 def test_first_derivatives_are_the_same_where_a_graph_of_them_is_asked_for() -> None:
     layer = nn.Linear(6, 3)
-    use_products(layer)
+    use_onednn_products(layer)
     x = draw(5, 6).requires_grad_()
     of = (x, layer.weight, layer.bias)
 
