@@ -194,7 +194,7 @@ def plan_map(
     """
     marks = map_spec(function)
     label = f"map.{function.__name__}"
-    _check_arguments(label, function, [batch], arguments, marks.given)
+    _check_arguments(label, function, [batch], arguments, marks.rank_arguments)
     reads = marks.reads_with(arguments)
     optional = tuple(name for name in marks.optional if name not in reads)
     spec = MethodSpec("rows", reads, optional, marks.writes, False, False)

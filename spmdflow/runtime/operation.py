@@ -252,7 +252,7 @@ class RankState:
             more["groups"] = RowGroups(
                 index, plain["num_groups"], reduce, place, plain["largest_group"]
             )
-        arguments = plain["arguments"] | {name: more[name] for name in spec.given}
+        arguments = plain["arguments"] | {name: more[name] for name in spec.rank_arguments}
         label = f"map.{function.__name__}"
         given = Unchanged()
         batch = self._batch(plain, given)

@@ -164,7 +164,7 @@ class MapSpec:
     """Columns of the answer, with one entry per row received, in order."""
     groups: bool = False
     """Whether the function gets the groups of its rows."""
-    given: tuple[str, ...] = ()
+    rank_arguments: tuple[str, ...] = ()
     """Parameters that the ranks pass, and not the script: those of reduce, report and groups that
     the function has."""
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
@@ -206,7 +206,7 @@ def map_function(
             optional=tuple(optional),
             writes=columns_written,
             groups=groups,
-            given=_rank_arguments(fn, groups=groups),
+            rank_arguments=_rank_arguments(fn, groups=groups),
             reads_for=reads_for,
         )
         setattr(fn, _MAP_ATTRIBUTE, spec)

@@ -48,3 +48,15 @@ def test_table_of_files_is_read() -> None:
     page = "Text.\n\n| file | what |\n|---|---|\n| `a`, b | x |\n| c | y, z |\n"
 
     assert files_in_table(page) == ["a", "b", "c"]
+
+
+def test_page_for_maintainers_names_ten_files_to_read_and_no_file_that_is_not_there() -> None:
+    page = (REPOSITORY / "docs" / "MAINTAINERS.md").read_text("utf-8")
+    to_read = re.findall(r"^\d+\. \*\*`([\w/.]+)`\*\*", page, re.MULTILINE)
+    missing = []
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", page):
+        if not (REPOSITORY / "spmdflow" / path).exists() and not (REPOSITORY / path).exists():
+            missing.append(path)
+
+    assert len(to_read) == 10
+    assert missing == []
