@@ -66,12 +66,20 @@ class Recorder:
     def __init__(self) -> None:
         self.is_on = False
         self.entered: list[Entered] = []
+        self._clock = threading.local()
+        """Of each thread: the frame of its regular look at clocks, which is no part of a call."""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """A profile function, as `sys.setprofile` takes it."""
-        if not self.is_on or event != "call":
+        clock = getattr(self._clock, "frame", None)
+        if event == "return" and frame is clock:
+            self._clock.frame = None
+        if not self.is_on or event != "call" or clock is not None:
             return
         code = frame.f_code
+        if code.co_name == "_tick":
+            self._clock.frame = frame
+            return
         if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
             file = code.co_filename.removeprefix(PACKAGE).lstrip("/")
             self.entered.append(Entered(threading.current_thread().name, file, code.co_name))

@@ -25,7 +25,15 @@ from spmdflow.controller.draw_count import DrawCounts
 from spmdflow.controller.extending import carried_columns
 from spmdflow.controller.joining import plan_join
 from spmdflow.controller.old_log_probs import RECOMPUTE, ROLLOUT, OldLogProbs
-from spmdflow.controller.planning import Method, Moment, columns_read, plan_map, plan_method
+from spmdflow.controller.planning import (
+    Method,
+    Moment,
+    columns_read,
+    input_of,
+    plan_map,
+    plan_method,
+    script_line,
+)
 from spmdflow.controller.result import (
     ColumnRef,
     OnRead,
@@ -35,14 +43,12 @@ from spmdflow.controller.result import (
     SourceRows,
     cut_rows,
     ignore_reads,
-    input_of,
     nothing,
 )
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import MessageError
-from spmdflow.failure.user_code import script_line
 from spmdflow.runtime.call import Call, CallRecord, Pending, Replies, Transport
 from spmdflow.runtime.executor import COMPUTE, TRANSFER
 from spmdflow.tracking.metric import merge
@@ -223,7 +229,7 @@ class Caller:
         if batch is None:
             return Result(call.label, self._submit(call), call.reply_ranks, self._on_read)
         self._last_number = call.number
-        result = RowResult.of(call, self.free) if call.writes else None
+        result = RowResult.of(call, self._freed.append) if call.writes else None
         inputs = {ref.result.number: ref.result for ref in batch.refs.values()}
         for required in call.required_rows:  # first: the rows are under way before the call
             source = inputs[required.result]
@@ -470,7 +476,7 @@ class Caller:
     def _join_made(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> RowResult:
         """A result that each rank assembles from the rows that it holds of the parts."""
         call, made = plan_join(columns, ids, self._moment())
-        result = RowResult.of(call, self.free)
+        result = RowResult.of(call, self._freed.append)
         result.ranks = tuple(sorted({rank for each in made for rank in each.ranks}))
         pools = {each.ranks for each in made}
         result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in made)

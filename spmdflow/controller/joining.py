@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.controller.planning import Moment
-from spmdflow.controller.result import ColumnRef, RowResult, input_of
+from spmdflow.controller.planning import Moment, input_of
+from spmdflow.controller.result import ColumnRef, RowResult
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError
 from spmdflow.runtime.call import Call

@@ -8,10 +8,13 @@ one ends the run.
 from __future__ import annotations
 
 import inspect
+import linecache
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,9 +28,10 @@ from spmdflow.controller.assignment import (
 )
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.extending import check_extended
-from spmdflow.controller.result import RowResult, SourceRows, input_of
+from spmdflow.controller.result import RowResult, SourceRows
 from spmdflow.data.row_id import Ids, places_in_groups
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
+from spmdflow.failure.user_code import is_own
 from spmdflow.message import encode
 from spmdflow.runtime.call import Call, RequiredRows
 from spmdflow.runtime.executor import COMPUTE
@@ -37,6 +41,21 @@ from spmdflow.worker_api.register import MethodSpec, map_spec
 TOKENS = ("prompts", "responses", "pretrain_ids")
 """Columns of tokens: a row costs those of its columns that a call reads. Of a data file's columns
 only the prompts have lengths that the controller knows."""
+
+
+def script_line() -> str:
+    """The innermost running line of the user's code, as "file:line: text"; empty if there is none.
+
+    Only of this thread.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file = frame.f_code.co_filename
+    number = frame.f_lineno
+    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
 @dataclass(frozen=True)
@@ -76,10 +95,41 @@ class Input:
     """Stored names by their names in the batch."""
     ids: Ids
     """(B,): the result's id of each row of the batch."""
+    file_rows: np.ndarray | None
+    """(B,): row numbers in the data file; None: rows that a call has made."""
 
     def part(self, at: np.ndarray) -> dict[str, Any]:
         """These rows of it, as a command names them."""
-        return input_of(self.result, self.columns, self.ids[at])
+        file_rows = None if self.file_rows is None else self.file_rows[at]
+        return _input_part(self.result, self.columns, self.ids[at], file_rows)
+
+
+def input_of(
+    result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids
+) -> dict[str, Any]:
+    """One result's part of the inputs of a command.
+
+    columns: stored names by the names that the call sees.
+    """
+    file_rows = result.file_rows(ids) if isinstance(result, SourceRows) else None
+    return _input_part(result, columns, ids, file_rows)
+
+
+def _input_part(
+    result: RowResult | SourceRows,
+    columns: Mapping[str, str],
+    ids: Ids,
+    file_rows: np.ndarray | None,
+) -> dict[str, Any]:
+    """As `input_of`; file_rows: row numbers in the data file, of rows that are read from it."""
+    stored = list(dict.fromkeys(columns.values()))
+    part: dict[str, Any] = {"result": result.number, "columns": stored, "ids": ids}
+    if stored != list(columns):
+        part["seen"] = list(columns.items())
+    if file_rows is not None:
+        part["source"] = result.label
+        part["rows"] = file_rows
+    return part
 
 
 def plan_method(
@@ -307,7 +357,12 @@ def _inputs_of(batch: Batch, names: Iterable[str]) -> tuple[Input, ...]:
     for name in names:
         ref = batch.refs[name]
         key = (ref.result.number, ref.ids.tobytes())
-        inputs.setdefault(key, Input(ref.result, {}, ref.ids)).columns[name] = ref.stored
+        if key not in inputs:
+            file_rows = None
+            if isinstance(ref.result, SourceRows):
+                file_rows = ref.result.file_rows(ref.ids)
+            inputs[key] = Input(ref.result, {}, ref.ids, file_rows)
+        inputs[key].columns[name] = ref.stored
     return tuple(inputs.values())
 
 

@@ -112,7 +112,7 @@ class RowResult:
         return cls(
             call.number,
             call.label,
-            call.ranks,
+            tuple(sorted(call.commands)),
             answer,
             dict.fromkeys(call.writes, dict(call.rows_after)),
             on_free,
@@ -161,6 +161,10 @@ class SourceRows:
 
     def __del__(self) -> None:
         self.on_free(self.number)
+
+    def file_rows(self, ids: Ids) -> np.ndarray:
+        """(B,) int64: row numbers of `ids` in the file."""
+        return self.part(ids)[0]
 
     def part(self, ids: Ids) -> tuple[np.ndarray, np.ndarray | None]:
         """Row numbers of `ids`, and their prompt tokens if these are known."""
@@ -219,19 +223,6 @@ def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:
         if start < len(ends):
             cuts.append(start)
     return cuts
-
-
-def input_of(
-    result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids
-) -> dict[str, Any]:
-    """One result's part of the inputs; columns: stored names by the names that the call sees."""
-    stored = list(dict.fromkeys(columns.values()))
-    plain: dict[str, Any] = {"result": result.number, "columns": stored, "ids": ids}
-    if stored != list(columns):
-        plain["seen"] = list(columns.items())
-    if isinstance(result, SourceRows):
-        plain |= {"source": result.label, "rows": result.part(ids)[0]}
-    return plain
 
 
 OnRead = Callable[[Iterable[str]], None]

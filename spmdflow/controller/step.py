@@ -16,10 +16,10 @@ import numpy as np
 from spmdflow.config.leaf import flat, plain_tree
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.caller import Caller
+from spmdflow.controller.planning import script_line
 from spmdflow.controller.result import Result
 from spmdflow.controller.sample import first_of_groups, is_shown, samples_of
 from spmdflow.errors import ProtocolError
-from spmdflow.failure.user_code import script_line
 from spmdflow.runtime.call import CallRecord
 from spmdflow.tracking.metric import merge
 from spmdflow.tracking.origin import git_state, versions

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,10 +41,10 @@ class RowCondition:
     def wait_until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         """Wait until condition() holds; False after seconds. Raises what `end` was given."""
         with self._changed:
-            self._changed.wait_for(lambda: self._end is not None or condition(), seconds)
+            holds = self._changed.wait_for(lambda: self._end is not None or condition(), seconds)
         if self._end is not None:
             raise self._end
-        return condition()
+        return holds
 
     def wake(self) -> None:
         """Let `wait_until` look at its condition again."""
@@ -54,6 +55,20 @@ class RowCondition:
         """No more rows come: `wait_until` raises error."""
         self._end = error
         self.wake()
+
+
+class LocatedRows(NamedTuple):
+    """Rows of a column that are here."""
+
+    column: Column
+    indices: np.ndarray | None
+    """Theirs in the column; None: the whole column."""
+
+    def values(self) -> Column:
+        """The rows; the stored column itself, if they are all of it."""
+        if self.indices is None:
+            return self.column
+        return self.column.take(torch.from_numpy(self.indices))
 
 
 class _Rows:
@@ -82,19 +97,26 @@ class _Rows:
         held, _, _ = self._join_parts()
         return ids[~np.isin(ids, held)]
 
-    def take(self, ids: np.ndarray) -> Column:
+    def locate(self, ids: np.ndarray) -> LocatedRows | None:
+        """Where the rows are, in the order of ids; None if any is not here."""
+        if not self._parts:
+            return None
         held, column, order = self._join_parts()
         if np.array_equal(held, ids):
-            return column
-        places = order[np.searchsorted(held, ids, sorter=order)]
-        return column.take(torch.from_numpy(places))
+            return LocatedRows(column, None)
+        if not len(held):
+            return None
+        indices = order[np.minimum(np.searchsorted(held, ids, sorter=order), len(held) - 1)]
+        if not np.array_equal(held[indices], ids):
+            return None
+        return LocatedRows(column, indices)
 
 
 class RowStore:
     """Rows of this rank. Shared by the two lanes."""
 
     def __init__(self, arrival: RowCondition | None = None) -> None:
-        """arrival: how `wait` waits."""
+        """arrival: how `wait` and `take` wait."""
         self._results: dict[int, dict[str, _Rows]] = {}
         self._lock = threading.RLock()
         self._arrival = arrival or RowCondition()
@@ -119,31 +141,45 @@ class RowStore:
             rows = self._results.get(result, {}).get(name, _Rows())
             return rows.missing(ids)
 
-    def take(self, result: int, names: Sequence[str], ids: np.ndarray) -> dict[str, Column]:
-        """The rows `ids`, in that order, of the columns `names`; RowError if any is not here."""
-        with self._lock:
-            for name in self._lacking(result, names, ids):
-                missing = self.missing(result, name, ids)
-                raise RowError(
-                    f"column {name!r} of call {result}: {len(missing)} of {len(ids)} rows are not "
-                    f"here (first id {missing[:1].tolist()}); was the batch freed or never "
-                    f"produced?"
-                )
-            return {name: self._results[result][name].take(ids) for name in names}
+    def take(
+        self, result: int, names: Sequence[str], ids: np.ndarray, *, waits: bool = False
+    ) -> dict[str, Column]:
+        """The rows `ids`, in that order, of the columns `names`; RowError if any is not here.
+
+        waits: block until they are here; the limit of the call that makes them bounds the wait.
+        """
+        located: dict[str, LocatedRows] = {}
+
+        def are_here() -> bool:
+            nonlocal located
+            located = self._locate(result, names, ids)
+            return len(located) == len(set(names))
+
+        if waits:
+            self._arrival.wait(are_here)
+        elif not are_here():
+            name = next(name for name in names if name not in located)
+            missing = self.missing(result, name, ids)
+            raise RowError(
+                f"column {name!r} of call {result}: {len(missing)} of {len(ids)} rows are not "
+                f"here (first id {missing[:1].tolist()}); was the batch freed or never produced?"
+            )
+        return {name: located[name].values() for name in names}
 
     def wait(self, result: int, names: Sequence[str], ids: np.ndarray) -> None:
         """Block until the rows are here. The limit of the call that makes them bounds the wait."""
-        self._arrival.wait(lambda: not self._lacking(result, names, ids))
+        self._arrival.wait(lambda: len(self._locate(result, names, ids)) == len(set(names)))
 
-    def _lacking(self, result: int, names: Sequence[str], ids: np.ndarray) -> list[str]:
-        """The columns of which at least one of the rows is not here."""
+    def _locate(self, result: int, names: Sequence[str], ids: np.ndarray) -> dict[str, LocatedRows]:
+        """Where the rows are, of those of the columns that have them all."""
+        located = {}
         with self._lock:
-            kept = self._results.get(result, {})
-            lacking = []
+            columns = self._results.get(result, {})
             for name in names:
-                if name not in kept or len(kept[name].missing(ids)):
-                    lacking.append(name)
-            return lacking
+                rows = columns[name].locate(ids) if name in columns else None
+                if rows is not None:
+                    located[name] = rows
+        return located
 
     def free(self, results: Iterable[int]) -> None:
         """Forget results; unknown numbers are fine (a rank need not hold every result)."""

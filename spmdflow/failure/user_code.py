@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
 import os
-import sys
 import sysconfig
 import traceback
 from functools import cache
 from pathlib import Path
-from types import FrameType
 
 from spmdflow.errors import SpmdflowError
 
@@ -19,21 +16,6 @@ _LIBRARIES = ("<", _PACKAGE, *(sysconfig.get_paths()[key] for key in ("stdlib", 
 _LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _NUM_LINES = 3
 """Lines of a traceback that are shown if none of them is in the user's code."""
-
-
-def script_line() -> str:
-    """The innermost running line of the user's code in this thread, as "file:line: text".
-
-    Empty if this thread runs no user code.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_own(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file = frame.f_code.co_filename
-    number = frame.f_lineno
-    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def own_traceback(err: BaseException) -> str:

@@ -32,9 +32,10 @@ from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
 from spmdflow.rollout.resumable import ResumableRequests
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Max, Mean, Metric, Sum
 from spmdflow.worker_api.register import register
-from spmdflow.worker_api.worker import CallInfo, Worker
+from spmdflow.worker_api.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class EpisodeWorker(Worker):
         if self._runner is not None:
             self._runner.close()
 
-    def _turn_seed(self, call: CallInfo, index: int, turn: int) -> int:
+    def _turn_seed(self, call: Command, index: int, turn: int) -> int:
         """Seed of a reply, from (seed, step, row id, generation, turn), never from a rank.
 
         index: of the row in the call that began it. Held-out rows have the same seeds at every

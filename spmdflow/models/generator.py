@@ -46,12 +46,13 @@ from spmdflow.rollout.generator import (
 )
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Max, Mean, Sum
 from spmdflow.worker_api.register import register
-from spmdflow.worker_api.worker import CallInfo, WorkerContext, any_layout
+from spmdflow.worker_api.worker import WorkerContext, any_layout
 
 
-def row_seeds(context: WorkerContext, call: CallInfo) -> list[int]:
+def row_seeds(context: WorkerContext, call: Command) -> list[int]:
     """A seed for each row of a call, from (seed, step, row id, generation), never from a rank.
 
     generation: number of earlier generations from the row in this step; omitted if 0. Held-out

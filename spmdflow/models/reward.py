@@ -27,9 +27,10 @@ from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
 from spmdflow.rewards.pool import Judgement, Result, RewardPool, combine_terms
 from spmdflow.weights.architecture import Architecture
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Mean, Metric, Sum
 from spmdflow.worker_api.register import register
-from spmdflow.worker_api.worker import CallInfo, Worker, WorkerContext
+from spmdflow.worker_api.worker import Worker, WorkerContext
 from spmdflow.workers.micro_batch import MicroBatch
 
 READS = ("prompts", "responses", "prompt_text", "row")
@@ -145,7 +146,7 @@ class RewardWorker(Worker):
         result_columns.set_non_tensor("score_terms", list(map(json.dumps, terms)))
         return result_columns
 
-    def judge(self, batch: TensorDict, call: CallInfo) -> tuple[list[str], Judgement | None]:
+    def judge(self, batch: TensorDict, call: Command) -> tuple[list[str], Judgement | None]:
         """Response texts and, on the rank that calls functions, their results for each row.
 
         Runs in a separate thread while models generate or score (see `register`), so it returns all
@@ -241,7 +242,7 @@ class _ModelScorer(EngineWorker):
         self._encodes = own_vocabulary(f"{context.name}.model.path", folder, actor) is not None
         self._max_positions = Architecture.sizes_from_folder(folder).max_positions
 
-    def scores(self, batch: TensorDict, call: CallInfo) -> Tensor | None:
+    def scores(self, batch: TensorDict, call: Command) -> Tensor | None:
         """(B,) scores, or ragged scores of each response token with per_token.
 
         None before the last pipeline stage. RewardError if a score is not finite.

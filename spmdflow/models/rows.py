@@ -24,7 +24,7 @@ from spmdflow.data.ragged import (
     rows_of,
 )
 from spmdflow.errors import RowError
-from spmdflow.worker_api.worker import CallInfo, MiniBatch
+from spmdflow.worker_api.command import Command, MiniBatch
 
 Sequence = tuple[Tensor, Tensor, Tensor]
 """Token ids of prompt (P,) and response (R,), and the mask of the tokens to learn, (R,) bool."""
@@ -94,7 +94,7 @@ def text_rows(texts: Tensor) -> TensorDict:
     return TensorDict(columns, batch_size=[len(rows)])
 
 
-def with_text_rows(batch: TensorDict, call: CallInfo) -> tuple[TensorDict, CallInfo]:
+def with_text_rows(batch: TensorDict, call: Command) -> tuple[TensorDict, Command]:
     """n samples with a text each (pretrain_ids) -> 2n rows: the samples, then their texts.
 
     Sample i's text is row n + i, in the same mini-batches as the sample; is_text marks it, and its

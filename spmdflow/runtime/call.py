@@ -3,7 +3,7 @@
 | type | what it is |
 |---|---|
 | `Call` | what the controller asks of some ranks: frozen, and complete when it is made |
-| `Command` (executor.py) | one rank's part of a call, as the rank gets it |
+| `Command` (worker_api) | one rank's part of a call, as the rank gets it |
 | `Pending` | a call that was sent, and its replies when they are there |
 | `CallRecord` | a call and all its replies; one line of RUN_DIR/calls.jsonl |
 

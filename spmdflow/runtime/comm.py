@@ -42,7 +42,6 @@ from spmdflow.runtime.executor import (
     COMPUTE,
     FILES,
     TRANSFER,
-    Command,
     Lane,
     Unwound,
     failure_of,
@@ -51,6 +50,7 @@ from spmdflow.runtime.executor import (
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import Kind, RankSocket, Waiter
+from spmdflow.worker_api.command import Command
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class Comm:
         self._last_message = time.monotonic()
         kind, body = envelope
         if kind is Kind.COMMAND:
-            self._lanes[body[2]].put(Command(*body))
+            self._lanes[body[2]].put(Command.from_message(*body))
         elif kind is Kind.WELCOME:
             self._neighbours = Peers(body, own_rank=self._rank)
             if not self._controller.is_local():  # it cannot watch the processes of this node

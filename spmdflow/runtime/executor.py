@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError
@@ -23,6 +22,7 @@ from spmdflow.failure.lane_state import PEERS, ROWS, LaneState, place_of
 from spmdflow.failure.process import leave
 from spmdflow.failure.user_code import own_traceback
 from spmdflow.runtime.process import give_way
+from spmdflow.worker_api.command import Command
 
 Operation = Callable[[dict[str, Any], int], dict[str, Any]]
 """operation(payload, number) -> reply payload; both plain data (message.py)."""
@@ -39,18 +39,6 @@ class Unwound(BaseException):
 
     Not an Exception, so that no `except Exception` on the way catches it.
     """
-
-
-@dataclass(frozen=True)
-class Command:
-    """One thing to do."""
-
-    ticket: int
-    """Names the order in the controller."""
-    number: int
-    lane: str
-    label: str
-    payload: dict[str, Any]
 
 
 class Reporter(Protocol):
@@ -92,7 +80,7 @@ class Lane:
         """Append a command; None is the end (comm thread)."""
         if not self._is_over:
             if command is not None and "early" in command.payload and "begin" in self.operations:
-                self.operations["begin"](command.payload, command.number)
+                self.operations["begin"](dict(command.payload), command.number)
             self._commands.put(command)
 
     def state(self, *, with_line: bool = True) -> LaneState | None:
@@ -134,7 +122,7 @@ class Lane:
                     self.waits = {PEERS: 0.0, ROWS: 0.0}
                     self.running = (command, started)
                     operation = find_operation(self.operations, command.label, command.payload)
-                    payload = operation(command.payload, command.number)
+                    payload = operation(dict(command.payload), command.number)
                     own = max(0.0, time.monotonic() - started - self.waits[ROWS])
                     self._reporter.reply(
                         command.ticket, payload, [own, min(own, self.waits[PEERS])]

@@ -35,9 +35,10 @@ from spmdflow.runtime.process import host_bytes
 from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
-from spmdflow.worker_api.worker import CallInfo, MiniBatch, Worker, WorkerContext, find_worker_class
+from spmdflow.worker_api.worker import Worker, WorkerContext, find_worker_class
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class RankState:
         label = f"{plain['group']}.{plain['method']}"
         given = Unchanged()
         batch = self._batch(plain, given)
-        worker.call = _call_info(plain, number)
+        worker.call = Command.on_rows(plain, number)
         worker.begun = self._early.take(number)
         for other in self._workers.values():
             if other is not worker:
@@ -229,13 +230,14 @@ class RankState:
         def wait() -> None:
             self._arrival.wait(is_there)
             for part in made:
-                self._await(part)
+                if self._settings.waits_for_rows:
+                    self.store.wait(part["result"], part["columns"], part["ids"])
 
         def run() -> Any:
             worker = self._workers[plain["group"]]
             early = method_spec(type(worker), plain["method"]).early  # whatever the command says
             return getattr(worker, str(early))(
-                self._batch(plain, Unchanged()), _call_info(plain, number)
+                self._batch(plain, Unchanged()), Command.on_rows(plain, number)
             )
 
         self._early.begin(number, wait, run)
@@ -290,21 +292,16 @@ class RankState:
         return batch
 
     def _input(self, part: Plain) -> dict[str, Column]:
-        result = part["result"]
-        names = part["columns"]
-        ids = part["ids"]
+        """The columns of a part of the inputs, by the names that the call sees; waits for rows."""
         if "source" in part:
             self._read_source(part)
-        self._await(part)
-        taken = self.store.take(result, names, ids)
+        taken = self.store.take(
+            part["result"], part["columns"], part["ids"], waits=self._settings.waits_for_rows
+        )
         columns = {}
         for seen, stored in names_in(part):
             columns[seen] = taken[stored]
         return columns
-
-    def _await(self, part: Plain) -> None:
-        if self._settings.waits_for_rows:
-            self.store.wait(part["result"], part["columns"], part["ids"])
 
     def _read_source(self, part: Plain) -> None:
         with self._reading:  # early methods read too
@@ -404,14 +401,3 @@ def _explaining_lengths(label: str) -> Iterator[None]:
             f"ones (columns of equal lengths can be added, multiplied and compared); give both one "
             f"width with pad(column, width=...), or go row by row with rows_of(column)"
         ) from err
-
-
-def _call_info(plain: Plain, number: int) -> CallInfo:
-    minis = tuple(MiniBatch(torch.from_numpy(index), micro) for index, micro in plain["mini"])
-    ids = torch.from_numpy(plain["ids"])
-    if "generation" in plain:
-        generation = torch.from_numpy(plain["generation"])
-    else:
-        generation = None
-    total_steps = plain.get("total_steps", 0)
-    return CallInfo(number, plain["step"], ids, plain["micro"], minis, generation, total_steps)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 
 from spmdflow.message import find
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Metric
 
 Load = TypeVar("Load", bound=Callable[..., None])
@@ -35,36 +35,6 @@ def any_layout(load_state: Load) -> Load:
 def loads_any_layout(worker_class: type[Worker]) -> bool:
     """Whether its `load_state` is marked with `any_layout`."""
     return getattr(worker_class.load_state, "any_layout", False)
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """The rows of this rank for one optimizer step."""
-
-    index: Tensor
-    """(rows,) int64: positions in the batch that the method gets. May be empty."""
-    num_micro_batches: int
-    """Number of forward passes on every rank of the dp group: the maximum that one of them
-    needs."""
-
-
-@dataclass(frozen=True)
-class CallInfo:
-    """Facts of the call that is running."""
-
-    number: int
-    step: int
-    row_ids: Tensor
-    """(B,) int64: ids of the rows received, unique in a run. Seeds derive from them."""
-    num_micro_batches: int = 1
-    """Number of forward passes on every rank of the dp group."""
-    mini_batches: tuple[MiniBatch, ...] = ()
-    """One entry per optimizer step, for methods that are marked with minibatches=True."""
-    generation: Tensor | None = None
-    """(B,) int64: number of earlier calls in this step that drew for each row. None: the method is
-    not marked with draws=True."""
-    total_steps: int = 0
-    """Number of steps that the script takes (flow.steps), for updates. 0: outside of its steps."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +80,7 @@ class Worker:
     def __init__(self, cfg: Any, context: WorkerContext) -> None:
         self.cfg = cfg
         self.context = context
-        self.call = CallInfo(0, 0, torch.zeros(0, dtype=torch.int64))
+        self.call = Command(0)
         self.begun: Future[Any] | None = None
         """During a call: the result of its early method, as a future. None if it has none."""
         self._metrics: dict[str, Metric] = {}

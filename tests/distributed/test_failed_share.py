@@ -18,7 +18,8 @@ from spmdflow.errors import RewardError
 from spmdflow.models.reward import RewardWorker, count_dropped
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.worker_api.worker import CallInfo, WorkerContext
+from spmdflow.worker_api.command import Command
+from spmdflow.worker_api.worker import WorkerContext
 
 MODEL = Path(__file__).resolve().parents[2] / "algos" / "arithmetic" / "model"
 JUDGE = """
@@ -58,11 +59,11 @@ def rows_named(names: list[str], *, fail: bool) -> TensorDict:
     return batch
 
 
-def call_of(number: int, rows: int) -> CallInfo:
-    return CallInfo(number, 1, torch.arange(rows))
+def call_of(number: int, rows: int) -> Command:
+    return Command(number, 1, torch.arange(rows))
 
 
-def judged_early(worker: RewardWorker, batch: TensorDict, call: CallInfo) -> Future[Any]:
+def judged_early(worker: RewardWorker, batch: TensorDict, call: Command) -> Future[Any]:
     """What the early thread of a call hands over at its turn."""
     future: Future[Any] = Future()
     future.set_result(worker.judge(batch, call))

@@ -33,7 +33,8 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.weight import weight_plans
 from spmdflow.rollout.sampling import Sampling
-from spmdflow.worker_api.worker import CallInfo, WorkerContext
+from spmdflow.worker_api.command import Command
+from spmdflow.worker_api.worker import WorkerContext
 from tests.rollout_reference import END, disagreements, load, make_prompts, reference
 
 ROUNDS = 3
@@ -143,7 +144,7 @@ def drift(actor: ActorWorker, prompts: Tensor) -> float | None:
         batch_size=[len(SEEDS)],
     )
     ids = torch.arange(len(SEEDS))
-    actor.call = CallInfo(1, 1, ids, generation=torch.zeros_like(ids))
+    actor.call = Command(1, 1, ids, generation=torch.zeros_like(ids))
 
     def score(output: Any, micro: Any) -> dict[str, Tensor]:
         return {"log_probs": micro.spread(output.log_probs())}

@@ -19,8 +19,8 @@ from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ProtocolError
 from spmdflow.models.generator import row_seeds
 from spmdflow.models.policy import ActorWorker
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.register import map_function
-from spmdflow.worker_api.worker import CallInfo
 from tests.unit.toy_flow import TASK, Rank, rank_of_one
 
 ROWS = 1024
@@ -125,7 +125,7 @@ def test_draws_are_counted_by_row_phase_and_step() -> None:
 
 def test_seed_of_a_first_generation_has_no_number_more() -> None:
     ids = torch.tensor([4, 1 << 62])
-    calls = [CallInfo(1, 3, ids, generation=torch.full_like(ids, n)) for n in (0, 2)]
+    calls = [Command(1, 3, ids, generation=torch.full_like(ids, n)) for n in (0, 2)]
     context: Any = type("Context", (), {"seed": 11, "name": "actor"})
 
     first, third = (row_seeds(context, call) for call in calls)
@@ -138,4 +138,4 @@ def test_generating_in_a_method_that_is_not_marked_as_drawing_is_refused() -> No
     context: Any = type("Context", (), {"seed": 11, "name": "actor"})
 
     with pytest.raises(ProtocolError, match=r"actor: got a call that generates .*draws=True"):
-        row_seeds(context, CallInfo(1, 3, torch.tensor([4])))
+        row_seeds(context, Command(1, 3, torch.tensor([4])))

@@ -16,7 +16,7 @@ from spmdflow.data.ragged import lengths_of, pad, ragged, rows_of, select_rows
 from spmdflow.models.rows import text_rows, with_text_rows
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.objectives.supervised import PretrainedPolicyLoss
-from spmdflow.worker_api.worker import CallInfo, MiniBatch
+from spmdflow.worker_api.command import Command, MiniBatch
 from spmdflow.workers.micro_batch import micro_batches
 from tests.outputs import causal_output
 
@@ -94,7 +94,7 @@ def test_mixed_loss_and_its_gradient_equal_the_loops_for_any_micro_batches(
     seed: int, num_rows: int, num_parts: int
 ) -> None:
     samples = make(seed, num_rows)
-    batch, _ = with_text_rows(samples, CallInfo(1, 1, torch.zeros(0, dtype=torch.int64)))
+    batch, _ = with_text_rows(samples, Command(1, 1, torch.zeros(0, dtype=torch.int64)))
     table = TABLE.clone().requires_grad_()
     own = TABLE.clone().requires_grad_()
 
@@ -111,7 +111,7 @@ def test_mixed_loss_and_its_gradient_equal_the_loops_for_any_micro_batches(
 def test_text_is_in_the_mini_batches_of_its_sample() -> None:
     samples = make(1, 4)
     minis = (MiniBatch(torch.tensor([2, 0]), 1), MiniBatch(torch.tensor([1, 3]), 3))
-    call = CallInfo(1, 1, torch.arange(4), mini_batches=minis)
+    call = Command(1, 1, torch.arange(4), mini_batches=minis)
 
     batch, changed = with_text_rows(samples, call)
 
@@ -130,7 +130,7 @@ def test_batch_without_texts_has_the_policy_loss_alone() -> None:
     ids = samples["pretrain_ids"].values()
     one_token_each = samples.clone(False)
     one_token_each["pretrain_ids"] = ragged(ids[:3], torch.ones(3, dtype=torch.int64))
-    call: Any = CallInfo(1, 1, torch.arange(3))
+    call: Any = Command(1, 1, torch.arange(3))
     batch, _ = with_text_rows(one_token_each, call)
 
     found = mixed_loss(batch, TABLE, 2)

@@ -18,11 +18,12 @@ from spmdflow.data.store import RowCondition
 from spmdflow.failure.cause import Failure
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
-from spmdflow.runtime.executor import COMPUTE, Command, Lane, Unwound
+from spmdflow.runtime.executor import COMPUTE, Lane, Unwound
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer.lane import CountedTransport
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.register import register
-from spmdflow.worker_api.worker import CallInfo, Worker, WorkerContext
+from spmdflow.worker_api.worker import Worker, WorkerContext
 
 IDS = np.arange(3)
 BEGUN = threading.Event()
@@ -59,7 +60,7 @@ class Judging(Worker):
         twice = self.judge(batch, self.call) if begun is None else begun.result()
         return TensorDict({"twice": twice}, batch_size=[3])
 
-    def judge(self, batch: TensorDict, call: CallInfo) -> torch.Tensor:
+    def judge(self, batch: TensorDict, call: Command) -> torch.Tensor:
         """2 * number, or what the settings want: an error, or nothing before the end."""
         BEGUN.set()
         if self.cfg == "wait":
@@ -143,7 +144,7 @@ def run(
         if made_before and number == made_by + 1:
             reporter.lane.put(None)
             reporter.lane.run()
-        reporter.lane.put(Command(number, number, COMPUTE, "test", payload))
+        reporter.lane.put(Command.from_message(number, number, COMPUTE, "test", payload))
     reporter.lane.put(None)
     reporter.lane.run()
     return state, reporter.failures

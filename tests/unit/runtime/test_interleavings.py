@@ -28,13 +28,14 @@ from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime import early
 from spmdflow.runtime.call import Call, OnDone, Pending
-from spmdflow.runtime.executor import COMPUTE, TRANSFER, Command, Lane
+from spmdflow.runtime.executor import COMPUTE, TRANSFER, Lane
 from spmdflow.runtime.operation import RankSettings, RankState
 from spmdflow.transfer import lane as transfer_lane
 from spmdflow.transfer.lane import CountedTransport
+from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Mean
 from spmdflow.worker_api.register import register
-from spmdflow.worker_api.worker import CallInfo, Worker
+from spmdflow.worker_api.worker import Worker
 from tests.unit.interleaving import (
     EveryOrder,
     Network,
@@ -77,7 +78,7 @@ class Judge(Worker):
         assert number == self.call.number == judged_by
         return TensorDict({"score": scores}, [len(batch)])
 
-    def judge(self, batch: TensorDict, call: CallInfo) -> tuple[torch.Tensor, int]:
+    def judge(self, batch: TensorDict, call: Command) -> tuple[torch.Tensor, int]:
         """The scores, and the number of the call they are for."""
         self.pause()
         scores = 10 * batch["number"]
@@ -151,7 +152,9 @@ class Ranks:
         ticket = len(self.open)
         self.open[ticket] = pending
         for rank, payload in call.commands.items():
-            command = Command(ticket, call.number, call.lane, call.label, dict(payload))
+            command = Command.from_message(
+                ticket, call.number, call.lane, call.label, dict(payload)
+            )
             self.lanes[rank, call.lane].put(command)
         return pending
 

@@ -9,7 +9,8 @@ import pytest
 
 from spmdflow.data.store import RowCondition
 from spmdflow.failure.cause import Failure
-from spmdflow.runtime.executor import COMPUTE, Command, Lane, Unwound
+from spmdflow.runtime.executor import COMPUTE, Lane, Unwound
+from spmdflow.worker_api.command import Command
 
 
 class Told:
@@ -43,7 +44,9 @@ class Told:
 
 
 def command(number: int, operation: str = "move", **payload: Any) -> Command:
-    return Command(number, number, COMPUTE, "a.move", {"operation": operation, **payload})
+    return Command.from_message(
+        number, number, COMPUTE, "a.move", {"operation": operation, **payload}
+    )
 
 
 def test_lane_runs_its_commands_in_order_until_the_end() -> None:
