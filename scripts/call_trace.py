@@ -48,6 +48,8 @@ MODEL_PACKAGES = {
     "workers",
 }
 """Packages of the model's own work; a round trip without them is transport and rows."""
+MODEL_FILES = {"data/micro.py", "parallel/device.py"}
+"""Micro-batches, and their way to the device."""
 ROW_PLANNER = "blocks/rows.py"
 """The one file of `blocks` that plans rows."""
 
@@ -116,7 +118,9 @@ def describe(name: str, entered: Sequence[Entered]) -> str:
 
 def is_transport(file: str) -> bool:
     """Whether a file carries calls and rows, and is not the model's own work."""
-    return file == ROW_PLANNER or file.partition("/")[0] not in MODEL_PACKAGES
+    if file == ROW_PLANNER:
+        return True
+    return file not in MODEL_FILES and file.partition("/")[0] not in MODEL_PACKAGES
 
 
 def main(flow: Flow, cfg: PPOConfig) -> None:
@@ -134,7 +138,7 @@ def main(flow: Flow, cfg: PPOConfig) -> None:
         recorder.is_on = step.number == TRACED_STEP
         values = critic.compute_values(batch)
         num_sent = len(recorder.entered)
-        values.lengths("values")
+        values.refs["values"].result.wait()
         recorder.is_on = False
         if step.number == TRACED_STEP:
             report(num_sent)

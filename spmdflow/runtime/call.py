@@ -103,6 +103,11 @@ class Call:
         return TRANSFER if self.operation == "transfer" else COMPUTE, self.number
 
     @property
+    def duration_key(self) -> tuple[str, str]:
+        """Calls with the same key take about as long."""
+        return self.kind or self.label, self.phase
+
+    @property
     def line_number(self) -> int | None:
         """The number of the script's line; None: not known."""
         match = _LINE_NUMBER.search(self.line)

@@ -101,6 +101,7 @@ class Comm:
         self._settings = settings
         self._signals = signals
         self._controller = controller
+        self._controller_rank = settings.controller_rank
         self._is_controller = rank == settings.controller_rank
         self.thread = threading.Thread(target=self._run, name="comm", daemon=True)
         self._ended_lanes: list[str] = []
@@ -209,7 +210,7 @@ class Comm:
     def _handle(self, data: bytes) -> None:
         """Act on one envelope of the controller."""
         try:
-            envelope = self._endpoint.open(data, self._settings.controller_rank)
+            envelope = self._endpoint.open(data, self._controller_rank)
         except MessageError as err:
             self.fail(failure_of(err, self._rank))
             return

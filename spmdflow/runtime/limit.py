@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spmdflow.failure.duration import FEWEST_CALLS, LIMIT_FACTOR, LIMIT_SECONDS, Key, Pace
+from spmdflow.failure.duration import FEWEST_CALLS, LIMIT_FACTOR, LIMIT_SECONDS, Pace
 from spmdflow.runtime.call import Call
 
 BOUNDED = ("call", "map", "join", "fetch")
@@ -33,11 +33,6 @@ class Limit:
     reason: str
 
 
-def key_of(call: Call) -> Key:
-    """Calls with the same key take about as long."""
-    return call.kind or call.label, call.phase
-
-
 def limit_of(call: Call, pace: Pace) -> Limit:
     """The limit of an order; pace: the durations of calls before it."""
     if call.limit_seconds is not None:
@@ -47,11 +42,11 @@ def limit_of(call: Call, pace: Pace) -> Limit:
         operations.add(command.get("operation"))
     if not operations <= set(BOUNDED):
         return Limit(FIRST_SECONDS, "the limit of starts, checkpoints and work with disks")
-    measured = pace.limit_or_none(key_of(call))
+    measured = pace.limit_or_none(call.duration_key)
     if measured is None:
         reason = f"the limit before it was made {FEWEST_CALLS} times; run.call_seconds sets another"
         return Limit(FIRST_SECONDS, reason)
-    median = pace.medians()[key_of(call)]
+    median = pace.medians()[call.duration_key]
     reason = f"{LIMIT_FACTOR:g} medians of {median:.2g} s, at least {LIMIT_SECONDS:g} s"
     return Limit(measured, reason)
 

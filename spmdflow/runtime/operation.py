@@ -7,10 +7,11 @@ send back what they return. A method sees a TensorDict; its result stays here, i
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,12 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.call import names_in
 from spmdflow.runtime.early import EarlyMethods
-from spmdflow.runtime.process import host_bytes
 from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
 from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Metric
-from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
+from spmdflow.worker_api.register import MethodSpec, find_map_function, map_spec, method_spec
 from spmdflow.worker_api.worker import Worker, WorkerContext, find_worker_class
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,12 @@ class RankState:
         self.store = RowStore(arrival)
         self._early = EarlyMethods(arrival)
         folder = settings.run_dir / "profile"
-        self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
+        self._profiler: StepProfiler | None = None
+        if len(settings.profiled):
+            self._profiler = StepProfiler(settings.profiled, folder, settings.rank)
         self._workers: dict[str, Worker] = {}
+        self._specs: dict[tuple[str, str], MethodSpec] = {}
+        """Of the methods that were called, by group and name."""
         self._files = RankFiles(self._workers, arrival, rank=settings.rank)
         self._sources: dict[str, PromptSource] = {}
         self._scanned: ScanReport | None = None
@@ -123,7 +127,7 @@ class RankState:
             reply = operation(plain, number)
             self._arrival.wake()  # early methods wait for workers and data too
             span = (started, started + time.monotonic() - begun)
-            return reply | {"span": span, "host_bytes": host_bytes()}
+            return reply | {"span": span, "host_bytes": _host_bytes()}
 
         return run
 
@@ -185,9 +189,16 @@ class RankState:
 
     # Rows
 
+    def _spec_of(self, group: str, method: str) -> MethodSpec:
+        """Facts of a worker's method, looked up once; ProtocolError if it is not registered."""
+        key = (group, method)
+        if key not in self._specs:
+            self._specs[key] = method_spec(type(self._workers[group]), method)
+        return self._specs[key]
+
     def _call(self, plain: Plain, number: int) -> dict[str, Any]:
         worker = self._workers[plain["group"]]
-        spec = method_spec(type(worker), plain["method"])  # refuses what is not registered
+        spec = self._spec_of(plain["group"], plain["method"])
         method = getattr(worker, plain["method"])
         if plain.get("ids") is None:
             items = [plain["item"]] if "item" in plain else []
@@ -197,11 +208,11 @@ class RankState:
         given = Unchanged()
         batch = self._batch(plain, given)
         worker.call = Command.on_rows(plain, number)
-        worker.begun = self._early.take(number)
+        worker.begun = self._early.take(number) if "early" in plain else None
         for other in self._workers.values():
             if other is not worker:
                 other.make_room(trains=spec.minibatches)
-        with self._profiler.call(plain["step"], label):
+        with self._profile(plain["step"], label):
             returned = method(batch, **plain["arguments"])
         given.check(label)
         reply: dict[str, Any] = {"metrics": worker.take_metrics()}
@@ -210,6 +221,12 @@ class RankState:
         if plain["holds"] is None:
             return reply | {"columns": {}}
         return reply | self._keep(label, number, plain["holds"], returned, spec.writes)
+
+    def _profile(self, step: int, label: str) -> AbstractContextManager[object]:
+        """The range of a call in torch.profiler's record, if this rank makes one."""
+        if self._profiler is None:
+            return nullcontext()
+        return self._profiler.call(step, label)
 
     def _begin(self, plain: Plain, number: int) -> dict[str, Any]:
         """Start the early method of a call that waits its turn, in a thread (comm thread)."""
@@ -258,7 +275,7 @@ class RankState:
         label = f"map.{function.__name__}"
         given = Unchanged()
         batch = self._batch(plain, given)
-        with self._profiler.call(plain["step"], label), _explaining_lengths(label):
+        with self._profile(plain["step"], label), _explaining_lengths(label):
             made = function(batch, **arguments)
         given.check(label)
         kept = self._keep(label, number, plain["ids"], made, spec.writes)
@@ -372,7 +389,8 @@ class RankState:
 
     def close(self) -> None:
         """Close every worker; the first error is raised after all were tried."""
-        self._profiler.close()
+        if self._profiler is not None:
+            self._profiler.close()
         errors = []
         while self._workers:
             _, worker = self._workers.popitem()
@@ -401,3 +419,10 @@ def _explaining_lengths(label: str) -> Iterator[None]:
             f"ones (columns of equal lengths can be added, multiplied and compared); give both one "
             f"width with pad(column, width=...), or go row by row with rows_of(column)"
         ) from err
+
+
+def _host_bytes() -> int:
+    """Bytes of host memory that only this process uses: no mapped files and no shared memory."""
+    with open("/proc/self/statm", "rb") as file:
+        _, resident, shared, *_ = file.read().split()
+    return (int(resident) - int(shared)) * resource.getpagesize()

@@ -11,13 +11,6 @@ import threading
 _LOWEST_PRIORITY = 19
 
 
-def host_bytes() -> int:
-    """Bytes of host memory that only this process uses: no mapped files and no shared memory."""
-    with open("/proc/self/statm", "rb") as file:
-        _, resident, shared, *_ = file.read().split()
-    return (int(resident) - int(shared)) * resource.getpagesize()
-
-
 def open_closed_streams() -> None:
     """Open /dev/null as each standard stream that this process was started without.
 

@@ -39,7 +39,7 @@ from spmdflow.failure.lane_state import (
     place_of,
 )
 from spmdflow.runtime.call import Call, Ledger, Pending
-from spmdflow.runtime.limit import Heard, computing_seconds, key_of, limit_of
+from spmdflow.runtime.limit import Heard, computing_seconds, limit_of
 from spmdflow.runtime.peers import Peers
 from spmdflow.runtime.rendezvous import SessionSettings
 
@@ -96,7 +96,7 @@ class Stalls:
         self._idle_since = now
         self._idle_due = LOOK_SECONDS
         self._stuck_since = None
-        key = key_of(pending.call)
+        key = pending.call.duration_key
         if pending.call.lane == "compute":
             self._ended[key] = now
         self._pace.note(key, pending.durations)
@@ -124,7 +124,7 @@ class Stalls:
             self._stuck_since = None
         for pending in list(self._ledger.open.values()):
             seconds = self._seconds(pending, now)
-            first = self._pace.look_after(key_of(pending.call))
+            first = self._pace.look_after(pending.call.duration_key)
             due = self._due.get(pending.ticket, first)
             if seconds >= due:
                 self._due[pending.ticket] = 2 * seconds
@@ -178,7 +178,7 @@ class Stalls:
             if pending.call.lane == "compute":
                 running.append(
                     [
-                        *key_of(pending.call),
+                        *pending.call.duration_key,
                         self._seconds(pending, now),
                         len(pending.call.commands.keys() - pending.replies),
                     ]
@@ -250,7 +250,7 @@ class Stalls:
         groups = dict[str, list[int]]()
         for rank, place in sorted(doing.items()):
             groups.setdefault(f"{place.kind}: {place.text}", []).append(rank)
-        known = self._pace.medians().get(key_of(call))
+        known = self._pace.medians().get(call.duration_key)
         ranks, why = blame(doing)
         usual = "no call before it" if known is None else f"median {known:.2g} s"
         name = f"{call.label} (call {call.number}, {call.lane} lane)"
