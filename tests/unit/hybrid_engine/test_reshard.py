@@ -37,7 +37,7 @@ def _tables(arch, layout):
     return megatron_tables(arch, layout, vocab_multiple=64 * 105), vllm_tables(arch, layout)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.drill), True])
 def test_every_nested_layout_is_resharded_inside_its_micro_dp_groups(tied):
     for layout in nested_layouts():
         arch = arch_for(layout.tp_size, tie_word_embeddings=tied, vocab_size=6717)
@@ -54,7 +54,7 @@ def test_every_nested_layout_is_resharded_inside_its_micro_dp_groups(tied):
             assert plan.buckets == (), "nothing is missing where the layouts are equal"
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.drill)])
 def test_layouts_that_cross_training_replicas_are_resharded_over_the_pool(world):
     for layout in [each for each in crossing_layouts(world) if each.size == world]:
         if max(layout.tp_size, layout.gen_tp_size) > 4 or layout.gen_pp_size > 4:
@@ -188,16 +188,32 @@ ANY_WAY = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    layout=st.sampled_from(ANY_WAY),
-    apart=st.booleans(),
-    node_size=st.integers(1, 4),
-    bucket_bytes=st.integers(16, 12_000),
-)
+ANY_PLAN = {
+    "layout": st.sampled_from(ANY_WAY),
+    "apart": st.booleans(),
+    "node_size": st.integers(1, 4),
+    "bucket_bytes": st.integers(16, 12_000),
+}
+
+
+@settings(max_examples=12, deadline=None)
+@given(**ANY_PLAN)
 def test_ranks_planned_together_get_what_each_of_them_lacks_element_by_element(
     layout, apart, node_size, bucket_bytes
 ):
+    check_what_arrives(layout, apart, node_size, bucket_bytes)
+
+
+@pytest.mark.drill
+@settings(max_examples=60, deadline=None)
+@given(**ANY_PLAN)
+def test_many_ranks_planned_together_get_what_each_of_them_lacks_element_by_element(
+    layout, apart, node_size, bucket_bytes
+):
+    check_what_arrives(layout, apart, node_size, bucket_bytes)
+
+
+def check_what_arrives(layout, apart, node_size, bucket_bytes):
     arch = arch_for(4, **SMALL)
     generation = replace(layout, ranks=(4, 5, 6, 7)) if apart else layout
     sharded = layout.shard_size > 1
