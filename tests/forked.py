@@ -1,9 +1,9 @@
-"""torchrun whose processes are forked from one that has imported torch and transformers already.
+"""torchrun whose processes are forked from one that has imported torch and spmdflow already.
 
 The agent is torchrun's own, with torchrun's arguments, and its ranks are its children, as after
-the command; but starting Python anew costs five seconds of a core for each rank, which a test of
-numbers need not pay. A test of processes (their command lines, their memory, what kills them, an
-order of sets that differs between ranks) starts the command.
+the command; but starting Python anew costs five to ten seconds of a core for each rank, which a
+test of numbers need not pay. A test of processes (their command lines, their memory, what kills
+them, an order of sets that differs between ranks) starts the command.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ ROOT = Path(__file__).parents[1]
 PRELOAD = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run", "tensordict"),
     *("transformers.models.llama.modeling_llama", "numpy", "zmq", "msgpack", "omegaconf"),
+    *("spmdflow.run", "spmdflow.controller.script", "spmdflow.runtime.session"),
+    *("spmdflow.models.policy", "spmdflow.models.critic", "spmdflow.models.reward"),
+    *("spmdflow.workers.fsdp", "megatron.core.pipeline_parallel"),
 ]
-"""Modules that the server has imported before the first process starts."""
+"""Modules that the server has imported before the first process starts, if they are installed."""
 
 
 def fork_server() -> ForkServerContext:
@@ -34,19 +37,19 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def torchrun(arguments: Sequence[str], log: Path, *, seconds: float) -> None:
+def torchrun(arguments: Sequence[str], log: Path, *, seconds: float, status: int = 0) -> None:
     """`torchrun --standalone *arguments` in the root of the checkout, its output in log.
 
-    AssertionError with the end of log if its status is not 0 or it takes longer.
+    AssertionError with the end of log if it ends with another status or takes longer.
     """
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = fork_server().Process(target=_agent, args=(list(arguments), log, variables))
     process.start()
     try:
         process.join(seconds)
-        assert process.exitcode == 0, f"status {process.exitcode}: {log.read_text()[-4000:]}"
+        assert process.exitcode == status, f"status {process.exitcode}: {log.read_text()[-4000:]}"
     finally:
-        if process.exitcode != 0:
+        if process.exitcode != status:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.join()

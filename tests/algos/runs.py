@@ -61,11 +61,13 @@ def run_ranks(
     script: Path = SCRIPT,
     small: Sequence[str] = SMALL,
     seconds: float = LIMIT,
+    status: int = 0,
 ) -> None:
-    """The whole run, whose status is 0, without starting Python anew (tests/forked.py)."""
+    """The whole run, which ends with this status; Python is not started anew (tests/forked.py)."""
     words = [f"--nproc-per-node={num_ranks}", "-m", "spmdflow.run", str(script)]
     log = log_of(run_dir)
-    forked.torchrun([*words, f"run.dir={run_dir}", *small, *settings], log, seconds=seconds)
+    words += [f"run.dir={run_dir}", *small, *settings]
+    forked.torchrun(words, log, seconds=seconds, status=status)
 
 
 def start(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow import launch
-from tests.algos.runs import SCRIPT, finish, log_of, torchrun
+from tests.algos.runs import SCRIPT, log_of, run_ranks
 from tests.unit.view.page import Page
 
 REWARD = """
@@ -42,7 +42,7 @@ LINE = '{}["nothing"]'
 
 def told(run_dir: Path, script: Path, *settings: str) -> list[str]:
     """Lines that the run wrote from the failure on, without torchrun's own."""
-    assert finish(torchrun(run_dir, *settings, num_ranks=2, script=script)) != 0
+    run_ranks(run_dir, *settings, num_ranks=2, script=script, status=1)
     log = log_of(run_dir).read_text()
     assert "ERROR" not in log.partition("RUN FAILED")[0], "the report tells it, once"
     return log.partition("=" * 88)[2].partition("=" * 88)[0].strip().splitlines()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.algos.runs import finish, log_of, torchrun
+from tests.algos.runs import log_of, run_ranks
 
 
 def test_run_with_placement_auto_writes_its_pools_and_how_the_prediction_went(
@@ -22,10 +22,9 @@ def test_run_with_placement_auto_writes_its_pools_and_how_the_prediction_went(
         "run.save_last=false",
     )
 
-    status = finish(torchrun(run_dir, *settings, num_ranks=2))
+    run_ranks(run_dir, *settings, num_ranks=2)
 
     log = log_of(run_dir).read_text()
-    assert status == 0, log[-3000:]
     assert "auto   placement: {" in log
     assert f"Predicted and measured seconds and bytes: {run_dir}" in log
     placement = yaml.safe_load((run_dir / "config.yaml").read_text())["placement"]

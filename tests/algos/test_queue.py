@@ -118,13 +118,9 @@ def check_trained(run_dir: Path, words: Sequence[str], num_steps: int, *, bound:
 def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
     words = (*SMALL, "actor.update.old_log_probs=auto", "save_every=3")
     dirs = tmp_path / "async", tmp_path / "sync"
-    # in new processes: what another test leaves behind in this one may change last bits
-    runs = [
-        torchrun(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=()),
-        torchrun(dirs[1], *words, num_ranks=1, script=SYNC, small=()),
-    ]
-    for run, process in zip(dirs, runs, strict=True):
-        assert finish(process) == 0, log_of(run).read_text()[-3000:]
+    # in processes of their own: what a test leaves behind in this one may change last bits
+    run_ranks(dirs[0], *words, "max_staleness=0", num_ranks=2, script=ASYNC, small=())
+    run_ranks(dirs[1], *words, num_ranks=1, script=SYNC, small=())
 
     check_prediction(dirs[0])
     prefixes = ("actor/", "reward/", "eval/", "rollout/drift", "rollout/response")
