@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ class Drill:
         mark = f"RANK={rank}".encode()
         (pid,) = [pid for pid in self.alive() if mark in _environment(pid)]
         os.kill(pid, number)
+
+    def let_go(self) -> None:
+        """Let the victim harm itself, which waits for this once every rank is where it should."""
+        (self.run_dir / "go").touch()
+
+    @contextlib.contextmanager
+    def stopped_torchrun(self, until: Sequence[str]) -> Iterator[None]:
+        """Stop torchrun, and let it go on when these failure files are there.
+
+        How a process ended is known until its parent asks, and torchrun asks ten times a second. On
+        a busy machine it would sometimes ask before the ranks have looked.
+        """
+        for torchrun in self.torchruns:
+            torchrun.send_signal(signal.SIGSTOP)
+        yield
+        files = [self.run_dir / name for name in until]
+        self.wait_until(lambda: all(file.exists() for file in files))
+        for torchrun in self.torchruns:
+            torchrun.send_signal(signal.SIGCONT)
 
     def alive_ranks(self) -> list[int]:
         """Those whose process is alive."""

@@ -1,7 +1,7 @@
 """Every way to go, in every place: soon out, the culprit named, no process left.
 
-Each case is a real torchrun with three ranks. The default part is one case of each kind; the
-whole matrix is marked slow.
+Each case is a real torchrun with three ranks. By default an exception and a kill; one case of each
+kind is a drill, and the whole matrix is slow.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ CAUSES = {
     "exit": ("death", "exited with status 7"),
     "kill": ("death", "killed by SIGKILL"),
 }
-DEFAULT = {
-    ("compute", "exception", 2),
-    ("transfer", "exit", 2),
-    ("transfer", "kill", 2),
-    ("idle", "kill", 2),
-    ("compute", "kill", 0),
-    ("transfer", "exception", 0),
+MARKS: dict[tuple[str, str, int], list[pytest.MarkDecorator]] = {
+    ("compute", "exception", 2): [],
+    ("compute", "kill", 0): [],
+    ("transfer", "exit", 2): [pytest.mark.drill],
+    ("transfer", "kill", 2): [pytest.mark.drill],
+    ("idle", "kill", 2): [pytest.mark.drill],
+    ("transfer", "exception", 0): [pytest.mark.drill],
 }
 MATRIX = [
-    pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.slow])
+    pytest.param(*case, marks=MARKS.get(case, [pytest.mark.slow]))
     for where in ("compute", "transfer", "idle")
     for how in ("exception", "exit", "kill")
     for victim in (2, 0)
@@ -57,14 +57,17 @@ MATRIX = [
 def test_rank_that_fails_is_named_and_everything_ends(
     drill: Drill, where: str, how: str, victim: int
 ) -> None:
-    drill.start(where, "wait" if how == "kill" else how, victim, LONG)
-    if how == "kill":
-        drill.signal_rank(victim, signal.SIGKILL)
-    drill.wait_until_out()
-
     kind, cause = CAUSES[how]
     lives_to_tell = victim != 0 or how == "exception"
     names = ["failure.json"] if lives_to_tell else ["failure-rank1.json", "failure-rank2.json"]
+
+    drill.start(where, "wait" if how == "kill" else how, victim, LONG)
+    with drill.stopped_torchrun(until=names):
+        drill.let_go()
+        if how == "kill":
+            drill.signal_rank(victim, signal.SIGKILL)
+    drill.wait_until_out()
+
     for name in names:
         failure = drill.failure(name)
         assert (failure["rank"], failure["kind"]) == (victim, kind), failure
@@ -80,6 +83,7 @@ def test_rank_that_fails_is_named_and_everything_ends(
         assert 'raise RuntimeError("drill in a lane")' in failure["traceback"]
 
 
+@pytest.mark.drill
 def test_error_in_the_script_is_shown_with_its_traceback(drill: Drill) -> None:
     drill.start("idle", "exception", 0, LONG)
     drill.wait_until_out()
@@ -95,7 +99,7 @@ def test_error_in_the_script_is_shown_with_its_traceback(drill: Drill) -> None:
     [
         pytest.param("compute", marks=pytest.mark.slow),
         pytest.param("transfer", marks=pytest.mark.slow),
-        "idle",
+        pytest.param("idle", marks=pytest.mark.drill),
     ],
 )
 def test_ranks_end_when_torchrun_is_killed(drill: Drill, where: str) -> None:
@@ -111,8 +115,8 @@ def test_ranks_end_when_torchrun_is_killed(drill: Drill, where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "victim"),
     [
-        ("compute", 1),
-        ("compute", 0),
+        pytest.param("compute", 1, marks=pytest.mark.drill),
+        pytest.param("compute", 0, marks=pytest.mark.drill),
         pytest.param("transfer", 1, marks=pytest.mark.slow),
         pytest.param("transfer", 0, marks=pytest.mark.slow),
     ],
@@ -129,6 +133,7 @@ def test_stopped_rank_is_named_at_the_limit_of_the_call(
         assert (failure["rank"], failure["kind"]) == (victim, "stopped"), failure
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("victim", [2, 0])
 def test_reports_of_a_run_go_into_no_folder_that_took_the_place_of_its_own(
     drill: Drill, victim: int

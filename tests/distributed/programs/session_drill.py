@@ -3,7 +3,8 @@
     torchrun ... session_drill.py RUN_DIR WHERE HOW VICTIM SECONDS
 
 WHERE is compute, transfer (a command of that lane) or idle; HOW is exception, exit or wait (the
-test does the harm from outside). Files RUN_DIR/running-<rank> say that a rank is where it should.
+test does the harm from outside). Files RUN_DIR/running-<rank> say that a rank is where it should,
+the file RUN_DIR/go lets the victim harm itself.
 """
 
 from __future__ import annotations
@@ -91,8 +92,10 @@ def _exit_when_all_are_there() -> None:
 
 
 def _await_all() -> None:
-    """Until every rank is where it should be, and a while more: into the collective."""
+    """Until every rank is where it should be and the test says so, and a while more: into the
+    collective."""
     files = [RUN_DIR / f"running-{rank}" for rank in range(dist.get_world_size())]
+    files.append(RUN_DIR / "go")
     while not all(file.exists() for file in files):
         time.sleep(0.01)
     time.sleep(0.3)
