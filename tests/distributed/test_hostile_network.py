@@ -34,7 +34,9 @@ from tests.zmtp import GREETING, MORE, frame, ready
 
 Spawn = Callable[..., list[Any]]
 MANY = 1500
-"""Connections, of which rank 0 could keep about 950."""
+"""Connections of a drill, of which rank 0 could keep about 950."""
+SOME = 200
+"""Connections by default."""
 GREETING_SECONDS = 60
 """What a stranger's greeting may take here: far more than a call on a busy machine."""
 
@@ -95,9 +97,9 @@ class Attacker:
                     taken += len(piece)
         return taken
 
-    def crowd(self, first: bytes) -> list[socket.socket]:
+    def crowd(self, first: bytes, *, size: int) -> list[socket.socket]:
         """Connections that say this and no more."""
-        idle = [socket.socket() for _ in range(MANY)]
+        idle = [socket.socket() for _ in range(size)]
         for mine in idle:
             mine.setblocking(False)
             mine.connect_ex(self.address)
@@ -116,8 +118,11 @@ class Attacker:
         return len(os.listdir(f"/proc/{self.controller.pid}/fd"))
 
 
-def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
-    """Before rank 2 connects: its name, an endless message, a flood, a crowd; then once more."""
+def _attack(attacker: Attacker, release: str, size: int) -> dict[str, Any]:
+    """Before rank 2 connects: its name, an endless message, a flood, a crowd; then once more.
+
+    size: of the crowd.
+    """
     attacker.learn()
     found: dict[str, Any] = {}
     envelopes = Envelopes(attacker.run_id)
@@ -128,7 +133,7 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
     found["endless"] = attacker.pour(ready(2) + frame(b"", MORE), part, seconds=0.5)
     flood = frame(envelopes.seal(Kind.REPLY, [1, {}])) * 100
     found["flood"] = attacker.pour(ready(1), flood, seconds=0.5)
-    idle = attacker.crowd(GREETING[:1])
+    idle = attacker.crowd(GREETING[:1], size=size)
     time.sleep(0.3)
     found["descriptors"] = attacker.descriptors()
     for mine in idle:
@@ -144,7 +149,7 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
         found["still listens"] = True
     except OSError:
         found["still listens"] = False
-    idle = attacker.crowd(b"")
+    idle = attacker.crowd(b"", size=size)
     attacker.store.set(f"{release}/crowd", "")
     enough = f"{release}/enough"
     found["flood after"] = attacker.pour(ready(1), flood, seconds=0.5, until=enough)
@@ -155,16 +160,16 @@ def _attack(attacker: Attacker, release: str) -> dict[str, Any]:
     return found
 
 
-def _besieged(run_dir: str) -> list[dict[str, Any]]:
+def _besieged(run_dir: str, secrets: list[str | None], size: int) -> list[dict[str, Any]]:
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     seen = []
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024) if rank == 0 else (limit, limit))
-    for launch, secret in enumerate([None, "word"], 1):
+    for launch, secret in enumerate(secrets, 1):
         release = f"test/{launch}"
         if rank == 3:
-            seen.append(_attack(Attacker(store, (0, 1, 2), launch), release))
+            seen.append(_attack(Attacker(store, (0, 1, 2), launch), release, size))
         else:
             settings = settings_for(Path(run_dir), ranks=(0, 1, 2), secret=secret)
             seen.append(_defend(settings, release, is_late=rank == 2))
@@ -207,10 +212,14 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("secrets", "size"),
+    [(["word"], SOME), pytest.param([None, "word"], MANY, marks=pytest.mark.drill)],
+)
 def test_whoever_reaches_the_port_gets_nothing_and_the_run_goes_on(
-    spawn_ranks: Spawn, tmp_path: Path
+    secrets: list[str | None], size: int, spawn_ranks: Spawn, tmp_path: Path
 ) -> None:
-    defended, *_, attacks = spawn_ranks(_besieged, 4, str(tmp_path))
+    defended, *_, attacks = spawn_ranks(_besieged, 4, str(tmp_path), secrets, size)
 
     sys.stdout.write(f"{defended}\n{attacks}\n")
     for attack in attacks:

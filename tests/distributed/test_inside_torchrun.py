@@ -1,19 +1,20 @@
 """`spmdflow.launch` inside a torchrun program, on some of its ranks; one torchrun, the tests judge.
 
 The host has groups of its own and works with them before, between and after three launches: toy
-models (every value asserted on arrival), a script without steps, and algos/ppo.py.
+models (every value asserted on arrival), a script without steps, and algos/ppo.py. Launches that
+fail are drills; tests/distributed/test_session_unwound.py has sessions that fail.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.algos.runs import SMALL, finish, start, steps_of
+from tests.algos.runs import SMALL, steps_of
+from tests.forked import torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 WORLD_SIZE = 3
@@ -29,11 +30,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_program(name: str, *words: str, seconds: float) -> None:
     """torchrun programs/NAME WORDS, PPO being small; words begin with the folder of its output."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = [f"--nproc-per-node={WORLD_SIZE}", str(PROGRAMS / name), *words]
     log = Path(words[0]) / "log.txt"
-    process = start([*launcher, *program, *SMALL, "total_steps=1", "eval_every=0"], log)
-    assert finish(process, seconds=seconds) == 0, log.read_text()[-4000:]
+    torchrun([*program, *SMALL, "total_steps=1", "eval_every=0"], log, seconds=seconds)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +111,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("launch", FAILURES)
 def test_failure_of_a_run_reaches_every_rank_as_an_exception_and_the_program_goes_on(
     failed: list[dict[str, Any]], launch: str
@@ -125,6 +125,7 @@ def test_failure_of_a_run_reaches_every_rank_as_an_exception_and_the_program_goe
         assert seen[launch]["sum"] == WORLD_SIZE and seen[launch]["seconds"] < 80, seen[launch]
 
 
+@pytest.mark.drill
 def test_settings_that_cannot_work_are_refused_on_every_rank_before_anything_starts(
     failed: list[dict[str, Any]],
 ) -> None:
@@ -133,6 +134,7 @@ def test_settings_that_cannot_work_are_refused_on_every_rank_before_anything_sta
         assert seen["settings"]["sum"] == WORLD_SIZE
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("launch", ["made in Python", "loaded", "by name"])
 def test_settings_made_in_python_loaded_or_named_run_after_runs_that_failed(
     failed: list[dict[str, Any]], launch: str
@@ -140,6 +142,7 @@ def test_settings_made_in_python_loaded_or_named_run_after_runs_that_failed(
     assert [seen[launch]["result"] for seen in failed] == [0] * WORLD_SIZE
 
 
+@pytest.mark.drill
 def test_launches_that_fail_or_finish_leave_no_descriptor_thread_or_group_behind(
     failed: list[dict[str, Any]],
 ) -> None:
