@@ -33,14 +33,14 @@ def faulty(prompt, response, row, *, bad="vanish"):
             blocks.append(bytes(1 << 32))  # calloc: counted, never touched
     return {"score": len(prompt) * 0.1, "pid": os.getpid()}
 '''
-RESPONSES = ["", "a", "bcd", "vanish", "hang", "xy"] * 2
+RESPONSES = ["", "a", "bcd", "vanish", "hang", "xy", "", "a", "vanish", "xy"]
 LIMIT = 4.0  # seconds: far above what a sample takes on a busy machine, and no long wait
 
 
-@pytest.fixture
-def terms(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def terms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two functions of one file; the second one twice."""
-    path = tmp_path / "own.py"
+    path = tmp_path_factory.mktemp("terms") / "own.py"
     path.write_text(FUNCTIONS)
     return {
         "long": f"0.7 * {path}:thirds",
@@ -57,10 +57,14 @@ def score(
         return pool.score(prompts, responses, [{} for _ in responses]).results
 
 
-def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(terms):
-    results = score(terms, RESPONSES, processes=1)
+@pytest.fixture(scope="module")
+def scored(terms: dict[str, str]) -> list[dict[str, float]]:
+    """What one process makes of the responses."""
+    return score(terms, RESPONSES, processes=1)
 
-    for number, (response, result) in enumerate(zip(RESPONSES, results, strict=True)):
+
+def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(scored):
+    for number, (response, result) in enumerate(zip(RESPONSES, scored, strict=True)):
         long = len(response) / 3
         other = number * 0.1
         faulty, slow = (0.0 if response == bad else other for bad in ("vanish", "hang"))
@@ -71,10 +75,10 @@ def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(term
             assert result["pid"] == result["faulty_pid"] == result["slow_pid"]
 
 
-def test_scores_have_the_same_bits_on_any_number_of_processes(terms):
+def test_scores_have_the_same_bits_on_any_number_of_processes(terms, scored):
     kept = [
         [{k: v for k, v in result.items() if not k.endswith("pid")} for result in results]
-        for results in (score(terms, RESPONSES, processes=number) for number in (1, 3))
+        for results in (scored, score(terms, RESPONSES, processes=3))
     ]
 
     assert kept[0] == kept[1]
@@ -104,13 +108,12 @@ def test_library_that_stops_itself_by_a_signal_does_so_in_a_worker_process():
     slow = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{1000000!}"]
     responses = [r"\boxed{\frac{2}{4}}", *slow, r"\boxed{0.5}", r"\boxed{" + "(" * 900 + "}"]
 
-    with RewardPool("spmdflow.rewards.math:score(seconds=5)", 1, sample_seconds=280) as pool:
+    with RewardPool("spmdflow.rewards.math:score(seconds=2)", 1, sample_seconds=280) as pool:
         pool.score([""], ["0.5"], [{"answer": "1"}])  # imports the library
-        start = time.monotonic()
         results = pool.score([""] * 5, responses, [{"answer": "1/2"}] * 5).results
 
+    # seconds are of the processor; a sample that went on would end the call after sample_seconds
     assert [result["score"] for result in results] == [1, 0, 0, 1, 0]
-    assert time.monotonic() - start < 200
 
 
 def test_pool_that_is_closed_while_it_scores_ends_all_that_ask_it(terms):
