@@ -156,6 +156,7 @@ def run_base(environment: Environment) -> None:
     text = (ROOT / "algos" / "evaluate.yaml").read_text().replace("name: evaluate", "name: mine")
     (environment.empty / "mine.yaml").write_text(text)
     words = ("evaluate", "mine.yaml", "actor.model.path=runs/ppo", "data.eval_prompts=64")
+    words += ("data.eval_samples=0",)
     environment.python("-m", "spmdflow.run", "--inproc", *words)
     if not (environment.empty / "runs" / "mine" / "evaluation.jsonl").is_file():
         raise Failed("the evaluation wrote no runs/mine/evaluation.jsonl")

@@ -77,7 +77,7 @@ def _generated(files: RunFiles) -> list[dict[str, Text]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (source,) = data_sources("data.eval_path", files.settings["data.eval_path"])
-    lines = (ROOT / source.place).read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / source.location).read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in _spread(lines)]
     found: dict[str, list[Text]] = {}
     for name, folder in (

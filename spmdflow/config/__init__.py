@@ -4,10 +4,11 @@ Precedence: the dataclass defaults of the script's settings class, then the scri
 name with `.yaml`), then CONFIG.yaml, then `key=value` from the command line. A later source
 replaces single keys. Lists are replaced whole, and so are maps that are one setting (the terms of a
 reward, a placement) by a file; the command line merges them name by name. `???` in a file makes a
-setting required. The file of a training run, given to an evaluation, counts alone.
+setting required. If the file is that of a training run and the script an evaluation, it counts
+alone.
 Values may refer to others (`${actor.model.path}`) or the environment (`${oc.env:SPMDFLOW_DATA}`).
 A relative path in a YAML file means the current directory or, if nothing is there, the YAML's own,
-or the bundled files. A bundled script or YAML is given by its name.
+or the bundled files. A bundled script or YAML is found by its name.
 
 | file | does |
 |---|---|
@@ -23,11 +24,11 @@ or the bundled files. A bundled script or YAML is given by its name.
 | location | models and data by path, checkpoint or name on the hub -> folders |
 | placement | preset or map -> pools of ranks |
 | parallel | layouts and the batch algebra, as integers and as the first lines of a run |
-| data_source, reward | settings that are small texts of their own |
+| data_source, reward | settings with a grammar: sources of data, terms of a reward |
 | model_folder | what a model's folder says about it; models inside checkpoints |
 | check | everything that is an error before a process group exists |
 
-Types and bounds are checked here, on plain dataclasses, and not by a second schema library beside
+Types and bounds are checked here, on plain dataclasses, and not by a second schema library next to
 omegaconf, which reads the types and fills in `${...}`: the two would have to be kept in step. An
 error names the file or the word of the command line, the nearest key and an example, and all errors
 are reported together. Translating another library's errors into these would take as much code as

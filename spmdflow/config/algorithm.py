@@ -1,6 +1,6 @@
 """Settings of the algorithms other than PPO: PPO's parts and the settings that they add.
 
-A script names its settings class in `main(flow: Flow, cfg: GRPOConfig)`; its YAML lies beside it.
+A script names its settings class in `main(flow: Flow, cfg: GRPOConfig)`; its YAML lies next to it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class TextConfig(DrawnDataConfig):
     """Pre-training text: one text for each sample of a step, none of them held out."""
 
     prompt_column: str = setting("Column that holds the text.", "text")
-    max_prompt_tokens: int = setting("Longer texts are left out and counted.", 512, at_least=1)
+    max_prompt_tokens: int = setting("Longer texts are omitted and counted.", 512, at_least=1)
     prompts_per_step: int = setting("Texts of one step: one for each sample.", 64, at_least=1)
 
 
@@ -204,7 +204,7 @@ class PretrainActorConfig(ActorConfig):
 
 @dataclass
 class CostCriticConfig(CriticConfig):
-    """The critic of the cost; starts from the cost model if there is one, else from the actor."""
+    """The critic of the cost. It starts from the cost model, or from the actor if there is none."""
 
     model: ModelConfig = part(ModelConfig, path="${first_of:cost.model.path,actor.model.path}")
 

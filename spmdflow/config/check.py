@@ -126,15 +126,16 @@ def problems(
             sound = sound and isinstance(leaf.value, float)
     is_placed = sound and not (is_open and getattr(cfg, "placement", None) == AUTO)
     rules = _rules(cfg, world_size if is_placed else None, here=here, is_open=is_open)
-    told: set[str] = set()
+    reported: set[str] = set()
     for problem in [*out_of_bounds, *_failing(rules)]:
         key, _, text = str(problem).partition(": ")  # a shared folder: once
-        if not told & {key, text}:
-            told |= {key, text}
+        if not reported & {key, text}:
+            reported |= {key, text}
             yield problem
 
 
 def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:
+    """The errors of the rules that do not hold, in their order."""
     for rule in rules:
         try:
             rule()
@@ -189,12 +190,13 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> It
 def _is_generator_known(rollout: Any, *, is_open: bool) -> bool:
     """Whether a section generates, with an engine that is not going to change.
 
-    rollout: a RolloutConfig or None (Any: a role may have a class of its own).
+    rollout: a RolloutConfig or None (Any: a role may have a custom class).
     """
     return rollout is not None and not (is_open and rollout.engine == AUTO)
 
 
 def _check_run(cfg: Any, *, here: bool) -> None:
+    """Names, guards, trackers, generators and optimizers. here: as in `problems`."""
     for key, run in parts_of(cfg, RunConfig):
         if not run.name or Path(run.name).name != run.name:
             where = f"{key}.name"
@@ -227,6 +229,7 @@ def _check_run(cfg: Any, *, here: bool) -> None:
 
 
 def _check_installed(key: str, package: str, *, extra: str) -> None:
+    """ConfigError if a package is missing. extra: names of our extras that install it."""
     if importlib.util.find_spec(package) is None:
         extras = " or ".join(f"'spmdflow[{name}]'" for name in extra.split(","))
         do = f"pip install {extras} or choose another"
@@ -280,11 +283,12 @@ def _check_optimizer(cfg: Any, role: str) -> None:
     is_trained = hasattr(part, "model") and hasattr(part, "update")
     if is_trained and _only(part, OptimizerConfig) is None:
         got = f"update without optimizer in {type(part).__name__}"
-        do = "add optimizer: OptimizerConfig, or take update away"
+        do = "add optimizer: OptimizerConfig, or remove update"
         raise ConfigError.of(role, got, "both for a model that is trained", do)
 
 
 def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
+    """A KL penalty needs a reference model."""
     parts = dict(parts_of(cfg, PolicyLossConfig)) | dict(parts_of(cfg, AdvantageConfig))
     for key, part in parts.items():
         if part.kl_coef > 0 and "reference" not in roles:
@@ -306,14 +310,14 @@ def _check_correction(cfg: Any) -> None:
         if got == "none":
             continue
         if update.old_log_probs == "rollout":
-            given = f"{got} with {key}.old_log_probs=rollout, whose ratio is the weight already"
+            got = f"{got} with {key}.old_log_probs=rollout, whose ratio is the weight already"
             do = f"set {where}=none, or {key}.old_log_probs=recompute"
-            raise ConfigError.of(where, given, "one correction", do)
+            raise ConfigError.of(where, got, "one correction", do)
         weighs = getattr(cfg, "max_staleness", 1) > 0  # grpo_async: not where all rows are fresh
         if by_script and weighs:
-            given = f"{got} in a script that weighs its rows by {by_script[0]}"
+            got = f"{got} in a script that weighs its rows by {by_script[0]}"
             do = f"set {where}=none and use {by_script[0]}.kind"
-            raise ConfigError.of(where, given, "one correction", do)
+            raise ConfigError.of(where, got, "one correction", do)
 
 
 def _check_model(
@@ -346,6 +350,7 @@ def _check_model(
 
 
 def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
+    """Evaluation, chats and answers of one data section fit each other and the reward."""
     where = f"{key}.eval_samples"
     samples = data.eval_samples
     if samples and data.rows != "prompts":
@@ -393,7 +398,7 @@ def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
     for name in data.chat_template_arguments:
         if not str(name).isidentifier() or name in _OWN_TEMPLATE_ARGUMENTS:
             expected = "a variable that the template reads and the run does not set itself"
-            raise ConfigError.of(where, repr(name), expected, f"take it out of {where}")
+            raise ConfigError.of(where, repr(name), expected, f"remove it from {where}")
 
 
 _OWN_TEMPLATE_ARGUMENTS = frozenset(
@@ -405,6 +410,7 @@ _OWN_TEMPLATE_ARGUMENTS = frozenset(
 
 
 def _check_tokenizer(key: str, data: DataSettings) -> None:
+    """The tokenizer's folder has one, and no custom code."""
     folder = Path(data.tokenizer_path)
     if not any(folder.glob("tokenizer*")):
         raise ConfigError(
@@ -419,8 +425,9 @@ def _check_vocabularies(
 ) -> None:
     """Every model knows the ids of every tokenizer; only if all models pass their own checks.
 
-    A reward model may have a tokenizer of its own: texts are encoded again. Not those of chats,
-    which would keep the marks of the actor's template, nor if it scores the actor's tokens.
+    A reward model may have another tokenizer, because texts are encoded again. Chats are an
+    exception, because they would keep the marks of the actor's template; so is a reward model that
+    scores the actor's tokens.
     """
     models = []
     for key, path in folders:

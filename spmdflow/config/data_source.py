@@ -39,7 +39,7 @@ class DataSource:
 
     name: str
     """Its name in a mixture; "" for a source that stands alone."""
-    place: str
+    location: str
     """A file, or FOLDER[:[config/]split]."""
     weight: float = 1.0
     columns: tuple[tuple[str, str], ...] = ()
@@ -62,7 +62,7 @@ def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
 def texts_of(key: str, setting: object, *, expected: str, do: str) -> dict[str, object]:
     """Name -> text of a setting that is one text (its name is "") or a map of them.
 
-    Entries that are null are left out. ConfigError for what is neither.
+    Entries that are null are omitted. ConfigError for what is neither.
     """
     if not isinstance(setting, str | dict | None):
         raise ConfigError.of(key, f"{setting!r} ({type(setting).__name__})", expected, do)
@@ -85,12 +85,12 @@ def weight_of(key: str, text: str | None, least: float, expected: str, do: str) 
     return weight
 
 
-def with_places(setting: object, change: Callable[[str], str]) -> object:
-    """The setting with the place of every source replaced by change(place)."""
+def with_locations(setting: object, change: Callable[[str], str]) -> object:
+    """The setting with the location of every source replaced by change(location)."""
     if isinstance(setting, dict):
         result = {}
         for name, text in setting.items():
-            result[name] = with_places(text, change)
+            result[name] = with_locations(text, change)
         return result
     match = _match(setting)
     if match is None:
@@ -98,21 +98,24 @@ def with_places(setting: object, change: Callable[[str], str]) -> object:
     return f"{match[1]}{change(match[3])}{match[4]}"
 
 
-def split_place(place: str) -> tuple[str, str]:
+def split_location(location: str) -> tuple[str, str]:
     """ "saved:main/train" -> ("saved", ":main/train"); an existing path is not split."""
-    if place.endswith(FILE_ENDINGS) or ":" not in place or os.path.exists(place):
-        return place, ""
-    path, _, split = place.rpartition(":")
+    if location.endswith(FILE_ENDINGS) or ":" not in location or os.path.exists(location):
+        return location, ""
+    path, _, split = location.rpartition(":")
     return path, f":{split}"
 
 
 def check_sources(key: str, setting: object) -> None:
     """Refuse sources that are not there or that nothing here can read (ConfigError)."""
     for source in data_sources(key, setting):
-        _check_source(f"{key}.{source.name}" if source.name else key, *split_place(source.place))
+        _check_source(
+            f"{key}.{source.name}" if source.name else key, *split_location(source.location)
+        )
 
 
 def _check_source(key: str, path: str, split: str) -> None:
+    """ConfigError unless a file of rows, or a folder that `datasets` can read, is there."""
     if split or Path(path).is_dir():
         if not Path(path).is_dir():
             raise ConfigError(
@@ -135,10 +138,11 @@ def _check_source(key: str, path: str, split: str) -> None:
 
 
 def _source(key: str, name: str, text: object) -> DataSource:
+    """One source of a setting; name: in its map, or ""."""
     key = f"{key}.{name}" if name else key
     match = _match(text)
     if match is None:
-        expected = "a path with a weight in front and columns behind where wanted"
+        expected = "a path, with a weight before it and columns after it if needed"
         do = "write for example '3 * train.jsonl(prompt=question)'"
         raise ConfigError.of(key, repr(text), expected, do)
     weight = weight_of(key, match[2] or None, 0, "a number above 0", "write 3 * train.jsonl")
@@ -146,6 +150,7 @@ def _source(key: str, name: str, text: object) -> DataSource:
 
 
 def _match(text: object) -> re.Match[str] | None:
+    """The parts of a source: 1 and 2 its weight, 3 its location, 4 and 5 its columns."""
     if not isinstance(text, str):
         return None
     if os.path.exists(text):  # as it stands, whatever is in its name
@@ -154,10 +159,11 @@ def _match(text: object) -> re.Match[str] | None:
 
 
 def _columns(key: str, text: str | None) -> tuple[tuple[str, str], ...]:
+    """The pairs (name here, name in the source) of "name=column, ..."."""
     parts = (text or "").split(",") if (text or "").strip() else []
-    found = [_COLUMN.fullmatch(part) for part in parts]
     pairs = []
-    for match in found:
+    for part in parts:
+        match = _COLUMN.fullmatch(part)
         if match is not None:
             pairs.append((match[1], match[2]))
     if len(pairs) < len(parts) or len({name for name, _ in pairs}) < len(pairs):

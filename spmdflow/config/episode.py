@@ -42,7 +42,7 @@ class EpisodeConfig:
     )
     tool_parser: str | None = setting(
         "vLLM's parser of tool calls in replies, such as hermes, llama3_json or mistral; null: the "
-        "tokenizer's response template, else <tool_call>.",
+        "tokenizer's response template, otherwise <tool_call>.",
         None,
     )
 

@@ -66,18 +66,18 @@ def guard_of(text: str | Mapping[str, str], key: str = "run.guards") -> Guard:
     """
     if isinstance(text, Mapping):
         text = ", ".join(f"{name}: {action}" for name, action in text.items())
-    found = _GUARD.fullmatch(str(text).strip())
-    if found is None:
+    match = _GUARD.fullmatch(str(text).strip())
+    if match is None:
         expected = "NAME < LIMIT: ACTION, or with >; LIMIT a number or such as 0.5 * best - 0.1, "
         expected += "or of the median; ACTION warn, stop or skip"
         do = f"""write {key}='["eval/accuracy < 0.5 * best: stop"]'"""
         raise ConfigError.of(key, repr(text), expected, do)
-    if found["action"] == SKIP and found["name"].startswith(_LATE):
+    if match["action"] == SKIP and match["name"].startswith(_LATE):
         expected = "skip only for what is known before the update, such as reward/mean"
         raise ConfigError.of(key, repr(text), expected, "write warn or stop")
-    more = found["number"] or (found["more"] or "0").replace(" ", "")
-    factor = float(found["factor"] or 1) if found["base"] else 0.0
-    is_above = found["sign"] == ">"
+    more = match["number"] or (match["more"] or "0").replace(" ", "")
+    factor = float(match["factor"] or 1) if match["base"] else 0.0
+    is_above = match["sign"] == ">"
     return Guard(
-        text.strip(), found["name"], is_above, found["base"], factor, float(more), found["action"]
+        text.strip(), match["name"], is_above, match["base"], factor, float(more), match["action"]
     )

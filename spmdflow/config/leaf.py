@@ -152,14 +152,16 @@ def check_bounds(leaf: Leaf) -> None:
 
 
 def follow(tree: Any) -> None:
-    """Set every `follows` field; a value that was given in Python is kept."""
+    """Set every `follows` field; a value that was set in Python is kept."""
     for _, part in parts_of(tree, object):
         for each in fields(part):  # type: ignore[arg-type]
-            found = tree if _FOLLOWS in each.metadata else None
-            for name in each.metadata.get(_FOLLOWS, "").split("."):
-                found = getattr(found, name, None)
-            if found is not None and getattr(part, each.name) == each.default:
-                setattr(part, each.name, found)
+            if _FOLLOWS not in each.metadata:
+                continue
+            value = tree
+            for name in each.metadata[_FOLLOWS].split("."):
+                value = getattr(value, name, None)
+            if value is not None and getattr(part, each.name) == each.default:
+                setattr(part, each.name, value)
 
 
 def plain_tree(tree: Any) -> dict[str, Any]:
@@ -247,12 +249,12 @@ class Errors:
     """Collects errors until `raise_all`."""
 
     def __init__(self) -> None:
-        self._found: list[ConfigError] = []
+        self._errors: list[ConfigError] = []
 
     def add(self, error: ConfigError) -> None:
         """Record an error, unless one with the same message is there."""
-        if str(error) not in map(str, self._found):
-            self._found.append(error)
+        if str(error) not in map(str, self._errors):
+            self._errors.append(error)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -264,24 +266,25 @@ class Errors:
 
     def raise_all(self, partial: Any = None) -> None:
         """Raise all recorded errors as one, if there are any. partial: see `SettingErrors`."""
-        if self._found:
-            raise SettingErrors(self._found, partial)
+        if self._errors:
+            raise SettingErrors(self._errors, partial)
 
 
-def schema_help(schema: type, given: Mapping[str, tuple[Any, str]] | None = None) -> str:
+def schema_help(schema: type, changed: Mapping[str, tuple[Any, str]] | None = None) -> str:
     """One entry per setting: key, type, default or "required", then its sentence and bounds.
 
-    given: value and source of settings that do not have their default.
+    changed: value and source of settings that do not have their default.
     """
-    given = given or {}
-    return "\n".join(_entry(leaf, given.get(leaf.key)) for leaf in leaves(defaults(schema)))
+    changed = changed or {}
+    return "\n".join(_entry(leaf, changed.get(leaf.key)) for leaf in leaves(defaults(schema)))
 
 
-def _entry(leaf: Leaf, given: tuple[Any, str] | None) -> str:
+def _entry(leaf: Leaf, change: tuple[Any, str] | None) -> str:
+    """The two lines of a setting in the help; change: its value and source, if not the default."""
     value = value_text(leaf.value)
     default = "required" if value == REQUIRED else f"default {value}"
-    if given is not None:
-        here, source = given
+    if change is not None:
+        here, source = change
         default += f"; here {value_text(here)} by {source}"
     limits = []
     for words, _, limit in leaf.bounds.limits:
@@ -307,9 +310,9 @@ def flat(
 
     groups: open only the maps that have one of these keys.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         is_open = isinstance(value, dict) and bool(value) and (groups is None or key in groups)
-        found |= flat(value, groups, f"{key}.") if is_open else {key: value}
-    return found
+        settings |= flat(value, groups, f"{key}.") if is_open else {key: value}
+    return settings

@@ -76,7 +76,7 @@ def load(
 
     Settings lie over each other: the defaults, then the script's own YAML (its name with `.yaml`,
     if that is there), then `yaml_path`, then overrides. An override is `dotted.key=value`, the
-    value in YAML. Script and YAML may be bundled ones, given by name.
+    value in YAML. Script and YAML may be bundled ones, by name.
     download: whether models that are named and not in the hub's cache may be downloaded.
     """
     script_path = find_file(script_path, ".py")
@@ -164,7 +164,7 @@ def _translate_old_forms(
 ) -> tuple[list[Source], tuple[str, ...]]:
     """The sources with all settings in the form of today, and a warning for each old one.
 
-    Old settings that cannot be read become errors and are left out.
+    Old settings that cannot be read become errors and are omitted.
     """
     translated = []
     warnings: dict[str, None] = {}
@@ -186,8 +186,8 @@ def _collect_assignments(
 ) -> list[_Assignment]:
     """What all sources say, in the order in which they lie over each other.
 
-    A setting that another one wins over (`Leaf.resets`) counts where it is given last: the other
-    one becomes null.
+    A setting that another one wins over (`Leaf.resets`) counts if it is set last: the other one
+    becomes null.
     """
     assignments: list[_Assignment] = []
     for source in sources:
@@ -226,16 +226,16 @@ def _changed_settings(
     return result
 
 
-def _files(script: Path, given: str | Path | None) -> list[Path]:
+def _files(script: Path, config: str | Path | None) -> list[Path]:
     """The YAML files of a run, the script's own one first: a later one wins."""
     files: list[Path] = []
-    beside = script.with_suffix(".yaml")
-    if beside.is_file():
-        files.append(beside)
-    if given is not None:
-        found = find_file(given, ".yaml")
-        if not files or found.resolve() != beside.resolve():
-            files.append(found)
+    own = script.with_suffix(".yaml")
+    if own.is_file():
+        files.append(own)
+    if config is not None:
+        file = find_file(config, ".yaml")
+        if not files or file.resolve() != own.resolve():
+            files.append(file)
     return files
 
 
@@ -273,9 +273,9 @@ def _known(schema: type) -> _Known:
 def _groups_of(key: str) -> list[str]:
     """ "a.b.c" -> ["a", "a.b"]."""
     groups = []
-    for place, letter in enumerate(key):
+    for index, letter in enumerate(key):
         if letter == ".":
-            groups.append(key[:place])
+            groups.append(key[:index])
     return groups
 
 
@@ -312,14 +312,14 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
 
 
 def _missing_value_error(where: str, value: Any) -> ConfigError | None:
-    """The error of a list or map with the mark for "still to be given" in it; None without."""
+    """The error of a list or map that has the mark of a missing value in it; None without."""
     if value == REQUIRED or not _holds_required(value):
         return None
-    return ConfigError.of(where, value, f"a value in the place of {REQUIRED}", "write it")
+    return ConfigError.of(where, value, f"a value instead of {REQUIRED}", "write it")
 
 
 def _holds_required(value: Any) -> bool:
-    """Whether a value, or one inside of it, is the mark for "still to be given"."""
+    """Whether a value, or one inside of it, is the mark of a missing value."""
     if isinstance(value, dict):
         return any(_holds_required(each) for each in value.values())
     if isinstance(value, list):
@@ -405,13 +405,13 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
         errors.raise_all()
     try:
         cfg = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as err:  # \${...}, a text, in the place of a list or map
+    except OmegaConfBaseException as err:  # \${...}, a text instead of a list or map
         texts = {}
         for key, value in references.items():
             if "\\${" in str(value):
                 texts[key] = value
         got = ", ".join(f"{key}={value}" for key, value in texts.items())
-        do = f"correct it ({str(err).splitlines()[0]})"
+        do = f"change it ({str(err).splitlines()[0]})"
         errors.add(ConfigError.of("settings", got, "a value of the setting's type", do))
         errors.raise_all()
     errors.raise_all(cfg)
@@ -430,7 +430,7 @@ def _reference_error(tree: DictConfig, key: str, written: Any) -> ConfigError | 
     except (OmegaConfBaseException, KeyError) as err:
         expected = "${key} of a setting with a fitting value or ${oc.env:NAME} of a "
         expected += "variable that is set"
-        do = f"correct it ({str(err).splitlines()[0]})"
+        do = f"change it ({str(err).splitlines()[0]})"
         return ConfigError.of(key, written, expected, do)
 
 
@@ -444,6 +444,7 @@ def _first_of(*keys: str, _root_: DictConfig) -> Any:
 
 
 def _nearest(key: str, candidates: Sequence[str]) -> str:
+    """The end of an error that names the most similar key; empty if there is none."""
     root = key.split(".")[0]
     name = key.split(".")[-1]
     same_name = []
@@ -461,6 +462,7 @@ def _nearest(key: str, candidates: Sequence[str]) -> str:
 
 
 def _wrong_type(source: str, key: str, value: Any, known: _Known) -> ConfigError:
+    """The error for a value that does not have the type of its setting, or for a group."""
     got = f"{source}: {key} got {value!r}"
     leaf = known.settings.get(key)
     if leaf is not None:
@@ -475,7 +477,7 @@ def _wrong_type(source: str, key: str, value: Any, known: _Known) -> ConfigError
             f"such as {key}={example}"
         )
     if value is None:
-        return ConfigError(f"{got}, expected a group of settings; leave it out for its defaults")
+        return ConfigError(f"{got}, expected a group of settings; remove it to use its defaults")
     example = next((name for name in known.settings if name.startswith(f"{key}.")), key)
     return ConfigError(
         f"{got} ({type(value).__name__}), expected a group of settings; set its keys, such as "

@@ -33,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from spmdflow.config.data_source import split_place, with_places
+from spmdflow.config.data_source import split_location, with_locations
 from spmdflow.config.leaf import parts_of, plain_tree
 from spmdflow.config.model_folder import exported_folder, names_newest_step
 from spmdflow.config.schema import DataSettings, ModelConfig, RunConfig
@@ -59,7 +59,7 @@ def resolve_paths(cfg: Any, *, download: bool) -> None:
         for name in ("train_path", "eval_path"):
             if (setting := getattr(data, name)) is not None:
                 change = partial(find.data, f"{key}.{name}")
-                setattr(data, name, with_places(setting, change))
+                setattr(data, name, with_locations(setting, change))
 
 
 def run_dir_of(run: RunConfig) -> Path:
@@ -85,15 +85,16 @@ def name_cached_folders(value: Any) -> Any:
             result[key] = name_cached_folders(part)
         return result
     if isinstance(value, str) and "/snapshots/" in value:
-        return with_places(value, _hub_name_of)
+        return with_locations(value, _hub_name_of)
     return value
 
 
-def _hub_name_of(place: str) -> str:
-    path, split = split_place(place)
+def _hub_name_of(location: str) -> str:
+    """A location with a folder of the hub's cache replaced by its name and commit."""
+    path, split = split_location(location)
     match = _SNAPSHOT.fullmatch(path)
     if match is None or Path(match["cache"]) != _cache():
-        return place
+        return location
     return f"{match['owner']}/{match['name']}{split}@{match['revision']}"
 
 
@@ -191,13 +192,13 @@ class _Finder:
             return path
         return str(self._folder(key, self._as_before(key, name), wanted))
 
-    def data(self, key: str, place: str) -> str:
-        """A place of rows, a name on the hub replaced by its folder; a plan keeps a missing one."""
-        path, split = split_place(place)
+    def data(self, key: str, location: str) -> str:
+        """A location of rows with its hub name replaced by a folder. A plan keeps missing ones."""
+        path, split = split_location(location)
         split, _, revision = split.partition("@")
         name = hub_name_of(f"{path}@{revision}" if revision else path, "dataset")
         if name is None or not split:
-            return place
+            return location
         try:
             name = self._as_before(key, name)
             folder = self._folder(key, name, _README)
@@ -207,7 +208,7 @@ class _Finder:
         except ConfigError:
             if self.download:
                 raise
-            return place  # the plan reports what it assumes instead
+            return location  # the plan reports what it assumes instead
         return f"{folder}{split}"
 
     def _as_before(self, key: str, name: HubName) -> HubName:
@@ -215,9 +216,9 @@ class _Finder:
         if name.revision is not None:
             return name
         before = _setting_of(_settings_before(run_dir_of(self.run)), key)
-        said = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(before))
-        if said:
-            return replace(name, revision=said[1])
+        match = re.search(rf"\b{re.escape(name.repo)}(?::[^@()]*)?@([0-9a-f]{{40}})", str(before))
+        if match:
+            return replace(name, revision=match[1])
         return name
 
     def _step_as_before(self, key: str, folder: str) -> str:
@@ -237,23 +238,23 @@ class _Finder:
 
     def _folder(self, key: str, name: HubName, wanted: Wanted) -> Path:
         """The name's folder in the cache, downloaded if it is not there."""
-        found = _find_in_cache(name, wanted)
-        if found is not None:
-            return found
+        folder = _find_in_cache(name, wanted)
+        if folder is not None:
+            return folder
         why = "nothing is downloaded for a plan"
         if _hub().constants.is_offline_mode():
             why = "HF_HUB_OFFLINE is set"
         elif self.download:
             with _one_of_a_node(key, name, self.run.start_seconds):
-                found = _find_in_cache(name, wanted)
+                folder = _find_in_cache(name, wanted)  # another process may have downloaded it
                 try:
-                    return found or _download(name, wanted)
+                    return folder or _download(name, wanted)
                 except (OSError, ValueError, RuntimeError, _hub().errors.HTTPError) as err:
                     why = textwrap.shorten(f"{type(err).__name__}: {err}", _SHOWN)
         raise ConfigError(
             f"{key}: got {name}, which is no path in {Path.cwd()} and not in the hub's cache "
-            f"{_cache()} ({why}), expected one of both; correct the path, or download it where "
-            f"there is a network: {_download_command(name, wanted)}"
+            f"{_cache()} ({why}), expected one of them; change the path, or download it on a node "
+            f"with a network: {_download_command(name, wanted)}"
         )
 
 
@@ -262,9 +263,9 @@ def _settings_before(run_dir: Path) -> Any:
 
     A start that was refused later has written config.yaml, too, but no checkpoint.
     """
-    found = _settings_of_checkpoint(run_dir)
-    if found is not None:
-        return found
+    settings = _settings_of_checkpoint(run_dir)
+    if settings is not None:
+        return settings
     file = run_dir / "config.yaml"
     if file.is_file():
         return yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -315,8 +316,8 @@ def _find_in_cache(name: HubName, wanted: Wanted) -> Path | None:
         if path.is_file():
             files.append(str(path.relative_to(snapshot)))
     for pattern in wanted.files:
-        found = [name for part in pattern.split("|") for name in fnmatch.filter(files, part)]
-        if not found or _lacks_shards(found):
+        matches = [name for part in pattern.split("|") for name in fnmatch.filter(files, part)]
+        if not matches or _lacks_shards(matches):
             return None
     return snapshot
 
@@ -332,6 +333,7 @@ def _lacks_shards(files: Sequence[str]) -> bool:
 
 
 def _download(name: HubName, wanted: Wanted) -> Path:
+    """Download files into the hub's cache; returns their folder. ValueError if one is missing."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -341,11 +343,11 @@ def _download(name: HubName, wanted: Wanted) -> Path:
         allow_patterns=wanted.patterns,
         ignore_patterns=list(wanted.ignored),
     )
-    Path(folder).mkdir(parents=True, exist_ok=True)  # not made if no file fits
-    found = _find_in_cache(replace(name, revision=Path(folder).name), wanted)
-    if found is None:
+    Path(folder).mkdir(parents=True, exist_ok=True)  # the hub creates none if no file fits
+    snapshot = _find_in_cache(replace(name, revision=Path(folder).name), wanted)
+    if snapshot is None:
         raise ValueError(f"the hub has no {' or no '.join(wanted.files)} of it")
-    return found
+    return snapshot
 
 
 @contextlib.contextmanager
@@ -354,9 +356,9 @@ def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
     folder = _cache() / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"spmdflow-{name.cached.replace('s--', '--', 1)}.lock"
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         try:
-            held.enter_context(_hub().utils.WeakFileLock(path, timeout=seconds))
+            locks.enter_context(_hub().utils.WeakFileLock(path, timeout=seconds))
         except TimeoutError as err:
             got = f"{name}, which another process of this node still downloads after "
             got += f"{seconds:g} s"
@@ -370,6 +372,7 @@ def _cache() -> Path:
 
 
 def _hub() -> Any:  # the module; it is imported late
+    """The module huggingface_hub with the parts that are used here."""
     import huggingface_hub
     import huggingface_hub.constants
     import huggingface_hub.errors
@@ -388,8 +391,8 @@ def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, 
         facts = _hub().metadata_load(readme) if readme.is_file() else None
     except (yaml.YAMLError, ValueError):
         facts = None  # the library that reads the rows says what is wrong
-    name_cached_folders = (facts or {}).get("configs", ())
-    entries = {str(entry.get("config_name", "default")): entry for entry in name_cached_folders}
+    configs = (facts or {}).get("configs", ())
+    entries = {str(entry.get("config_name", "default")): entry for entry in configs}
     if not entries:
         return (_DATA,)
     wanted = config or next((n for n, entry in entries.items() if entry.get("default")), "default")

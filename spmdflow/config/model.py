@@ -89,7 +89,7 @@ def check_adapters(role: str, part: Any) -> None:
     if lora is not None and part.engine.kind not in engines:
         got = f"adapters with {role}.engine.kind={part.engine.kind}"
         expected = f"an engine that trains adapters: {', '.join(engines)}"
-        do = f"choose one of these, or leave {role}.model.lora out"
+        do = f"choose one of these, or remove {role}.model.lora"
         raise ConfigError.of(f"{role}.model.lora", got, expected, do)
     if rollout is not None and rollout.weights == "adapter" and lora is None:
         key = f"{role}.rollout.weights"
@@ -120,7 +120,7 @@ def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
     actor = cfg.actor
     reference = cfg.reference
     key = "reference.shares"
-    do = "leave reference.shares out"
+    do = "remove reference.shares"
     if getattr(actor.model, "lora", None) is None:
         got = "actor without actor.model.lora"
         raise ConfigError.of(key, got, "an actor whose own weights stay as they are", do)
@@ -134,4 +134,4 @@ def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
     if reference.engine.kind not in engines_with_adapters():
         got = f"actor with reference.engine.kind={reference.engine.kind}"
         expected = "rows divided as the actor's are"
-        raise ConfigError.of(key, got, expected, "leave reference.engine.kind out")
+        raise ConfigError.of(key, got, expected, "remove reference.engine.kind")

@@ -1,6 +1,6 @@
 """Facts about a model from its folder, and which folder of a checkpoint holds a model.
 
-Reads JSON only, and asks transformers only about a folder with code of its own.
+Reads JSON only, and asks transformers only about a folder with custom code.
 A size that a file does not state is 0 and is not checked.
 
     RUN_DIR, RUN_DIR/checkpoints, RUN_DIR/checkpoints/latest      the newest sealed step
@@ -56,7 +56,7 @@ def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFact
     refuse_own_code(key, folder)
     if weights and not any(folder.glob("*.safetensors")) and not (folder / ".metadata").is_file():
         raise ConfigError(
-            f"{key}: no *.safetensors in {path}, expected weights beside config.json; "
+            f"{key}: no *.safetensors in {path}, expected weights next to config.json; "
             f"save the model with safetensors"
         )
     if weights:
@@ -215,15 +215,15 @@ def _step_folder(key: str, path: Path) -> Path | None:
     """The step's folder; None if the path is not of a checkpoint."""
     if _STEP.fullmatch(path.name) and not (path / "config.json").exists():
         return path
-    places = (path, path / _LATEST, path / "checkpoints" / _LATEST)
-    latest = next((p for p in places if p.name == _LATEST and p.is_file()), None)
+    files = (path, path / _LATEST, path / "checkpoints" / _LATEST)
+    latest = next((p for p in files if p.name == _LATEST and p.is_file()), None)
     if latest is None:
         return None
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if not _STEP.fullmatch(name) or not (latest.parent / name).is_dir():
         raise ConfigError(
-            f"{key}: got {latest}, which names {name!r}, expected a checkpoint beside it; write "
-            f"the name of one of {_steps(latest.parent)} into it, or give the step's folder"
+            f"{key}: got {latest}, which names {name!r}, expected a checkpoint in the same folder; "
+            f"write the name of one of {_steps(latest.parent)} into it, or give the step's folder"
         )
     return latest.parent / name
 
@@ -254,5 +254,5 @@ def _sizes(key: str, step: Path) -> dict[str, int]:
 
 def _steps(folder: Path) -> str:
     """Names of the sealed checkpoints of a folder."""
-    found = sorted(path.parent.name for path in folder.glob(f"step-*/{_MANIFEST}"))
-    return ", ".join(found) or f"none, as {folder} has no sealed checkpoint"
+    steps = sorted(path.parent.name for path in folder.glob(f"step-*/{_MANIFEST}"))
+    return ", ".join(steps) or f"none, as {folder} has no sealed checkpoint"

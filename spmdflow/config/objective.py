@@ -108,7 +108,7 @@ class CorrectionConfig:
     """Importance weights for samples that a slightly different policy generated."""
 
     kind: str = setting(
-        "token or sequence: truncated importance weights; mask: leave far tokens out.",
+        "token or sequence: truncated importance weights; mask: omit far tokens.",
         "token",
         one_of=("token", "sequence", "mask"),
     )
@@ -122,7 +122,7 @@ class UpdateCorrectionConfig(CorrectionConfig):
 
     kind: str = setting(
         "Weigh each token's policy loss by trainer over generator (TIS). none: not at all; token "
-        "or sequence: truncated importance weights; mask: leave far tokens out.",
+        "or sequence: truncated importance weights; mask: omit far tokens.",
         "none",
         one_of=("none", "token", "sequence", "mask"),
     )

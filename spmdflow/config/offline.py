@@ -54,7 +54,7 @@ class ExampleDataConfig(AnswerDataConfig):
         one_of=("one", "answers"),
     )
     max_prompt_tokens: int = setting(
-        "Rows with more tokens, answers included, are left out and counted.", 512, at_least=1
+        "Rows with more tokens, answers included, are omitted and counted.", 512, at_least=1
     )
 
 
@@ -78,7 +78,7 @@ class PairDataConfig(AnswerDataConfig):
     chosen_column: str = setting("Column that holds the better answer.", "chosen")
     rejected_column: str = setting("Column that holds the worse answer.", "rejected")
     max_prompt_tokens: int = setting(
-        "Rows with more tokens, both sequences of a pair together, are left out and counted.",
+        "Rows with more tokens, both sequences of a pair together, are omitted and counted.",
         1024,
         at_least=1,
     )
@@ -99,7 +99,7 @@ class PreferenceDataConfig(PairDataConfig):
 
 @dataclass
 class SupervisedConfig:
-    """A policy that learns from given responses (SFT): it trains and does not generate."""
+    """A policy that learns from the responses of a data set (SFT): it trains, never generates."""
 
     model: ModelConfig = part(PolicyModelConfig)
     engine: EngineConfig = part(EngineConfig)
@@ -216,7 +216,7 @@ class HeldOutConfig(DataSettings):
     trusted_roles: list[str] = setting(TRUSTED_ROLES_DOC, list(TRUSTED_ROLES))
     tools_column: str | None = setting(TOOLS_DOC, None)
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
-    max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)
+    max_prompt_tokens: int = setting("Longer prompts are omitted and counted.", 512, at_least=1)
     max_bad_rows: int = setting("Unreadable rows that do not end the run.", 0, at_least=0)
     eval_prompts: int | None = setting(EVAL_PROMPTS_DOC, None, at_least=1)
     eval_samples: int = setting(EVAL_SAMPLES_DOC, 0, at_least=0)
@@ -224,7 +224,7 @@ class HeldOutConfig(DataSettings):
 
 @dataclass
 class EvaluatedRolloutConfig(RolloutConfig):
-    """Generation without a trainer beside it."""
+    """Generation without a trainer on the same ranks."""
 
     # Not settings: nothing is trained, so no weights are synchronised or compared.
     weights: ClassVar[str] = "copy"  # type: ignore[misc]
@@ -272,10 +272,10 @@ class EvaluateConfig:
             return settings
         keys = {leaf.key for leaf in leaves(defaults(cls))}
         keys = {key for key in keys if key.startswith(("data.", "actor.", "reward."))}
-        found = {}
+        used = {}
         for k, value in settings.items():
             if k in keys or k == "run.seed":
-                found[k] = value
+                used[k] = value
         if (file.parent / "checkpoints").is_dir():
-            found["actor.model.path"] = str(file.parent)
-        return found
+            used["actor.model.path"] = str(file.parent)
+        return used

@@ -1,6 +1,6 @@
 """Settings as they were written before 0.2.0, translated into those of today. Goes with 0.3.0.
 
-Some settings were texts with a grammar of their own. A file or a word of the command line may still
+Some settings were texts, each with its own grammar. A file or a word of the command line may still
 have one: it is translated, and a warning prints the new form. So are attributes that a program sets
 on an object of settings.
 
@@ -71,6 +71,7 @@ def _word(value: Any) -> str:
 
 
 def _translate_micro_batch(key: str, text: str | None) -> Translation | None:
+    """ "16 rows" or "4096 tokens"."""
     count, _, unit = (text or "").strip().partition(" ")
     if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
         section = key.rpartition(".")[0]
@@ -80,6 +81,7 @@ def _translate_micro_batch(key: str, text: str | None) -> Translation | None:
 
 
 def _translate_residency(key: str, text: str | None) -> Translation | None:
+    """ "auto", "keep", "offload" or parts with commas, such as "optimizer, gradients"."""
     if text in ("auto", None):
         return {"offload": None}
     if text in ("keep", "offload"):
@@ -97,6 +99,7 @@ _CACHE = re.compile(r"(\d+(?:\.\d+)?) *(of free|[KMG]i?B|)")
 
 
 def _translate_kv_cache(key: str, text: str | None) -> Translation | None:
+    """ "auto", "20 GiB", bytes, or "0.6 of free"."""
     if text in ("auto", None):
         return {"kv_cache_gib": None, "kv_cache_fraction": None}
     match = _CACHE.fullmatch(str(text).strip())
@@ -116,6 +119,7 @@ _EVALUATION = re.compile(r"(?P<prompts>all|[1-9]\d*)(?: x (?P<samples>[1-9]\d*) 
 
 
 def _translate_eval_prompts(key: str, text: str | None) -> Translation | None:
+    """ "all", "512" or "512 x 8 samples"."""
     if text is None:
         return None
     match = _EVALUATION.fullmatch(text.strip())
@@ -123,16 +127,14 @@ def _translate_eval_prompts(key: str, text: str | None) -> Translation | None:
         do = f"set {key}=512, and eval_samples=8 for pass@k"
         raise ConfigError.of(key, repr(text), "a number of prompts, or null for all", do)
     prompts = None if match["prompts"] == "all" else int(match["prompts"])
-    translation: Translation = {"eval_prompts": prompts}
-    if match["samples"]:
-        translation["eval_samples"] = int(match["samples"])
-    return translation
+    return {"eval_prompts": prompts, "eval_samples": int(match["samples"] or 0)}
 
 
 _PROFILED = re.compile(r"(\d+)(?:-(\d+))?(?: on (\d+(?:, ?\d+)*))?")
 
 
 def _translate_profile_steps(key: str, text: str | None) -> Translation | None:
+    """ "3", "3-5" or "3-5 on 0, 2": steps, then ranks."""
     if text is None:
         return {"profile_steps": []}
     match = _PROFILED.fullmatch(text.strip())
@@ -148,6 +150,7 @@ def _translate_profile_steps(key: str, text: str | None) -> Translation | None:
 
 
 def _translate_call_seconds(key: str, text: str | None) -> Translation | None:
+    """ "auto"."""
     if text == "auto":
         return {"call_seconds": None}
     return None
@@ -157,6 +160,7 @@ _FAILED = re.compile(r"drop +(?P<percent>\d+(\.\d+)?) *%")
 
 
 def _translate_on_error(key: str, text: str | None) -> Translation | None:
+    """ "drop 25%"."""
     match = _FAILED.fullmatch((text or "").strip())
     if match is None:
         return None

@@ -52,12 +52,12 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(key: str, text: str) -> Sizes:
-    """Sizes that a layout names; what it leaves out is 1. ConfigError naming the setting `key`."""
+    """Sizes that a layout names; what it omits is 1. ConfigError naming the setting `key`."""
     match = _LAYOUT.fullmatch(text)
     if match is None:
-        do = "correct it (data parallelism takes the other ranks)"
+        do = "write one of these (data parallelism takes the other ranks)"
         raise ConfigError.of(key, repr(text), "sizes such as t2, p2, t4p2 or s8", do)
-    return Sizes(*(int(found or default) for found, default in zip(match.groups(), Sizes())))
+    return Sizes(*(int(size or default) for size, default in zip(match.groups(), Sizes())))
 
 
 def training_sizes(role: str, engine: Any) -> Sizes:
@@ -88,7 +88,7 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     if sizes.shard and not kind.sharding.parameters:
         got = f"{engine.layout} with engine.kind={engine.kind}"
         expected = "no s, as that engine does not shard parameters over data-parallel ranks"
-        do = f"leave it out or set {role}.engine.kind={' or '.join(engines_that_shard())}"
+        do = f"remove it or set {role}.engine.kind={' or '.join(engines_that_shard())}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     if sizes.replica > 1 and not kind.cuts_model:
         raise ConfigError(
@@ -105,7 +105,7 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     if sizes.virtual > 1 and sizes.pp < 3:
         got = engine.layout
         expected = "p3 or more with v, so that a stage has two neighbours"
-        do = "leave out v or raise p"
+        do = "remove v or raise p"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     _check_options(role, engine, sizes)
     return sizes
@@ -146,6 +146,7 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
 
 
 def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
+    """ConfigError unless the ranks of a replica divide those of the pool."""
     if num_ranks % sizes.replica:
         got = f"{sizes} = {sizes.replica} ranks a replica on a pool of {num_ranks}"
         do = f"choose a product among {divisors(num_ranks)}"
@@ -153,6 +154,7 @@ def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
 
 
 def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
+    """ConfigError for options that the engine does not have, or that do not fit its sizes."""
     allowed = engine_kind(engine.kind, key=f"{role}.engine.kind").options
     wrong = []
     for option in engine.options:
@@ -161,7 +163,7 @@ def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
     if wrong:
         raise ConfigError(
             f"{role}.engine.options: got {wrong[0]} with engine.kind={engine.kind}, expected some "
-            f"of {', '.join(allowed) or 'none'}; leave it out or choose another engine"
+            f"of {', '.join(allowed) or 'none'}; remove it or choose another engine"
         )
     for option in engine.options:
         axis = allowed[option].needs
@@ -169,11 +171,11 @@ def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
         if other in engine.options:
             got = f"{option} with {other}"
             expected = "one of them"
-            raise ConfigError.of(f"{role}.engine.options", got, expected, "leave one out")
+            raise ConfigError.of(f"{role}.engine.options", got, expected, "remove one")
         if axis and getattr(sizes, axis) == 1:
             raise ConfigError(
                 f"{role}.engine.options: got {option} with {_AXES[axis]} size 1, expected "
-                f"at least 2; leave it out or set {role}.engine.layout={axis[0]}2"
+                f"at least 2; remove it or set {role}.engine.layout={axis[0]}2"
             )
 
 

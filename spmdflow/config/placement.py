@@ -1,15 +1,15 @@
 """Placement: which role lives on which ranks. Integers and names only (paper section 4.1).
 
 A placement is `colocate` (every role on all ranks), `split` (actor and reference on the first half,
-the rest on the second; if the generator is a model of its own, it alone is on the second half),
+the rest on the second; a separate generator is alone on the second half),
 `standalone` (a pool per role, ranks shared out evenly) or a map `pool -> {roles: [...], ranks:
 [...]}`. Roles on one pool take turns; pools are disjoint and run at the same time.
 
 Every section of the settings that has an `engine` is a role, under the section's name, and gets a
 place. A model runs on the pool that names it: its own name first (`flow.spawn(RewardWorker,
 cfg.second, name="second")` on the pool of `second`), then the role of its class (`reward`). A model
-whose settings have no engine, such as a worker of the script's own, needs no place: it shares the
-pool of `reward`, or else the last pool, unless a map names its section or role, or it is spawned
+whose settings have no engine, such as a custom worker of the script, needs no place: it shares the
+pool of `reward`, otherwise the last pool, unless a map names its section or role, or it is spawned
 with pool=. Where only actor and reference have engines, `split` gives the second half to sections
 of the script's own classes. A settings class that lacks a section says so with
 `reward: ClassVar[None] = None`.
@@ -118,7 +118,7 @@ def resolve_placement(
     if placement == "auto":
         do = "start the script with spmdflow.run, or take them from spmdflow.plan "
         do += "--auto"
-        raise ConfigError.of("placement", "auto", "pools that were found before", do)
+        raise ConfigError.of("placement", "auto", "pools, which the planner finds before a run", do)
     if placement == "colocate":
         return {"all": Pool(roles, tuple(range(world_size)))}
     if placement == "split":
@@ -164,6 +164,7 @@ def _share_out(role_sets: list[tuple[str, ...]], world_size: int, preset: str) -
 
 
 def _read_pool(name: str, pool: Any) -> Pool:
+    """One pool of a map; ConfigError if it has another form (Any: what a file holds)."""
     keys = sorted(map(str, pool)) if isinstance(pool, Mapping) else pool
     if not isinstance(pool, Mapping) or set(pool) != {"roles", "ranks"}:
         where = f"placement.{name}"
@@ -183,6 +184,7 @@ def _read_pool(name: str, pool: Any) -> Pool:
 
 
 def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
+    """ConfigError unless ranks ascend, exist and are in one pool each."""
     for name, pool in pools.items():
         if list(pool.ranks) != sorted(set(pool.ranks)):
             raise ConfigError(
@@ -203,6 +205,7 @@ def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
 
 
 def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequence[str]) -> None:
+    """ConfigError unless every role is in one pool, and nothing else but `others`."""
     for name, pool in pools.items():
         for role in pool.roles:
             if role not in roles and role not in others:
@@ -225,9 +228,9 @@ def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequ
 def _check_once(noun: str, members: Mapping[str, Sequence[object]], do: str) -> dict[object, str]:
     """Member -> the one pool that has it."""
     owner: dict[object, str] = {}
-    for name, found in members.items():
-        for member in found:
-            if owner.setdefault(member, name) != name or found.count(member) > 1:
+    for name, in_pool in members.items():
+        for member in in_pool:
+            if owner.setdefault(member, name) != name or in_pool.count(member) > 1:
                 raise ConfigError(
                     f"placement: {noun} {member} is in pools {owner[member]} and {name}, {do}"
                 )
@@ -235,6 +238,7 @@ def _check_once(noun: str, members: Mapping[str, Sequence[object]], do: str) -> 
 
 
 def _suggest(word: str, choices: Sequence[str]) -> str:
+    """The end of an error: the most similar choice, otherwise an example."""
     near = difflib.get_close_matches(word, choices, 1)
     if near:
         return f"; did you mean {near[0]}?"

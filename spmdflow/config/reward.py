@@ -88,6 +88,7 @@ def with_located_files(setting: object, locate: Callable[[str], str]) -> object:
 
 
 def _term(key: str, name: str, text: object) -> RewardTerm:
+    """One term of a reward; name: in its map, or ""."""
     key = f"{key}.{name}" if name else key
     match = _TERM.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
@@ -109,18 +110,18 @@ def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
         tree = ast.parse(f"f{call or '()'}", mode="eval").body
         if not isinstance(tree, ast.Call):
             raise ValueError("no call")
-        found = {}
+        values = {}
         for item in tree.keywords:
-            found[str(item.arg)] = ast.literal_eval(item.value)
+            values[str(item.arg)] = ast.literal_eval(item.value)
         fits = not tree.args and None not in [item.arg for item in tree.keywords]
-        fits = fits and json.loads(json.dumps(found, allow_nan=False)) == found
+        fits = fits and json.loads(json.dumps(values, allow_nan=False)) == values
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         fits = False
     if not fits:
         expected = "name=value with numbers, texts in quotes, True, False or None"
         do = "write for example (limit=100, kind='soft')"
         raise ConfigError.of(key, f"the arguments {call}", expected, do)
-    return tuple(found.items())
+    return tuple(values.items())
 
 
 _PARAMETERS = ("prompt", "response", "row")
@@ -132,7 +133,7 @@ _NEEDS = {"spmdflow.rewards.math": ("math_verify", "math")}
 
 
 def check_rewards(key: str, reward: Any) -> None:
-    """Each function can be called; a model beside functions needs a term that weights its score.
+    """Each function can be called; a model next to functions needs a term that weights its score.
 
     reward: the section (Any: the user's class). Raises ConfigError.
     """
@@ -158,7 +159,7 @@ def check_rewards(key: str, reward: Any) -> None:
         raise ConfigError.of(f"{key}.function", got, f"one for {key}.model", do)
     if terms and has_model and not of_model:
         raise ConfigError(
-            f"{key}: got a model beside functions without a weight for its score, expected the "
+            f"{key}: got a model and functions without a weight for its score, expected the "
             f"term model; write {key}.function={{judge: 1.0 * model, rule: file.py:name}} or set "
             f"one of the two to null"
         )
@@ -196,15 +197,16 @@ def locate_function(key: str, reference: str) -> tuple[Path, ast.stmt]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as err:
         raise ConfigError.of(key, f"{err} in {file}", "Python", "fix the file") from err
-    found = _top_level_names(tree)
-    if name not in found:
-        near = difflib.get_close_matches(name, found, 1)
+    statements = _top_level_names(tree)
+    if name not in statements:
+        near = difflib.get_close_matches(name, statements, 1)
         hint = f"did you mean {near[0]}?" if near else "define it there"
         raise ConfigError(f"{key}: no {name} in {file}, expected a function at top level; {hint}")
-    return file, found[name]
+    return file, statements[name]
 
 
 def _module_file(key: str, module: str) -> Path:
+    """The file of a module, which is not imported; ConfigError if there is none."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -219,21 +221,21 @@ def _module_file(key: str, module: str) -> Path:
 
 def _top_level_names(tree: ast.Module) -> dict[str, ast.stmt]:
     """Name -> statement that binds it: functions, classes, imports and assignments."""
-    found: dict[str, ast.stmt] = {}
+    statements: dict[str, ast.stmt] = {}
     for statement in tree.body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                found[name] = statement
+                statements[name] = statement
             case ast.ClassDef(name=name):
-                found[name] = statement
+                statements[name] = statement
             case ast.Import(names=names) | ast.ImportFrom(names=names):
-                found |= {alias.asname or alias.name: statement for alias in names}
+                statements |= {alias.asname or alias.name: statement for alias in names}
             case ast.Assign(targets=targets):
-                found |= {node.id: statement for node in targets if isinstance(node, ast.Name)}
-    return found
+                statements |= {node.id: statement for node in targets if isinstance(node, ast.Name)}
+    return statements
 
 
-def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collection[str]) -> None:
+def _check_parameters(key: str, file: Path, statement: ast.stmt, names: Collection[str]) -> None:
     """Checks a plain function; what is imported or assigned is only known when it is called."""
     if not isinstance(statement, ast.FunctionDef):
         return
@@ -265,18 +267,18 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, given: Collecti
     known = positional[len(_PARAMETERS) :] + [argument.arg for argument in arguments.kwonlyargs]
     unknown: list[str] = []
     if not arguments.kwarg:
-        for name in given:
+        for name in names:
             if name not in known:
                 unknown.append(name)
     missing = []
     for name in required:
-        if name not in given:
+        if name not in names:
             missing.append(name)
     if unknown or missing:
         takes = f"one or more of {', '.join(known)}" if known else "no arguments"
         takes += f" ({', '.join(required)} always)" if required else ""
         raise ConfigError(
-            f"{key}: got the arguments ({', '.join(given)}), but {statement.name} in {file} takes "
+            f"{key}: got the arguments ({', '.join(names)}), but {statement.name} in {file} takes "
             f"{takes}, expected these; write {statement.name}"
             + (f"({known[0]}=...)" if known else "")
         )

@@ -1,6 +1,6 @@
 """The settings of a run, as typed dataclasses: a default that works, a sentence, bounds.
 
-A field without a default is required. A script may name a class of its own, built from these
+A field without a default is required. A script may have a custom class, built from these
 parts, in `main(flow: Flow, cfg: Mine)`.
 """
 
@@ -154,7 +154,7 @@ class DataSettings:
 
     @property
     def texts_per_line(self) -> int:
-        """How many rows a line of a file may become: row number = line x this + place."""
+        """How many rows a line of a file may become: row number = line x this + index."""
         if self.rows_per_conversation == "answers":
             return MAX_TEXTS_PER_LINE
         return 1
@@ -172,7 +172,7 @@ class DrawnDataConfig(DataSettings):
     # Any: a path, or a map of weighted ones; config/data_source.py reads it
     train_path: Any = setting("File or data set of training prompts, or a weighted map of them.")
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
-    max_prompt_tokens: int = setting("Longer prompts are left out and counted.", 512, at_least=1)
+    max_prompt_tokens: int = setting("Longer prompts are omitted and counted.", 512, at_least=1)
     prompts_per_step: int = setting("Prompts drawn for one step.", 64, at_least=1)
     shuffle: bool = setting("Reorder the prompts each epoch, derived from run.seed.", True)
     max_bad_rows: int = setting("Unreadable rows that do not end the run.", 0, at_least=0)
@@ -295,7 +295,7 @@ class OptimizerConfig:
         at_least=0,
     )
     skip_nonfinite: int = setting(
-        "Optimizer steps in a row that are left out because their gradient is not finite; one "
+        "Optimizer steps in a row that are skipped because their gradient is not finite; one "
         "more ends the run.",
         0,
         at_least=0,
@@ -307,7 +307,7 @@ class RolloutConfig(Precise):
     """Generation: which engine, how to sample, how the weights are checked."""
 
     engine: str = setting(
-        f"{generators_doc()}; auto: the first of a package that is installed on CUDA, else "
+        f"{generators_doc()}; auto: the first of a package that is installed on CUDA, otherwise "
         f"{generator_names()[0]}.",
         AUTO,
         one_of=lambda: (AUTO, *generator_names()),
@@ -319,7 +319,7 @@ class RolloutConfig(Precise):
     )
     weights: str = setting(
         "How weights get from trainer to generator; auto: blocks where they apply, or as planned. "
-        "adapter: adapters alone, beside weights that stay, instead of merged "
+        "adapter: adapters alone, next to weights that stay, instead of merged "
         f"({', '.join(generators_with_adapters())}).",
         "auto",
         one_of=("auto", "copy", "blocks", "flat", "adapter"),
@@ -393,7 +393,7 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model; starts from the reward model if there is one, else from the actor."""
+    """The value model. It starts from the reward model, or from the actor if there is none."""
 
     model: ModelConfig = part(ModelConfig, path="${first_of:reward.model.path,actor.model.path}")
     engine: EngineConfig = part(EngineConfig)
@@ -407,7 +407,7 @@ class ReferenceConfig:
     """The frozen policy that the KL is measured against; by default the actor's initial one."""
 
     shares: str | None = setting(
-        "actor: no copy of its own; it is the actor of the same ranks with its adapters off.",
+        "actor: no separate copy; it is the actor of the same ranks with its adapters off.",
         None,
         one_of=("actor",),
     )

@@ -40,7 +40,7 @@ def load_script(path: str | Path) -> ModuleType:
 
 
 def schema_of(script: ModuleType) -> type:
-    """The settings class: that of `cfg` in `main(flow: Flow, cfg: GRPOConfig)`, else `PPOConfig`.
+    """The settings class: that of `cfg` in `main(flow: Flow, cfg: GRPOConfig)`, or `PPOConfig`.
 
     ConfigError if it is no dataclass or cannot be read.
     """
@@ -56,7 +56,7 @@ def schema_of(script: ModuleType) -> type:
         return PPOConfig
     if not (isinstance(schema, type) and is_dataclass(schema)):
         if schema is Any:
-            got = "main(flow, cfg) beside a class Config"
+            got = "main(flow, cfg) and a class Config"
         else:
             got = f"cfg: {schema!r}"
         do = "write main(flow: Flow, cfg: PPOConfig)"
@@ -65,6 +65,7 @@ def schema_of(script: ModuleType) -> type:
 
 
 def _execute(path: Path) -> ModuleType:
+    """Import the file as `spmdflow_script`; ConfigError if that fails."""
     spec = importlib.util.spec_from_file_location(SCRIPT_MODULE, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -80,6 +81,6 @@ def _execute(path: Path) -> ModuleType:
         raise ConfigError(
             ours
             or f"script: {path} cannot be imported: {type(err).__name__}: {err}; "
-            f"expected a Python file that imports; correct it or install what it needs"
+            f"expected a Python file that imports; fix it or install what it needs"
         ) from err
     return module

@@ -1,7 +1,7 @@
 """Where settings come from: YAML files, words of the command line, and the bundled scripts.
 
-The bundled scripts, their settings and data lie in spmdflow/algos (in a checkout in algos/ beside
-the package) and are found by name. A path that exists in the current directory wins.
+The bundled scripts, their settings and data lie in spmdflow/algos (in a checkout in algos/, next
+to the package) and are found by name. A path that exists in the current directory wins.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 
-from spmdflow.config.data_source import split_place, with_places
+from spmdflow.config.data_source import split_location, with_locations
 from spmdflow.config.leaf import flat
 from spmdflow.config.reward import with_located_files
 from spmdflow.errors import ConfigError
@@ -45,7 +46,7 @@ def read_yaml(path: Path) -> Source:
     if not path.is_file():
         raise ConfigError(
             f"config: no file {path} in {Path.cwd()}, expected a YAML file; give its path or "
-            f"leave it out for the defaults"
+            f"omit it for the defaults"
         )
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.load(path))
@@ -60,7 +61,7 @@ def read_yaml(path: Path) -> Source:
     except ValueError as err:
         raise _too_long(path, err) from err
     except OSError as err:  # also of a file that is one number
-        raise ConfigError.of(path, err, "a file of key: value lines", "correct it") from err
+        raise ConfigError.of(path, err, "a file of key: value lines", "fix the file") from err
     if not isinstance(tree, dict):
         raise ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
     return Source(str(path), _locate_paths(tree, path.parent), path)
@@ -68,7 +69,7 @@ def read_yaml(path: Path) -> Source:
 
 def _too_long(where: object, err: ValueError) -> ConfigError:
     """The error for a number that Python does not read (sys.set_int_max_str_digits)."""
-    return ConfigError.of(where, f"a number ({err})", "a shorter one", "correct it")
+    return ConfigError.of(where, f"a number ({err})", "a shorter one", "shorten it")
 
 
 def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
@@ -87,15 +88,13 @@ def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
 
 
 def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replaces paths that exist beside the YAML or bundled, but not in the current directory."""
+    """Replace paths that exist next to the YAML, or bundled, but not in the current directory."""
     located = {}
     for name, value in tree.items():
         if name in ("function", "environment"):
             value = with_located_files(value, lambda file: _locate(file, folder))
         elif name in ("train_path", "eval_path"):
-            value = with_places(
-                value, lambda place: _locate(split_place(place)[0], folder) + split_place(place)[1]
-            )
+            value = with_locations(value, partial(_locate_source, folder=folder))
         elif isinstance(value, dict):
             value = _locate_paths(value, folder)
         elif isinstance(value, str) and (name == "path" or str(name).endswith("_path")):
@@ -104,11 +103,18 @@ def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     return located
 
 
+def _locate_source(location: str, folder: Path) -> str:
+    """The same as `_locate` for a source of rows, which may have a split behind its path."""
+    path, split = split_location(location)
+    return _locate(path, folder) + split
+
+
 def _locate(value: str, folder: Path) -> str:
+    """A path, replaced by the same one in the folder or bundled, if only that exists."""
     if "${" in value or Path(value).exists():
         return value
-    beside = folder / value  # of an absolute value: the value
-    return str(beside if beside.exists() else find_bundled(value) or value)
+    in_folder = folder / value  # of an absolute value: the value
+    return str(in_folder if in_folder.exists() else find_bundled(value) or value)
 
 
 def read_override(text: str) -> Source:
@@ -155,7 +161,7 @@ def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str,
 
 def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
     """Take the section `assume` out of every source; a later source wins."""
-    found: dict[str, Any] = {}
+    examples: dict[str, Any] = {}
     for source in sources:
         section = source.tree.pop(ASSUME, None)
         if section is not None and not isinstance(section, dict):
@@ -163,8 +169,8 @@ def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
                 f"{source.name}: {ASSUME} got {section!r}, expected examples by name; write "
                 f"{ASSUME}: {{scores: [0, 1]}} or {ASSUME}.scores=0.5"
             )
-        found |= flat(section or {})
-    return found
+        examples |= flat(section or {})
+    return examples
 
 
 def bundled_folder() -> Path:
@@ -189,16 +195,16 @@ def find_bundled(name: str | Path, suffix: str = "") -> Path | None:
     if path.is_absolute() or ".." in path.parts or not path.parts:
         return None
     parts = path.parts[1:] if path.parts[0] == _FOLDER_NAME else path.parts
-    found = bundled_folder().joinpath(*parts)
-    if suffix and not found.suffix:
-        found = found.with_suffix(suffix)
-    if parts and found.exists():
-        return found
+    bundled = bundled_folder().joinpath(*parts)
+    if suffix and not bundled.suffix:
+        bundled = bundled.with_suffix(suffix)
+    if parts and bundled.exists():
+        return bundled
     return None
 
 
 def find_file(name: str | Path, suffix: str) -> Path:
-    """The file of that name in the current directory, else the bundled one, else the name."""
+    """The file of that name in the current directory, or the bundled one, or just the name."""
     path = Path(name)
     if path.is_file():
         return path
@@ -225,6 +231,6 @@ def broken_installation(err: ImportError, script: Path) -> str | None:
             f"install spmdflow again"
         )
     return (
-        f"installation: {ours[-1]} cannot import what it needs ({err}), expected {missing} beside "
+        f"installation: {ours[-1]} cannot import what it needs ({err}), expected {missing} next to "
         f"spmdflow; install it (`spmdflow doctor` lists what is missing)"
     )

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from spmdflow.config.data_source import FILE_ENDINGS, split_place
+from spmdflow.config.data_source import FILE_ENDINGS, split_location
 from spmdflow.errors import ConfigError, DataError
 
 _BLOCK_BYTES = 1 << 20
@@ -39,7 +39,7 @@ class LineFile:
         folder, its extension is unknown, or it is damaged; ConfigError if a library is missing.
         """
         self.path = Path(location)
-        path, split = split_place(str(location))
+        path, split = split_location(str(location))
         if Path(path).is_dir() and not path.endswith(FILE_ENDINGS):
             self._file: BinaryIO = tempfile.TemporaryFile()
             write_data_set(path, split, self._file)

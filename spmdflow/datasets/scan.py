@@ -158,7 +158,7 @@ class _FileScan:
         """first: the number of its first row. Any: a transformers tokenizer."""
         self.source = source
         self.first = first
-        self.file = LineFile(source.place)
+        self.file = LineFile(source.location)
         self._encoder = encoder
         self._cfg = cfg
         self._tokenizer = tokenizer
@@ -295,11 +295,11 @@ class PromptSource:
 
     def __init__(self, files: Sequence[ScannedFile], data: DataSettings) -> None:
         """Raises DataError if a file on this node is not as long as the one that was scanned."""
-        self._files = [(facts, LineFile(facts.place)) for facts in files]
+        self._files = [(facts, LineFile(facts.location)) for facts in files]
         for facts, file in self._files:
             if file.num_bytes != facts.num_bytes:
                 raise DataError(
-                    f"{facts.place}: got a file of {file.num_bytes} bytes, expected the "
+                    f"{facts.location}: got a file of {file.num_bytes} bytes, expected the "
                     f"{facts.num_bytes} bytes that rank 0 scanned; give every node the same file"
                 )
         self._max_prompt_tokens = data.max_prompt_tokens

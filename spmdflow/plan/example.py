@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmdflow.config.data_source import data_sources, split_place
+from spmdflow.config.data_source import data_sources, split_location
 from spmdflow.config.schema import DataSettings
 from spmdflow.data.column import ColumnSpec
 from spmdflow.data.ragged import VALID
@@ -247,8 +247,8 @@ def scan_or_assume(
     sources = data_sources("data", setting)
     files = []
     for source in sources:
-        files.append(Path(split_place(source.place)[0]))
-    path = " + ".join(source.place for source in sources)
+        files.append(Path(split_location(source.location)[0]))
+    path = " + ".join(source.location for source in sources)
     why = "it is not here" if not all(file.exists() for file in files) else ""
     if not why and not read_data:
         why = "data are not read"

@@ -233,7 +233,7 @@ def exported_model(run_dir: Path) -> str:
 
 
 def test_evaluation_without_samples_is_greedy_alone(tmp_path: Path) -> None:
-    (step,) = run("evaluate.py", tmp_path / "run", "data.eval_prompts=8")
+    (step,) = run("evaluate.py", tmp_path / "run", "data.eval_prompts=8", "data.eval_samples=0")
 
     assert "eval/accuracy_low" in step and not any("@" in name for name in step)
     assert [row["samples"] for row in rows_of(tmp_path / "run")] == [[]] * 8
@@ -311,8 +311,8 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
     "latest elsewhere": (
         "latest",
         lambda file: file.write_text("step-9\n"),
-        r"latest, which names 'step-9', expected a checkpoint beside it; write the name of one of "
-        r"step-1, step-2 into it",
+        r"latest, which names 'step-9', expected a checkpoint in the same folder; write the name "
+        r"of one of step-1, step-2 into it",
     ),
 }
 

@@ -79,8 +79,8 @@ def test_folder_that_is_there_wins_over_a_name(cache: Path) -> None:
 def test_name_that_offline_is_not_in_the_cache_is_refused_with_the_command(cache: Path) -> None:
     assert refusal(f"{NAME}@v2") == (
         f"actor.model.path: got org/tiny@v2, which is no path in {Path.cwd()} and not in the hub's "
-        f"cache {cache} (HF_HUB_OFFLINE is set), expected one of both; correct the path, or "
-        f"download it where there is a network: hf download org/tiny --revision v2 "
+        f"cache {cache} (HF_HUB_OFFLINE is set), expected one of them; change the path, or "
+        f"download it on a node with a network: hf download org/tiny --revision v2 "
         f"--exclude '*/*' --exclude '*.bin' --exclude '*.pth' --exclude 'consolidated*'"
     )
 
@@ -173,7 +173,7 @@ def test_first_download_is_the_only_one_and_the_printed_command_does_the_same(
 
     assert fetched == [f"GET models/org/x/{name}" for name in sorted(needed)]
     assert counts == {1}
-    assert "404" in unknown.stderr and "expected one of both" in unknown.stderr
+    assert "404" in unknown.stderr and "expected one of them" in unknown.stderr
     snapshots = [folder / "models--org--x" / "snapshots" for folder in (cache, tmp_path / "other")]
     assert files_of(snapshots[0]) == files_of(snapshots[1])
 

@@ -124,7 +124,7 @@ def test_missing_library_of_ours_is_not_blamed_on_the_script(tmp_path: Path) -> 
 
     assert done.returncode == 2
     assert "spmdflow: installation: " in done.stderr
-    assert "expected torch beside spmdflow; install it (" in done.stderr
+    assert "expected torch next to spmdflow; install it (" in done.stderr
 
 
 def test_missing_library_of_the_script_is_blamed_on_the_script() -> None:

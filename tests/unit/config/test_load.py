@@ -143,7 +143,7 @@ def test_entry_of_a_setting_that_is_one_text_is_refused_and_does_not_replace_it(
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ({"a": "???"}, r"^reward\.function: got \{'a': '\?\?\?'\}, expected a value in the place"),
+        ({"a": "???"}, r"^reward\.function: got \{'a': '\?\?\?'\}, expected a value instead"),
         ({"a": object()}, r"^settings: reward\.function got \{'a': <object"),
     ],
 )

@@ -29,7 +29,7 @@ FORMS = {
     "actor.rollout.kv_cache=67108864": None,
     "actor.rollout.kv_cache=0.6 of free": "actor.rollout.kv_cache_gib=null "
     "actor.rollout.kv_cache_fraction=0.6",
-    "data.eval_prompts=all": "data.eval_prompts=null",
+    "data.eval_prompts=all": "data.eval_prompts=null data.eval_samples=0",
     "data.eval_prompts=512 x 8 samples": "data.eval_prompts=512 data.eval_samples=8",
     "run.profile_steps=3-4 on 0, 2": "run.profile_steps=[3,4] run.profile_ranks=[0,2]",
     "run.profile_steps='3'": "run.profile_steps=[3]",

@@ -256,7 +256,7 @@ def test_reward_model_with_a_tokenizer_of_its_own_is_accepted_and_a_critic_from_
 
 
 def test_two_ways_of_recomputing_are_refused() -> None:
-    expected = "got selective_recompute with recompute, expected one of them; leave one out"
+    expected = "got selective_recompute with recompute, expected one of them; remove one"
 
     with pytest.raises(ConfigError, match=expected):
         options = "actor.engine.options=[recompute,selective_recompute]"
@@ -359,7 +359,7 @@ SCRIPT_PROBLEMS = {
     "x = 1": r"^script: bad\.py has no main, expected main\(flow, cfg\); define it$",
     "def main(:": r"^script: bad\.py cannot be imported: SyntaxError: .*line 1.*; expected a",
     "import no_such_thing": r"^script: bad\.py cannot be imported: ModuleNotFoundError: No module",
-    "Config = 3\ndef main(flow, cfg): 0": r"^script: got main\(flow, cfg\) beside a class",
+    "Config = 3\ndef main(flow, cfg): 0": r"^script: got main\(flow, cfg\) and a class",
     "def main(flow, cfg: int): pass": r"^script: got cfg: <class 'int'>, expected a dataclass of s",
     "def main(flow, cfg: 'X'): pass": r"^script: got name 'X' is not defined in the annotations of",
 }

@@ -325,7 +325,7 @@ def test_mixture_is_read_from_yaml_and_from_the_command_line(cache: Path) -> Non
 
     assert cfg.data.train_path == {"x": "2 * deep/b.jsonl", "y": "0.5 * a.jsonl(prompt=n)"}
     (first, second) = data_sources("data.train_path", cfg.data.train_path)
-    assert (first.name, first.place, first.weight) == ("x", "deep/b.jsonl", 2.0)
+    assert (first.name, first.location, first.weight) == ("x", "deep/b.jsonl", 2.0)
     assert (second.weight, second.columns) == (0.5, (("prompt", "n"),))
     assert settings("data.train_path={y: a.jsonl, z: null}").data.train_path["y"] == "a.jsonl"
 
