@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     module.add_arguments(parser)
     arguments = parser.parse_args(sys.argv[2:])
+    signal.signal(signal.SIGTERM, _exit)  # so that worktrees and programs are removed
     with _working_folder(arguments.keep) as folder, check_out(arguments.old) as old:
         if arguments.new is None:
             rows = _compare(module, arguments, old, describe_working_tree(ROOT), folder)
@@ -101,6 +103,10 @@ def _working_folder(kept: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="spmdflow-compare-") as folder:
         yield Path(folder)
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--old-log-probs", choices=("recompute", "rollout", "auto"), default="recompute"
     )
+    parser.add_argument(
+        "--skip-old", action="store_true", help="the folder of --keep has the old runs already"
+    )
 
 
 def compare(arguments: argparse.Namespace, old: Checkout, new: Checkout, folder: Path) -> list[Row]:
@@ -149,6 +152,8 @@ def compare(arguments: argparse.Namespace, old: Checkout, new: Checkout, folder:
     chosen = [each for each in LAYOUTS if each.name in arguments.layouts]
     runnable = [each for each in chosen if is_installed(each.needs)]
     for side, checkout in (("old", old), ("new", new)):
+        if side == "old" and arguments.skip_old:
+            continue
         print(f"{side}: {len(runnable)} runs", flush=True)
         run_layouts(
             runnable,

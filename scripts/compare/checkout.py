@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_STOP_SECONDS = 60.0
+"""What a program gets to stop its ranks, which torchrun itself gives 30."""
 _LOG_END = 4000
 """Characters of a log that an error shows."""
 
@@ -114,8 +116,18 @@ def run_program(
         except subprocess.TimeoutExpired:
             sys.exit(f"compare_commits: not done after {seconds} s: {words}\n{end_of_log(log)}")
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a program that still runs. torchrun ends its ranks when it is asked to stop."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def torchrun_words(num_ranks: int) -> list[str]:
