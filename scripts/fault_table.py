@@ -156,7 +156,7 @@ def _cut_network(run: Run) -> None:
 
 
 CALL = r"faulty\.check \(call \d+, compute lane\)"
-WAITS = rf"WARNING.*{CALL} runs for .* the call waits for rank"
+WAITS = rf"WARNING.*{CALL} has been running for .* the call waits for rank"
 ANY = r".*\(call \d+"
 FAULTS = [
     Fault("stop_0", "rank 0 stopped (SIGSTOP)", r"run failed: rank 0: the controller's .*stopped.*"

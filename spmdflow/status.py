@@ -46,7 +46,7 @@ _PARTS = {"ranks", "controller", "calls", "slow", "medians"}
 _OLD_SECONDS = 20.0
 _STACK_SECONDS = 12.0
 Status = Mapping[str, Any]
-"""The content of status.json (`Stalls.state` in runtime/stall.py)."""
+"""The content of status.json (`StallWatch.status` in failure/stall.py)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,12 +27,12 @@ if str(ROOT) not in sys.path:  # started by torchrun, without bench.py
     sys.path.insert(0, str(ROOT))
 
 from spmdflow.data.store import RowCondition  # noqa: E402
+from spmdflow.failure.peers import Peers  # noqa: E402
 from spmdflow.failure.process import Process  # noqa: E402
+from spmdflow.failure.settings import SessionSettings  # noqa: E402
 from spmdflow.runtime.call import Call, Transport  # noqa: E402
 from spmdflow.runtime.executor import Operation  # noqa: E402
 from spmdflow.runtime.io import Io  # noqa: E402
-from spmdflow.runtime.peers import Peers  # noqa: E402
-from spmdflow.runtime.rendezvous import SessionSettings  # noqa: E402
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket  # noqa: E402
 
 WARM_UP = 300

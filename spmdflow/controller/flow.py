@@ -31,7 +31,7 @@ from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
 from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
-from spmdflow.failure.cause import noting
+from spmdflow.failure.cause import error_context
 from spmdflow.message import name_of
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import Worker
@@ -387,7 +387,7 @@ class Flow:
         self._is_step_open = False
         for observer in self._observers:
             observer.end_script(step.number)
-        with noting(f"ending step {step.number}"):
+        with error_context(f"ending step {step.number}"):
             self._finish(step)
 
     def _saves_last(self) -> bool:
@@ -482,7 +482,7 @@ class Flow:
         self._saving.finish()
 
     def _save(self, number: int) -> None:
-        with noting(f"saving step {number}"):
+        with error_context(f"saving step {number}"):
             self._saving.save(number, self.caller, self.groups, self.state(number), self._metrics)
 
     def state(self, number: int) -> dict[str, Any]:

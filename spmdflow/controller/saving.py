@@ -33,7 +33,7 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.ending import Ending
 from spmdflow.controller.group import WorkerGroup
 from spmdflow.errors import CheckpointError, ReadError, RunFailed
-from spmdflow.failure.cause import noting
+from spmdflow.failure.cause import error_context
 from spmdflow.failure.launcher import launched_seconds, shutdown_seconds
 from spmdflow.runtime.call import Call, Pending, Replies, Transport
 from spmdflow.runtime.executor import COMPUTE, FILES
@@ -207,7 +207,7 @@ class Saving:
                     )
                 )
         meta["frozen"] = {name: _frozen(of_ranks) for name, of_ranks in replies.items()}
-        with noting(f"saving step {step}"):
+        with error_context(f"saving step {step}"):
             sync_records(self._checkpoints.folder.parent)
             info = self._checkpoints.seal(step, meta, written)
         seconds = time.monotonic() - started

@@ -34,7 +34,7 @@ class RowCondition:
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait for what another call brings, as long as the session lasts.
 
-        This time does not count against the limit of the call that waits (runtime/limit.py).
+        This time does not count against the limit of the call that waits (failure/limit.py).
         """
         self.wait_until(condition, None)
 

@@ -1,16 +1,19 @@
 """How failures of a run are found, named and reported.
 
-The session (spmdflow/runtime) decides what a failure ends. This package tells it what failed, on
-which rank first, and where that rank's code was. It knows processes, threads and durations; no
-sockets, no commands, no models.
+The controller watches calls, processes and signals, collects failures, and determines which rank
+failed first. What a failure ends is decided elsewhere (runtime/teardown.py). This package knows
+processes, threads, durations and calls by number. It knows no sockets, no commands and no models.
 
 | file | what |
 |---|---|
-| cause | one failure, the cause among several, and the report to the user and to failure.json |
-| user_code | the user's own lines in a stack or a traceback |
-| process, launcher, signals | processes of the run, torchrun above them, signals that stop a run |
-| lane_state, stacks | where the code of a rank is; its stacks in RUN_DIR |
-| duration | how long calls usually take, and which rank is slow |
+| cause | a failure, the cause among several, and the reports to the user and in failure.json |
+| collector | the failures of a session, in order of arrival |
+| session_watch, peers | deaths, silence and signals; the processes of other ranks |
+| stall, limit, duration | calls that take too long; their limits; how long calls usually take |
+| open_call | what is read about calls |
+| lane_state, stacks, user_code | what a rank is doing; its stacks; the user's own lines |
+| process, launcher, signals | processes, torchrun above them, signals that stop a run |
 | start_watch | a rank that dies before the session exists |
 | status_file | RUN_DIR/status.json, for `spmdflow status` |
+| settings | time limits of a session, and what a failure of it ends |
 """

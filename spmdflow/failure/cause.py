@@ -167,7 +167,7 @@ _WHILE = "while "
 
 
 @contextlib.contextmanager
-def noting(activity: str) -> Iterator[None]:
+def error_context(activity: str) -> Iterator[None]:
     """Add "while <activity>" to each SpmdflowError that leaves the context."""
     try:
         yield
@@ -176,8 +176,8 @@ def noting(activity: str) -> Iterator[None]:
         raise
 
 
-def what_was_done(err: BaseException) -> list[str]:
-    """What `noting` added to an error, innermost first."""
+def error_contexts(err: BaseException) -> list[str]:
+    """What `error_context` added to an error, innermost first."""
     contexts = []
     for note in getattr(err, "__notes__", ()):
         if note.startswith(_WHILE):

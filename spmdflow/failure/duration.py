@@ -1,7 +1,7 @@
 """How long calls take, and what follows from it: limits, and ranks that are slow. Pure.
 
 Each duration is measured by one rank on its own clock. Time spent waiting for rows does not count.
-`Pace` keeps the last calls of each kind (label and phase).
+`DurationHistory` keeps the last calls of each kind (label and phase).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-LOOK_SECONDS = 60.0
-LOOK_FACTOR = 5.0
+REPORT_SECONDS = 60.0
+REPORT_FACTOR = 5.0
 """A call that takes this long, or this many medians if that is longer, is reported."""
 LIMIT_SECONDS = 600.0
 LIMIT_FACTOR = 20.0
 """The same for the end of the run (run.call_seconds=null): a usually fast call may stall once."""
-HELD_SECONDS = 75.0
+MAX_STOPPED_SECONDS = 75.0
 """A rank that is known to be stopped ends the run after this time."""
 SILENT_BEATS = 3
 """A rank is silent if this many of its heartbeats are missing."""
-FEWEST_CALLS = 3
+MIN_CALLS = 3
 """A call has a limit of its own only after this many earlier calls of its kind."""
 _NUM_KEPT = 10
 """Calls of each kind that are remembered."""
@@ -33,7 +33,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Took:
+class CallDuration:
     """How long one rank took for one call."""
 
     seconds: float
@@ -42,7 +42,7 @@ class Took:
     """The part of `seconds` in which it waited for other ranks, in a collective."""
 
 
-class Pace:
+class DurationHistory:
     """The durations of recent calls."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Pace:
         self._busy: dict[Key, tuple[float, dict[int, float]]] = {}
         """Number of calls, and seconds of each rank without waiting for others. Both decay."""
 
-    def note(self, key: Key, durations: Mapping[int, Took]) -> None:
+    def add_call(self, key: Key, durations: Mapping[int, CallDuration]) -> None:
         """Remember a finished call. durations: by rank."""
         self._longest[key].append(max(each.seconds for each in durations.values()))
         num_calls, busy = self._busy.get(key, (0.0, {}))
@@ -72,15 +72,15 @@ class Pace:
             result[key] = median(longest)
         return result
 
-    def look_after(self, key: Key) -> float:
+    def report_after(self, key: Key) -> float:
         """Seconds after which a running call is reported."""
         longest = self._longest.get(key)
-        return max(LOOK_SECONDS, LOOK_FACTOR * median(longest) if longest else 0.0)
+        return max(REPORT_SECONDS, REPORT_FACTOR * median(longest) if longest else 0.0)
 
     def limit_or_none(self, key: Key) -> float | None:
         """Seconds after which a call counts as hung; None after too few calls of its kind."""
         longest = self._longest.get(key, ())
-        if len(longest) < FEWEST_CALLS:
+        if len(longest) < MIN_CALLS:
             return None
         return max(LIMIT_SECONDS, LIMIT_FACTOR * median(longest))
 
@@ -90,7 +90,7 @@ class Pace:
         Busy seconds are those of all recent calls in which a rank did not wait for other ranks.
         """
         num_calls, busy = self._busy.get(key, (0.0, {}))
-        if len(busy) < 2 or num_calls < FEWEST_CALLS:
+        if len(busy) < 2 or num_calls < MIN_CALLS:
             return None
         slowest = max(busy, key=lambda rank: busy[rank])
         others = median(seconds for rank, seconds in busy.items() if rank != slowest)

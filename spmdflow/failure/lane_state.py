@@ -1,6 +1,6 @@
 """What a lane of a rank is doing, and which rank a call waits for. Knows no messages.
 
-`place_of` reads the stack of a thread. `blame` takes the states of all ranks of
+`lane_state_of` reads the stack of a thread. `find_blocking_ranks` takes the states of all ranks of
 a call and returns those that the others wait for.
 """
 
@@ -43,7 +43,9 @@ class LaneState:
     """The line that it was last seen at: "file:line in function: text"."""
 
 
-def place_of(thread: int, until: CodeType | None, *, with_line: bool = True) -> LaneState | None:
+def lane_state_of(
+    thread: int, until: CodeType | None, *, with_line: bool = True
+) -> LaneState | None:
     """What a thread is doing inside the function with the code `until` (None: inside all frames).
 
     None if the thread is not inside that function. The line is the innermost one of the user's
@@ -102,7 +104,7 @@ def _line(file: str, number: int) -> str:
     return ""
 
 
-def blame(states: Mapping[int, LaneState]) -> tuple[list[int], str]:
+def find_blocking_ranks(states: Mapping[int, LaneState]) -> tuple[list[int], str]:
     """The ranks that a call waits for, and the reason in words.
 
     No ranks if the call waits for rows or is queued. states: of all ranks of the call.

@@ -55,7 +55,7 @@ _PIECE_BYTES = 32 << 20
 """Size of the pieces that `broadcast_plain` sends."""
 COLLECTIVE_SECONDS = 7 * 86400.0
 """The timeout of process groups. It must never end a call: a rank may wait in a collective for a
-rank that waits for rows. The controller ends calls (runtime/limit.py), then all processes."""
+rank that waits for rows. The controller ends calls (failure/limit.py), then all processes."""
 
 
 class GroupTable:

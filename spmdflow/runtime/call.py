@@ -33,7 +33,7 @@ import numpy as np
 
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ProtocolError, RunFailed
-from spmdflow.failure.duration import Took
+from spmdflow.failure.duration import CallDuration
 from spmdflow.failure.signals import STOP_SIGNALS
 from spmdflow.runtime.executor import COMPUTE, FILES, TRANSFER, Operation, find_operation
 
@@ -74,7 +74,7 @@ class Call:
     commands: Mapping[int, Mapping[str, Any]]
     """What each rank is told, as plain data; what several ranks share is encoded once."""
     limit_seconds: float | None = None
-    """None: that of run.call_seconds=null (runtime/limit.py)."""
+    """None: that of run.call_seconds=null (failure/limit.py)."""
     step: int = 0
     """Step of the script; 0 before the first."""
     phase: str = "train"
@@ -154,7 +154,7 @@ class Pending:
         """time.monotonic()."""
         self.replies: Replies = {}
         """Those that have come."""
-        self.durations: dict[int, Took] = {}
+        self.durations: dict[int, CallDuration] = {}
         """How long each rank says that it took."""
         self.answered_at: dict[int, float] = {}
         """time.monotonic() of each reply."""
@@ -294,7 +294,7 @@ class Ledger:
         payload: dict[str, object],
         *,
         now: float,
-        took: Took | None = None,
+        took: CallDuration | None = None,
     ) -> Pending | None:
         """Note an answer, the next that its lane owes; returns the call once all have answered."""
         pending = self.open[ticket]
@@ -304,7 +304,7 @@ class Ledger:
         self._owed[lane].popleft()
         self._free_since[lane] = now
         pending.replies[rank] = payload
-        pending.durations[rank] = took or Took(0.0)
+        pending.durations[rank] = took or CallDuration(0.0)
         pending.answered_at[rank] = now
         self._last[rank] = call.label, call.number
         if len(pending.replies) < len(call.commands):

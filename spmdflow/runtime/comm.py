@@ -2,7 +2,7 @@
 
 It passes commands to the lanes, sends heartbeats, and watches everything that may end a run: the
 controller, the parent process (torchrun killed with -9 leaves orphans), and signals that ask the
-run to stop. The controller enforces the limits of calls, by the heartbeats (runtime/limit.py). When
+run to stop. The controller enforces the limits of calls, by the heartbeats (failure/limit.py). When
 the run fails, this thread ends the process, because the lanes may be blocked in a collective. If
 every process of the run is alive and the program around the session wants to continue, the
 controller sends UNWIND instead.
@@ -29,13 +29,15 @@ from spmdflow.failure.cause import (
     write_failure,
 )
 from spmdflow.failure.duration import (
-    HELD_SECONDS,
     LIMIT_SECONDS,
-    LOOK_SECONDS,
+    MAX_STOPPED_SECONDS,
+    REPORT_SECONDS,
     SILENT_BEATS,
 )
 from spmdflow.failure.lane_state import ROWS
+from spmdflow.failure.peers import Peers
 from spmdflow.failure.process import STATES, Process, leave
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.failure.signals import Signals
 from spmdflow.failure.stacks import dump_stacks, line_in_stacks, stacks_path
 from spmdflow.runtime.executor import (
@@ -47,8 +49,6 @@ from spmdflow.runtime.executor import (
     failure_of,
     stay_until,
 )
-from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import Kind, RankSocket, Waiter
 from spmdflow.worker_api.command import Command
 
@@ -121,7 +121,7 @@ class Comm:
         self._give_up_at = float("inf")
         self._next_tick = self._next_beat = 0.0
         self._last_tick = self._last_message
-        self._report_silence_at = LOOK_SECONDS
+        self._report_silence_at = REPORT_SECONDS
         self._continued_at = 0.0
         """When this process was last continued after it was stopped."""
 
@@ -284,7 +284,7 @@ class Comm:
             self._send(Kind.STOP, number)
 
     def _beat(self) -> None:
-        """Send a heartbeat with what the lanes are doing (`Doing` in runtime/stall.py)."""
+        """Send a heartbeat with what the lanes are doing (`LaneActivity` in failure/stall.py)."""
         activities = []
         process_state = Process.of(os.getpid()).state()
         for lane in self._lanes.values():
@@ -327,8 +327,8 @@ class Comm:
             state = STATES.get(self._controller.state() or "", "in an unknown state")
             how = f"{state}, silent for {self._silence():.0f} s"
             self._lost_controller(how, kind="stopped")
-        elif self._silence() < LOOK_SECONDS:
-            self._report_silence_at = LOOK_SECONDS
+        elif self._silence() < REPORT_SECONDS:
+            self._report_silence_at = REPORT_SECONDS
         elif self._neighbours and self._silence() > self._report_silence_at:
             self._report_silence_at = 2 * self._silence()
             controller = self._settings.controller_rank
@@ -347,7 +347,7 @@ class Comm:
         if self._settings.call_seconds is not None:
             return max(self._settings.call_seconds, SILENT_BEATS * self._settings.beat_seconds)
         if self._controller.is_stopped():
-            return HELD_SECONDS
+            return MAX_STOPPED_SECONDS
         return LIMIT_SECONDS
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from spmdflow.errors import ProtocolError
-from spmdflow.failure.cause import Failure, what_was_done
-from spmdflow.failure.lane_state import PEERS, ROWS, LaneState, place_of
+from spmdflow.failure.cause import Failure, error_contexts
+from spmdflow.failure.lane_state import PEERS, ROWS, LaneState, lane_state_of
 from spmdflow.failure.process import leave
 from spmdflow.failure.user_code import own_traceback
 from spmdflow.runtime.process import give_way
@@ -45,7 +45,7 @@ class Reporter(Protocol):
     """Where a lane sends replies and failures (runtime/comm.py)."""
 
     def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
-        """Answer a command. took: the fields of a `Took`."""
+        """Answer a command. took: the fields of a `CallDuration`."""
 
     def fail(self, failure: Failure) -> None:
         """End the run."""
@@ -85,7 +85,7 @@ class Lane:
 
     def state(self, *, with_line: bool = True) -> LaneState | None:
         """What the lane's thread is doing in the command that runs; None between two commands."""
-        return place_of(self._thread, Lane.run.__code__, with_line=with_line)
+        return lane_state_of(self._thread, Lane.run.__code__, with_line=with_line)
 
     def sample(self, seconds: float, *, as_idle: bool = False) -> None:
         """Count the seconds since the last sample as what the lane does now (comm thread).
@@ -157,7 +157,7 @@ def failure_of(
     return Failure(
         kind,
         rank,
-        ", ".join([cause, *what_was_done(err)]),
+        ", ".join([cause, *error_contexts(err)]),
         label=running[0].label if running else "",
         number=running[0].number if running else None,
         lane=lane,

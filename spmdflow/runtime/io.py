@@ -1,8 +1,8 @@
 """The controller's transport: the ROUTER socket, and the io thread that serves it.
 
 Sends calls in the order in which they were submitted (per rank one FIFO stream for all lanes),
-collects the replies, runs `on_done` when all have come, and keeps watch (runtime/verdict.py) while
-the script computes. One lock serializes all of that.
+collects the replies, runs `on_done` when all have come, and watches the session while the script
+computes (failure/session_watch.py). One lock serializes all of that.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from typing import Any
 
 from spmdflow.errors import RunFailed
 from spmdflow.failure.cause import Failure
-from spmdflow.failure.duration import Took
+from spmdflow.failure.collector import CONNECTION_LOST, FailureCollector
+from spmdflow.failure.duration import CallDuration
+from spmdflow.failure.peers import Peers
 from spmdflow.failure.process import leave
+from spmdflow.failure.session_watch import SessionWatch
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.failure.status_file import StatusFile
 from spmdflow.runtime.call import Call, Ledger, OnDone, Pending, refuse_to_wait
 from spmdflow.runtime.executor import failure_of, stay_until
-from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.verdict import LOST, Verdict, Watch
+from spmdflow.runtime.teardown import Teardown
 from spmdflow.runtime.wire import Hub, Kind
 
 logger = logging.getLogger(__name__)
@@ -52,12 +54,15 @@ class Io:
         self._inbox: deque[Callable[[], None]] = deque()
         self._tickets = itertools.count(1)
         self._ledger = Ledger()
-        self._verdict = Verdict(hub, peers, self._ledger, settings=settings)
-        self._watch = Watch(self._verdict)
-        self._stalls = self._verdict.stalls
+        self._collector = FailureCollector(
+            peers, self._ledger, settings, show_stacks=self._show_stacks
+        )
+        self._teardown = Teardown(hub, self._collector)
+        self._watch = SessionWatch(self._collector)
+        self._stalls = self._collector.stalls
         self._status = StatusFile(
             settings.run_dir,
-            lambda: self.post(partial(self._verdict.show_stacks, [])),
+            lambda: self.post(partial(self._show_stacks, [])),
             settings.owns_run_dir,
         )
         self.met = Pending.of_no_call("start", self._await)
@@ -68,12 +73,10 @@ class Io:
         self._handlers: dict[Kind, Callable[[int, Any], None]] = {
             Kind.HELLO: self._on_hello,
             Kind.REPLY: self._on_reply,
-            Kind.FAILURE: lambda rank, failure: self._verdict.add(failure),
+            Kind.FAILURE: lambda rank, failure: self._collector.add(failure),
             Kind.BEAT: lambda rank, body: self._stalls.note_heartbeat(rank, body, time.monotonic()),
-            Kind.STOP: lambda rank, number: self._watch.signal_arrived(
-                rank, number, time.monotonic()
-            ),
-            Kind.ENDED: lambda rank, body: self._peers.ended_elsewhere(*body),
+            Kind.STOP: lambda rank, number: self._watch.on_signal(rank, number, time.monotonic()),
+            Kind.ENDED: lambda rank, body: self._peers.add_end(*body),
             Kind.UNWOUND: self._on_unwound,
             Kind.BYE: self._on_bye,
         }
@@ -92,12 +95,12 @@ class Io:
     @property
     def has_failed(self) -> bool:
         """Whether a failure is known."""
-        return bool(self._verdict.failures)
+        return bool(self._collector.failures)
 
     def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
         """Send a call (any thread; from the io thread it follows what was submitted before)."""
-        if self._verdict.cause is not None:
-            raise RunFailed(self._verdict.cause.sentence())
+        if self._teardown.cause is not None:
+            raise RunFailed(self._teardown.cause.sentence())
         ticket = next(self._tickets)
         messages = self._encode(call, ticket)
         pending = Pending(call, self._await, on_done)
@@ -122,11 +125,11 @@ class Io:
 
     def fail(self, failure: Failure) -> None:
         """End the run (any thread)."""
-        self.post(lambda: self._verdict.add(failure))
+        self.post(lambda: self._collector.add(failure))
 
     def stay(self) -> None:
         """Wait for the end of a failed run; returns if the process outlives it (script)."""
-        stay_until(self._verdict.unwound, lambda: bool(self._ledger.open))
+        stay_until(self._teardown.unwound, lambda: bool(self._ledger.open))
 
     def close(self) -> None:
         """Wait for all calls, then end every rank's lanes. RunFailed if something fails."""
@@ -190,7 +193,7 @@ class Io:
         """A lost connection or an ended process is looked at now, not at the next tick."""
         lost = (not ready or self._hub.lost_descriptor in ready) and self._hub.any_lost()
         if lost:
-            self._watch.connection_lost(time.monotonic())
+            self._watch.on_connection_lost(time.monotonic())
         if self._peers.unwatch(self._hub.waiter, ready) or lost:
             self._next_tick = 0.0
 
@@ -230,7 +233,7 @@ class Io:
             function(*arguments)
         except Exception as err:
             rank = self._settings.controller_rank
-            self._verdict.add(failure_of(err, rank, kind="controller"))
+            self._collector.add(failure_of(err, rank, kind="controller"))
         finally:
             self._worker = outer
 
@@ -252,13 +255,13 @@ class Io:
 
     def _send(self, ticket: int, pending: Pending, messages: list[tuple[int, bytes]]) -> None:
         """Note a call and send its commands, or let it fail if the run has ended."""
-        if self._verdict.cause is not None:
-            pending.fail(RunFailed(self._verdict.cause.sentence()))
+        if self._teardown.cause is not None:
+            pending.fail(RunFailed(self._teardown.cause.sentence()))
             return
         self._ledger.send(ticket, pending, now=time.monotonic())
         for rank, message in messages:
             if not self._hub.send(rank, message):
-                self._verdict.add_death(rank, LOST)
+                self._collector.add_death(rank, CONNECTION_LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
         self._hub.admit(rank)
@@ -277,10 +280,10 @@ class Io:
     def _on_reply(self, rank: int, body: Any) -> None:
         """Note a reply; with the last one of a call, run its on_done and let it be done."""
         ticket, payload, took = body
-        if self._verdict.cause is not None:
+        if self._teardown.cause is not None:
             return
         now = time.monotonic()
-        pending = self._ledger.answer(rank, ticket, payload, now=now, took=Took(*took))
+        pending = self._ledger.answer(rank, ticket, payload, now=now, took=CallDuration(*took))
         if pending is None:
             return
         self._stalls.end_call(pending, now)
@@ -294,7 +297,7 @@ class Io:
             pending.run_on_done()
         except Exception as err:
             failure = failure_of(err, self._settings.controller_rank, kind="controller")
-            self._verdict.add(
+            self._collector.add(
                 replace(
                     failure,
                     label=call.label,
@@ -309,24 +312,24 @@ class Io:
     # ---- the end
 
     def _close_if_idle(self) -> None:
-        if self._close_sent or self._ledger.open or self._inbox or self._verdict.failures:
+        if self._close_sent or self._ledger.open or self._inbox or self._collector.failures:
             return
         self._close_sent = True
         self._send_close()
 
     def _on_unwound(self, rank: int, _: Any) -> None:
-        self._verdict.unwinding.discard(rank)
-        if not self._verdict.unwinding:
+        self._teardown.unwinding.discard(rank)
+        if not self._teardown.unwinding:
             self._send_close()
 
     def _send_close(self) -> None:
-        self._watch.closing(time.monotonic())
+        self._watch.begin_close(time.monotonic())
         for rank in self._settings.ranks:
             self._hub.send(rank, self._hub.seal(Kind.CLOSE))
 
     def _on_bye(self, rank: int, _: Any) -> None:
         self._peers.left.add(rank)
-        if not self._peers.staying():
+        if not self._peers.remaining_ranks():
             self._finished = True
             self._closed.resolve({})
 
@@ -336,36 +339,41 @@ class Io:
         self._work()  # first: a process that was stopped has not read what came meanwhile
         with self._lock:
             for rank in self._hub.cut_endless():
-                self._call_guarded(self._verdict.add_endless, rank)
+                self._call_guarded(self._collector.add_endless_message, rank)
             if now >= self._next_beat:
                 self._next_beat = now + self._settings.beat_seconds
-                for rank in self._peers.staying():
+                for rank in self._peers.remaining_ranks():
                     self._call_guarded(self._probe, rank)
-                self._status.put(self._stalls.state(now))
-            if not self._verdict.failures:
-                self._call_guarded(self._stalls.look, now)  # first: it notices that time was lost
-            self._call_guarded(self._watch.look, now, self._probe)
-            if self._verdict.is_due(now):
+                self._status.put(self._stalls.status(now))
+            if not self._collector.failures:
+                self._call_guarded(self._stalls.check, now)  # first: it notices that time was lost
+            self._call_guarded(self._watch.check, now, self._probe)
+            if self._teardown.is_due(now):
                 self._end_failed_run(now)
+
+    def _show_stacks(self, silent: list[int]) -> None:
+        """Make all ranks write their stacks; the silent ones are asked by a signal."""
+        for rank in self._settings.ranks:
+            self._hub.send(rank, self._hub.seal(Kind.LOOK, silent))
 
     def _probe(self, rank: int) -> bool:
         return self._hub.send(rank, self._hub.seal(Kind.BEAT))
 
     def _end_failed_run(self, now: float) -> None:
         """End the processes, or, where the program around the run goes on, only the session."""
-        if not self._verdict.spares_processes:
+        if not self._collector.can_unwind:
             self._end_run(None)
-        elif self._verdict.cause is not None:
-            self._verdict.check_unwinding(now)
-        elif not (self._ledger.open and self._verdict.is_of_script):
-            self._verdict.unwind(self._pending())
+        elif self._teardown.cause is not None:
+            self._teardown.check_unwinding(now)
+        elif not (self._ledger.open and self._collector.is_only_script):
+            self._teardown.unwind(self._pending())
 
     def _end_run(self, failure: Failure | None) -> None:
         """Name the cause, tell every rank, end this process; failure: one to add first."""
         try:
             if failure:
-                self._verdict.add(failure)
-            self._verdict.execute(self._pending())
+                self._collector.add(failure)
+            self._teardown.abort(self._pending())
         finally:
             leave(1)
 

@@ -31,13 +31,13 @@ from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.failure.cause import failure_record, write_failure
+from spmdflow.failure.limit import FIRST_SECONDS
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.parallel.device import own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.call import InprocTransport, Transport, stop_on_signals
 from spmdflow.runtime.executor import Operation, failure_of
-from spmdflow.runtime.limit import FIRST_SECONDS
 from spmdflow.runtime.operation import RankSettings, RankState
-from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import remove_old_reports, run_session
 from spmdflow.transfer.lane import CountedTransport
 

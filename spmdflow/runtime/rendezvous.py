@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -42,6 +41,7 @@ from spmdflow.checkpoint.disk import read_key, shared_key
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
 from spmdflow.failure.process import Process, node_identity
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.message import decode, encode
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
@@ -51,55 +51,6 @@ _LOOPBACKS = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 """The loopback address of each family; the first that this node has is used."""
 _KEY_SECONDS = 5.0
 """Time that a network file system may need to show a new file on another node."""
-
-
-@dataclass(frozen=True)
-class SessionSettings:
-    """Settings of a session: the same on every rank, except launcher and the functions."""
-
-    run_dir: Path
-    """Receives failure.json, failure-rank<k>.json and stacks-rank<k>.txt."""
-    ranks: tuple[int, ...]
-    """Global ranks that take part, ascending. The controller runs on the first."""
-    start_seconds: float = 600.0
-    """Time limit for all ranks to connect."""
-    call_seconds: float | None = None
-    """Time limit of each call, and of the controller's silence before a rank gives up.
-
-    None: the limits of calls come from earlier calls, and a controller that stays stopped ends the
-    run (failure/duration.py)."""
-    transfer_seconds: float = 60.0
-    """Time limit of one transfer, for the operations that move bytes."""
-    heartbeat_seconds: float = 120.0
-    """Silence of a rank after which a warning is logged."""
-    secret: str | None = None
-    """SPMDFLOW_SECRET. Needed with the run's key to connect, and equal on every rank."""
-    launcher: int | None = None
-    """Pid of the process whose end ends this one (failure/launcher.py); None: the parent."""
-    on_met: Callable[[], None] = lambda: None
-    """Called by the main thread when all ranks have met."""
-    on_claimed: Callable[[RunDirLock], None] = lambda lock: None
-    """Called with the lock of RUN_DIR on the controller's rank, before ranks meet."""
-    owns_run_dir: Callable[[], bool] = lambda: True
-    """Whether RUN_DIR still belongs to this run. Otherwise no report is written there.
-    `run_session` sets it."""
-    unwinds: bool = False
-    """Whether a failure that leaves every process alive ends only the session (RunFailed)."""
-    on_failure: Callable[[RunFailed], None] | None = None
-    """Called with the error on the controller's rank, before a failure ends the processes."""
-    show_failure: Callable[[], None] = lambda: None
-    """Called after a failure has been written, before the process ends. It runs on the controller's
-    rank, or on the next one if the controller is lost."""
-
-    @property
-    def controller_rank(self) -> int:
-        """The rank on which the script runs."""
-        return self.ranks[0]
-
-    @property
-    def beat_seconds(self) -> float:
-        """Seconds between two heartbeats."""
-        return min(5.0, max(0.2, self.heartbeat_seconds / 10))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ controller (the script). At the end, signal handlers and interpreter settings ar
 threads and sockets are closed, so that a session can run inside any torchrun program.
 
 A session that fails does not return. Each process ends with status 1 after the cause has been
-written (runtime/verdict.py, comm.py). With `SessionSettings.unwinds`, and if no process is lost,
+written (runtime/teardown.py, comm.py). With `SessionSettings.unwinds`, and if no process is lost,
 every rank raises RunFailed instead.
 """
 
@@ -28,15 +28,16 @@ from spmdflow.data.store import RowCondition
 from spmdflow.errors import ProtocolError, RunFailed
 from spmdflow.failure.cause import run_failed
 from spmdflow.failure.launcher import outlive_launcher
+from spmdflow.failure.peers import Peers
 from spmdflow.failure.process import Process
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.failure.signals import Signals
 from spmdflow.failure.stacks import stacks_on_signal, stacks_path
 from spmdflow.runtime.call import Transport
 from spmdflow.runtime.comm import Comm
 from spmdflow.runtime.executor import Operation, failure_of
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.rendezvous import SessionSettings, meet
+from spmdflow.runtime.rendezvous import meet
 from spmdflow.runtime.wire import Hub, RankSocket
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 5e-4
 """Thread switch interval. A round trip while Python is busy then takes 0.6 instead of 5.2 ms."""
 _JOIN_SECONDS = 60.0
-"""Longer than the controller lets ranks take to leave (runtime/verdict.py)."""
+"""Longer than the controller lets ranks take to leave (runtime/teardown.py)."""
 
 
 def run_session(

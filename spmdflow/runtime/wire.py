@@ -91,9 +91,9 @@ class Kind(enum.IntEnum):
     HELLO = 1  # r -> c: connected
     WELCOME = 2  # c -> r: all ranks are connected; the processes on the node of the rank
     COMMAND = 3  # c -> r: [ticket, number, lane, label, seconds, payload]
-    REPLY = 4  # r -> c: [ticket, payload, fields of a Took]
+    REPLY = 4  # r -> c: [ticket, payload, fields of a CallDuration]
     FAILURE = 5  # r -> c: a Failure
-    BEAT = 6  # both: heartbeat; r -> c: what its lanes are doing (runtime/stall.py)
+    BEAT = 6  # both: heartbeat; r -> c: what its lanes are doing (failure/stall.py)
     STOP = 7  # r -> c: number of a signal that the rank received and that asks the run to stop
     ABORT = 8  # c -> r: [ranks to kill]; write stacks and exit
     CLOSE = 9  # c -> r: finish all commands, then send BYE

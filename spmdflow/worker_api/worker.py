@@ -52,7 +52,7 @@ class WorkerContext:
     total_steps: int = 0
     call_seconds: float = 3600.0
     """Time limit for what a method waits for outside of the run, such as a server. The controller
-    enforces the limit of the method itself (runtime/limit.py)."""
+    enforces the limit of the method itself (failure/limit.py)."""
     run_dir: Path | None = None
     nodes: Sequence[int] = ()
     """The node of every rank of the run, by global rank. Empty: all ranks are on one node."""

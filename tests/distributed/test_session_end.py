@@ -14,9 +14,9 @@ from torch import distributed as dist
 
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import DeadlineError, ProtocolError
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.runtime.call import Call, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 from tests.distributed.ranks import watch_ranks
 from tests.distributed.session_parts import one_round, operations, settings_for, to_all, with_secret

@@ -21,10 +21,10 @@ import torch
 from torch import distributed as dist
 
 from spmdflow.data.store import RowCondition
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.log import set_up_logging
 from spmdflow.runtime.call import Call, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 
 RUN_DIR = Path(sys.argv[1])

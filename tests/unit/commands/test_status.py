@@ -19,8 +19,8 @@ from spmdflow.failure.lane_state import CODE, PEERS
 from spmdflow.failure.status_file import StatusFile
 from spmdflow.live import panel
 from spmdflow.tracking.reading import RunFiles, RunState
+from tests.unit.failure.stalled import HERE, Session
 from tests.unit.lock_holder import forked_holder
-from tests.unit.runtime.stalled import HERE, Session
 
 
 def _stalled(tmp_path: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def _stalled(tmp_path: Path) -> dict[str, Any]:
     session.measure(0.1)
     sent = session.send()
     session.run(30, {0: PEERS, 1: CODE}, sent.ticket)
-    state: dict[str, Any] = json.loads(json.dumps(session.stalls.state(session.now)))
+    state: dict[str, Any] = json.loads(json.dumps(session.stalls.status(session.now)))
     return state
 
 
@@ -42,7 +42,9 @@ def test_live_run_is_told_with_its_step_calls_ranks_and_lines(tmp_path: Path) ->
     assert lines[0].startswith(f"{tmp_path}: step 7 finished ")
     assert lines[0].endswith("(3 s, 250 tokens/s)")
     assert lines[1] == "2 ranks; rank 0 (controller) wrote this 2 s ago"
-    assert lines[2] == "actor.update (call 4, compute lane) runs for 30 s (median 0.1 s)"
+    assert (
+        lines[2] == "actor.update (call 4, compute lane) has been running for 30 s (median 0.1 s)"
+    )
     assert f"  rank 0 in a collective: {HERE}" in lines
     assert f"  rank 1 running: {HERE}" in lines
     assert f"  the call waits for rank 1: it is at {HERE}; rank 0 in a collective, waiting" in lines

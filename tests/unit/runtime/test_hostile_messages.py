@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from spmdflow.errors import MessageError, ProtocolError
+from spmdflow.failure.peers import Peers
 from spmdflow.failure.process import Process
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.message import HOMES, decode, encode
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.call import Call
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import RUN_ID_BYTES, Envelopes, Hub, Kind, RankSocket
 from spmdflow.worker_api.metric import Sum
 from spmdflow.worker_api.register import find_map_function

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from spmdflow.errors import ColumnError
+from spmdflow.failure.peers import Peers
 from spmdflow.failure.process import Process
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.runtime import io as io_module
 from spmdflow.runtime.call import Call, Pending
 from spmdflow.runtime.io import Io
-from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub, Kind, RankSocket
 
 
@@ -101,7 +101,7 @@ def test_an_error_in_what_follows_a_reply_names_the_call_and_the_line_of_the_scr
     controller.say(Kind.REPLY, [max(controller.io._ledger.open), {}, [0.0, 0.0]])
     controller.io._step()
 
-    (failure,) = controller.io._verdict.failures
+    (failure,) = controller.io._collector.failures
     assert not pending.done
     assert failure.sentence() == (
         "rank 0, map.bonus (call 5, compute lane): ColumnError: the rows do not fit"

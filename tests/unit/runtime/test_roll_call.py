@@ -13,10 +13,10 @@ import torch.distributed as dist
 from spmdflow.checkpoint.lock import RunDirLock
 from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
 from spmdflow.failure.process import Process
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.runtime.rendezvous import (
     _ROOT,
     RankInfo,
-    SessionSettings,
     StartingRank,
     _check_shared,
     meet,

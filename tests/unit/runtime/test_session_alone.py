@@ -15,9 +15,9 @@ import torch.distributed as dist
 from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.data.store import RowCondition
 from spmdflow.errors import ConfigError, RunFailed
+from spmdflow.failure.settings import SessionSettings
 from spmdflow.runtime.call import Call, Pending, Transport
 from spmdflow.runtime.executor import Operation
-from spmdflow.runtime.rendezvous import SessionSettings
 from spmdflow.runtime.session import run_session
 
 

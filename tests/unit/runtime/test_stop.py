@@ -30,7 +30,7 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cont
 
 
 def failures(controller: Controller) -> list[str]:
-    return [failure.kind for failure in controller.io._verdict.failures]
+    return [failure.kind for failure in controller.io._collector.failures]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -64,8 +64,8 @@ def test_ctrl_c_again_ends_the_run(controller: Controller) -> None:
     watch = controller.io._watch
     now = time.monotonic()
 
-    watch.signal_arrived(0, signal.SIGINT, now)
-    watch.signal_arrived(0, signal.SIGINT, now + 5.0)
+    watch.on_signal(0, signal.SIGINT, now)
+    watch.on_signal(0, signal.SIGINT, now + 5.0)
 
     assert failures(controller) == ["interrupt"]
 
@@ -76,8 +76,8 @@ def test_ctrl_c_again_ends_the_run_where_torchrun_makes_sigterm_of_it(
     watch = controller.io._watch
     now = time.monotonic()
 
-    watch.signal_arrived(0, signal.SIGINT, now)
-    watch.signal_arrived(0, signal.SIGTERM, now + 0.1)
+    watch.on_signal(0, signal.SIGINT, now)
+    watch.on_signal(0, signal.SIGTERM, now + 0.1)
 
     assert failures(controller) == ["interrupt"]
 
@@ -88,9 +88,9 @@ def test_one_ctrl_c_that_every_rank_gets_and_one_of_them_twice_is_one_request(
     watch = controller.io._watch
     now = time.monotonic()
 
-    watch.signal_arrived(0, signal.SIGINT, now)
-    watch.signal_arrived(1, signal.SIGINT, now + 5.0)
-    watch.signal_arrived(0, signal.SIGINT, now + 0.5)
+    watch.on_signal(0, signal.SIGINT, now)
+    watch.on_signal(1, signal.SIGINT, now + 5.0)
+    watch.on_signal(0, signal.SIGINT, now + 0.5)
 
     assert watch.stop_requested and failures(controller) == []
 
@@ -102,7 +102,7 @@ def test_signals_that_launchers_repeat_after_a_closed_terminal_or_sigterm_end_no
     now = time.monotonic()
 
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
-        watch.signal_arrived(0, number, now)
+        watch.on_signal(0, number, now)
         now += 5.0
 
     assert watch.stop_requested and failures(controller) == []

@@ -11,9 +11,9 @@ import pytest
 from spmdflow.errors import CheckpointError
 from spmdflow.failure.cause import (
     Failure,
+    error_context,
     failure_record,
     first_cause,
-    noting,
     print_report,
     write_failure,
 )
@@ -147,8 +147,8 @@ def test_process_of_another_machine_is_neither_seen_nor_killed() -> None:
 def test_error_in_a_step_tells_what_was_done_and_in_which() -> None:
     with (
         pytest.raises(CheckpointError) as caught,
-        noting("ending step 4"),
-        noting("saving step 3"),
+        error_context("ending step 4"),
+        error_context("saving step 3"),
     ):
         raise CheckpointError("checkpoint: cannot write x: No space left on device")
 

@@ -20,9 +20,9 @@ from spmdflow.failure.lane_state import (
     SILENT,
     STOPPED,
     LaneState,
-    blame,
+    find_blocking_ranks,
+    lane_state_of,
     name_ranks,
-    place_of,
 )
 
 LOOP = LaneState(CODE, "own.py:3 in loop: pass")
@@ -32,16 +32,16 @@ SUM = LaneState(PEERS, "own.py:9 in step: all_reduce(x)")
 def test_stopped_and_silent_ranks_explain_everything() -> None:
     held = LaneState(STOPPED, "process 7 is stopped (state T)")
 
-    assert blame({0: SUM, 1: held, 2: LOOP}) == (
+    assert find_blocking_ranks({0: SUM, 1: held, 2: LOOP}) == (
         [1],
         "its process 7 is stopped (state T)",
     )
-    assert blame({0: SUM, 1: LaneState(SILENT, "process 7"), 2: held})[0] == [2]
-    assert blame({0: LaneState(QUEUED), 1: held})[0] == [1]
+    assert find_blocking_ranks({0: SUM, 1: LaneState(SILENT, "process 7"), 2: held})[0] == [2]
+    assert find_blocking_ranks({0: LaneState(QUEUED), 1: held})[0] == [1]
 
 
 def test_rank_in_its_own_code_is_waited_for_by_those_in_a_collective() -> None:
-    ranks, why = blame({0: SUM, 1: LOOP, 2: SUM})
+    ranks, why = find_blocking_ranks({0: SUM, 1: LOOP, 2: SUM})
 
     assert ranks == [1]
     assert why == f"it is at {LOOP.text}; ranks 0, 2 in a collective, waiting"
@@ -52,30 +52,30 @@ def test_of_ranks_that_all_run_code_the_fewest_at_one_line_are_named() -> None:
         CODE, "own.py:9 in step: loss.item()"
     )  # on a device a collective looks like this
 
-    assert blame({0: item, 1: LOOP, 2: item})[0] == [1]
-    assert blame({0: item, 1: LOOP})[0] == [0, 1]
+    assert find_blocking_ranks({0: item, 1: LOOP, 2: item})[0] == [1]
+    assert find_blocking_ranks({0: item, 1: LOOP})[0] == [0, 1]
 
 
 def test_rank_that_finished_without_the_collective_of_the_others_is_named() -> None:
     done = LaneState(DONE, "finished after 0.1 s, 60 s ago")
 
-    assert blame({0: SUM, 1: done, 2: SUM})[0] == [1]
-    ranks, why = blame({0: done, 1: SUM, 2: done})
+    assert find_blocking_ranks({0: SUM, 1: done, 2: SUM})[0] == [1]
+    ranks, why = find_blocking_ranks({0: done, 1: SUM, 2: done})
     assert ranks == [1] and "that ranks 0, 2 skipped" in why
-    assert blame({0: done, 1: done}) == ([], "")
+    assert find_blocking_ranks({0: done, 1: done}) == ([], "")
 
 
 def test_rank_in_another_collective_is_the_odd_one() -> None:
     other = LaneState(PEERS, "own.py:12 in step: broadcast(x)")
 
-    assert blame({0: SUM, 1: SUM, 2: other})[0] == [2]
-    assert blame({0: SUM, 1: other})[0] == [0, 1]
-    assert "network" in blame({0: SUM, 1: SUM})[1]
+    assert find_blocking_ranks({0: SUM, 1: SUM, 2: other})[0] == [2]
+    assert find_blocking_ranks({0: SUM, 1: other})[0] == [0, 1]
+    assert "network" in find_blocking_ranks({0: SUM, 1: SUM})[1]
 
 
 def test_call_that_waits_for_rows_or_its_turn_waits_for_no_rank() -> None:
-    assert blame({0: SUM, 1: LaneState(ROWS)}) == ([], "")
-    assert blame({0: SUM, 1: LaneState(QUEUED)}) == ([], "")
+    assert find_blocking_ranks({0: SUM, 1: LaneState(ROWS)}) == ([], "")
+    assert find_blocking_ranks({0: SUM, 1: LaneState(QUEUED)}) == ([], "")
 
 
 def test_ranks_are_named_as_spans() -> None:
@@ -109,7 +109,7 @@ def _place_of(thread: threading.Thread, where: str) -> LaneState:
     """The place of a thread once its line has `where` (first it may stand at the line of a def)."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        place = place_of(thread.ident or 0, _lane.__code__)
+        place = lane_state_of(thread.ident or 0, _lane.__code__)
         if place is not None and where in place.line:
             return place
     raise AssertionError(f"{place}, expected {where}")
@@ -135,7 +135,7 @@ def test_wait_for_rows_and_for_peers_are_told_apart(event: threading.Event) -> N
     event.set()
     arrival.wake()
     thread.join(60.0)
-    assert place_of(thread.ident or 0, _lane.__code__) is None
+    assert lane_state_of(thread.ident or 0, _lane.__code__) is None
 
 
 def test_looking_where_a_thread_is_keeps_no_source_file(event: threading.Event) -> None:

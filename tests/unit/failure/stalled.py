@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.failure.cause import Failure
-from spmdflow.failure.duration import Took
+from spmdflow.failure.duration import CallDuration
 from spmdflow.failure.lane_state import ROWS
+from spmdflow.failure.peers import Peers
 from spmdflow.failure.process import Process
+from spmdflow.failure.settings import SessionSettings
+from spmdflow.failure.stall import StallWatch
 from spmdflow.runtime.call import Call, Ledger, Pending
-from spmdflow.runtime.peers import Peers
-from spmdflow.runtime.rendezvous import SessionSettings
-from spmdflow.runtime.stall import Stalls
 
 HERE = "own.py:3 in step: pass"
 
 
 class Session:
-    """What `Stalls` needs of a session of two ranks, both of which are this process."""
+    """What `StallWatch` needs of a session of two ranks, both of which are this process."""
 
     def __init__(self, tmp_path: Path, **settings: Any) -> None:
         self.failures: list[Failure] = []
@@ -31,12 +31,12 @@ class Session:
         self.ledger = Ledger()
         for rank in (0, 1):
             self.peers.note_message(rank, self.now)  # not by the clock, which has gone on
-        self.stalls = Stalls(
+        self.stalls = StallWatch(
             self.peers,
             self.ledger,
             SessionSettings(tmp_path, (0, 1), **settings),
             fail=self.failures.append,
-            show=self.shown.append,
+            show_stacks=self.shown.append,
             now=self.now,
         )
         self._tickets = 0
@@ -61,7 +61,7 @@ class Session:
 
     def answer(self, pending: Pending, *ranks: int, seconds: float = 0.1) -> None:
         for rank in ranks:
-            took = Took(seconds)
+            took = CallDuration(seconds)
             if self.ledger.answer(rank, pending.ticket, {}, now=self.now, took=took):
                 self.stalls.end_call(pending, self.now)
 
@@ -84,4 +84,4 @@ class Session:
                 self.stalls.note_heartbeat(
                     rank, [[call, "compute", waited, kind, HERE, ""]], self.now
                 )
-            self.stalls.look(self.now)
+            self.stalls.check(self.now)

@@ -14,7 +14,7 @@ import pytest
 
 from spmdflow.failure.lane_state import CODE, PEERS
 from spmdflow.failure.process import Process
-from tests.unit.runtime.stalled import HERE, Session
+from tests.unit.failure.stalled import HERE, Session
 
 
 def test_call_is_printed_after_a_minute_with_stacks_and_again_when_twice_as_long_has_passed(
@@ -28,9 +28,11 @@ def test_call_is_printed_after_a_minute_with_stacks_and_again_when_twice_as_long
         session.run(70, {0: PEERS, 1: CODE}, sent.ticket)
 
     first, second = caplog.messages
-    assert first.startswith("actor.update (call 1, compute lane) runs for 60 s (no call before it)")
+    assert first.startswith(
+        "actor.update (call 1, compute lane) has been running for 60 s (no call before it)"
+    )
     assert f"the call waits for rank 1: it is at {HERE}" in first
-    assert "runs for 120 s" in second and session.shown == [[]]
+    assert "has been running for 120 s" in second and session.shown == [[]]
     assert session.failures == []  # no median: nothing is known of its length
 
 
@@ -145,7 +147,7 @@ def test_script_that_calls_nothing_for_a_minute_is_told(
     with caplog.at_level(logging.WARNING):
         session.run(65, {}, 0)
 
-    assert len(caplog.messages) == 1 and "no call runs for 60 s" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "no call has run for 60 s" in caplog.messages[0]
 
 
 def test_transfers_of_one_methods_rows_are_one_kind_of_call_however_many_there_are(
@@ -158,7 +160,7 @@ def test_transfers_of_one_methods_rows_are_one_kind_of_call_however_many_there_a
         )
         session.answer(sent, 0, 1)
 
-    assert list(session.stalls.state(session.now)["medians"]) == [
+    assert list(session.stalls.status(session.now)["medians"]) == [
         "transfer of actor.generate (train)"
     ]
 
@@ -180,7 +182,7 @@ def test_ranks_that_wait_for_one_another_are_blamed_unless_another_call_computes
                 [other.ticket, "transfer", 0.0, other_kind, HERE, ""],
             ]
             session.stalls.note_heartbeat(rank, heartbeat, session.now)
-        session.stalls.look(session.now)
+        session.stalls.check(session.now)
 
     blamed = {failure.number for failure in session.failures}
     assert blamed == (set() if other_kind == CODE else {waiting.ticket})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from spmdflow.failure.peers import Peers
 from spmdflow.failure.process import Process
-from spmdflow.runtime.peers import Peers
 
 
 def test_ranks_of_one_machine_share_the_number_of_its_first_rank() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spmdflow.failure.lane_state import CODE, PEERS, ROWS
-from spmdflow.runtime.limit import FIRST_SECONDS, Heard, computing_seconds
-from tests.unit.runtime.stalled import Session
+from spmdflow.failure.limit import FIRST_SECONDS, Heartbeat, computing_seconds
+from tests.unit.failure.stalled import Session
 
 
 def test_call_that_waits_for_rows_of_two_calls_of_six_seconds_passes_a_limit_of_nine(
@@ -140,7 +140,7 @@ def test_calls_sent_after_the_limit_do_not_excuse_a_call_whose_ranks_are_all_in_
 
 
 def test_only_time_that_a_heartbeat_has_told_of_counts_unless_the_rank_is_silent() -> None:
-    heard = Heard(at=20.0, row_seconds=4.0)
+    heard = Heartbeat(at=20.0, row_seconds=4.0)
 
     assert computing_seconds(10.0, heard, 25.0, is_silent=False) == 6.0
     assert computing_seconds(10.0, heard, 25.0, is_silent=True) == 11.0
