@@ -28,6 +28,7 @@ from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
 from spmdflow.runtime.call import InprocTransport
+from spmdflow.tracking.tracker import read_lines
 from tests.algos.runs import (
     ROOT,
     SCRIPT,
@@ -141,6 +142,33 @@ def test_sigterm_in_one_process_saves_the_running_step_and_the_restart_ends_the_
     assert run(run_dir) == 0
     assert last_checkpoint(run_dir) == last_checkpoint(whole)
     assert numbers_of(run_dir) == numbers_of(whole)
+
+
+def test_each_call_is_one_line_of_the_list_also_in_a_run_that_was_interrupted(
+    whole, tmp_path, monkeypatch
+):
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        run(run_dir, patch, stop_after=POINTS[0])
+    assert run(run_dir) == 0
+
+    by_run = [calls_of(folder) for folder in (whole, run_dir)]
+    assert by_run[0] == by_run[1]
+    called = [line for line in by_run[0] if line[0] == STEPS]
+    assert [label for _, label, *_ in called].count("actor.update_actor") == 1
+    (update,) = [line for line in called if line[1] == "actor.update_actor"]
+    assert update[2:] == ("call", "train", [0])
+    times = [line for line in read_lines(whole / "calls.jsonl") if "start" in line]
+    assert times and all(line["start"] <= line["end"] for line in times)
+    lines = [line["line"] for line in times if line["label"] == "actor.update_actor"]
+    assert all("ppo.py:" in line and "update_actor" in line for line in lines)
+
+
+def calls_of(run_dir):
+    """What is the same however often a run was interrupted: the calls of its steps."""
+    names = ("step", "label", "operation", "phase", "ranks")
+    lines = [line for line in read_lines(run_dir / "calls.jsonl") if line["step"] > 0]
+    return [tuple(line[name] for name in names) for line in lines if line["operation"] != "save"]
 
 
 def test_a_finished_run_started_again_does_nothing(whole):

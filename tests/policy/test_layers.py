@@ -54,6 +54,11 @@ SYSTEM_USES_TOOLS = {
     ("models.policy", "serving"): "an actor publishes its weights to servers outside of the run",
 }
 """(module of the system, tool that it imports) -> why."""
+READ_RECORDS = {"controller.transcript", "controller.capsule", "plan", "view", "report", "status"}
+READ_RECORDS |= {"replay", "live"}
+"""What looks at a run through the records of its calls."""
+START_THEM = {"controller.script", "program", "run", "__main__"}
+"""What puts a run together: it starts what looks at it."""
 LIBRARY_USES_SYSTEM = {
     ("episodes", "rollout"): "episodes are played on the run's generator, turn by turn",
 }
@@ -128,6 +133,24 @@ def test_system_imports_tools_only_where_the_table_says_so() -> None:
     }
 
     assert edges == SYSTEM_USES_TOOLS.keys()
+
+
+def _reads_records(module: str) -> bool:
+    name = module.removeprefix("spmdflow.")
+    return name in READ_RECORDS or room_of(module) in READ_RECORDS
+
+
+def test_nothing_that_trains_imports_what_reads_the_records_of_its_calls() -> None:
+    importers = [
+        where
+        for module, targets in import_graph(with_types=True).items()
+        for target, where in targets.items()
+        if _reads_records(target)
+        and not _reads_records(module)
+        and module.removeprefix("spmdflow.") not in START_THEM
+    ]
+
+    assert importers == []
 
 
 def test_library_imports_nothing_that_runs() -> None:
