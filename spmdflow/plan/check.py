@@ -50,68 +50,68 @@ def check_group_members(trace: Trace) -> list[Problem]:
 def _member_errors(trace: Trace) -> Iterator[str]:
     """Yields a message for each error of membership, in the order of the calls."""
     created: set[tuple[tuple[int, ...], str]] = set()
-    for order in trace.calls:
-        if order.operation == "groups":
-            yield from _differing_groups(order)
-            for ranks, _, backend in order.command["specs"]:
+    for call in trace.calls:
+        if call.operation == "groups":
+            yield from _differing_groups(call)
+            for ranks, _, backend in call.command["specs"]:
                 created.add((tuple(ranks), ""))
                 created.add((tuple(ranks), backend))
-        yield from _rank_errors(trace, order)
-        for method, ranks, backend in _groups_entered(trace, order):
+        yield from _rank_errors(trace, call)
+        for method, ranks, backend in _groups_entered(trace, call):
             if len(ranks) > 1 and (ranks, backend) not in created:
                 group = f"{backend} group".strip()
                 yield (
-                    f"{name_of(order)}: uses the {group} of ranks {shorten_numbers(ranks)}, which "
+                    f"{name_of(call)}: uses the {group} of ranks {shorten_numbers(ranks)}, which "
                     f"does not exist yet; add these ranks to what {method} returns"
                 )
                 created.add((ranks, backend))
 
 
-def _rank_errors(trace: Trace, order: Call) -> Iterator[str]:
+def _rank_errors(trace: Trace, call: Call) -> Iterator[str]:
     """Yields a message for the first rank that lacks its command, or else has one too many."""
-    members = _members(trace, order)
+    members = _members(trace, call)
     if not members:
         return
-    missing = sorted(set(members) - set(order.commands))
-    surplus = sorted(set(order.commands) - set(members))
+    missing = sorted(set(members) - set(call.commands))
+    surplus = sorted(set(call.commands) - set(members))
     expected = f"expected exactly the ranks {shorten_numbers(members)} of its group"
     if missing:
         yield (
-            f"{name_of(order)}: got no command for rank {missing[0]}, {expected}; the other ranks "
+            f"{name_of(call)}: got no command for rank {missing[0]}, {expected}; the other ranks "
             f"would wait for ever"
         )
     elif surplus:
         yield (
-            f"{name_of(order)}: got a command for rank {surplus[0]}, {expected}; this rank would "
+            f"{name_of(call)}: got a command for rank {surplus[0]}, {expected}; this rank would "
             f"wait for ever"
         )
 
 
-def _differing_groups(order: Call) -> Iterator[str]:
+def _differing_groups(call: Call) -> Iterator[str]:
     """Yields a message if some rank creates other groups than the first one."""
-    first = order.ranks[0]
-    specs = order.commands[first]["specs"]
-    for rank, command in order.commands.items():
+    first = call.ranks[0]
+    specs = call.commands[first]["specs"]
+    for rank, command in call.commands.items():
         if command["specs"] != specs:
             yield (
-                f"{name_of(order)}: got other groups on rank {rank} than on rank {first}, expected "
+                f"{name_of(call)}: got other groups on rank {rank} than on rank {first}, expected "
                 f"the same ones in the same order; a new_group that some ranks skip breaks the "
                 f"groups created after it"
             )
             return
 
 
-def _members(trace: Trace, order: Call) -> tuple[int, ...]:
+def _members(trace: Trace, call: Call) -> tuple[int, ...]:
     """Ranks that must take part; empty if any ranks may."""
-    if order.operation == "groups":
+    if call.operation == "groups":
         return trace.world
-    if order.operation == "map":
-        return tuple(order.command["ranks"])
-    if order.operation not in ("call", "spawn"):
+    if call.operation == "map":
+        return tuple(call.command["ranks"])
+    if call.operation not in ("call", "spawn"):
         return ()
     models = set()
     methods = set()
-    for command in order.commands.values():
+    for command in call.commands.values():
         models.add(command.get("group", command.get("name")))
         methods.add(command.get("method"))
     if methods & {"send_weights", "receive_weights"}:
@@ -125,16 +125,16 @@ def _members(trace: Trace, order: Call) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _groups_entered(trace: Trace, order: Call) -> Iterator[tuple[str, tuple[int, ...], str]]:
+def _groups_entered(trace: Trace, call: Call) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(method of the worker that should list it, ranks, backend; "": any) of each group."""
-    if order.operation == "spawn":
-        model = trace.models[order.command["name"]]
+    if call.operation == "spawn":
+        model = trace.models[call.command["name"]]
         for ranks in model.worker_class.needed_groups(model.cfg, model.layout):
             yield "needed_groups", ranks, ""
         for ranks in model.worker_class.host_groups(model.cfg, model.layout):
             yield "host_groups", ranks, "gloo"
-    elif order.operation == "map":
-        yield "host_groups", tuple(order.command["ranks"]), "gloo"
+    elif call.operation == "map":
+        yield "host_groups", tuple(call.command["ranks"]), "gloo"
 
 
 def check_weight_copies(copies: Copies, *, label: str) -> list[Problem]:
