@@ -70,7 +70,7 @@ class Target:
 class Assignment:
     """Which positions of the batch each rank gets, and has afterwards; which ranks reply."""
 
-    given: Mapping[int, np.ndarray]
+    received: Mapping[int, np.ndarray]
     holds: Mapping[int, np.ndarray]
     answering: tuple[int, ...]
     num_micro_batches: int = 1
@@ -96,7 +96,7 @@ def assign(
     lists = None if shares is None else [share.tolist() for share in shares]
     positions = by_share(rules.distribute(layout, num_rows, lists), _positions)
     return Assignment(
-        given=positions,
+        received=positions,
         holds=by_share(rules.holds(layout, num_rows, lists), _positions),
         answering=tuple(rules.collect(layout).ranks),
         num_micro_batches=limit.count_of(list(positions.values()), lengths),

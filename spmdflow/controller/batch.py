@@ -92,10 +92,10 @@ class Batch:
                 f"batch | {type(other).__name__}: expected a Batch on both sides; "
                 f"give metrics of a call to step.log"
             )
-        place = _places(self.ids, other.ids)
+        index = _indices_of(self.ids, other.ids)
         columns = dict(self.refs)
         for name, ref in other.refs.items():
-            moved = ref.at(place)
+            moved = ref.at(index)
             mine = columns.get(name, moved)
             if not mine.equals(moved):
                 raise ColumnError(
@@ -109,11 +109,11 @@ class Batch:
         """The same rows with other columns."""
         return Batch(self.caller, self.ids, self.parents, columns)
 
-    def _at(self, places: np.ndarray, ids: Ids, parents: Ids) -> Batch:
+    def _at(self, indices: np.ndarray, ids: Ids, parents: Ids) -> Batch:
         """The rows at these places under other ids."""
         columns = {}
         for name, ref in self.refs.items():
-            columns[name] = ref.at(places)
+            columns[name] = ref.at(indices)
         return Batch(self.caller, ids, parents, columns)
 
     def __getitem__(self, rows: slice) -> Batch:
@@ -127,8 +127,8 @@ class Batch:
 
     def select(self, positions: Sequence[int] | np.ndarray) -> Batch:
         """The rows at `positions` (each at most once), in that order; ids stay."""
-        places = _check_positions(positions, len(self))
-        return self._at(places, self.ids[places], self.parents[places])
+        indices = _check_positions(positions, len(self))
+        return self._at(indices, self.ids[indices], self.parents[indices])
 
     def where(self, rows: str | Sequence[bool] | np.ndarray | Tensor) -> Batch:
         """The rows where a column with one number per row is not 0 (or False), or one of text is
@@ -164,7 +164,7 @@ class Batch:
 
     def ordered_like(self, other: Batch) -> Batch:
         """The same rows in the order of a batch with the same row ids, such as before `where`."""
-        return self.select(_places(other.ids, self.ids))
+        return self.select(_indices_of(other.ids, self.ids))
 
     def filter(self, name: str, keep: Callable[[Any], bool]) -> Batch:
         """Rows whose value passes; waits for the values. Ragged rows come as tensors."""
@@ -198,8 +198,8 @@ class Batch:
         """Each row n times, neighbours, with new ids; parents are the ids repeated."""
         if n < 1:
             raise RowError(f"repeat: got {n}, expected at least 1; use select to leave rows out")
-        places = np.repeat(np.arange(len(self)), n)
-        return self._at(places, self.caller.row_ids.take(len(places)), np.repeat(self.ids, n))
+        indices = np.repeat(np.arange(len(self)), n)
+        return self._at(indices, self.caller.row_ids.take(len(indices)), np.repeat(self.ids, n))
 
     def aligned_with(self, other: Batch) -> Batch:
         """These rows under the row ids of another batch, in order, so that the two can join."""
@@ -227,8 +227,8 @@ class Batch:
             got += f"of {len(np.unique(samples.parents))} prompts"
             do = "make them from samples.first_samples()"
             raise RowError.of("shared_by", got, "one row of each of their prompts", do)
-        place = order[np.searchsorted(groups, samples.parents)]
-        return self._at(place, samples.ids, samples.parents)
+        index = order[np.searchsorted(groups, samples.parents)]
+        return self._at(index, samples.ids, samples.parents)
 
     def only(self, *names: str, prefix: str = "") -> Batch:
         """With the columns `names` alone; prefix: put before each name."""
@@ -362,7 +362,7 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
     return Batch(first.caller, ids, parents, first.caller.join(parts, ids))
 
 
-def _places(ids: Ids, others: Ids) -> np.ndarray:
+def _indices_of(ids: Ids, others: Ids) -> np.ndarray:
     order = np.argsort(others, kind="stable")
     if len(ids) != len(others) or not np.array_equal(np.sort(ids), others[order]):
         common = len(np.intersect1d(ids, others))
@@ -375,17 +375,17 @@ def _places(ids: Ids, others: Ids) -> np.ndarray:
 
 def _check_positions(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:
     """Positions as int64; RowError for repeats, positions beyond the batch and masks."""
-    places = np.asarray(positions)
-    if places.dtype == bool or places.ndim != 1:
-        got = f"{places.dtype} of shape {places.shape}"
+    indices = np.asarray(positions)
+    if indices.dtype == bool or indices.ndim != 1:
+        got = f"{indices.dtype} of shape {indices.shape}"
         raise RowError.of("select", got, "a list of positions", "use where for a mask")
-    places = places.astype(np.int64)
-    if len(places) and not -num_rows <= places.min() <= places.max() < num_rows:
+    indices = indices.astype(np.int64)
+    if len(indices) and not -num_rows <= indices.min() <= indices.max() < num_rows:
         where = "select"
-        got = f"positions from {places.min()} to {places.max()}"
+        got = f"positions from {indices.min()} to {indices.max()}"
         raise RowError.of(where, got, f"0 to {num_rows - 1}", "correct the positions")
-    if len(np.unique(places % max(num_rows, 1))) < len(places):
-        got = f"{len(places)} positions with repeats"
+    if len(np.unique(indices % max(num_rows, 1))) < len(indices):
+        got = f"{len(indices)} positions with repeats"
         do = "use repeat, which makes new row ids"
         raise RowError.of("select", got, "each row at most once", do)
-    return places
+    return indices

@@ -128,7 +128,7 @@ class Caller:
         self,
         target: Target,
         method: Method,
-        given: Batch | list[Any] | None,
+        argument: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
     ) -> Batch | Result:
         """Call a registered method of a worker group (paper section 4.1).
@@ -136,20 +136,20 @@ class Caller:
         `compute_log_prob` need not run: see old_log_probs.py.
         """
         spec = method.spec
-        if not isinstance(given, Batch):
-            return self._send(self._plan(target, method, given, arguments), None)
+        if not isinstance(argument, Batch):
+            return self._send(self._plan(target, method, argument, arguments), None)
         answer: Batch | Result | None = None
         if spec.instead and spec.writes:
-            answer = self._without_running(target, method, given)
+            answer = self._without_running(target, method, argument)
         if answer is None and spec.minibatches and not spec.writes:
-            answer = self._update(target, method, given, arguments)
+            answer = self._update(target, method, argument, arguments)
         if answer is None:
-            call = self._plan(target, method, given, arguments)
-            answer = self._send(call, given, extends=spec if spec.extends else None)
+            call = self._plan(target, method, argument, arguments)
+            answer = self._send(call, argument, extends=spec if spec.extends else None)
         following = spec.followed_by(target.settings) if spec.followed_by else None
         if following is not None and isinstance(answer, Batch):
             function, settings = following
-            answer |= self.map(given | answer, function, settings)
+            answer |= self.map(argument | answer, function, settings)
         return answer
 
     def _without_running(self, target: Target, method: Method, batch: Batch) -> Batch | None:
@@ -184,7 +184,7 @@ class Caller:
         self,
         target: Target,
         method: Method,
-        given: Batch | list[Any] | None,
+        argument: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
         *,
         instead: Mapping[str, str] | None = None,
@@ -193,7 +193,7 @@ class Caller:
         return plan_method(
             target,
             method,
-            given,
+            argument,
             arguments,
             self._moment(),
             draw=partial(self._draws.take, self.step, self.phase),
@@ -475,11 +475,11 @@ class Caller:
 
     def _join_made(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> RowResult:
         """A result that each rank assembles from the rows that it holds of the parts."""
-        call, made = plan_join(columns, ids, self._moment())
+        call, sources = plan_join(columns, ids, self._moment())
         result = RowResult.of(call, self._freed.append)
-        result.ranks = tuple(sorted({rank for each in made for rank in each.ranks}))
-        pools = {each.ranks for each in made}
-        result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in made)
+        result.ranks = tuple(sorted({rank for each in sources for rank in each.ranks}))
+        pools = {each.ranks for each in sources}
+        result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in sources)
         self._submit(call, result, tuple(columns.values()))
         return result
 

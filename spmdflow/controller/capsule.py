@@ -114,9 +114,9 @@ class Capsule(Observer):
         transcript.end_step(step)
         columns: dict[str, Column] = {}
         calls: list[tuple[str, str, int]] = []
-        for label, phase, made in _calls(caller, captured):
-            columns |= {f"{len(calls):03d} {label} {name}": made[name] for name in made}
-            calls.append((label, phase, len(made)))
+        for label, phase, outputs in _calls(caller, captured):
+            columns |= {f"{len(calls):03d} {label} {name}": outputs[name] for name in outputs}
+            calls.append((label, phase, len(outputs)))
         write_rows(self._folder / ROWS, columns, {})
         self._saving.save(self.step, caller, self._flow.groups, self._flow.state(self.step), {})
         self._saving.finish()
@@ -138,24 +138,24 @@ def _calls(
     """(label, phase, columns) of every call that makes rows or numbers, and before it of the data
     rows that it reads first."""
     seen: set[int] = set()
-    for pending, result, given in captured:
+    for pending, result, batch in captured:
         call = pending.call
         if result is not None:
             ids = np.unique(np.concatenate([*result.answer.values()]))
-            made = {}
-            for name in result.held:
+            outputs = {}
+            for name in result.holders:
                 ref = ColumnRef(result, ids, name)
-                made[name] = caller.column(name, ref, purpose="capsule")
+                outputs[name] = caller.column(name, ref, purpose="capsule")
         elif (numbers := _numbers(pending)) is not None:
-            made = numbers
+            outputs = numbers
         else:
             continue
-        for name, ref in _sources(given):
+        for name, ref in _sources(batch):
             if ref.result.number not in seen:
                 seen.add(ref.result.number)
                 column = caller.column(name, ref, purpose="capsule")
                 yield ref.result.label, call.phase, {name: column}
-        yield call.label, call.phase, made
+        yield call.label, call.phase, outputs
 
 
 def _numbers(pending: Pending) -> Made | None:
@@ -172,9 +172,9 @@ def _numbers(pending: Pending) -> Made | None:
     return numbers
 
 
-def _sources(given: Batch | None) -> Iterator[tuple[str, ColumnRef]]:
+def _sources(batch: Batch | None) -> Iterator[tuple[str, ColumnRef]]:
     """The prompts of a data file that a call is given."""
-    if given is not None and "prompts" in given.columns:
-        ref = given.column("prompts")
+    if batch is not None and "prompts" in batch.columns:
+        ref = batch.column("prompts")
         if isinstance(ref.result, SourceRows):
             yield "prompts", ref

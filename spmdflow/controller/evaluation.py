@@ -115,7 +115,7 @@ class Evaluation:
         sampled = _respond(model, generate, samples, greedy=False)
         sampled |= reward.compute_reward(sampled, prefix="eval/sampled")
         rows = judged_samples(sampled)
-        shares = _shares([rows[place] for place in _places_whole([rows])])
+        shares = _shares([rows[index] for index in _complete_indices([rows])])
         return estimate_metrics(estimates(shares, seed=self._seed), "eval")
 
     def _play(self, stream: PromptStream, model: WorkerGroup) -> dict[str, float]:
@@ -137,17 +137,17 @@ class Evaluation:
             return {}
         by_prompt = judged_samples(greedy)
         samples = judged_samples(sampled)
-        whole = _places_whole([by_prompt, samples] if samples else [by_prompt])
-        firsts = [by_prompt[place][0] for place in whole]
+        whole = _complete_indices([by_prompt, samples] if samples else [by_prompt])
+        firsts = [by_prompt[index][0] for index in whole]
         numbers: dict[str, list[float]] = {"score": [row.score or 0.0 for row in firsts]}
         if knows_right(self._config.reward):
             numbers = {"accuracy": [row.right for row in firsts]} | numbers
-        shares = _shares([samples[place] for place in whole]) if samples else {}
+        shares = _shares([samples[index] for index in whole]) if samples else {}
         by_place = {}
         for name, of_prompts in shares.items():
             by_place[name] = dict(zip(whole, of_prompts))
         write_judged(run_dir / EVALUATION_FILE, greedy, by_prompt, samples, by_place)
-        found = estimates(numbers | shares, seed=self._seed)
+        estimated = estimates(numbers | shares, seed=self._seed)
         lengths = [row[0].num_tokens for row in by_prompt]
         facts: dict[str, float] = {"prompts": len(whole)}
         if len(whole) < len(by_prompt):
@@ -157,7 +157,9 @@ class Evaluation:
         if samples:
             facts["mean tokens, sampled"] = mean(s.num_tokens for row in samples for s in row)
         try:
-            print_text(evaluation_table("evaluation (accuracy and score: greedy)", found, facts))
+            print_text(
+                evaluation_table("evaluation (accuracy and score: greedy)", estimated, facts)
+            )
         except OSError as err:
             logger.warning(
                 "standard output does not take the table of the evaluation (%s); its numbers are "
@@ -165,7 +167,7 @@ class Evaluation:
                 err,
                 run_dir / EVALUATION_FILE,
             )
-        return estimate_metrics(found, "eval") | {
+        return estimate_metrics(estimated, "eval") | {
             "eval/response_length": facts["mean tokens, greedy"]
         }
 
@@ -186,12 +188,12 @@ def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, gree
     return made.ordered_like(rows)
 
 
-def _places_whole(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
+def _complete_indices(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
     """Indices of the prompts without a failed response; RewardError if there is none."""
     whole = []
-    for place, rows in enumerate(zip(*batches, strict=True)):
+    for index, rows in enumerate(zip(*batches, strict=True)):
         if all(sample.score is not None for row in rows for sample in row):
-            whole.append(place)
+            whole.append(index)
     if not whole:
         raise RewardError(
             f"evaluate: got {len(batches[0])} prompts, each with a response whose reward function "
@@ -259,16 +261,16 @@ def write_judged(
     """
     values = greedy_rows.fetch_for("evaluation", "prompt_text", "row")
     lines = []
-    for place, (prompt, row) in enumerate(zip(values["prompt_text"], values["row"], strict=True)):
+    for index, (prompt, row) in enumerate(zip(values["prompt_text"], values["row"], strict=True)):
         record = {
             "prompt": str(prompt),
             "row": json.loads(str(row)),
-            "greedy": greedy[place][0]._asdict(),
-            "samples": [sample._asdict() for sample in (sampled[place] if sampled else ())],
+            "greedy": greedy[index][0]._asdict(),
+            "samples": [sample._asdict() for sample in (sampled[index] if sampled else ())],
             **{
-                name: of_prompts[place]
+                name: of_prompts[index]
                 for name, of_prompts in numbers.items()
-                if place in of_prompts
+                if index in of_prompts
             },
         }
         lines.append(json.dumps(record) + "\n")

@@ -59,12 +59,12 @@ class WorkerGroup:
             spec = method_spec(self.target.worker_class, method)
             self._methods[method] = Method(method, spec, protocol(spec.transfer_mode))
 
-        def call(*given: Any, **arguments: Any) -> Batch | Result:
+        def call(*positional: Any, **arguments: Any) -> Batch | Result:
             """The method on every rank: a batch (or a list) by position, all else by name."""
-            if len(given) > 1:
+            if len(positional) > 1:
                 function = getattr(self.target.worker_class, method)
-                raise too_many(f"{self.name}.{method}", function, given)
-            batch = arguments.pop("batch", None) if not given else given[0]
+                raise too_many(f"{self.name}.{method}", function, positional)
+            batch = arguments.pop("batch", None) if not positional else positional[0]
             if batch is not None and not isinstance(batch, Batch | list):
                 raise ProtocolError(
                     f"{self.name}.{method}: got {type(batch).__name__} first, expected a Batch "

@@ -52,11 +52,11 @@ class Guarding:
         rows = batch.ids.tobytes()
         if rows not in self._decided:
             refs = (batch.column(name) for name in batch.columns)
-            made = set()
+            producers = set()
             for ref in refs:
                 if isinstance(ref.result, RowResult):
-                    made.add(ref.result)
-            metrics = self._caller.metrics_of(made)
+                    producers.add(ref.result)
+            metrics = self._caller.metrics_of(producers)
             self._known |= metrics.keys()
             trips = self._guards.trips(metrics, skipping=True)
             self._decided[rows] = bool(trips)

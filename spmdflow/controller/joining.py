@@ -27,8 +27,8 @@ def plan_join(
     commands: dict[int, dict[str, Any]] = {}
     ids_by_rank: dict[int, list[Ids]] = {}
     name, first = next(iter(columns.items()))
-    made = _results_of_calls(name, first)
-    readers = sorted(made[0].answer)
+    sources = _results_of_calls(name, first)
+    readers = sorted(sources[0].answer)
     start = 0
     for index, part in enumerate(first):
         new_ids = ids[start : start + len(part.ids)]
@@ -56,9 +56,9 @@ def plan_join(
         reply_ranks=tuple(rows_after),
         rows_after=rows_after,
         writes=tuple(columns),
-        lineage=frozenset().union(*(each.lineage for each in made)),
+        lineage=frozenset().union(*(each.lineage for each in sources)),
     )
-    return call, made
+    return call, sources
 
 
 def _owners(part: ColumnRef, readers: Sequence[int]) -> np.ndarray:

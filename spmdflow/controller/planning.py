@@ -135,7 +135,7 @@ def _input_part(
 def plan_method(
     target: Target,
     method: Method,
-    given: Batch | Sequence[Any] | None,
+    argument: Batch | Sequence[Any] | None,
     arguments: Mapping[str, Any],
     moment: Moment,
     *,
@@ -154,7 +154,7 @@ def plan_method(
     if instead:
         needed = tuple(name for name in spec.reads if name not in instead)
         spec = replace(spec, reads=needed, optional=(*spec.optional, *instead, *instead.values()))
-    before = [None] if given is None else [None, given]
+    before = [None] if argument is None else [None, argument]
     _check_arguments(label, getattr(target.worker_class, method.name), before, arguments)
     if spec.check is not None:
         spec.check(label, target.settings, arguments)
@@ -165,20 +165,20 @@ def plan_method(
         "step": moment.step,
         "arguments": dict(arguments),
     }
-    if not isinstance(given, Batch):
-        return _plan_without_rows(label, target, method, given, head, moment)
-    inputs = _inputs_of(given, columns_read(spec, given, label))
+    if not isinstance(argument, Batch):
+        return _plan_without_rows(label, target, method, argument, head, moment)
+    inputs = _inputs_of(argument, columns_read(spec, argument, label))
     if spec.extends:
-        check_extended(label, spec, given)
-    assignment = _assign_rows(target, method.rules, spec, given, inputs, moment)
+        check_extended(label, spec, argument)
+    assignment = _assign_rows(target, method.rules, spec, argument, inputs, moment)
     if spec.early:
         head["early"] = spec.early
     if spec.minibatches:
         head["total_steps"] = moment.total_steps
     numbers = {}
     if spec.draws:
-        numbers["generation"] = draw(given.ids, greedy=bool(arguments.get("greedy")))
-    return _plan_rows(label, spec.writes, head, given, inputs, assignment, moment, numbers)
+        numbers["generation"] = draw(argument.ids, greedy=bool(arguments.get("greedy")))
+    return _plan_rows(label, spec.writes, head, argument, inputs, assignment, moment, numbers)
 
 
 def _plan_without_rows(
@@ -222,12 +222,12 @@ def _items(
         expected = f"a Batch with the columns {list(spec.reads)}"
         do = "take rows from flow.prompts, or from the call that made them"
         raise ProtocolError.of(label, f"a list of {len(items)}", expected, do)
-    given = method.rules.distribute(target.layout, len(items))
-    if any(len(positions) != 1 for positions in given.values()):
+    by_rank = method.rules.distribute(target.layout, len(items))
+    if any(len(positions) != 1 for positions in by_rank.values()):
         got = f"a list of {len(items)} under {spec.transfer_mode}"
         do = "register it with transfer_mode='ALL_TO_ALL'"
         raise ProtocolError.of(label, got, "a mode that gives each rank one item", do)
-    return ((rank, items[at[0]]) for rank, at in given.items())
+    return ((rank, items[at[0]]) for rank, at in by_rank.items())
 
 
 def plan_map(
@@ -249,15 +249,15 @@ def plan_map(
     optional = tuple(name for name in marks.optional if name not in reads)
     spec = MethodSpec("rows", reads, optional, marks.writes, False, False)
     inputs = _inputs_of(batch, columns_read(spec, batch, label))
-    given = _positions_held(_home(batch, inputs, label, busy))
+    positions = _positions_held(_home(batch, inputs, label, busy))
     head = {
         "operation": "map",
         "function": f"{function.__module__}:{function.__qualname__}",
         "step": moment.step,
         "arguments": dict(arguments),
-        "ranks": list(given),
+        "ranks": list(positions),
     }
-    assignment = Assignment(given, given, tuple(given))
+    assignment = Assignment(positions, positions, tuple(positions))
     numbers = {}
     if marks.groups:
         numbers["groups"] = batch.group_numbers()
@@ -284,7 +284,7 @@ def _plan_rows(
     mini_batches = assignment.mini_batches or {}
     parts: dict[int, dict[str, Any]] = {}
     commands = {}
-    for rank, at in assignment.given.items():
+    for rank, at in assignment.received.items():
         if id(at) not in parts:
             part = {
                 "ids": batch.ids[at],
@@ -307,10 +307,10 @@ def _plan_rows(
             continue  # every rank reads the data file itself
         lineage |= each.result.lineage
         ids_by_share: dict[int, Ids] = {}
-        for at in assignment.given.values():
+        for at in assignment.received.values():
             if id(at) not in ids_by_share:
                 ids_by_share[id(at)] = _ascending(each.ids, at)
-        rows = {rank: ids_by_share[id(at)] for rank, at in assignment.given.items()}
+        rows = {rank: ids_by_share[id(at)] for rank, at in assignment.received.items()}
         columns = tuple(dict.fromkeys(each.columns.values()))
         required.append(RequiredRows(each.result.number, columns, rows))
     return Call(
@@ -387,9 +387,9 @@ def _assign_rows(
             f"add an UpdateConfig"
         )
     widest = _widest(inputs, target.layout.ranks)
-    held = {} if widest is None else _positions_held(widest)
+    owned = {} if widest is None else _positions_held(widest)
     return assign_mini_batches(
-        rules, target, batch.parents, held, lengths=lengths, seed=moment.seed, step=moment.step
+        rules, target, batch.parents, owned, lengths=lengths, seed=moment.seed, step=moment.step
     )
 
 
@@ -409,11 +409,11 @@ def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray
 
 def _widest(inputs: Sequence[Input], ranks: Sequence[int]) -> Input | None:
     """The input with most columns whose result was made on exactly these ranks."""
-    made = []
+    of_ranks = []
     for each in inputs:
         if isinstance(each.result, RowResult) and set(each.result.ranks) == set(ranks):
-            made.append(each)
-    return max(made, key=lambda each: (len(each.columns), -each.result.number), default=None)
+            of_ranks.append(each)
+    return max(of_ranks, key=lambda each: (len(each.columns), -each.result.number), default=None)
 
 
 def _home(
@@ -456,12 +456,12 @@ def _widest_of_most(inputs: Sequence[Input]) -> Input:
     return widest
 
 
-def _positions_held(given: Input) -> dict[int, np.ndarray]:
+def _positions_held(source: Input) -> dict[int, np.ndarray]:
     """Positions in the batch by rank: each row at the rank that answers for it in the result."""
-    assert isinstance(given.result, RowResult)
-    owner = given.result.owners(given.ids)
+    assert isinstance(source.result, RowResult)
+    owner = source.result.owners(source.ids)
     result = {}
-    for rank in given.result.ranks:
+    for rank in source.result.ranks:
         result[rank] = np.flatnonzero(owner == rank)
     return result
 
@@ -526,13 +526,13 @@ def _check_arguments(
             raise ProtocolError.of(label, got, f"a {kind}", "correct the value")
 
 
-def too_many(label: str, function: Callable[..., Any], given: Sequence[Any]) -> ProtocolError:
+def too_many(label: str, function: Callable[..., Any], positional: Sequence[Any]) -> ProtocolError:
     """The error of a call with more than the batch by position."""
     names = list(_signature(function).parameters)[2:]
     named = []
-    for name, value in zip(names, given[1:]):
+    for name, value in zip(names, positional[1:]):
         named.append(f"{name}={value!r}")
-    got = f"{len(given)} arguments by position"
+    got = f"{len(positional)} arguments by position"
     do = f"write {label.rpartition('.')[2]}({', '.join(['batch', *named])})"
     return ProtocolError.of(label, got, "the batch alone", do)
 

@@ -1,6 +1,6 @@
 """Rows that calls made: where they are, and what is known of them. No values.
 
-`held` records, for the script thread, which rank has or is about to have which rows; it is
+`holders` records, for the script thread, which rank has or is about to have which rows; it is
 exact because protocols are pure functions and calls are numbered. `facts` (dtype, row shape,
 lengths) are known once the producer has replied; only the io thread writes them.
 """
@@ -45,18 +45,18 @@ def facts_of(
     label: the call that made them. ColumnError if two ranks made a column of different kinds.
     """
     ranks = [rank for rank, ids in answer.items() if len(ids)] or list(answer)[:1]
-    said = [replies[rank]["columns"] for rank in ranks]
+    columns_of_ranks = [replies[rank]["columns"] for rank in ranks]
     ids, first = np.unique(np.concatenate([answer[rank] for rank in ranks]), return_index=True)
     facts = {}
-    for name, (plain, _) in said[0].items():
+    for name, (plain, _) in columns_of_ranks[0].items():
         spec = ColumnSpec.from_plain(plain)
-        for rank, columns in zip(ranks, said, strict=True):
+        for rank, columns in zip(ranks, columns_of_ranks, strict=True):
             other = ColumnSpec.from_plain(columns[name][0])
             if other != spec:
                 raise _differing_column(label, name, {ranks[0]: spec, rank: other})
         lengths = None
         if spec.kind != "dense":
-            lengths = np.concatenate([columns[name][1] for columns in said])[first]
+            lengths = np.concatenate([columns[name][1] for columns in columns_of_ranks])[first]
         facts[name] = ColumnFacts(spec, ids, lengths)
     return facts
 
@@ -86,7 +86,7 @@ class RowResult:
     """Every rank that ran the call, with or without rows."""
     answer: Mapping[int, Ids]
     """Rows by answering rank: one holder of each row, in order."""
-    held: dict[str, dict[int, Ids]]
+    holders: dict[str, dict[int, Ids]]
     """Rows by column and rank, transfers under way included; columns with the same holders share
     one mapping, which is replaced and never changed."""
     on_free: Callable[[int], None]
@@ -169,9 +169,9 @@ class SourceRows:
     def part(self, ids: Ids) -> tuple[np.ndarray, np.ndarray | None]:
         """Row numbers of `ids`, and their prompt tokens if these are known."""
         order = np.argsort(self.ids, kind="stable")
-        places = order[np.searchsorted(self.ids, ids, sorter=order)]
-        tokens = None if self.token_lengths is None else self.token_lengths[places]
-        return self.rows[places], tokens
+        indices = order[np.searchsorted(self.ids, ids, sorter=order)]
+        tokens = None if self.token_lengths is None else self.token_lengths[indices]
+        return self.rows[indices], tokens
 
     def lengths_of(self, name: str, ids: Ids) -> np.ndarray:
         """Prompt tokens of each row; the file's responses are empty, other columns not measured."""
@@ -195,9 +195,9 @@ class ColumnRef:
     stored: str
     """Its name there; `rename` changes only the batch's."""
 
-    def at(self, places: np.ndarray) -> ColumnRef:
+    def at(self, indices: np.ndarray) -> ColumnRef:
         """The rows at these places."""
-        return ColumnRef(self.result, self.ids[places], self.stored)
+        return ColumnRef(self.result, self.ids[indices], self.stored)
 
     def row_bytes(self) -> np.ndarray:
         """(B,) bytes of each row; of rows that a call has made."""

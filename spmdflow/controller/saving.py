@@ -297,8 +297,8 @@ def verify_on_ranks(
     shares: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
     for number, (name, facts) in enumerate(sorted(info.files.items())):
         match = _RANK_FILE.search(name)
-        place = int(match[1]) if match else number
-        shares[ranks[place % len(ranks)]][name] = list(astuple(facts))
+        position = int(match[1]) if match else number
+        shares[ranks[position % len(ranks)]][name] = list(astuple(facts))
     where = {"operation": "verify", "folder": str(info.folder)}
     commands = {}
     for rank, files in shares.items():
@@ -340,10 +340,13 @@ def _frozen(replies: Replies) -> tuple[str, str] | None:
 def _layout(groups: Groups) -> dict[str, Any]:
     """Engine, ranks and sizes of every group, as the manifest keeps them."""
     sizes = ("pp_size", "dp_size", "tp_size", "shard_size")
-    found = {}
+    facts_by_group = {}
     for name, group in groups.items():
         layout = group.target.layout
         engine = getattr(group.target.settings, "engine", None)
-        found[name] = {"ranks": list(layout.ranks), "engine": getattr(engine, "kind", None)}
-        found[name] |= {size: getattr(layout, size) for size in sizes}
-    return found
+        facts_by_group[name] = {
+            "ranks": list(layout.ranks),
+            "engine": getattr(engine, "kind", None),
+        }
+        facts_by_group[name] |= {size: getattr(layout, size) for size in sizes}
+    return facts_by_group

@@ -47,19 +47,19 @@ class Step:
 
         ProtocolError for anything else; a value that is nan or infinite is logged with a warning.
         """
-        place = script_line()
+        line = script_line()
         for result in (*results, *([metrics] if metrics else ())):
-            _check_logged(result, place)
-            self._logged.append((result, place))
+            _check_logged(result, line)
+            self._logged.append((result, line))
 
     def merge_logged(self) -> dict[str, float]:
         """The logged metrics, waited for and merged; ProtocolError for results without any."""
         metrics = []
-        for result, place in self._logged:
+        for result, line in self._logged:
             try:
                 metrics.append(dict(result))
             except ProtocolError as err:
-                raise ProtocolError(f"step.log at {place}: {err}") from err
+                raise ProtocolError(f"step.log at {line}: {err}") from err
         return merge(metrics)
 
     def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
@@ -91,7 +91,7 @@ class Step:
         return metrics
 
 
-def _check_logged(result: object, place: str) -> None:
+def _check_logged(result: object, line: str) -> None:
     """ProtocolError for what is not a metric; a warning for nan and inf. place: script's line."""
     if isinstance(result, Result):
         return
@@ -110,7 +110,7 @@ def _check_logged(result: object, place: str) -> None:
             do = "log its mean, or each item under a name of its own"
             raise ProtocolError.of("step.log", got, "a number", do)
         if not isfinite(float(value)):
-            logger.warning("step.log: got %s=%s at %s, expected a number", name, value, place)
+            logger.warning("step.log: got %s=%s at %s, expected a number", name, value, line)
 
 
 def _merge_reports(records: Iterable[CallRecord]) -> dict[str, float]:

@@ -144,10 +144,10 @@ def _answer(record: CallRecord) -> dict[str, Any]:
         for rank, reply in replies.items():
             values[rank] = reply.get("value")
         return {"answer": {"values": values}}
-    made = {}
+    answering = {}
     for rank in call.reply_ranks or commands:
-        made[rank] = commands[rank]
-    rows = {rank: plain.get("holds", plain["ids"]) for rank, plain in made.items()}
+        answering[rank] = commands[rank]
+    rows = {rank: plain.get("holds", plain["ids"]) for rank, plain in answering.items()}
     columns = facts_of(replies, rows, label=call.label)
     plain = {}
     for name, fact in columns.items():

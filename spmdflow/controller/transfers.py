@@ -71,17 +71,17 @@ class Transfers:
         """
         columns_by_holders: dict[int, tuple[list[str], dict[int, Ids]]] = {}
         for name in names:
-            held = result.held[name]
-            columns_by_holders.setdefault(id(held), ([], held))[0].append(name)
+            holders = result.holders[name]
+            columns_by_holders.setdefault(id(holders), ([], holders))[0].append(name)
         rounds: list[dict[tuple[int, int, bytes], tuple[list[str], RowEdge]]] = [{}, {}]
-        for columns, held in columns_by_holders.values():
-            after = _rows_after(held, need)
+        for columns, holders in columns_by_holders.values():
+            after = _rows_after(holders, need)
             if not after:
                 continue
             lacking = {}
             for rank in after:
                 lacking[rank] = need[rank]
-            planned_rounds = plan_rounds(held, lacking, node_of=self._transport.node_of)
+            planned_rounds = plan_rounds(holders, lacking, node_of=self._transport.node_of)
             for rank, ids in lacking.items():
                 if not len(ids):
                     planned_rounds[0].append(RowEdge(rank, rank, ids))
@@ -89,7 +89,7 @@ class Transfers:
                 for edge in planned:
                     key = (edge.source, edge.destination, edge.ids.tobytes())
                     edges.setdefault(key, ([], edge))[0].extend(columns)
-            result.held |= dict.fromkeys(columns, {**held, **after})
+            result.holders |= dict.fromkeys(columns, {**holders, **after})
         for edges in rounds:
             if edges:
                 self._transport.post(partial(self._offer, result, edges, step))
@@ -172,26 +172,26 @@ def _command(commands: dict[int, dict[str, Any]], rank: int, result: RowResult) 
     return commands.setdefault(rank, empty)
 
 
-def _rows_after(held: Mapping[int, Ids], need: Mapping[int, Ids]) -> dict[int, Ids]:
+def _rows_after(holders: Mapping[int, Ids], need: Mapping[int, Ids]) -> dict[int, Ids]:
     """What each rank that lacks rows has once it was given them; ranks alike share one array."""
     unions: dict[tuple[int, int], Ids | None] = {}
     after: dict[int, Ids] = {}
     for rank, ids in need.items():
-        pair = (id(held.get(rank)), id(ids))
+        pair = (id(holders.get(rank)), id(ids))
         if pair not in unions:
-            unions[pair] = _union_or_none(held.get(rank), ids)
+            unions[pair] = _union_or_none(holders.get(rank), ids)
         union = unions[pair]
         if union is not None:
             after[rank] = union
     return after
 
 
-def _union_or_none(held: Ids | None, ids: Ids) -> Ids | None:
+def _union_or_none(holders: Ids | None, ids: Ids) -> Ids | None:
     """What a rank has after it was given the rows ids; None: it has them all."""
-    if held is None:
+    if holders is None:
         return ids
-    if held is ids or (len(held) == len(ids) and np.array_equal(held, ids)):
+    if holders is ids or (len(holders) == len(ids) and np.array_equal(holders, ids)):
         return None
-    if np.isin(ids, held).all():
+    if np.isin(ids, holders).all():
         return None
-    return np.union1d(held, ids)
+    return np.union1d(holders, ids)

@@ -94,20 +94,22 @@ class _Rows:
     def missing(self, ids: np.ndarray) -> np.ndarray:
         if not self._parts:
             return ids
-        held, _, _ = self._join_parts()
-        return ids[~np.isin(ids, held)]
+        known_ids, _, _ = self._join_parts()
+        return ids[~np.isin(ids, known_ids)]
 
     def locate(self, ids: np.ndarray) -> LocatedRows | None:
         """Where the rows are, in the order of ids; None if any is not here."""
         if not self._parts:
             return None
-        held, column, order = self._join_parts()
-        if np.array_equal(held, ids):
+        known_ids, column, order = self._join_parts()
+        if np.array_equal(known_ids, ids):
             return LocatedRows(column, None)
-        if not len(held):
+        if not len(known_ids):
             return None
-        indices = order[np.minimum(np.searchsorted(held, ids, sorter=order), len(held) - 1)]
-        if not np.array_equal(held[indices], ids):
+        indices = order[
+            np.minimum(np.searchsorted(known_ids, ids, sorter=order), len(known_ids) - 1)
+        ]
+        if not np.array_equal(known_ids[indices], ids):
             return None
         return LocatedRows(column, indices)
 

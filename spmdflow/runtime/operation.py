@@ -205,8 +205,8 @@ class RankState:
             value = method(*items, **plain["arguments"])
             return {"value": value, "metrics": worker.take_metrics()}
         label = f"{plain['group']}.{plain['method']}"
-        given = Unchanged()
-        batch = self._batch(plain, given)
+        unchanged = Unchanged()
+        batch = self._batch(plain, unchanged)
         worker.call = Command.on_rows(plain, number)
         worker.begun = self._early.take(number) if "early" in plain else None
         for other in self._workers.values():
@@ -214,7 +214,7 @@ class RankState:
                 other.make_room(trains=spec.minibatches)
         with self._profile(plain["step"], label):
             returned = method(batch, **plain["arguments"])
-        given.check(label)
+        unchanged.check(label)
         reply: dict[str, Any] = {"metrics": worker.take_metrics()}
         if not spec.writes:
             return reply | {"value": returned}
@@ -267,17 +267,17 @@ class RankState:
         reduce = self._groups.reducer(tuple(plain["ranks"]))
         more: dict[str, Any] = {"reduce": reduce, "report": metrics.update}
         if "groups" in plain:
-            index, place = (torch.from_numpy(plain[name]) for name in ("groups", "places"))
+            index, index_in_group = (torch.from_numpy(plain[name]) for name in ("groups", "places"))
             more["groups"] = RowGroups(
-                index, plain["num_groups"], reduce, place, plain["largest_group"]
+                index, plain["num_groups"], reduce, index_in_group, plain["largest_group"]
             )
         arguments = plain["arguments"] | {name: more[name] for name in spec.rank_arguments}
         label = f"map.{function.__name__}"
-        given = Unchanged()
-        batch = self._batch(plain, given)
+        unchanged = Unchanged()
+        batch = self._batch(plain, unchanged)
         with self._profile(plain["step"], label), _explaining_lengths(label):
             made = function(batch, **arguments)
-        given.check(label)
+        unchanged.check(label)
         kept = self._keep(label, number, plain["ids"], made, spec.writes)
         return {"metrics": metrics} | kept
 
@@ -289,7 +289,7 @@ class RankState:
             columns[name] = join([part[name] for part in parts])
         return self._put(number, plain["ids"], columns)
 
-    def _batch(self, plain: Plain, given: Unchanged) -> TensorDict:
+    def _batch(self, plain: Plain, unchanged: Unchanged) -> TensorDict:
         """The rows of a command as a TensorDict in host memory; waits for transfers.
 
         given: remembers the rows, to notice a method that changes them in place.
@@ -299,7 +299,7 @@ class RankState:
         offsets: list[Tensor] = []
         for part in plain["inputs"]:
             columns = self._input(part)
-            given.remember(columns)
+            unchanged.remember(columns)
             for name, column in columns.items():
                 value = column.to_value()
                 if isinstance(value, list):
