@@ -86,7 +86,7 @@ def test_run_ends_at_a_failed_episode_if_it_shall(tmp_path: Path) -> None:
 
 
 def test_run_ends_if_too_many_episodes_fail(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="expected at most 10 %"):
+    with pytest.raises(RewardError, match="expected at most 0.1"):
         run(tmp_path, "eval_every=0", environment="episode(fails='0123456789')")
 
 
