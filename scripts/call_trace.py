@@ -31,8 +31,13 @@ from spmdflow import (
     compute_advantages,
 )
 
-PACKAGE = str(Path(spmdflow.__file__).parent)
 ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # started as a script of a run
+    sys.path.insert(0, str(ROOT))
+
+from scripts._stays import stays_of  # noqa: E402
+
+PACKAGE = str(Path(spmdflow.__file__).parent)
 TRACED_STEP = 2
 MODEL_PACKAGES = {
     "blocks",
@@ -96,18 +101,9 @@ threading.setprofile(recorder)
 sys.setprofile(recorder)  # the main thread, which runs the compute lane
 
 
-def stays_of(entered: Sequence[Entered]) -> list[str]:
-    """The files in the order of their stays."""
-    stays: list[str] = []
-    for each in entered:
-        if not stays or stays[-1] != each.file:
-            stays.append(each.file)
-    return stays
-
-
 def describe(name: str, entered: Sequence[Entered]) -> str:
     """Files, stays, returns, and how often the most visited file is entered."""
-    stays = stays_of(entered)
+    stays = stays_of(each.file for each in entered)
     most = Counter(stays).most_common(1) or [("none", 0)]
     num_files = len(set(stays))
     return (
@@ -157,11 +153,12 @@ def report(num_sent: int) -> None:
     print(describe("script's side, until the call is sent", sent))
     print(describe("round trip, transport and rows", transport))
     print(describe("round trip, all", recorder.entered))
+    sent_stays = stays_of(each.file for each in sent)
     print("\nscript's side:")
-    for file in stays_of(sent):
+    for file in sent_stays:
         print(f"  {file}")
     print("\nstays by file:")
-    for file, count in Counter(stays_of(sent)).most_common():
+    for file, count in Counter(sent_stays).most_common():
         print(f"  {count:2} {file}")
     print("\nround trip, calls by function:")
     for (file, function), count in Counter(recorder.functions()).items():

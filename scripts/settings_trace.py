@@ -23,11 +23,17 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from spmdflow import program
-from spmdflow.config.load import Loaded, load
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts._stays import stays_of  # noqa: E402
+from spmdflow import program  # noqa: E402
+from spmdflow.config.load import Loaded, load  # noqa: E402
 
 PACKAGE = f"{os.sep}spmdflow{os.sep}"
 DRY_RUN = ("plan/trace.py", "trace")
@@ -83,10 +89,7 @@ def classes_of(tree: Any) -> Iterator[type]:
 
 def count_text(name: str, files: list[str]) -> str:
     """One line: how many files are entered, how often, and which."""
-    stays = []
-    for file in files:
-        if not stays or stays[-1] != file:
-            stays.append(file)
+    stays = stays_of(files)
     order = list(dict.fromkeys(files))
     returns = len(stays) - len(order)
     return f"{name:<22} {len(order):>3} files, {returns:>4} returns: {', '.join(order)}"

@@ -297,14 +297,19 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+def ranges_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last of each run of ascending ranks: [0, 1, 2, 5] -> [(0, 2), (5, 5)]."""
+    ranges = []
+    for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0]):
+        consecutive = [rank for _, rank in run]
+        ranges.append((consecutive[0], consecutive[-1]))
+    return ranges
+
+
 def spans(ranks: Sequence[int]) -> str:
     """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"; of many only the first and last."""
-    runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
     parts = []
-    for _, run in runs:
-        consecutive = [rank for _, rank in run]
-        first = consecutive[0]
-        last = consecutive[-1]
+    for first, last in ranges_of(ranks):
         parts.append(f"{first}-{last}" if last > first else f"{first}")
     if len(parts) > 4:
         parts = [*parts[:2], f"... {parts[-1]} ({len(ranks)} ranks)"]

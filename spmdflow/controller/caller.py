@@ -26,10 +26,10 @@ from spmdflow.controller.extending import carried_columns
 from spmdflow.controller.joining import plan_join
 from spmdflow.controller.old_log_probs import RECOMPUTE, ROLLOUT, OldLogProbs
 from spmdflow.controller.planning import (
+    CallContext,
+    Input,
     Method,
-    Moment,
     columns_read,
-    input_of,
     plan_map,
     plan_method,
     script_line,
@@ -107,7 +107,8 @@ class Caller:
         self.old_log_probs = OldLogProbs()
         self._draws = DrawCounts()
         self._last_number = 0
-        self._freed: deque[int] = deque()
+        self.freed: deque[int] = deque()
+        """Results that nobody refers to any more; ranks hear of them with their next command."""
         self._unsent: dict[int, list[int]] = {}
 
     def nodes(self) -> list[int]:
@@ -128,7 +129,7 @@ class Caller:
         self,
         target: Target,
         method: Method,
-        argument: Batch | list[Any] | None,
+        data: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
     ) -> Batch | Result:
         """Call a registered method of a worker group (paper section 4.1).
@@ -136,20 +137,20 @@ class Caller:
         `compute_log_prob` need not run: see old_log_probs.py.
         """
         spec = method.spec
-        if not isinstance(argument, Batch):
-            return self._send(self._plan(target, method, argument, arguments), None)
+        if not isinstance(data, Batch):
+            return self._send(self._plan(target, method, data, arguments), None)
         answer: Batch | Result | None = None
         if spec.instead and spec.writes:
-            answer = self._without_running(target, method, argument)
+            answer = self._without_running(target, method, data)
         if answer is None and spec.minibatches and not spec.writes:
-            answer = self._update(target, method, argument, arguments)
+            answer = self._update(target, method, data, arguments)
         if answer is None:
-            call = self._plan(target, method, argument, arguments)
-            answer = self._send(call, argument, extends=spec if spec.extends else None)
+            call = self._plan(target, method, data, arguments)
+            answer = self._send(call, data, extends=spec if spec.extends else None)
         following = spec.followed_by(target.settings) if spec.followed_by else None
         if following is not None and isinstance(answer, Batch):
             function, settings = following
-            answer |= self.map(argument | answer, function, settings)
+            answer |= self.map(data | answer, function, settings)
         return answer
 
     def _without_running(self, target: Target, method: Method, batch: Batch) -> Batch | None:
@@ -184,7 +185,7 @@ class Caller:
         self,
         target: Target,
         method: Method,
-        argument: Batch | list[Any] | None,
+        data: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
         *,
         instead: Mapping[str, str] | None = None,
@@ -193,23 +194,23 @@ class Caller:
         return plan_method(
             target,
             method,
-            argument,
+            data,
             arguments,
-            self._moment(),
+            self._context(),
             draw=partial(self._draws.take, self.step, self.phase),
             instead=instead or {},
         )
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
         """Run a map function on the ranks that hold most of the columns that it reads."""
-        call = plan_map(batch, function, settings, self._moment(), busy=self.busy)
+        call = plan_map(batch, function, settings, self._context(), busy=self.busy)
         answer = self._send(call, batch)
         assert isinstance(answer, Batch)
         return answer
 
-    def _moment(self) -> Moment:
-        """Now, as the next call sees it."""
-        return Moment(
+    def _context(self) -> CallContext:
+        """What the next call takes from this place in the run."""
+        return CallContext(
             number=self._last_number + 1,
             step=self.step,
             phase=self.phase,
@@ -229,7 +230,7 @@ class Caller:
         if batch is None:
             return Result(call.label, self._submit(call), call.reply_ranks, self._on_read)
         self._last_number = call.number
-        result = RowResult.of(call, self._freed.append) if call.writes else None
+        result = RowResult.of(call, self.freed.append) if call.writes else None
         inputs = {ref.result.number: ref.result for ref in batch.refs.values()}
         for required in call.required_rows:  # first: the rows are under way before the call
             source = inputs[required.result]
@@ -253,10 +254,6 @@ class Caller:
         self._last_number += 1
         return self._last_number
 
-    def free(self, result: int) -> None:
-        """A result lost its last reference; ranks hear of it with the next command."""
-        self._freed.append(result)
-
     def submit(
         self,
         label: str,
@@ -270,26 +267,10 @@ class Caller:
 
         seconds: its limit, by default that of calls. MessageError if nothing was sent.
         """
-        call = self._call_of(label, commands, lane=lane)
+        call = self._context().call(label, commands, lane=lane, reply_ranks=reply_ranks)
         if seconds is not None:
             call = replace(call, limit_seconds=seconds)
-        return self._submit(replace(call, reply_ranks=reply_ranks))
-
-    def _call_of(
-        self, label: str, commands: Mapping[int, Mapping[str, Any]], *, lane: str = COMPUTE
-    ) -> Call:
-        """A call without rows, made now."""
-        moment = self._moment()
-        return Call(
-            moment.number,
-            lane,
-            label,
-            commands,
-            moment.limit_seconds,
-            step=moment.step,
-            phase=moment.phase,
-            line=moment.line,
-        )
+        return self._submit(call)
 
     def _submit(self, call: Call, result: RowResult | None = None, kept: object = None) -> Pending:
         """Send a call; it also tells the ranks which results were freed.
@@ -320,8 +301,8 @@ class Caller:
     def _take_freed(self, ranks: Iterable[int]) -> dict[int, list[int]]:
         """Freed results that these ranks have not heard of; other ranks hear of them later."""
         new = []
-        for _ in range(len(self._freed)):
-            new.append(self._freed.popleft())
+        for _ in range(len(self.freed)):
+            new.append(self.freed.popleft())
         for rank in self.ranks if new else ():
             self._unsent.setdefault(rank, []).extend(new)
         freed = {}
@@ -395,7 +376,7 @@ class Caller:
         for rank, own in parts.items():
             commands[rank] = {
                 "operation": "fetch",
-                "input": input_of(result, {name: ref.stored}, own),
+                "input": Input.of(result, {name: ref.stored}, own).part(),
             }
         lane = COMPUTE if self.busy.isdisjoint(commands) else TRANSFER
         replies = self.submit(f"fetch {name}", commands, lane=lane).result()
@@ -464,7 +445,7 @@ class Caller:
                 known = [tokens for _, tokens in read if tokens is not None]
                 tokens = np.concatenate(known) if len(known) == len(read) else None
                 result = SourceRows(
-                    self.next_number(), sources[0].label, ids, file_rows, self.free, tokens
+                    self.next_number(), sources[0].label, ids, file_rows, self.freed.append, tokens
                 )
             else:
                 result = self._join_made({name: columns[name] for name in names}, ids)
@@ -475,8 +456,8 @@ class Caller:
 
     def _join_made(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> RowResult:
         """A result that each rank assembles from the rows that it holds of the parts."""
-        call, sources = plan_join(columns, ids, self._moment())
-        result = RowResult.of(call, self._freed.append)
+        call, sources = plan_join(columns, ids, self._context())
+        result = RowResult.of(call, self.freed.append)
         result.ranks = tuple(sorted({rank for each in sources for rank in each.ranks}))
         pools = {each.ranks for each in sources}
         result.spans_pools = len(pools) > 1 or any(each.spans_pools for each in sources)

@@ -70,7 +70,7 @@ class Capsule(Observer):
         """The flow whose step is kept."""
         self._flow = flow
 
-    def begin(self, first: int, last: int) -> None:
+    def begin_steps(self, first: int, last: int) -> None:
         """Warn if the step to be kept is not one of this launch."""
         if not first <= self.step <= last:
             text = "run.capture_step: got %s, which is not kept: this launch has the steps %s to %s"

@@ -151,7 +151,7 @@ class Evaluation:
         lengths = [row[0].num_tokens for row in by_prompt]
         facts: dict[str, float] = {"prompts": len(whole)}
         if len(whole) < len(by_prompt):
-            facts["prompts left out (failed)"] = len(by_prompt) - len(whole)
+            facts["prompts skipped (failed)"] = len(by_prompt) - len(whole)
         facts["samples of each"] = len(samples[0]) if samples else 0
         facts["mean tokens, greedy"] = mean(lengths)
         if samples:
@@ -175,17 +175,17 @@ class Evaluation:
 def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, greedy: bool) -> Batch:
     """Responses to held-out rows, by the script's own function if there is one."""
     if generate is None:
-        made: Any = model.generate_sequences(rows, greedy=greedy)
-        return made
-    told = "greedy" in inspect.signature(generate).parameters
-    made = generate(rows, greedy=greedy) if told else generate(rows)
-    if not isinstance(made, Batch) or set(made.ids) != set(rows.ids):
+        generated: Any = model.generate_sequences(rows, greedy=greedy)
+        return generated
+    takes_greedy = "greedy" in inspect.signature(generate).parameters
+    generated = generate(rows, greedy=greedy) if takes_greedy else generate(rows)
+    if not isinstance(generated, Batch) or set(generated.ids) != set(rows.ids):
         raise ProtocolError(
-            f"evaluate: {getattr(generate, '__name__', 'generate')} returned {made!r}, "
+            f"evaluate: {getattr(generate, '__name__', 'generate')} returned {generated!r}, "
             f"expected a Batch of the {len(rows)} rows that it was given; return all of them, "
             f"with the column responses"
         )
-    return made.ordered_like(rows)
+    return generated.ordered_like(rows)
 
 
 def _complete_indices(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:

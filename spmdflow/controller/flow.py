@@ -260,7 +260,7 @@ class Flow:
             total = min(total, self._stop_after)
         self.caller.last_step = total
         for observer in self._observers:
-            observer.begin(last + 1, total)
+            observer.begin_steps(last + 1, total)
         if last < total and self.caller.transport.stop_requested:
             raise Stopped(f"stopped before step {last + 1}: no step has run since the start")
         for number in range(last + 1, total + 1):

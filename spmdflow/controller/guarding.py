@@ -99,12 +99,12 @@ class Guarding:
 
     def _warn(self, step: int, trips: Sequence[Trip], batch: Batch | None, result: str) -> None:
         """Say what holds the first, second, fourth, eighth, ... time, and keep the batch then."""
-        told = []
+        reported = []
         for trip in trips:
             if trip.is_reported:
-                told.append(trip)
-        kept = self._keep(step, told, batch) if told else ""
-        for trip in told:
+                reported.append(trip)
+        kept = self._keep(step, reported, batch) if reported else ""
+        for trip in reported:
             got = f"got {trip.got} in step {step}, expected {trip.expected}"
             times = f"time {trip.times}, told again at time {2 * trip.times}"
             logger.warning("run.guards: %s; %s (%s): %s%s", got, result, times, kept, trip.advice)

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from spmdflow.controller.planning import Moment, input_of
+from spmdflow.controller.planning import CallContext, Input
 from spmdflow.controller.result import ColumnRef, RowResult
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ColumnError
 from spmdflow.runtime.call import Call
-from spmdflow.runtime.executor import COMPUTE
 
 
 def plan_join(
-    columns: Mapping[str, Sequence[ColumnRef]], ids: Ids, moment: Moment
+    columns: Mapping[str, Sequence[ColumnRef]], ids: Ids, context: CallContext
 ) -> tuple[Call, list[RowResult]]:
     """The call that joins columns of one or several results, and the results that calls have made.
 
@@ -38,21 +37,15 @@ def plan_join(
         for rank in np.unique(owner).tolist():
             rows = np.flatnonzero(owner == rank)
             command = commands.setdefault(rank, {"operation": "join", "inputs": []})
-            command["inputs"].append(input_of(part.result, names, part.ids[rows]))
+            command["inputs"].append(Input.of(part.result, names, part.ids[rows]).part())
             ids_by_rank.setdefault(rank, []).append(new_ids[rows])
     rows_after = {}
     for rank, lists in ids_by_rank.items():
         rows_after[rank] = np.concatenate(lists)
         commands[rank]["ids"] = rows_after[rank]
-    call = Call(
-        moment.number,
-        COMPUTE,
+    call = context.call(
         "batch.concatenate",
         commands,
-        moment.limit_seconds,
-        step=moment.step,
-        phase=moment.phase,
-        line=moment.line,
         reply_ranks=tuple(rows_after),
         rows_after=rows_after,
         writes=tuple(columns),

@@ -62,7 +62,7 @@ class Observer:
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """The run continues from a checkpoint; state: the flow's part of it."""
 
-    def begin(self, first: int, last: int) -> None:
+    def begin_steps(self, first: int, last: int) -> None:
         """The steps of this launch are about to begin."""
 
     def begin_step(self, number: int) -> None:

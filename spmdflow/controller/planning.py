@@ -59,11 +59,11 @@ def script_line() -> str:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where in the run a call is made."""
+class CallContext:
+    """What every call takes from the place in the run where it is made."""
 
     number: int
-    """The call's."""
+    """Of the call."""
     step: int
     phase: str
     """train or eval."""
@@ -74,6 +74,27 @@ class Moment:
     """Of the run; mini-batches derive from it."""
     total_steps: int
     """Steps that the script takes."""
+
+    def call(
+        self,
+        label: str,
+        commands: Mapping[int, Mapping[str, Any]],
+        *,
+        lane: str = COMPUTE,
+        **facts: Any,
+    ) -> Call:
+        """A call with these commands; facts: further fields of `Call`."""
+        return Call(
+            self.number,
+            lane,
+            label,
+            commands,
+            self.limit_seconds,
+            step=self.step,
+            phase=self.phase,
+            line=self.line,
+            **facts,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,46 +119,34 @@ class Input:
     file_rows: np.ndarray | None
     """(B,): row numbers in the data file; None: rows that a call has made."""
 
-    def part(self, at: np.ndarray) -> dict[str, Any]:
-        """These rows of it, as a command names them."""
-        file_rows = None if self.file_rows is None else self.file_rows[at]
-        return _input_part(self.result, self.columns, self.ids[at], file_rows)
+    @classmethod
+    def of(cls, result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids) -> Input:
+        """Columns of a result. columns: stored names by the names that the call sees."""
+        file_rows = result.file_rows(ids) if isinstance(result, SourceRows) else None
+        return cls(result, dict(columns), ids, file_rows)
 
-
-def input_of(
-    result: RowResult | SourceRows, columns: Mapping[str, str], ids: Ids
-) -> dict[str, Any]:
-    """One result's part of the inputs of a command.
-
-    columns: stored names by the names that the call sees.
-    """
-    file_rows = result.file_rows(ids) if isinstance(result, SourceRows) else None
-    return _input_part(result, columns, ids, file_rows)
-
-
-def _input_part(
-    result: RowResult | SourceRows,
-    columns: Mapping[str, str],
-    ids: Ids,
-    file_rows: np.ndarray | None,
-) -> dict[str, Any]:
-    """As `input_of`; file_rows: row numbers in the data file, of rows that are read from it."""
-    stored = list(dict.fromkeys(columns.values()))
-    part: dict[str, Any] = {"result": result.number, "columns": stored, "ids": ids}
-    if stored != list(columns):
-        part["seen"] = list(columns.items())
-    if file_rows is not None:
-        part["source"] = result.label
-        part["rows"] = file_rows
-    return part
+    def part(self, at: np.ndarray | slice = slice(None)) -> dict[str, Any]:
+        """These rows of it, by default all, as a command names them."""
+        stored = list(dict.fromkeys(self.columns.values()))
+        part: dict[str, Any] = {
+            "result": self.result.number,
+            "columns": stored,
+            "ids": self.ids[at],
+        }
+        if stored != list(self.columns):
+            part["seen"] = list(self.columns.items())
+        if self.file_rows is not None:
+            part["source"] = self.result.label
+            part["rows"] = self.file_rows[at]
+        return part
 
 
 def plan_method(
     target: Target,
     method: Method,
-    argument: Batch | Sequence[Any] | None,
+    data: Batch | Sequence[Any] | None,
     arguments: Mapping[str, Any],
-    moment: Moment,
+    context: CallContext,
     *,
     draw: Callable[..., np.ndarray],
     instead: Mapping[str, str],
@@ -154,7 +163,7 @@ def plan_method(
     if instead:
         needed = tuple(name for name in spec.reads if name not in instead)
         spec = replace(spec, reads=needed, optional=(*spec.optional, *instead, *instead.values()))
-    before = [None] if argument is None else [None, argument]
+    before = [None] if data is None else [None, data]
     _check_arguments(label, getattr(target.worker_class, method.name), before, arguments)
     if spec.check is not None:
         spec.check(label, target.settings, arguments)
@@ -162,23 +171,23 @@ def plan_method(
         "operation": "call",
         "group": target.name,
         "method": method.name,
-        "step": moment.step,
+        "step": context.step,
         "arguments": dict(arguments),
     }
-    if not isinstance(argument, Batch):
-        return _plan_without_rows(label, target, method, argument, head, moment)
-    inputs = _inputs_of(argument, columns_read(spec, argument, label))
+    if not isinstance(data, Batch):
+        return _plan_without_rows(label, target, method, data, head, context)
+    inputs = _inputs_of(data, columns_read(spec, data, label))
     if spec.extends:
-        check_extended(label, spec, argument)
-    assignment = _assign_rows(target, method.rules, spec, argument, inputs, moment)
+        check_extended(label, spec, data)
+    assignment = _assign_rows(target, method.rules, spec, data, inputs, context)
     if spec.early:
         head["early"] = spec.early
     if spec.minibatches:
-        head["total_steps"] = moment.total_steps
+        head["total_steps"] = context.total_steps
     numbers = {}
     if spec.draws:
-        numbers["generation"] = draw(argument.ids, greedy=bool(arguments.get("greedy")))
-    return _plan_rows(label, spec.writes, head, argument, inputs, assignment, moment, numbers)
+        numbers["generation"] = draw(data.ids, greedy=bool(arguments.get("greedy")))
+    return _plan_rows(label, spec.writes, head, data, inputs, assignment, context, numbers)
 
 
 def _plan_without_rows(
@@ -187,7 +196,7 @@ def _plan_without_rows(
     method: Method,
     items: Sequence[Any] | None,
     head: Mapping[str, Any],
-    moment: Moment,
+    context: CallContext,
 ) -> Call:
     """A call on a list, one item for each rank, or on nothing (None)."""
     commands = {}
@@ -199,16 +208,10 @@ def _plan_without_rows(
             commands[rank] = {**head, "item": item}
     if method.spec.minibatches:
         for command in commands.values():
-            command["total_steps"] = moment.total_steps
-    return Call(
-        moment.number,
-        COMPUTE,
+            command["total_steps"] = context.total_steps
+    return context.call(
         label,
         commands,
-        moment.limit_seconds,
-        step=moment.step,
-        phase=moment.phase,
-        line=moment.line,
         reply_ranks=method.rules.collect(target.layout).ranks,
     )
 
@@ -234,7 +237,7 @@ def plan_map(
     batch: Batch,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
-    moment: Moment,
+    context: CallContext,
     *,
     busy: AbstractSet[int] = frozenset(),
 ) -> Call:
@@ -253,7 +256,7 @@ def plan_map(
     head = {
         "operation": "map",
         "function": f"{function.__module__}:{function.__qualname__}",
-        "step": moment.step,
+        "step": context.step,
         "arguments": dict(arguments),
         "ranks": list(positions),
     }
@@ -263,7 +266,7 @@ def plan_map(
         numbers["groups"] = batch.group_numbers()
         numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
         head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
-    return _plan_rows(label, marks.writes, head, batch, inputs, assignment, moment, numbers)
+    return _plan_rows(label, marks.writes, head, batch, inputs, assignment, context, numbers)
 
 
 def _plan_rows(
@@ -273,7 +276,7 @@ def _plan_rows(
     batch: Batch,
     inputs: Sequence[Input],
     assignment: Assignment,
-    moment: Moment,
+    context: CallContext,
     numbers: Mapping[str, np.ndarray],
 ) -> Call:
     """A call on rows; numbers: further arrays (B,) for its commands, by name.
@@ -313,15 +316,9 @@ def _plan_rows(
         rows = {rank: ids_by_share[id(at)] for rank, at in assignment.received.items()}
         columns = tuple(dict.fromkeys(each.columns.values()))
         required.append(RequiredRows(each.result.number, columns, rows))
-    return Call(
-        moment.number,
-        COMPUTE,
+    return context.call(
         label,
         commands,
-        moment.limit_seconds,
-        step=moment.step,
-        phase=moment.phase,
-        line=moment.line,
         reply_ranks=assignment.answering,
         required_rows=tuple(required),
         rows_after=rows_after,
@@ -358,10 +355,7 @@ def _inputs_of(batch: Batch, names: Iterable[str]) -> tuple[Input, ...]:
         ref = batch.refs[name]
         key = (ref.result.number, ref.ids.tobytes())
         if key not in inputs:
-            file_rows = None
-            if isinstance(ref.result, SourceRows):
-                file_rows = ref.result.file_rows(ref.ids)
-            inputs[key] = Input(ref.result, {}, ref.ids, file_rows)
+            inputs[key] = Input.of(ref.result, {}, ref.ids)
         inputs[key].columns[name] = ref.stored
     return tuple(inputs.values())
 
@@ -372,7 +366,7 @@ def _assign_rows(
     spec: MethodSpec,
     batch: Batch,
     inputs: Sequence[Input],
-    moment: Moment,
+    context: CallContext,
 ) -> Assignment:
     """Rows by rank; waits for lengths if rows are split by tokens."""
     lengths = _token_lengths(batch, target, spec)
@@ -389,7 +383,7 @@ def _assign_rows(
     widest = _widest(inputs, target.layout.ranks)
     owned = {} if widest is None else _positions_held(widest)
     return assign_mini_batches(
-        rules, target, batch.parents, owned, lengths=lengths, seed=moment.seed, step=moment.step
+        rules, target, batch.parents, owned, lengths=lengths, seed=context.seed, step=context.step
     )
 
 

@@ -39,7 +39,7 @@ MAIN_STREAM = "prompts"
 class PromptStream(Iterator[Batch]):
     """`next(stream)` is a batch of prompts_per_step prompts, each samples_per_prompt times.
 
-    Rank 0 scans the files once; every rank reads the rows that it needs by itself.
+    Rank 0 scans the files once; each rank reads the rows that it needs.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class PromptStream(Iterator[Batch]):
             number = caller.next_number()
             tokens = report.tokens_of(numbers.tolist())
             label = f"{self._name}.{part}"
-            result = SourceRows(number, label, ids, numbers, caller.free, tokens)
+            result = SourceRows(number, label, ids, numbers, caller.freed.append, tokens)
             columns |= {name: ColumnRef(result, ids, name) for name in names}
         return Batch(caller, ids, parents, columns)
 

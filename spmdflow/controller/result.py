@@ -230,7 +230,7 @@ OnRead = Callable[[Iterable[str]], None]
 
 
 def ignore_reads(names: Iterable[str]) -> None:
-    """An `OnRead` that takes no notice."""
+    """An `OnRead` that does nothing."""
 
 
 class UnknownMetric(KeyError):
@@ -326,7 +326,7 @@ class Result(Mapping[str, float]):
 
 
 def nothing(label: str) -> Result:
-    """The answer of an update that was left out: no metrics."""
+    """The answer of an update that was skipped: no metrics."""
     pending = Pending.of_no_call(label, lambda _: None)
     pending.resolve({0: {"value": {}}})
     return Result(label, pending, (0,))

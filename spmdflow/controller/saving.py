@@ -1,4 +1,4 @@
-"""Checkpoints and resume as commands: every rank copies its state, then writes it beside training.
+"""Checkpoints and resume as commands: every rank copies its state, then writes it in a thread.
 
 When all ranks have written, a thread of the controller's process seals the folder. One checkpoint
 is written at a time: the next one, and the end of the run, wait for it.
@@ -115,7 +115,7 @@ class Saving:
         state: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        """Begin a checkpoint; it is sealed beside what follows, at the latest in `finish`.
+        """Begin a checkpoint; it is sealed while the run goes on, at the latest in `finish`.
 
         metrics: of the step; run.keep_best compares one of them.
         """
@@ -328,12 +328,12 @@ def find_unseen_folders(
 
 def _frozen(replies: Replies) -> tuple[str, str] | None:
     """Folder and hash of a group's frozen model, as its first rank says; None if it has none."""
-    said = []
+    frozen = []
     for reply in replies.values():
         if reply["frozen"] is not None:
-            said.append(reply["frozen"])
-    if said:
-        return (said[0][0], said[0][1])
+            frozen.append(reply["frozen"])
+    if frozen:
+        return (frozen[0][0], frozen[0][1])
     return None
 
 

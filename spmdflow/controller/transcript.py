@@ -28,7 +28,7 @@ TRANSCRIPT_FILE = "transcript"
 NUM_STEPS = 3
 """Steps of a launch that are kept, the evaluation before the first not counted."""
 MOST_BYTES = 16 << 20
-"""A step after which the transcript would be larger is left out, and those after it."""
+"""A step that would make the transcript larger is not recorded, and no step after it."""
 _LEFT_OUT = ("free", "sends")
 """Parts of commands that no later reader needs."""
 

@@ -131,6 +131,6 @@ def places_in_groups(groups: np.ndarray) -> tuple[np.ndarray, int]:
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups) if len(groups) else np.zeros(0, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
-    places = np.empty(len(groups), dtype=np.int64)
-    places[order] = np.arange(len(groups)) - starts[groups[order]]
-    return places, int(sizes.max(initial=0))
+    indices = np.empty(len(groups), dtype=np.int64)
+    indices[order] = np.arange(len(groups)) - starts[groups[order]]
+    return indices, int(sizes.max(initial=0))

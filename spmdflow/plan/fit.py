@@ -26,7 +26,7 @@ from spmdflow.mapping.memory import pool_memory
 from spmdflow.mapping.residency import Residency, Share, choose_residency, choose_weights
 from spmdflow.plan.record import Trace, TracedModel
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulate_orders
+from spmdflow.plan.workload import Simulated, hardware_of, nodes_of, simulate_calls
 
 _CACHE_FRACTION = 0.9
 """Share of free memory for the KV cache if the settings say nothing."""
@@ -75,7 +75,7 @@ def find_fit(
     )
     try:
         traced = trace(script, cfg, settings)
-        step = simulate_orders(traced, traced.in_step())
+        step = simulate_calls(traced, traced.in_step())
     except (PlanError, ConfigError) as err:
         choices = list(_choose_without_plan(cfg, hardware, str(err).partition(";")[0]))
         return [*choices, *_keep_on_device(cfg, choices)]
@@ -219,7 +219,7 @@ def _choose_options(
     traced: Trace, engines: Mapping[str, EngineConfig], hardware: Hardware
 ) -> Iterator[Choice]:
     """Options that there is memory for in addition to what was chosen, model by model."""
-    step = simulate_orders(traced, traced.in_step())
+    step = simulate_calls(traced, traced.in_step())
     if step.dataflow is None:
         return
     members = {}

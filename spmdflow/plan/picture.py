@@ -90,8 +90,8 @@ def _svg(report: PlanReport) -> Iterator[str]:
         yield _text(at, bottom + 18, words, size=11, anchor="end" if tick == 5 else "middle")
     for band in bands:
         yield from _frame(band)
-    for call in report.prediction.calls:
-        yield from _bars(bands, call, scale=_SPACE / total)
+    for timed in report.prediction.calls:
+        yield from _bars(bands, timed, scale=_SPACE / total)
     yield from _legend(bottom + 56)
     yield "</svg>"
 
@@ -120,19 +120,19 @@ def _frame(band: _Band) -> Iterator[str]:
     )
 
 
-def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[str]:
+def _bars(bands: Sequence[_Band], timed: CallTime, *, scale: float) -> Iterator[str]:
     """The bar of a call in its model's row. A map function has a bar in every pool that runs it."""
-    model = call.order.model
-    method = call.order.method
-    left = _LEFT + call.start * scale
-    width = max(1.0, call.seconds * scale)
-    duration = seconds_of(call.seconds)
-    hint = escape(f"{call.order.label}: {duration} {call.limit}")
+    model = timed.call.model
+    method = timed.call.method
+    left = _LEFT + timed.start * scale
+    width = max(1.0, timed.seconds * scale)
+    duration = seconds_of(timed.seconds)
+    hint = escape(f"{timed.call.label}: {duration} {timed.limit}")
     for band in bands:
         if model in band.models:
             row = band.models.index(model)
             height = _ROW - 6
-        elif model == "map" and set(call.order.commands) & set(band.ranks):
+        elif model == "map" and set(timed.call.commands) & set(band.ranks):
             row = 0
             height = band.height - 6
         else:
@@ -140,7 +140,7 @@ def _bars(bands: Sequence[_Band], call: CallTime, *, scale: float) -> Iterator[s
         top = band.top + _ROW * row + 3
         yield (
             f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2" '
-            f'fill="{_COLOURS[call.kind][0]}"><title>{hint}</title></rect>'
+            f'fill="{_COLOURS[timed.kind][0]}"><title>{hint}</title></rect>'
         )
         fitting = []
         for words in (f"{method} {duration}", duration):

@@ -36,7 +36,7 @@ from spmdflow.mapping.placed import Placed, Ranking, explain, reason
 from spmdflow.plan.record import Trace
 from spmdflow.plan.text import WIDTH, wrap_paragraph
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.workload import hardware_of, simulate_orders
+from spmdflow.plan.workload import hardware_of, simulate_calls
 
 _SCORING = "preparation"
 _ALL_ROWS = 1 << 30
@@ -114,7 +114,7 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
             f"one model of each of {', '.join(roles)}, as a placement says where a role lives; "
             f"set placement=colocate or pools of your own"
         )
-    known = simulate_orders(traced, traced.in_step())
+    known = simulate_calls(traced, traced.in_step())
     weights = []
     for name in known.without:
         weights.append(getattr(traced.models[name].settings, "model", None))

@@ -26,7 +26,7 @@ from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, transition_seconds
 from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
-from spmdflow.plan.workload import Simulated, simulate_orders
+from spmdflow.plan.workload import Simulated, simulate_calls
 from spmdflow.runtime.call import Call
 from spmdflow.runtime.executor import COMPUTE
 
@@ -35,7 +35,7 @@ from spmdflow.runtime.executor import COMPUTE
 class CallTime:
     """When a call runs."""
 
-    order: Call
+    call: Call
     start: float
     end: float
     limit: str = ""
@@ -93,16 +93,16 @@ class Prediction:
     def stage_seconds(self) -> dict[str, float]:
         """Seconds by method, the sum over its calls, as a run's time/<method>_seconds."""
         seconds: dict[str, float] = {}
-        for call in self.calls:
-            method = call.order.method
-            if method and call.order.phase == "train":
-                seconds[method] = seconds.get(method, 0.0) + call.seconds
+        for timed in self.calls:
+            method = timed.call.method
+            if method and timed.call.phase == "train":
+                seconds[method] = seconds.get(method, 0.0) + timed.seconds
         return seconds
 
 
 def predict(
     trace: Trace,
-    orders: Sequence[Call],
+    step_calls: Sequence[Call],
     hardware: Hardware,
     *,
     weights: Sequence[WeightPlan] = (),
@@ -112,7 +112,7 @@ def predict(
     weights: `weight_plans` of the trace. For a model without a plan, or whose bytes by edge are
     unknown, the seconds of a weight sync follow the paper's formula (Table 2).
     """
-    step = simulate_orders(trace, orders)
+    step = simulate_calls(trace, step_calls)
     memory = _memory(trace, step, hardware)
     problems = []
     for phase in memory.values():
@@ -123,13 +123,13 @@ def predict(
         if plan.inter_bytes >= 0:
             planned[plan.target] = plan
     estimates = _estimates(step, hardware, memory, planned, problems)
-    calls = _schedule(orders, step, estimates, hardware)
+    calls = _schedule(step_calls, step, estimates, hardware)
     tokens = _counted_tokens(trace, step)
     return Prediction(
         hardware=hardware.name,
         calls=tuple(calls),
         memory=tuple(memory.values()),
-        seconds=max((call.end for call in calls), default=0.0),
+        seconds=max((timed.end for timed in calls), default=0.0),
         tokens=sum(t.num_rows * (t.prompts + t.responses) for t in tokens),
         problems=tuple(problems),
         without=step.without,
@@ -139,9 +139,9 @@ def predict(
 def _counted_tokens(trace: Trace, step: Simulated) -> list[Tokens]:
     """The tokens of the step's generations; of its updates if nothing generates."""
     kinds: dict[str, list[Tokens]] = {"generate": [], "train": []}
-    for index, call in step.calls.items():
-        if call.kind in kinds:
-            kinds[call.kind].append(trace.tokens[index])
+    for key, model_call in step.calls.items():
+        if model_call.kind in kinds:
+            kinds[model_call.kind].append(trace.tokens[key])
     return kinds["generate"] or kinds["train"]
 
 
@@ -213,25 +213,25 @@ def _estimates(
     """
     estimates: dict[Key, CallSeconds] = {}
     synced: set[str] = set()
-    for index, call in step.calls.items():
+    for key, model_call in step.calls.items():
         assert step.dataflow is not None
-        model = step.dataflow.model(call.model)
-        strategy = step.strategies[call.model]
-        generates = call.kind == "generate"
-        cache = memory[call.title].parts.get("kv_cache", 0.0) if generates else 0.0
+        model = step.dataflow.model(model_call.model)
+        strategy = step.strategies[model_call.model]
+        generates = model_call.kind == "generate"
+        cache = memory[model_call.title].parts.get("kv_cache", 0.0) if generates else 0.0
         try:
-            estimate = call_seconds(call, model, strategy, hardware, kv_bytes=cache)
+            estimate = call_seconds(model_call, model, strategy, hardware, kv_bytes=cache)
         except ConfigError as err:
             problems.append(Problem("memory", str(err)))
-            estimate = call_seconds(call, model, strategy, hardware, kv_bytes=1e15)
-        if generates and call.model not in synced:
-            synced.add(call.model)
-            if call.model in weights:
-                estimate = estimate + weight_sync_seconds(weights[call.model], hardware)
+            estimate = call_seconds(model_call, model, strategy, hardware, kv_bytes=1e15)
+        if generates and model_call.model not in synced:
+            synced.add(model_call.model)
+            if model_call.model in weights:
+                estimate = estimate + weight_sync_seconds(weights[model_call.model], hardware)
             else:
                 seconds = transition_seconds(model, strategy, hardware)
                 estimate = estimate + CallSeconds({"transition": float(seconds)})
-        estimates[index] = estimate
+        estimates[key] = estimate
     return estimates
 
 
@@ -253,43 +253,43 @@ def weight_sync_seconds(plan: WeightPlan, hardware: Hardware) -> CallSeconds:
 
 
 def _schedule(
-    orders: Sequence[Call],
+    step_calls: Sequence[Call],
     step: Simulated,
     estimates: Mapping[Key, CallSeconds],
     hardware: Hardware,
 ) -> list[CallTime]:
     """Start and end of every call of the compute lane, as early as its ranks and rows allow."""
-    tasks = _tasks(orders, estimates, hardware)
+    tasks = _tasks(step_calls, estimates, hardware)
     spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
-    calls = [order for order in orders if order.lane == COMPUTE]
+    calls = [call for call in step_calls if call.lane == COMPUTE]
     times = []
-    for order, (start, end) in zip(calls, spans, strict=True):
-        estimate = estimates.get(order.key)
+    for call, (start, end) in zip(calls, spans, strict=True):
+        estimate = estimates.get(call.key)
         if estimate is None:
-            times.append(CallTime(order, start, end))
+            times.append(CallTime(call, start, end))
         else:
-            kind = step.calls[order.key].kind
-            times.append(CallTime(order, start, end, estimate.limit, estimate.notes, kind))
+            kind = step.calls[call.key].kind
+            times.append(CallTime(call, start, end, estimate.limit, estimate.notes, kind))
     return times
 
 
 def _tasks(
-    orders: Sequence[Call], estimates: Mapping[Key, CallSeconds], hardware: Hardware
+    step_calls: Sequence[Call], estimates: Mapping[Key, CallSeconds], hardware: Hardware
 ) -> list[Task]:
     """One task for each call. It follows its ranks' earlier calls and the transfers of its rows."""
-    transfer_seconds = _transfer_seconds(orders, hardware)
+    transfer_seconds = _transfer_seconds(step_calls, hardware)
     last: dict[int, int] = {}
     tasks: list[Task] = []
     numbers: dict[int, int] = {}
     rows: list[tuple[int | None, float]] = []
-    for order in orders:
-        if order.lane != COMPUTE:
-            seconds = transfer_seconds.get(order.key, 0.0)
-            rows.append((numbers.get(order.command["result"]), seconds))
+    for call in step_calls:
+        if call.lane != COMPUTE:
+            seconds = transfer_seconds.get(call.key, 0.0)
+            rows.append((numbers.get(call.command["result"]), seconds))
             continue
-        estimate = estimates.get(order.key)
+        estimate = estimates.get(call.key)
         before = set()
-        for rank in order.commands:
+        for rank in call.commands:
             if rank in last:
                 before.add((last[rank], 0.0))
         earliest = 0.0
@@ -304,21 +304,21 @@ def _tasks(
             seconds = estimate.seconds
             if seconds:  # a rank works except in the pipeline's bubble
                 busy -= estimate.parts.get("bubble", 0.0) / seconds
-        tasks.append(Task(seconds, order.ranks, tuple(before), earliest, busy))
-        numbers[order.number] = len(tasks) - 1
-        last |= dict.fromkeys(order.commands, len(tasks) - 1)
+        tasks.append(Task(seconds, call.ranks, tuple(before), earliest, busy))
+        numbers[call.number] = len(tasks) - 1
+        last |= dict.fromkeys(call.commands, len(tasks) - 1)
         rows = []
     return tasks
 
 
-def _transfer_seconds(orders: Sequence[Call], hardware: Hardware) -> dict[Key, float]:
+def _transfer_seconds(step_calls: Sequence[Call], hardware: Hardware) -> dict[Key, float]:
     """Seconds of each transfer: the busiest rank's bytes over its share of the network.
 
     Rows travel over gloo, between nodes and inside of them alike.
     """
     rate = hardware.network_rate / hardware.gpus_per_node
     busy: dict[Key, Counter[int]] = {}
-    for edge in row_edges(orders):
+    for edge in row_edges(step_calls):
         ranks = busy.setdefault(edge.release, Counter())
         ranks[edge.source] += edge.num_bytes
         ranks[edge.destination] += edge.num_bytes

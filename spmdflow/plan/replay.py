@@ -138,37 +138,39 @@ class RowLengths:
     def of_input(self, name: str, part: Plain) -> np.ndarray | None:
         """Items of an input's rows, aligned with the ids of its command; None: not known."""
         if "source" not in part:
-            made = self.results.get(part["result"], {}).get(name)
-            if made is None or made.spec.kind == "dense":
+            written = self.results.get(part["result"], {}).get(name)
+            if written is None or written.spec.kind == "dense":
                 return None
-            return made.of(part["ids"])
+            return written.of(part["ids"])
         if name not in ("prompts", "loss_mask"):
             return None
         return self.scans[part["source"]].tokens_of(part["rows"])
 
     def tokens(self, number: int, commands: Commands) -> Tokens | None:
         """Rows of a call and their mean tokens; None for orders without rows."""
-        given = {}
+        by_inputs = {}
         for p in commands.values():
             if p.get("ids") is not None:
-                given[id(p["inputs"])] = p
-        if not given or "inputs" not in next(iter(given.values())):
+                by_inputs[id(p["inputs"])] = p
+        if not by_inputs or "inputs" not in next(iter(by_inputs.values())):
             return None
         means = dict.fromkeys((PROMPTS, RESPONSES), 0.0)
         for name in means:
             parts = []
-            for plain in given.values():
+            for plain in by_inputs.values():
                 for part in plain["inputs"]:
                     for seen, stored in names_in(part):
                         if seen == name:
                             parts.append((part["ids"], self.of_input(stored, part)))
-            made = self.results.get(number, {}).get(name)
+            written = self.results.get(number, {}).get(name)
             means[name] = before = _mean(parts)
-            if made and len(made.ids):
-                means[name] = float(made.items.mean())
+            if written and len(written.ids):
+                means[name] = float(written.items.mean())
                 if name == RESPONSES:  # the model reads the response that goes on
                     means |= {PROMPTS: means[PROMPTS] + before, name: means[name] - before}
-        return Tokens(len(unique_ids(plain["ids"] for plain in given.values())), *means.values())
+        return Tokens(
+            len(unique_ids(plain["ids"] for plain in by_inputs.values())), *means.values()
+        )
 
 
 def _mean(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> float:
@@ -239,7 +241,7 @@ def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
     for entry in entries:
         if entry["lane"] == TRANSFER:
             waiting.append(entry)
-    found: list[Plain] = []
+    in_order: list[Plain] = []
     for entry in entries:
         if entry["lane"] == COMPUTE:
             commands = _commands(entry)
@@ -247,9 +249,9 @@ def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
             for transfer in waiting:
                 if _reads(commands, transfer):
                     ready.add(id(transfer))
-            found += [transfer for transfer in waiting if id(transfer) in ready] + [entry]
+            in_order += [transfer for transfer in waiting if id(transfer) in ready] + [entry]
             waiting = [transfer for transfer in waiting if id(transfer) not in ready]
-    return found + waiting
+    return in_order + waiting
 
 
 def _reads(commands: Commands, transfer: Plain) -> bool:

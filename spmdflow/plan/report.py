@@ -65,7 +65,7 @@ class PlanReport:
     trace: Trace
     step: int
     """Number of the step that is shown."""
-    orders: tuple[Call, ...]
+    step_calls: tuple[Call, ...]
     """Of that step."""
     edges: tuple[TracedEdge, ...]
     weights: tuple[WeightPlan, ...]
@@ -105,11 +105,11 @@ class PlanReport:
     def groups(self) -> dict[GroupSpec, str]:
         """Every process group and who asked for it first, in the order of creation."""
         owners = {GroupSpec(self.trace.world, "transfer", "gloo"): "run"}
-        for order in self.trace.calls:
-            if order.operation == "groups":
-                for ranks, lane, backend in order.command["specs"]:
+        for call in self.trace.calls:
+            if call.operation == "groups":
+                for ranks, lane, backend in call.command["specs"]:
                     spec = GroupSpec(tuple(ranks), lane, backend)
-                    owners.setdefault(spec, order.label.removesuffix(".groups"))
+                    owners.setdefault(spec, call.label.removesuffix(".groups"))
         return owners
 
     def group_kinds(self) -> dict[GroupKind, list[tuple[int, ...]]]:
@@ -127,20 +127,20 @@ class PlanReport:
 
     def calls(self) -> Iterator[dict[str, Any]]:
         """The facts of every call of the step, as data, in the order of the script."""
-        for call in self.prediction.calls:
-            order = call.order
-            tokens = self.trace.tokens.get(call.order.key)
+        for timed in self.prediction.calls:
+            call = timed.call
+            tokens = self.trace.tokens.get(call.key)
             facts = {}
             for name in _CALL_FACTS:
-                facts[name] = getattr(order, name)
-            facts["line"] = order.line_number
+                facts[name] = getattr(call, name)
+            facts["line"] = call.line_number
             yield facts | {
                 "rows": tokens.num_rows if tokens else None,
                 "prompt_tokens": tokens.prompts if tokens else None,
                 "response_tokens": tokens.responses if tokens else None,
-                "start_seconds": call.start,
-                "seconds": call.seconds,
-                "limit": call.limit,
+                "start_seconds": timed.start,
+                "seconds": timed.seconds,
+                "limit": timed.limit,
             }
 
     def to_plain(self) -> dict[str, Any]:
@@ -203,12 +203,12 @@ class PlanReport:
         return result
 
     def lanes(self) -> dict[int, dict[str, list[Call]]]:
-        """The orders of each rank, by lane."""
+        """The calls of each rank, by lane."""
         lanes_of: dict[int, dict[str, list[Call]]] = {}
-        for order in self.orders:
-            for rank in order.commands:
+        for call in self.step_calls:
+            for rank in call.commands:
                 lanes = lanes_of.setdefault(rank, {COMPUTE: [], TRANSFER: []})
-                lanes[order.lane].append(order)
+                lanes[call.lane].append(call)
         return dict(sorted(lanes_of.items()))
 
     def _plain_order(self) -> list[dict[str, Any]]:
@@ -216,8 +216,8 @@ class PlanReport:
         alike: dict[str, dict[str, Any]] = {}
         for rank, lanes in self.lanes().items():
             numbers = {}
-            for lane, orders in lanes.items():
-                numbers[lane] = [order.number for order in orders]
+            for lane, step_calls in lanes.items():
+                numbers[lane] = [call.number for call in step_calls]
             alike.setdefault(str(numbers), {"ranks": [], **numbers})["ranks"].append(rank)
         return list(alike.values())
 
@@ -261,10 +261,10 @@ def plan(
             # the first step fills a pipeline
             traced = trace(script, cfg, replace(settings, num_steps=2), replay)
         step = traced.steps[-1] if traced.steps else 0
-        orders = tuple(order for order in traced.calls if order.step == step)
-        edges = tuple(row_edges(orders))
+        step_calls = tuple(call for call in traced.calls if call.step == step)
+        edges = tuple(row_edges(step_calls))
         weights = tuple(weight_plans(traced))
-        prediction = predict(traced, orders, hardware, weights=weights)
+        prediction = predict(traced, step_calls, hardware, weights=weights)
         checks = [
             _check_settings(cfg, len(traced.world)),
             _check_members(traced),
@@ -283,7 +283,7 @@ def plan(
         script=str(script.__file__),
         trace=traced,
         step=step,
-        orders=orders,
+        step_calls=step_calls,
         edges=edges,
         weights=weights,
         prediction=prediction,
@@ -313,7 +313,7 @@ def _missing_here(cfg: Any, world_size: int) -> str | None:
 
 def _check_members(traced: Trace) -> CheckResult:
     """Whether all ranks that a call or a process group needs take part in it."""
-    calls = sum(order.lane == COMPUTE for order in traced.calls)
+    calls = sum(call.lane == COMPUTE for call in traced.calls)
     planning.debug("checking the members of %d calls", calls)
     covered = f"all members enter {calls} calls and their groups"
     return CheckResult("members", covered, check_group_members(traced))

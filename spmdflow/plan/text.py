@@ -204,7 +204,9 @@ def _calls(report: PlanReport) -> Iterator[str]:
     if prediction.seconds and stages:
         shown = ", ".join(f"{stage} {seconds_of(value)}" for stage, value in stages)
         yield from wrap_paragraph("  by stage", shown)
-    yield from (f"  {call.order.label}: {note}" for call in prediction.calls for note in call.notes)
+    yield from (
+        f"  {timed.call.label}: {note}" for timed in prediction.calls for note in timed.notes
+    )
     for why in prediction.without.values():
         yield from wrap_paragraph("  not predicted", why)
 
@@ -303,11 +305,11 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
     """The calls of each rank, ranks with equal calls on one line; then each transfer's edges."""
     alike: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
     for rank, lanes in report.lanes().items():
-        labels = tuple(f"{order.number} {order.label}" for order in lanes[COMPUTE])
+        labels = tuple(f"{call.number} {call.label}" for call in lanes[COMPUTE])
         ranks, counts = alike.setdefault(labels, ([], set()))
         ranks.append(rank)
         counts.add(len(lanes[TRANSFER]))
-    released = sum(order.lane == TRANSFER for order in report.orders)
+    released = sum(call.lane == TRANSFER for call in report.step_calls)
     yield f"order of commands by rank (and {released} transfers, in the order of their release)"
     for labels, (ranks, counts) in alike.items():
         many = f"{min(counts)}-{max(counts)}" if len(counts) > 1 else str(*counts)

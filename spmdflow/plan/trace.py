@@ -163,7 +163,7 @@ class DryRun(Observer):
         """Keep the script's examples."""
         self._transport.answers.examples.add(examples)
 
-    def begin(self, first: int, last: int) -> None:
+    def begin_steps(self, first: int, last: int) -> None:
         """The first step sees the examples as measured."""
         self._caller.old_log_probs.end_step(self._transport.answers.examples.metrics(), {})
 

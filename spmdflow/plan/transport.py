@@ -208,8 +208,8 @@ class Answers:
         commands = call.commands
         number = call.number
         plain = call.command
-        said = self._replay.answer(call.label) if self._replay is not None else {}
-        known = self.rows.learn(number, call.label, commands, said)
+        recorded_answer = self._replay.answer(call.label) if self._replay is not None else {}
+        known = self.rows.learn(number, call.label, commands, recorded_answer)
         match call.operation:
             case "spawn":
                 self._classes[plain["name"]] = find_worker_class(plain["class"])
@@ -220,7 +220,7 @@ class Answers:
                 if plain.get("ids") is not None and spec.writes:
                     return self._to_rows(number, commands, spec.writes, known=known)
                 value = self.examples.answer(call.label)
-                values = said.get("values", {})
+                values = recorded_answer.get("values", {})
                 result = {}
                 for rank in commands:
                     result[rank] = {"value": values.get(rank, value)}
@@ -231,7 +231,7 @@ class Answers:
             case "join":
                 return self._to_join(number, commands)
             case "fetch":
-                return self._to_fetch(commands, fetched_column(said))
+                return self._to_fetch(commands, fetched_column(recorded_answer))
             case "transfer":
                 return _to_transfer(call)
         return {rank: {} for rank in commands}
@@ -250,11 +250,11 @@ class Answers:
         self, number: int, commands: Commands, writes: tuple[str, ...], *, known: bool
     ) -> Replies:
         """known: the lengths of the rows are those of a run."""
-        made = self.rows.results.setdefault(number, {})
+        lengths = self.rows.results.setdefault(number, {})
         for name in writes:
             form = self.examples.form(name)
-            made.setdefault(name, ColumnLengths(form.spec))
-        told: dict[bytes, dict[str, Any]] = {}  # tensor-parallel peers hold the same rows
+            lengths.setdefault(name, ColumnLengths(form.spec))
+        reply_by_rows: dict[bytes, dict[str, Any]] = {}  # tensor-parallel peers hold the same rows
         replies: Replies = {}
         for rank, plain in commands.items():
             ids = plain.get("holds", plain["ids"])
@@ -262,24 +262,24 @@ class Answers:
                 replies[rank] = {"columns": {}}
                 continue
             key = ids.tobytes()
-            if key not in told:
+            if key not in reply_by_rows:
                 columns = {}
                 for n in writes:
-                    columns[n] = self._column(made[n], n, plain, ids, known=known)
-                told[key] = {"columns": columns, "metrics": self.examples.metrics()}
-            replies[rank] = told[key]
+                    columns[n] = self._column(lengths[n], n, plain, ids, known=known)
+                reply_by_rows[key] = {"columns": columns, "metrics": self.examples.metrics()}
+            replies[rank] = reply_by_rows[key]
         return replies
 
     def _column(
-        self, made: ColumnLengths, name: str, plain: Plain, ids: np.ndarray, *, known: bool
+        self, lengths: ColumnLengths, name: str, plain: Plain, ids: np.ndarray, *, known: bool
     ) -> list[Any]:
         """Kind and items of the rows ids of one column."""
         items = None
-        if made.spec.kind != "dense":
-            items = made.of(ids) if known else self._items(name, plain, ids)
+        if lengths.spec.kind != "dense":
+            items = lengths.of(ids) if known else self._items(name, plain, ids)
             if not known:
-                made.add(ids, items)
-        return [made.spec.to_plain(), items]
+                lengths.add(ids, items)
+        return [lengths.spec.to_plain(), items]
 
     def _items(self, name: str, plain: Plain, ids: np.ndarray) -> np.ndarray:
         """(n,) int64: items of the rows ids of a column that the command makes of its inputs."""
@@ -295,9 +295,11 @@ class Answers:
             for n, _ in names_in(part):
                 seen[n] = part
         if self._goes_on(plain, seen):
-            given = (self._known_lengths(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT))
-            before, heard = (0 if tokens is None else tokens for tokens in given)
-            grown = np.minimum(before + heard + drawn, self.examples.longest[RESPONSES])
+            input_lengths = (
+                self._known_lengths(n, seen, plain, ids) for n in (RESPONSES, TOOL_TEXT)
+            )
+            before, tool_tokens = (0 if tokens is None else tokens for tokens in input_lengths)
+            grown = np.minimum(before + tool_tokens + drawn, self.examples.longest[RESPONSES])
             return np.maximum(before, grown)
         for other in seen:
             if self.examples.form(other).like == form.like:
@@ -318,11 +320,11 @@ class Answers:
             return None
         items = self.rows.of_input(dict(names_in(seen[name]))[name], seen[name])
         order = np.argsort(plain["ids"], kind="stable")
-        place = np.searchsorted(plain["ids"], ids, sorter=order)
-        place = order[np.minimum(place, len(order) - 1)] if len(ids) else order[:0]
-        if items is None or not np.array_equal(plain["ids"][place], ids):
+        indices = np.searchsorted(plain["ids"], ids, sorter=order)
+        indices = order[np.minimum(indices, len(order) - 1)] if len(ids) else order[:0]
+        if items is None or not np.array_equal(plain["ids"][indices], ids):
             return None  # it holds rows that it was not given
-        return -(-items[place] // form.items_per_token)
+        return -(-items[indices] // form.items_per_token)
 
     def _goes_on(self, plain: Plain, seen: Iterable[str]) -> bool:
         """Whether a command calls a method that goes on from responses, which become longer."""

@@ -119,20 +119,20 @@ def syncs_by_step(
     """
     counts: dict[int, Counter[str]] = {step: Counter() for step in trace.steps}
     fresh = set(synced)
-    for order in trace.calls:
-        name = order.model
-        if order.operation != "call" or name not in trace.models:
+    for call in trace.calls:
+        name = call.model
+        if call.operation != "call" or name not in trace.models:
             continue
         traced = trace.models[name]
-        kind = traced.kind_of(order.method)
-        is_sync = order.method == "receive_weights"
+        kind = traced.kind_of(call.method)
+        is_sync = call.method == "receive_weights"
         if kind == "train":
             fresh -= {name, *_stale_models(traced, trace)}
         elif kind == "generate" and name not in fresh and not traced.only_generates:
             fresh.add(name)
             is_sync = True
-        if is_sync and order.phase in phases:
-            counts.setdefault(order.step, Counter())[name] += 1
+        if is_sync and call.phase in phases:
+            counts.setdefault(call.step, Counter())[name] += 1
     return counts
 
 
@@ -155,9 +155,9 @@ def _reply_ranks(traced: TracedModel) -> tuple[int, ...]:
 
 def _has_devices(trace: Trace) -> bool:
     """Whether the ranks have devices of their own."""
-    for order in trace.calls:
-        if order.operation == "groups":
-            for *_, backend in order.command["specs"] or ():
+    for call in trace.calls:
+        if call.operation == "groups":
+            for *_, backend in call.command["specs"] or ():
                 if backend != "gloo":
                     return True
     return False

@@ -106,7 +106,7 @@ class Simulated:
     """Models without a simulator, each with the reason."""
 
 
-def simulate_orders(trace: Trace, orders: Sequence[Call]) -> Simulated:
+def simulate_calls(trace: Trace, step_calls: Sequence[Call]) -> Simulated:
     """The models and calls of one step, as far as there are simulators for them."""
     models: dict[str, Model] = {}
     without: dict[str, str] = {}
@@ -121,13 +121,14 @@ def simulate_orders(trace: Trace, orders: Sequence[Call]) -> Simulated:
     if not models:
         return Simulated(None, {}, {}, without)
     calls = {}
-    for order in orders:
-        call = _call(trace, order, models)
-        if call is not None:
-            calls[order.key] = call
-    for call in calls.values():
-        if call.kind == "generate":
-            models[call.model] = _with_cache(models[call.model], call, trace.models[call.model])
+    for call in step_calls:
+        model_call = _model_call_or_none(trace, call, models)
+        if model_call is not None:
+            calls[call.key] = model_call
+    for model_call in calls.values():
+        if model_call.kind == "generate":
+            name = model_call.model
+            models[name] = _with_cache(models[name], model_call, trace.models[name])
     strategies = {}
     for name, model in models.items():
         strategies[name] = Strategy.of_layout(
@@ -207,31 +208,31 @@ def _rollout(traced: TracedModel) -> Rollout:
     )
 
 
-def _with_cache(model: Model, call: ModelCall, traced: TracedModel) -> Model:
+def _with_cache(model: Model, model_call: ModelCall, traced: TracedModel) -> Model:
     """The model with a KV cache for all rows decoded together, unless the size is fixed."""
     rollout = model.rollout
     if rollout is None or rollout.facts.fixed_cache:
         return model
-    share = -(-call.workload.num_sequences // traced.layout.generation_dp_size)
+    share = -(-model_call.workload.num_sequences // traced.layout.generation_dp_size)
     rows = min(share, rollout.max_batch_size or share)
-    size = rows * call.workload.tokens * model.shape.kv_bytes_per_token(rollout.element_bytes)
+    size = rows * model_call.workload.tokens * model.shape.kv_bytes_per_token(rollout.element_bytes)
     cache = max(float(size), rollout.kv_cache_bytes or 0.0)
     return replace(model, rollout=replace(rollout, kv_cache_bytes=cache))
 
 
-def _call(trace: Trace, order: Call, models: Mapping[str, Model]) -> ModelCall | None:
-    """An order as a call of the dataflow; None if it has no simulator or no tokens."""
-    tokens = trace.tokens.get(order.key)
-    if order.operation != "call" or order.model not in models or tokens is None:
+def _model_call_or_none(trace: Trace, call: Call, models: Mapping[str, Model]) -> ModelCall | None:
+    """A call as one of the dataflow; None if it has no simulator or no tokens."""
+    tokens = trace.tokens.get(call.key)
+    if call.operation != "call" or call.model not in models or tokens is None:
         return None
     if not tokens.num_rows or tokens.prompts + tokens.responses <= 0:
         return None
-    traced = trace.models[order.model]
-    kind = traced.kind_of(order.method)
+    traced = trace.models[call.model]
+    kind = traced.kind_of(call.method)
     if traced.only_generates and kind != "generate":
         return None  # it accepts rows, and samples for them later
     minis = []
-    for plain in order.commands.values():
+    for plain in call.commands.values():
         minis.append(len(plain.get("mini", ())))
     workload = Workload(
         num_sequences=tokens.num_rows,
@@ -242,5 +243,5 @@ def _call(trace: Trace, order: Call, models: Mapping[str, Model]) -> ModelCall |
     )
     # a script whose generator has its own ranks overlaps generation with everything else
     return ModelCall(
-        order.model, kind, "step" if trace.links else STAGES[kind], workload, order.method
+        call.model, kind, "step" if trace.links else STAGES[kind], workload, call.method
     )

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmdflow.config.parallel import ranges_of
 from spmdflow.data.row_id import Ids
 from spmdflow.errors import ProtocolError, RunFailed
 from spmdflow.failure.duration import CallDuration
@@ -178,11 +179,6 @@ class Pending:
         """Whether `result` returns (or raises) at once."""
         return not self._latch.locked()
 
-    @property
-    def owing_ranks(self) -> set[int]:
-        """Ranks that have not replied."""
-        return self.call.commands.keys() - self.replies.keys()
-
     def result(self) -> Replies:
         """Wait for the replies; RunFailed if the run fails. The limits of calls bound the wait."""
         if self._latch.locked():
@@ -234,7 +230,11 @@ class CallRecord:
         return [self.replies[rank] for rank in self.call.reply_ranks]
 
     def to_line(self) -> dict[str, Any]:
-        """The record for RUN_DIR/calls.jsonl: what was called, where, when and on what."""
+        """The record for RUN_DIR/calls.jsonl: what was called, where, when and on what.
+
+        ranks: first and last of each range. start, end: seconds since the epoch, of the first rank
+        that began and the last that ended, each by its own clock.
+        """
         call = self.call
         spans = [reply["span"] for reply in self.replies.values() if "span" in reply]
         line: dict[str, Any] = {
@@ -245,7 +245,7 @@ class CallRecord:
             "label": call.label,
             "operation": call.operation,
             "line": call.line,
-            "ranks": list(call.ranks),
+            "ranks": ranges_of(call.ranks),
             "rows": len(call.row_ids),
             "reads": [[rows.result, list(rows.columns)] for rows in call.required_rows],
             "writes": list(call.writes),
@@ -294,7 +294,7 @@ class Ledger:
         payload: dict[str, object],
         *,
         now: float,
-        took: CallDuration | None = None,
+        duration: CallDuration | None = None,
     ) -> Pending | None:
         """Note an answer, the next that its lane owes; returns the call once all have answered."""
         pending = self.open[ticket]
@@ -304,7 +304,7 @@ class Ledger:
         self._owed[lane].popleft()
         self._free_since[lane] = now
         pending.replies[rank] = payload
-        pending.durations[rank] = took or CallDuration(0.0)
+        pending.durations[rank] = duration or CallDuration(0.0)
         pending.answered_at[rank] = now
         self._last[rank] = call.label, call.number
         if len(pending.replies) < len(call.commands):

@@ -132,9 +132,9 @@ class Comm:
         self._send(Kind.HELLO)
         self.thread.start()
 
-    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
+    def reply(self, ticket: int, payload: dict[str, Any], duration: list[float]) -> None:
         """Answer a command. MessageError if payload is not plain data."""
-        self._send(Kind.REPLY, [ticket, payload, took])
+        self._send(Kind.REPLY, [ticket, payload, duration])
 
     def fail(self, failure: Failure) -> None:
         """End the run: report the failure to the controller, then leave as it says (any thread).

@@ -1,7 +1,7 @@
 """A lane: the loop that runs a rank's commands one after the other.
 
 The compute lane runs on the main thread; the transfer lane and the files lane, which writes
-checkpoints beside training, run in threads of their own. A lane knows operations by name, not
+checkpoints during training, run in threads of their own. A lane knows operations by name, not
 what they do. An operation that raises ends the run: the lane reports it and stays where it is
 until the comm thread ends the process, or only the session (`Unwound`).
 """
@@ -44,8 +44,8 @@ class Unwound(BaseException):
 class Reporter(Protocol):
     """Where a lane sends replies and failures (runtime/comm.py)."""
 
-    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
-        """Answer a command. took: the fields of a `CallDuration`."""
+    def reply(self, ticket: int, payload: dict[str, Any], duration: list[float]) -> None:
+        """Answer a command. duration: the fields of a `CallDuration`."""
 
     def fail(self, failure: Failure) -> None:
         """End the run."""

@@ -279,11 +279,13 @@ class Io:
 
     def _on_reply(self, rank: int, body: Any) -> None:
         """Note a reply; with the last one of a call, run its on_done and let it be done."""
-        ticket, payload, took = body
+        ticket, payload, duration = body
         if self._teardown.cause is not None:
             return
         now = time.monotonic()
-        pending = self._ledger.answer(rank, ticket, payload, now=now, took=CallDuration(*took))
+        pending = self._ledger.answer(
+            rank, ticket, payload, now=now, duration=CallDuration(*duration)
+        )
         if pending is None:
             return
         self._stalls.end_call(pending, now)

@@ -230,23 +230,23 @@ class RankState:
 
     def _begin(self, plain: Plain, number: int) -> dict[str, Any]:
         """Start the early method of a call that waits its turn, in a thread (comm thread)."""
-        made = []
+        parts_of_calls = []
         for part in plain["inputs"]:
             if "source" not in part:
-                made.append(part)
-        named = set()
+                parts_of_calls.append(part)
+        sources = set()
         for part in plain["inputs"]:
             if "source" in part:
-                named.add(part["source"])
-        if not made:  # no rows to wait for: it would start no earlier
+                sources.add(part["source"])
+        if not parts_of_calls:  # no rows to wait for: it would start no earlier
             return {}
 
         def is_there() -> bool:
-            return plain["group"] in self._workers and named <= self._sources.keys()
+            return plain["group"] in self._workers and sources <= self._sources.keys()
 
         def wait() -> None:
             self._arrival.wait(is_there)
-            for part in made:
+            for part in parts_of_calls:
                 if self._settings.waits_for_rows:
                     self.store.wait(part["result"], part["columns"], part["ids"])
 
@@ -276,9 +276,9 @@ class RankState:
         unchanged = Unchanged()
         batch = self._batch(plain, unchanged)
         with self._profile(plain["step"], label), _explaining_lengths(label):
-            made = function(batch, **arguments)
+            returned_columns = function(batch, **arguments)
         unchanged.check(label)
-        kept = self._keep(label, number, plain["ids"], made, spec.writes)
+        kept = self._keep(label, number, plain["ids"], returned_columns, spec.writes)
         return {"metrics": metrics} | kept
 
     def _join(self, plain: Plain, number: int) -> dict[str, Any]:
@@ -312,12 +312,12 @@ class RankState:
         """The columns of a part of the inputs, by the names that the call sees; waits for rows."""
         if "source" in part:
             self._read_source(part)
-        taken = self.store.take(
+        columns_of_result = self.store.take(
             part["result"], part["columns"], part["ids"], waits=self._settings.waits_for_rows
         )
         columns = {}
         for seen, stored in names_in(part):
-            columns[seen] = taken[stored]
+            columns[seen] = columns_of_result[stored]
         return columns
 
     def _read_source(self, part: Plain) -> None:
@@ -337,12 +337,12 @@ class RankState:
         self.store.put(result, ids[lacking], columns)
 
     def _keep(
-        self, label: str, number: int, ids: Ids, made: Any, writes: Sequence[str]
+        self, label: str, number: int, ids: Ids, returned_columns: Any, writes: Sequence[str]
     ) -> dict[str, Any]:
         """Store what a method returned as the rows `ids` of the result `number`."""
-        names = sorted(made.keys()) if hasattr(made, "keys") else None
+        names = sorted(returned_columns.keys()) if hasattr(returned_columns, "keys") else None
         if names != sorted(writes):
-            got = type(made).__name__ if names is None else f"columns {names}"
+            got = type(returned_columns).__name__ if names is None else f"columns {names}"
             raise ColumnError(
                 f"{label}: returned {got}, expected columns {sorted(writes)}; "
                 f"return exactly what `writes` declares"
@@ -350,13 +350,14 @@ class RankState:
         try:
             columns = {}
             for name in writes:
-                columns[name] = column_of(name, made[name], len(ids))
+                columns[name] = column_of(name, returned_columns[name], len(ids))
         except ColumnError as err:
             raise ColumnError(f"{label}: {err}") from err
         copied = sum(
             columns[name].values.nbytes
             for name in writes
-            if isinstance(made[name], Tensor) and made[name].device.type == "cpu"
+            if isinstance(returned_columns[name], Tensor)
+            and returned_columns[name].device.type == "cpu"
         )
         return self._put(number, ids, columns) | {"copied_bytes": copied}
 

@@ -150,7 +150,7 @@ def test_plan_of_the_calculator_has_the_rows_that_go_on_and_longer_responses(
     planned = dry("calculator", tmp_path, 4, "actor.rollout.max_new_tokens=16")
 
     calls = [o for o in planned.in_step() if o.label == "actor.generate_sequences"]
-    read = [planned.tokens[order.key] for order in calls]
+    read = [planned.tokens[call.key] for call in calls]
     assert [tokens.num_rows for tokens in read] == [16, 8, 8]  # every other row is told something
     assert [tokens.prompts for tokens in read] == [8, 8 + 6, 8 + 13]  # with the response so far
     assert [tokens.responses for tokens in read] == [6, 1 + 6, 16 - 13]

@@ -157,7 +157,7 @@ def test_each_call_is_one_line_of_the_list_also_in_a_run_that_was_interrupted(
     called = [line for line in by_run[0] if line[0] == STEPS]
     assert [label for _, label, *_ in called].count("actor.update_actor") == 1
     (update,) = [line for line in called if line[1] == "actor.update_actor"]
-    assert update[2:] == ("call", "train", [0])
+    assert update[2:] == ("call", "train", [[0, 0]])
     times = [line for line in read_lines(whole / "calls.jsonl") if "start" in line]
     assert times and all(line["start"] <= line["end"] for line in times)
     lines = [line["line"] for line in times if line["label"] == "actor.update_actor"]

@@ -30,34 +30,34 @@ def check_batches(trace: Trace) -> list[Problem]:
     stay together, would not fit; larger only for such samples alone.
     """
     texts = (
-        f"{name_of(order)}: {text}"
-        for order in trace.calls
-        if len(order.row_ids) and _is_update(trace, order)
-        for text in _wrong_update(trace, order, order.row_ids, order.parents)
+        f"{name_of(call)}: {text}"
+        for call in trace.calls
+        if len(call.row_ids) and _is_update(trace, call)
+        for text in _wrong_update(trace, call, call.row_ids, call.parents)
     )
     return [Problem("batches", text) for text in islice(texts, _SHOWN)]
 
 
-def _is_update(trace: Trace, order: Call) -> bool:
+def _is_update(trace: Trace, call: Call) -> bool:
     """Whether a call is of a method that takes mini-batches."""
-    if order.operation != "call" or order.model not in trace.models:
+    if call.operation != "call" or call.model not in trace.models:
         return False
-    return method_spec(trace.models[order.model].worker_class, order.method).minibatches
+    return method_spec(trace.models[call.model].worker_class, call.method).minibatches
 
 
-def _wrong_update(trace: Trace, order: Call, ids: Ids, parents: Ids) -> Iterator[str]:
-    model = trace.models[order.model]
+def _wrong_update(trace: Trace, call: Call, ids: Ids, parents: Ids) -> Iterator[str]:
+    model = trace.models[call.model]
     firsts = []
     for rank in model.layout.ranks:
         if model.layout.coordinate(rank)[::2] == (0, 0):
             firsts.append(rank)
     shares = []
     for rank in firsts:
-        if rank in order.commands:
-            shares.append(order.commands[rank])
+        if rank in call.commands:
+            shares.append(call.commands[rank])
     counts = {len(plain["mini"]) for plain in shares}
     forwards = set()
-    for plain in order.commands.values():
+    for plain in call.commands.values():
         forwards.add(tuple(n for _, n in plain["mini"]))
     if len(counts) > 1 or len(forwards) > 1:
         yield (

@@ -34,13 +34,13 @@ def check_rows(trace: Trace) -> list[Problem]:
     it. Nothing is read after it was freed, or sent before it was computed.
     """
     locations = _RowLocations(trace)
-    for order in trace.calls:
-        locations.follow(order)
+    for call in trace.calls:
+        locations.follow(call)
     return [Problem("rows", text) for text in locations.errors[: 4 * _SHOWN]]
 
 
 class _RowLocations:
-    """Which rank has which rows, order by order."""
+    """Which rank has which rows, call by call."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -50,26 +50,26 @@ class _RowLocations:
         self._freed: dict[int, set[int]] = {}
         self.errors: list[str] = []
 
-    def follow(self, order: Call) -> None:
-        """Apply one order, and note what is wrong with it in `errors`."""
-        if order.lane == TRANSFER:
-            self._follow_transfer(order)
+    def follow(self, call: Call) -> None:
+        """Apply one call, and note what is wrong with it in `errors`."""
+        if call.lane == TRANSFER:
+            self._follow_transfer(call)
             return
-        for rank, plain in order.commands.items():
+        for rank, plain in call.commands.items():
             for result in plain.get("free", ()):
                 self._freed.setdefault(result, set()).add(rank)
-        self._check_reads(order)
-        self._label[order.number] = order.label
+        self._check_reads(call)
+        self._label[call.number] = call.label
         holds = {}
-        for rank, p in order.commands.items():
+        for rank, p in call.commands.items():
             holds[rank] = p.get("holds", p.get("ids"))
         computed = _keys((rank, ids) for rank, ids in holds.items() if ids is not None)
-        for name in _writes_of(self._trace, order):
-            self._present[order.number, name] = computed
+        for name in _writes_of(self._trace, call):
+            self._present[call.number, name] = computed
 
-    def _check_reads(self, order: Call) -> None:
+    def _check_reads(self, call: Call) -> None:
         wanted: dict[tuple[int, tuple[str, ...]], list[tuple[int, np.ndarray]]] = {}
-        for rank, plain in order.commands.items():
+        for rank, plain in call.commands.items():
             for part in _parts(plain):
                 if "source" in part:
                     continue
@@ -78,7 +78,7 @@ class _RowLocations:
                 wanted.setdefault((result, columns), []).append((rank, part["ids"]))
                 if rank in self._freed.get(result, ()):
                     self.errors.append(
-                        f"{name_of(order)} on rank {rank} reads rows of call {result}, which it "
+                        f"{name_of(call)} on rank {rank} reads rows of call {result}, which it "
                         f"was told to free; expected rows that are kept; report this plan"
                     )
         for (result, columns), rows in wanted.items():
@@ -93,26 +93,26 @@ class _RowLocations:
                         f"edge {_either(_holders_of_all(ids, present))} -> {rank}: got no rows "
                         f"{shorten_numbers(ids)} of column {name!r} of "
                         f"{self._label.get(result, f'call {result}')}, expected them before "
-                        f"{name_of(order)}; a transfer was dropped, or brings other rows"
+                        f"{name_of(call)}; a transfer was dropped, or brings other rows"
                     )
 
-    def _follow_transfer(self, order: Call) -> None:
-        self._check_pairs(order)
+    def _follow_transfer(self, call: Call) -> None:
+        self._check_pairs(call)
         by_columns: dict[tuple[str, ...], list[tuple[int, int, np.ndarray]]] = {}
-        for rank, plain in order.commands.items():
+        for rank, plain in call.commands.items():
             for source, columns, ids, *_ in plain["receives"]:
                 by_columns.setdefault(tuple(columns), []).append((source, rank, ids))
         for columns, edges in by_columns.items():
-            self._deliver(order, columns, edges)
+            self._deliver(call, columns, edges)
 
     def _deliver(
         self,
-        order: Call,
+        call: Call,
         columns: tuple[str, ...],
         edges: Sequence[tuple[int, int, np.ndarray]],
     ) -> None:
-        result = order.command["result"]
-        consumer = self._trace.consumers[order.key]
+        result = call.command["result"]
+        consumer = self._trace.consumers[call.key]
         reader = consumer.label if consumer else "any call"
         unread = f"where {reader} does not read it, expected only rows that are read"
         sent, arriving, ids = (
@@ -147,14 +147,14 @@ class _RowLocations:
                 first.setdefault(ends, index)
             for (source, rank), index in islice(first.items(), _SHOWN):
                 self.errors.append(
-                    f"edge {source} -> {rank} of {name_of(order)}: got row {ids[index]} of "
+                    f"edge {source} -> {rank} of {name_of(call)}: got row {ids[index]} of "
                     f"{', '.join(names)} {what}; derive the transfer again"
                 )
 
-    def _check_pairs(self, order: Call) -> None:
+    def _check_pairs(self, call: Call) -> None:
         sends: Counter[tuple[int, int, tuple[str, ...], bytes]] = Counter()
         receives = Counter(sends)
-        for rank, plain in order.commands.items():
+        for rank, plain in call.commands.items():
             for to, columns, ids in plain["sends"]:
                 sends[rank, to, tuple(columns), ids.tobytes()] += 1
             for source, columns, ids, *_ in plain["receives"]:
@@ -165,20 +165,20 @@ class _RowLocations:
         ):
             for source, rank, columns, _ in sorted(alone)[:1]:
                 self.errors.append(
-                    f"edge {source} -> {rank} of {name_of(order)}: got rows of "
+                    f"edge {source} -> {rank} of {name_of(call)}: got rows of "
                     f"{', '.join(columns)} {what} that are not {other} as often, expected both "
                     f"ends alike; tell both ranks"
                 )
 
 
-def _writes_of(trace: Trace, order: Call) -> tuple[str, ...]:
-    """Columns that an order makes on its ranks."""
-    plain = order.command
-    if order.operation == "call" and plain.get("ids") is not None:
+def _writes_of(trace: Trace, call: Call) -> tuple[str, ...]:
+    """Columns that a call writes on its ranks."""
+    plain = call.command
+    if call.operation == "call" and plain.get("ids") is not None:
         return method_spec(trace.models[plain["group"]].worker_class, plain["method"]).writes
-    if order.operation == "map":
+    if call.operation == "map":
         return map_spec(find_map_function(plain["function"])).writes
-    if order.operation == "join":
+    if call.operation == "join":
         return tuple(name for name, _ in names_in(plain["inputs"][0]))
     return ()
 

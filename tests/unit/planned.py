@@ -82,20 +82,22 @@ def grouped_trace() -> Trace:
     return traced("grpo", 4, *SMALL_GROUPS, "placement=split")
 
 
-def changed(trace: Trace, order: Call, change: Callable[[Commands], object]) -> Trace:
-    """The trace with the commands of one order changed."""
-    commands: Commands = {rank: dict(plain) for rank, plain in order.commands.items()}
+def changed(trace: Trace, changed_call: Call, change: Callable[[Commands], object]) -> Trace:
+    """The trace with the commands of one call changed."""
+    commands: Commands = {rank: dict(plain) for rank, plain in changed_call.commands.items()}
     for plain in commands.values():
         for name in ("sends", "receives", "mini"):
             if name in plain:
                 plain[name] = [list(entry) for entry in plain[name]]
     change(commands)
-    calls = [replace(call, commands=commands) if call is order else call for call in trace.calls]
+    calls = [
+        replace(call, commands=commands) if call is changed_call else call for call in trace.calls
+    ]
     return replace(trace, calls=tuple(calls))
 
 
 def find(trace: Trace, label: str) -> Call:
-    return next(order for order in trace.calls if order.label == label)
+    return next(call for call in trace.calls if call.label == label)
 
 
 def row_problems(trace: Trace) -> list[Problem]:

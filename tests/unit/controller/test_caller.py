@@ -236,13 +236,13 @@ def test_input_of_a_running_call_lives_until_it_is_done(
     del joined
     gc.collect()
     assert repr(result) == "Result(toy.measure, pending)"
-    assert not caller._freed
+    assert not caller.freed
 
     transport._is_running = False
     transport.post(lambda: None)  # and now they run
     assert result["toy/plain"] == 2.5
     gc.collect()
-    assert len(caller._freed) == 1
+    assert len(caller.freed) == 1
 
 
 def test_frees_of_a_command_that_is_refused_ride_on_the_next(

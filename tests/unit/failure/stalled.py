@@ -61,8 +61,8 @@ class Session:
 
     def answer(self, pending: Pending, *ranks: int, seconds: float = 0.1) -> None:
         for rank in ranks:
-            took = CallDuration(seconds)
-            if self.ledger.answer(rank, pending.ticket, {}, now=self.now, took=took):
+            duration = CallDuration(seconds)
+            if self.ledger.answer(rank, pending.ticket, {}, now=self.now, duration=duration):
                 self.stalls.end_call(pending, self.now)
 
     def measure(self, seconds: float, **named: str) -> None:

@@ -258,7 +258,7 @@ def test_group_of_devices_without_one_for_host_memory_is_found(layered: Trace) -
 
 
 def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None:
-    first = next(order for order in right.calls if order.lane == "transfer")
+    first = next(call for call in right.calls if call.lane == "transfer")
     later = find(right, "actor.update_actor")
 
     def produced_later(commands: Commands) -> None:
@@ -272,9 +272,9 @@ def test_transfer_of_rows_that_a_later_call_makes_is_found(right: Trace) -> None
 
 
 def test_mutations_leave_the_plan_itself_as_it_was(right: Trace) -> None:
-    before = copy.deepcopy([order.commands for order in right.calls[-3:]])
+    before = copy.deepcopy([call.commands for call in right.calls[-3:]])
     edge = edges_of(right)[-1]
 
     changed(right, right.by_key[edge.release], lambda c: drop(c, edge))
 
-    assert str(before) == str([order.commands for order in right.calls[-3:]])
+    assert str(before) == str([call.commands for call in right.calls[-3:]])

@@ -186,7 +186,7 @@ def test_picture_shows_every_model_on_its_pool(ending: str, tmp_path: Path) -> N
 def test_calls_of_disjoint_pools_overlap_in_the_schedule() -> None:
     report = planned([*SMALL, "placement=split"], 4)
 
-    times = {call.order.label: call for call in report.prediction.calls}
+    times = {timed.call.label: timed for timed in report.prediction.calls}
     critic = times["critic.update_critic"]
     actor = times["actor.update_actor"]
     assert critic.start < actor.end and actor.start < critic.end

@@ -120,9 +120,9 @@ def test_record_of_split_pools_and_a_pipeline_is_what_a_dry_run_records(tmp_path
     loaded = load(ALGORITHMS / "grpo_async.py", None, [*words, f"run.dir={tmp_path}"])
     settings = TraceSettings(world=(0, 1), nodes=(0, 0), read_data=False, num_steps=2)
     dry = trace(loaded.script, loaded.cfg, settings)
-    late = [order for order in dry.calls if order.lane == "transfer"]
-    soon = [order for order in dry.calls if order.lane == "compute"]
-    entries = [_entry_of(order) for order in (*soon, *late)]
+    late = [call for call in dry.calls if call.lane == "transfer"]
+    soon = [call for call in dry.calls if call.lane == "compute"]
+    entries = [_entry_of(call) for call in (*soon, *late)]
     content = {"orders": entries, "start": None, "ranks": [0, 1], "nodes": [0, 0]}
     content["steps"] = [{"step": n, "edges": [], "metrics": {}} for n in dry.steps]
 
@@ -134,10 +134,10 @@ def test_record_of_split_pools_and_a_pipeline_is_what_a_dry_run_records(tmp_path
     assert recorded.edges_by_step == dry.edges_by_step
 
 
-def _entry_of(order: Call) -> dict[str, Any]:
-    commands = [[[rank], dict(plain)] for rank, plain in order.commands.items()]
-    facts = {name: getattr(order, name) for name in ("number", "lane", "label", "step", "phase")}
-    answer = {"report": scanned()} if order.operation == "scan" else {}
+def _entry_of(call: Call) -> dict[str, Any]:
+    commands = [[[rank], dict(plain)] for rank, plain in call.commands.items()]
+    facts = {name: getattr(call, name) for name in ("number", "lane", "label", "step", "phase")}
+    answer = {"report": scanned()} if call.operation == "scan" else {}
     return {**facts, "commands": commands, "answer": answer}
 
 
@@ -147,8 +147,8 @@ def scanned() -> ScanReport:
     return ScanReport("", 0, len(rows), np.asarray(rows), np.full(len(rows), 3), 0, 3, [], "")
 
 
-def predicted(traced: Trace, orders: tuple[Call, ...]) -> Prediction:
-    return predict(traced, orders, load_hardware("h100"), weights=weight_plans(traced))
+def predicted(traced: Trace, step_calls: tuple[Call, ...]) -> Prediction:
+    return predict(traced, step_calls, load_hardware("h100"), weights=weight_plans(traced))
 
 
 def assert_alike(one: Trace, other: Trace) -> None:

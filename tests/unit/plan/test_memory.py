@@ -63,8 +63,8 @@ def measured_peaks(run_dir: Path, found: profile) -> dict[str, int]:
 def memory_of(*settings: str, hardware: Hardware) -> Prediction:
     """Of a dry step of PPO on two ranks."""
     found = traced("ppo", 2, *SMALL, *settings)
-    orders = found.in_step()
-    return predict(found, orders, hardware)
+    step_calls = found.in_step()
+    return predict(found, step_calls, hardware)
 
 
 def test_cache_of_vllm_that_is_set_too_large_is_reported_with_its_setting() -> None:
@@ -157,8 +157,8 @@ def test_predicted_memory_is_near_the_measured_peak_of_every_call(
         assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     peaks = measured_peaks(tmp_path / "run", found)
     traced = trace_replayed(loaded.script, loaded.cfg, Replay.of_run(tmp_path / "run"))
-    orders = traced.in_step()
-    predicted = predict(traced, orders, load_hardware("h100"))
+    step_calls = traced.in_step()
+    predicted = predict(traced, step_calls, load_hardware("h100"))
 
     calls = [phase for phase in predicted.memory if phase.phase in peaks]  # no syncs, no saves
     ratios = {phase.phase: phase.total / peaks[phase.phase] for phase in calls}

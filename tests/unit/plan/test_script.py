@@ -35,8 +35,8 @@ def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_
     examples = {"actor/entropy": 0.7, "scores": [0.0, 1.0]}
     found = own_script(tmp_path, LOOP, RECOMPUTE, examples=examples)
 
-    generated = [order for order in found.in_step() if order.label == "actor.generate_sequences"]
-    rows = [sum(len(plain["ids"]) for plain in order.commands.values()) for order in generated]
+    generated = [call for call in found.in_step() if call.label == "actor.generate_sequences"]
+    rows = [sum(len(plain["ids"]) for plain in call.commands.values()) for call in generated]
     assert rows == [8, 4]
     assert found.tokens[generated[1].key].prompts == found.tokens[generated[0].key].responses
     assert check_rows(found) + check_group_members(found) == []
@@ -46,7 +46,7 @@ def test_loop_in_which_some_rows_go_on_is_planned_with_its_rows_and_lengths(tmp_
 def test_episodes_are_planned_with_declared_lengths() -> None:
     found = traced("grpo_agent", 4, *SMALL_GROUPS, examples={"responses": [6, 12]})
 
-    (played,) = [order for order in found.in_step() if order.label == "actor.run_episodes"]
+    (played,) = [call for call in found.in_step() if call.label == "actor.run_episodes"]
     assert found.models["actor"].kind_of(played.method) == "generate"
     assert found.tokens[played.key].responses == 9
     assert "responses = [6, 12]" in found.assumptions

@@ -83,7 +83,7 @@ def _own() -> list[str]:
 def test_every_bundled_script_is_traced_to_the_end_of_its_step(script: str) -> None:
     found = traced(script, 4, *SCRIPTS[script])
 
-    labels = [order.label.partition(".")[2] for order in found.in_step()]
+    labels = [call.label.partition(".")[2] for call in found.in_step()]
     ends_with = "compute_reward" if script == "evaluate" else "update_"
     assert found.steps == (1,)
     assert any(label.startswith(ends_with) for label in labels)
@@ -143,8 +143,8 @@ def test_evaluation_before_the_first_step_is_traced_if_asked_for() -> None:
 
     found = traced("ppo", 2, *settings, "eval_every=2", with_evaluation=True)
 
-    calls = [order for order in found.calls if order.label == "actor.generate_sequences"]
-    assert [(order.phase, order.step) for order in calls] == [("eval", 0), ("train", 1)]
+    calls = [call for call in found.calls if call.label == "actor.generate_sequences"]
+    assert [(call.phase, call.step) for call in calls] == [("eval", 0), ("train", 1)]
 
 
 def test_loop_that_waits_for_data_is_traced_once_and_marked() -> None:
@@ -339,7 +339,7 @@ def test_log_probs_before_the_update_are_planned_only_where_they_are_computed(
 
     found = traced(script, 2, *small, *settings, examples=examples)
 
-    labels = [order.label for order in found.calls]
+    labels = [call.label for call in found.calls]
     assert labels.count("actor.compute_log_prob") == is_made
     (choice,) = found.choices or ("",)
     assert bool(choice) == (not {ROLLOUT, RECOMPUTE} & set(settings))
@@ -357,7 +357,7 @@ def test_every_script_that_samples_weighs_its_rows_where_the_setting_says_so(scr
 
     found = traced(script, 2, *SCRIPTS.get(script, SMALL), *words)
 
-    labels = [order.label for order in found.calls]
+    labels = [call.label for call in found.calls]
     assert labels.count("actor.compute_log_prob") == 1
     weighed = labels.index("map.compute_rollout_weights")
     assert labels.index("actor.compute_log_prob") < weighed < labels.index("actor.update_actor")
@@ -366,5 +366,5 @@ def test_every_script_that_samples_weighs_its_rows_where_the_setting_says_so(scr
 def test_plan_names_the_line_of_a_call_that_waited() -> None:
     found = traced("ppo", 2, *SCRIPTS["ppo"], "actor.update.mini_batch_size=12", KL)
 
-    lines = {order.label: order.line_number for order in found.calls if order.step}
+    lines = {call.label: call.line_number for call in found.calls if call.step}
     assert lines["actor.compute_log_prob"] + 1 == lines["critic.compute_values"]

@@ -61,7 +61,7 @@ def test_rows_judged_on_two_pools_are_mapped_where_one_pool_has_most_columns(
 
     found = trace(loaded.script, loaded.cfg, settings_of(4))
 
-    (mapped,) = [order for order in found.in_step() if order.label == "map.compute_advantages"]
-    (generated,) = [order for order in found.in_step() if order.label == "actor.generate_sequences"]
+    (mapped,) = [call for call in found.in_step() if call.label == "map.compute_advantages"]
+    (generated,) = [call for call in found.in_step() if call.label == "actor.generate_sequences"]
     assert set(mapped.commands) <= set(generated.commands)
     assert check_rows(found) + check_group_members(found) == []

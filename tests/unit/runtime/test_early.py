@@ -82,7 +82,7 @@ class Reporter:
         self.failures: list[Failure] = []
         self.lane = Lane(COMPUTE, 0, self)
 
-    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
+    def reply(self, ticket: int, payload: dict[str, Any], duration: list[float]) -> None:
         """Not looked at."""
 
     def fail(self, failure: Failure) -> None:

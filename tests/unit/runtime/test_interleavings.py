@@ -186,7 +186,7 @@ class Ranks:
         """A lane has run a command."""
         pending = self.open[ticket]
         pending.replies[rank] = payload
-        if not pending.owing_ranks:
+        if pending.replies.keys() == pending.call.commands.keys():
             pending.run_on_done()
             pending.resolve(pending.replies)
 
@@ -198,7 +198,7 @@ class Reporter:
     ranks: Ranks
     rank: int
 
-    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
+    def reply(self, ticket: int, payload: dict[str, Any], duration: list[float]) -> None:
         """A command was run."""
         self.ranks.post(partial(self.ranks.take_reply, self.rank, ticket, payload))
 

@@ -31,7 +31,7 @@ def record(step: int = 3) -> CallRecord:
 def test_line_says_what_was_called_where_and_when_and_how_long_the_slowest_rank_took() -> None:
     line = record().to_line()
 
-    assert line["label"] == "actor.generate_sequences" and line["ranks"] == [0, 1]
+    assert line["label"] == "actor.generate_sequences" and line["ranks"] == [(0, 1)]
     assert line["reads"] == [[4, ["prompts"]]] and line["writes"] == ["responses"]
     assert (line["start"], line["end"], line["longest_seconds"]) == (10.0, 13.5, 3.0)
     assert line["received_bytes"] == 40 and line["line"] == "own.py:5: x"

@@ -29,7 +29,7 @@ class Told:
             raise ValueError(number)
         return {}
 
-    def reply(self, ticket: int, payload: dict[str, Any], took: list[float]) -> None:
+    def reply(self, ticket: int, payload: dict[str, Any], duration: list[float]) -> None:
         self.answers.append(ticket)
 
     def fail(self, failure: Failure) -> None:
