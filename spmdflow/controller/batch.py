@@ -363,6 +363,7 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
 
 
 def _indices_of(ids: Ids, others: Ids) -> np.ndarray:
+    """(B,) int64: index in `others` of each of the ids. RowError unless both have the same ids."""
     order = np.argsort(others, kind="stable")
     if len(ids) != len(others) or not np.array_equal(np.sort(ids), others[order]):
         common = len(np.intersect1d(ids, others))

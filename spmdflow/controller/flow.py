@@ -374,6 +374,7 @@ class Flow:
     # Inside a step
 
     def _before_first_step(self) -> None:
+        """Run the evaluation that the script asked for before its steps, as step 0."""
         if self._first_evaluation is not None and self._evaluates_first:
             self.step = Step(0)
             self.step.log(self._first_evaluation(0))
@@ -384,6 +385,7 @@ class Flow:
             self.step.log(metrics)
 
     def _end_step(self, step: Step) -> None:
+        """End a step that the script has left: collect its metrics, show and save it."""
         self._is_step_open = False
         for observer in self._observers:
             observer.end_script(step.number)
@@ -440,6 +442,7 @@ class Flow:
     # Checkpoints
 
     def _resume(self) -> int | None:
+        """Load the checkpoint that the run continues from; its step, or None if there is none."""
         state = self._saving.resume(self.caller, self.groups)
         if state is None:
             return None

@@ -53,6 +53,7 @@ class WorkerGroup:
         return self.target.name
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
+        """A registered method as a function; ProtocolError for one that is not registered."""
         if method.startswith("_"):
             raise AttributeError(method)
         if method not in self._methods:
@@ -157,6 +158,7 @@ class WeightLink:
         caller.busy -= self._ranks
 
         def call_of(target: WorkerGroup, operation: str, lane: str) -> Call:
+            """A call without rows to every rank of a group."""
             command = {"operation": operation, "group": generator.name, "turn": turn}
             commands = dict.fromkeys(target.target.layout.ranks, command)
             label = f"{target.name}.{operation}"

@@ -74,6 +74,7 @@ class PromptStream(Iterator[Batch]):
             )
 
     def __next__(self) -> Batch:
+        """The prompts of the next step, each samples_per_prompt times; reports their sources."""
         if self._order is None or self.train_scan is None:
             got = "no prompts to train on"
             do = "set it, or take eval_batch()"
@@ -146,6 +147,7 @@ class PromptStream(Iterator[Batch]):
         return report
 
     def _held_out(self, repeat: int) -> Batch:
+        """Every held-out prompt `repeat` times; ConfigError without a file of them."""
         if self.eval_scan is None:
             raise no_held_out_prompts()
         rows = eval_rows(self.eval_scan, self._cfg.eval_prompts)

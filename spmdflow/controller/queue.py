@@ -53,6 +53,7 @@ class RolloutQueue(Iterator[Batch]):
         link.generator.open_queue()
 
     def __next__(self) -> Batch:
+        """The responses of this step; starts later ones. ProtocolError if they are too old."""
         self._link.refresh()
         left = self._caller.last_step - self._caller.step
         wanted = 1 + min(self._max_staleness, left)

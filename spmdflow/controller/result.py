@@ -308,6 +308,7 @@ class Result(Mapping[str, float]):
         return merge(values)
 
     def __getitem__(self, key: str) -> float:
+        """One metric, merged over ranks. UnknownMetric if the call has not reported it."""
         metrics = self._merge()
         if key not in metrics:
             raise UnknownMetric(key, f"{self.label} reported {sorted(metrics)}")

@@ -131,6 +131,7 @@ def empty_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _encode(texts: Sequence[str]) -> Column:
+    """Texts as one column of UTF-8 bytes and the bytes of each."""
     parts = [text.encode() for text in texts]
     joined = bytearray(b"".join(parts))
     if joined:
@@ -141,6 +142,7 @@ def _encode(texts: Sequence[str]) -> Column:
 
 
 def _decode(values: Tensor, lengths: Tensor | None) -> list[str]:
+    """The texts of a column that `_encode` made."""
     assert lengths is not None
     raw = values.numpy().tobytes()
     texts = []

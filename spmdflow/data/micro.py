@@ -96,6 +96,7 @@ def _least_parts(lengths: Sequence[int], max_tokens: int) -> int:
 
 
 def _by_rows(num_rows: int, parts: int) -> list[list[int]]:
+    """Positions in contiguous parts whose sizes differ by at most one row, smaller parts first."""
     small, larger = divmod(num_rows, parts)
     starts = []
     for part in range(parts + 1):

@@ -83,6 +83,7 @@ class _Rows:
         self._order = None
 
     def _join_parts(self) -> tuple[np.ndarray, Column, np.ndarray]:
+        """The ids, their column, and the order that sorts the ids; joins the parts once."""
         if len(self._parts) > 1:
             ids = np.concatenate([ids for ids, _ in self._parts])
             self._parts = [(ids, join([column for _, column in self._parts]))]
@@ -92,6 +93,7 @@ class _Rows:
         return ids, column, self._order
 
     def missing(self, ids: np.ndarray) -> np.ndarray:
+        """The ids among `ids` that are not here."""
         if not self._parts:
             return ids
         known_ids, _, _ = self._join_parts()

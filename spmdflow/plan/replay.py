@@ -268,6 +268,7 @@ def _reads(commands: Commands, transfer: Plain) -> bool:
 
 
 def _commands(entry: Plain) -> dict[int, Plain]:
+    """The command of each rank in an entry of a transcript, where equal ones are stored once."""
     commands = {}
     for ranks, plain in entry["commands"]:
         for rank in ranks:

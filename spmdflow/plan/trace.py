@@ -123,6 +123,7 @@ def trace(
 
 
 def _locate_error(err: BaseException, line: int | None, examples: Examples) -> str:
+    """The text of a PlanError: the script's line, what it did there, what to declare or change."""
     text = str(err)
     if isinstance(err, UnknownMetric) and err.is_omitted:
         text = f"reads {err.args[0]}"

@@ -151,6 +151,7 @@ class DryRunTransport(ImmediateTransport):
         return tuple(lines)
 
     def _count(self, label: str, line: int | None) -> None:
+        """Count a call of the step; PlanError if there are more than allowed."""
         self._num_calls += 1
         if self._num_calls <= self._most_calls:
             return
@@ -237,6 +238,7 @@ class Answers:
         return {rank: {} for rank in commands}
 
     def _scan(self, label: str, plain: Plain) -> ScanReport:
+        """The report of a data file, read once or assumed; notes where its lengths come from."""
         source = label.removesuffix(".scan")
         if source not in self.rows.scans:
             scanned = scan_or_assume(plain["data"], plain["path"], read_data=self._read_data)
@@ -334,6 +336,7 @@ class Answers:
         return spec.extends and not {*spec.writes}.isdisjoint(seen)
 
     def _to_join(self, number: int, commands: Commands) -> Replies:
+        """Replies to a join: kinds and lengths of the joined columns, which are remembered."""
         result = self.rows.results.setdefault(number, {})
         replies: Replies = {}
         for rank, plain in commands.items():
@@ -370,6 +373,7 @@ class Answers:
     # Values
 
     def _to_fetch(self, commands: Commands, recorded: Column | None) -> Replies:
+        """Replies to a fetch: examples, or recorded values, those of the run that is replayed."""
         everyone = unique_ids(plain["input"]["ids"] for plain in commands.values())
         replies: Replies = {}
         for rank, plain in commands.items():

@@ -470,6 +470,7 @@ def stop_on_signals(transport: InprocTransport) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
+        """Ask the script to stop after its step; a second Ctrl-C interrupts at once."""
         again = ""
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)

@@ -69,6 +69,7 @@ class EarlyMethods:
             raise DeadlineError.of(where, got, expected, do)
 
     def _run(self, begun: Begun, wait: Callable[[], None], run: Callable[[], Any]) -> None:
+        """Wait for the rows and run; the future gets the result or the error."""
         try:
             wait()
             begun.set_result(run())

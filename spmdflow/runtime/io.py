@@ -161,6 +161,7 @@ class Io:
     # ---- the io thread
 
     def _run(self) -> None:
+        """The io thread: serve messages and clocks until the session ends, then tidy up."""
         try:
             self._peers.watch(self._hub.waiter)
             while not self._finished:
@@ -244,6 +245,7 @@ class Io:
     # ---- messages
 
     def _handle(self, rank: int, data: bytes) -> None:
+        """Pass on a message of a connected rank; those of others are dropped unread."""
         is_here = rank in self._members and rank not in self._peers.missing
         if not (is_here or (rank in self._members and data == self._hello)):
             return  # not even decoded
@@ -264,6 +266,7 @@ class Io:
                 self._collector.add_death(rank, CONNECTION_LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
+        """A rank has connected; when all have, tell each who shares its node, and start."""
         self._hub.admit(rank)
         self._peers.missing.discard(rank)
         if self._peers.missing or self.met.done:
@@ -314,6 +317,7 @@ class Io:
     # ---- the end
 
     def _close_if_idle(self) -> None:
+        """Tell the ranks to leave, once, when no call is open and the run has not failed."""
         if self._close_sent or self._ledger.open or self._inbox or self._collector.failures:
             return
         self._close_sent = True
@@ -330,6 +334,7 @@ class Io:
             self._hub.send(rank, self._hub.seal(Kind.CLOSE))
 
     def _on_bye(self, rank: int, _: Any) -> None:
+        """A rank leaves; with the last one the session is over."""
         self._peers.left.add(rank)
         if not self._peers.remaining_ranks():
             self._finished = True
@@ -338,6 +343,7 @@ class Io:
     # ---- clocks
 
     def _tick(self, now: float) -> None:
+        """What is done every quarter second: heartbeats, the status file, limits, failures."""
         self._work()  # first: a process that was stopped has not read what came meanwhile
         with self._lock:
             for rank in self._hub.cut_endless():

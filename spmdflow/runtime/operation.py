@@ -121,6 +121,7 @@ class RankState:
         """The operation with more: frees results that the command lists, reports start and end."""
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
+            """Free results, run the operation, and add times and memory to its reply."""
             started = time.time()
             begun = time.monotonic()
             self.store.free(plain.get("free", []))
@@ -134,6 +135,7 @@ class RankState:
     # Building
 
     def _make_groups(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Make process groups; ranks outside the run hear of them first."""
         specs = plain["specs"]
         if self._settings.announce is not None:
             self._settings.announce(specs)
@@ -141,6 +143,7 @@ class RankState:
         return {}
 
     def _spawn(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Build this rank's worker of a model."""
         settings = self._settings
         context = WorkerContext(
             name=plain["name"],
@@ -197,6 +200,7 @@ class RankState:
         return self._specs[key]
 
     def _call(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Run a worker's method; store the columns that it returns, reply with its metrics."""
         worker = self._workers[plain["group"]]
         spec = self._spec_of(plain["group"], plain["method"])
         method = getattr(worker, plain["method"])
@@ -245,6 +249,7 @@ class RankState:
             return plain["group"] in self._workers and sources <= self._sources.keys()
 
         def wait() -> None:
+            """Wait until the worker, the data and the rows are here."""
             self._arrival.wait(is_there)
             for part in parts_of_calls:
                 if self._settings.waits_for_rows:
@@ -261,6 +266,7 @@ class RankState:
         return {}
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
+        """Run a map function; store the columns that it returns, reply with its metrics."""
         function = find_map_function(plain["function"])  # refuses what is not marked
         spec = map_spec(function)
         metrics: dict[str, Metric] = {}
@@ -325,6 +331,7 @@ class RankState:
             self._read_missing(part)
 
     def _read_missing(self, part: Plain) -> None:
+        """Read those rows of a data file that are not in the store, and store them."""
         result = part["result"]
         ids = part["ids"]
         lacking = np.isin(ids, self.store.missing(result, "prompts", ids))

@@ -233,6 +233,7 @@ def _by_share(
     num_shares, share_of = cut
 
     def distribute(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
+        """Each rank's share of the rows, or, for ALL_TO_ALL, its entry of the list."""
         if name == "ALL_TO_ALL" and num_rows != layout.size:
             where = "protocol ALL_TO_ALL"
             got = f"a list of {num_rows}"
@@ -244,6 +245,7 @@ def _by_share(
         return result
 
     def rows_after(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
+        """The shares of the ranks that keep theirs."""
         assert holds is not None
         result = {}
         for rank, rows in distribute(layout, num_rows, shares).items():

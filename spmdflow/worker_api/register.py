@@ -193,6 +193,7 @@ def map_function(
     """
 
     def mark(fn: F) -> F:
+        """Store the marks on the function and return it."""
         _require_module_level(fn)
         columns_written = tuple(writes)
         if not columns_written:
