@@ -1,11 +1,13 @@
 """Settings of every test."""
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spmdflow.kind.registry import Registry
 from tests.seconds import read_table
 
 # Other work may hold a core. The same examples each time: whoever looks for new ones says
@@ -23,6 +25,31 @@ def logging_as_it_was() -> Iterator[None]:
     logger.propagate = True
     for handler in [each for each in logger.handlers if type(each) is logging.StreamHandler]:
         logger.removeHandler(handler)
+
+
+def registries() -> list[Registry[object]]:
+    """All registries of the modules of the package that are imported."""
+    by_id: dict[int, Registry[object]] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("spmdflow."):
+            for value in vars(module).values():
+                if isinstance(value, Registry):
+                    by_id[id(value)] = value
+    return list(by_id.values())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registries_as_they_were() -> Iterator[None]:
+    """What a test's script registers is gone after its file: messages name what is registered."""
+    names_before = {id(registry): set(registry) for registry in registries()}
+    yield
+    for registry in registries():
+        for name in set(registry) - names_before.get(id(registry), set()):
+            module = registry.modules[name]
+            if not module.startswith("spmdflow."):
+                del registry[name]
+                del registry.modules[name]
+                sys.modules.pop(module, None)  # the next script that imports it registers again
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

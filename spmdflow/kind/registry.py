@@ -30,7 +30,8 @@ class Registry(dict[str, T]):
         self._key = key
         self._decorator = decorator
         self._group = group
-        self._modules: dict[str, str] = {}
+        self.modules: dict[str, str] = {}
+        """Name of an entry -> name of the module that registered it."""
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that registers a function or class under a name; see `add`."""
@@ -43,7 +44,7 @@ class Registry(dict[str, T]):
         module than the implementation's.
         """
         module = home_of(implementation)
-        owner = self._modules.setdefault(name, module)
+        owner = self.modules.setdefault(name, module)
         if owner != module:
             where = f"{self._noun} {name!r}"
             got = f"a definition in {module}"

@@ -112,7 +112,7 @@ def test_a_stale_tensor_on_the_device_stops_the_sync_and_is_named(tmp_path: Path
     assert said.startswith("WeightSyncError") and f"got rollout tensor {name} with hash" in said
 
 
-@pytest.mark.parametrize("offload", [[], ["optimizer"]])
+@pytest.mark.parametrize("offload", [[], ["optimizer"]], ids=["nothing", "optimizer"])
 def test_kv_cache_and_moved_parts_leave_the_device_when_they_are_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], offload: list[str]
 ) -> None:
