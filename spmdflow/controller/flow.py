@@ -184,11 +184,13 @@ class Flow:
 
         hosts: ranks that also need a gloo group, for data in host memory. One rank needs none.
         """
-        made = dict.fromkeys([(g, self._backend) for g in groups] + [(g, "gloo") for g in hosts])
+        ranks_and_backends = dict.fromkeys(
+            [(g, self._backend) for g in groups] + [(g, "gloo") for g in hosts]
+        )
         specs = []
-        for ranks, each in made:
+        for ranks, backend in ranks_and_backends:
             if len(ranks) > 1:
-                specs.append([list(ranks), "compute", each])
+                specs.append([list(ranks), "compute", backend])
         command = {"operation": "groups", "specs": specs}
         commands = {}
         for rank in self.caller.ranks:

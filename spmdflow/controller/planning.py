@@ -29,7 +29,7 @@ from spmdflow.controller.assignment import (
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.extending import check_extended
 from spmdflow.controller.result import RowResult, SourceRows
-from spmdflow.data.row_id import Ids, places_in_groups
+from spmdflow.data.row_id import Ids, positions_in_groups
 from spmdflow.errors import ColumnError, MessageError, ProtocolError
 from spmdflow.failure.user_code import is_own
 from spmdflow.message import encode
@@ -264,7 +264,7 @@ def plan_map(
     numbers = {}
     if marks.groups:
         numbers["groups"] = batch.group_numbers()
-        numbers["places"], head["largest_group"] = places_in_groups(numbers["groups"])
+        numbers["places"], head["largest_group"] = positions_in_groups(numbers["groups"])
         head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
     return _plan_rows(label, marks.writes, head, batch, inputs, assignment, context, numbers)
 

@@ -63,13 +63,13 @@ def facts_of(
 
 def _differing_column(label: str, name: str, specs: Mapping[int, ColumnSpec]) -> ColumnError:
     """The error of a column that two ranks made differently; specs: what each of them made."""
-    made = " and ".join(
+    columns = " and ".join(
         f"{spec.kind} {spec.dtype} of row shape {spec.row_shape} from rank {rank}"
         for rank, spec in specs.items()
     )
     return ColumnError.of(
         label,
-        f"the column {name!r} as {made}",
+        f"the column {name!r} as {columns}",
         "the same dtype and row shape on every rank, whatever rows a rank has",
         f"convert it where {label} makes it, such as {name}.float()",
     )
@@ -217,8 +217,8 @@ def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:
     cuts: list[int] = []
     start = 0
     while start < len(ends):
-        taken = ends[start - 1] if start else 0
-        fitting = int(np.searchsorted(ends, taken + piece_bytes, side="right"))
+        start_bytes = ends[start - 1] if start else 0
+        fitting = int(np.searchsorted(ends, start_bytes + piece_bytes, side="right"))
         start = max(fitting, start + 1)
         if start < len(ends):
             cuts.append(start)

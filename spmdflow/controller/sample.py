@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdflow.controller.batch import Batch
 from spmdflow.data.ragged import rows_of
-from spmdflow.data.row_id import Ids, places_in_groups
+from spmdflow.data.row_id import Ids, positions_in_groups
 from spmdflow.datasets.tokenizer import load_tokenizer, token_lengths
 from spmdflow.tracking.progress import Sample
 
@@ -87,7 +87,7 @@ def first_of_groups(samples: Sequence[Sample]) -> list[Sample]:
 def choose_positions(parents: Ids, *, per_group: int, most: int) -> list[int]:
     """Positions to show: `per_group` rows of each prompt in turn, then further ones of each."""
     groups = np.unique(parents, return_inverse=True)[1]
-    turn, _ = places_in_groups(groups)
+    turn, _ = positions_in_groups(groups)
     first = np.full(len(groups), len(groups))
     np.minimum.at(first, groups, np.arange(len(groups)))
     order = np.lexsort((first[groups], turn // per_group))

@@ -159,14 +159,14 @@ class HostMemory:
         )
         if not now:
             return {}
-        found = {"perf/host_bytes": float(max(now.values()))}
+        metrics = {"perf/host_bytes": float(max(now.values()))}
         self._num_steps += 1
         if self._num_steps <= _SETTLING_STEPS:
             self._first |= now
-            return found
+            return metrics
         growth = {rank: size / self._first[rank] for rank, size in now.items() if self._first[rank]}
         rank = max(growth, key=lambda rank: growth[rank])
-        return found | {"perf/host_growth": growth[rank], "perf/host_rank": float(rank)}
+        return metrics | {"perf/host_growth": growth[rank], "perf/host_rank": float(rank)}
 
 
 def counted_bytes(caller: Caller) -> Counter[str]:
@@ -216,11 +216,11 @@ class Show:
             return
         if learnt is not None and is_shown(learnt):
             scored = {"train": learnt} | {p: b for p, b in scored.items() if p != "train"}
-        found = {}
+        samples = {}
         for phase, batch in scored.items():
-            found[phase] = samples_of(batch, phase, self._tokenizer_path)
-        self._tracker.write_samples(step, [each for phase in found for each in found[phase]])
-        print_samples(step, first_of_groups(list(found.values())[-1]))
+            samples[phase] = samples_of(batch, phase, self._tokenizer_path)
+        self._tracker.write_samples(step, [each for phase in samples for each in samples[phase]])
+        print_samples(step, first_of_groups(list(samples.values())[-1]))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line on the terminal, one in metrics.jsonl."""

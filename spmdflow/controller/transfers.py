@@ -97,9 +97,9 @@ class Transfers:
     def take_outstanding(self) -> list[Pending]:
         """Transfers released and not yet waited for; the end of a step waits for them."""
         with self._lock:
-            taken = self._outstanding
+            outstanding = self._outstanding
             self._outstanding = []
-        return taken
+        return outstanding
 
     def _offer(self, result: RowResult, edges: Edges, step: int) -> None:
         """Release a transfer now, or when the rows are made."""

@@ -89,7 +89,7 @@ class RowGroups:
     """Groups of the whole batch; in an estimator one more, that of the rows that failed."""
     reduce: Callable[[Tensor], Tensor]
     """Sums a tensor over the ranks that share the batch; all of them call it equally often."""
-    place: Tensor | None = None
+    position: Tensor | None = None
     """(B,) int64: which row of its group each row is, from 0; other ranks have the others."""
     largest: int = 0
     """Rows of the largest group."""
@@ -112,12 +112,12 @@ class RowGroups:
 
     def members(self, x: Tensor) -> Tensor:
         """(B,) -> (B, largest) float64: x of every row of each row's group, then nan."""
-        assert self.place is not None, "made without places"
+        assert self.position is not None, "made without positions"
         index = self.index.to(x.device)
-        place = self.place.to(x.device)
+        position = self.position.to(x.device)
         table = x.new_zeros((2, self.count, self.largest), dtype=torch.float64)
-        table[0, index, place] = x.double()
-        table[1, index, place] = 1.0
+        table[0, index, position] = x.double()
+        table[1, index, position] = 1.0
         values, there = self.reduce(table)
         return torch.where(there > 0, values, torch.nan)[index]
 
@@ -126,7 +126,7 @@ class RowGroups:
         return self.sums(x) / self.sizes()
 
 
-def places_in_groups(groups: np.ndarray) -> tuple[np.ndarray, int]:
+def positions_in_groups(groups: np.ndarray) -> tuple[np.ndarray, int]:
     """(B,) int64 groups from 0 -> which row of its group each row is (B,), and the largest size."""
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups) if len(groups) else np.zeros(0, dtype=np.int64)

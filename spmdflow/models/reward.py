@@ -104,8 +104,8 @@ class RewardWorker(Worker):
             by_model = self._model.scores(batch, self.call)
         if by_model is None and self._model is not None:
             return None  # before the last stage
-        early_judgement = self.begun
-        self.begun = None
+        early_judgement = self.early_result
+        self.early_result = None
         texts, judged = (
             self.judge(batch, self.call) if early_judgement is None else early_judgement.result()
         )

@@ -100,9 +100,9 @@ def _draw(groups: RowGroups, width: int, seed: int) -> Tensor:
 
     The numbers are the same on every layout.
     """
-    assert groups.place is not None, "these groups do not know the rows' positions in them"
+    assert groups.position is not None, "these groups do not know the rows' positions in them"
     x = torch.full((len(groups.index), width), seed, dtype=torch.int64)
-    columns = (groups.index[:, None], groups.place[:, None], torch.arange(width)[None])
+    columns = (groups.index[:, None], groups.position[:, None], torch.arange(width)[None])
     for column in columns:  # splitmix64 (Steele et al. 2014), whose products wrap around
         x = x + (column.cpu() + 1) * -7046029254386353131
         x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687

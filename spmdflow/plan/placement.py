@@ -110,9 +110,9 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
             others.append(n)
     if others:
         raise ConfigError(
-            f"placement: got auto for a script with {', '.join(others)} beside its roles, expected "
-            f"one model of each of {', '.join(roles)}, as a placement says where a role lives; "
-            f"set placement=colocate or pools of your own"
+            f"placement: got auto for a script with {', '.join(others)} besides its roles, "
+            f"expected one model of each of {', '.join(roles)}, as a placement says where a role "
+            f"lives; set placement=colocate or pools of your own"
         )
     known = simulate_calls(traced, traced.in_step())
     weights = []

@@ -16,7 +16,7 @@ from spmdflow.errors import DeadlineError
 from spmdflow.failure.cause import UNWIND_SECONDS
 
 
-class Begun(Future[Any]):
+class EarlyResult(Future[Any]):
     """The future result of an early method."""
 
     def __init__(self, arrival: RowCondition) -> None:
@@ -36,21 +36,22 @@ class EarlyMethods:
 
     def __init__(self, arrival: RowCondition) -> None:
         self._arrival = arrival
-        self._begun: dict[int, Begun] = {}
+        self._results: dict[int, EarlyResult] = {}
         self._threads: list[threading.Thread] = []
 
     def begin(self, number: int, wait: Callable[[], None], run: Callable[[], Any]) -> None:
         """Start a thread: wait() until the rows are there, then run()."""
-        begun = self._begun[number] = Begun(self._arrival)
+        result = EarlyResult(self._arrival)
+        self._results[number] = result
         thread = threading.Thread(
-            target=self._run, args=(begun, wait, run), name=f"early-{number}", daemon=True
+            target=self._run, args=(result, wait, run), name=f"early-{number}", daemon=True
         )
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
 
-    def take(self, number: int) -> Begun | None:
+    def take(self, number: int) -> EarlyResult | None:
         """The future of a call's early method, at the call's turn; None: no early method runs."""
-        return self._begun.pop(number, None)
+        return self._results.pop(number, None)
 
     def end(self) -> None:
         """The session is over, workers are closed: wait until no thread is left."""
@@ -68,10 +69,10 @@ class EarlyMethods:
             do = "give what they wait for a limit"
             raise DeadlineError.of(where, got, expected, do)
 
-    def _run(self, begun: Begun, wait: Callable[[], None], run: Callable[[], Any]) -> None:
+    def _run(self, result: EarlyResult, wait: Callable[[], None], run: Callable[[], Any]) -> None:
         """Wait for the rows and run; the future gets the result or the error."""
         try:
             wait()
-            begun.set_result(run())
+            result.set_result(run())
         except BaseException as err:
-            begun.set_exception(err)
+            result.set_exception(err)

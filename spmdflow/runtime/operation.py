@@ -123,11 +123,11 @@ class RankState:
         def run(plain: Plain, number: int) -> dict[str, Any]:
             """Free results, run the operation, and add times and memory to its reply."""
             started = time.time()
-            begun = time.monotonic()
+            start_seconds = time.monotonic()
             self.store.free(plain.get("free", []))
             reply = operation(plain, number)
             self._arrival.wake()  # early methods wait for workers and data too
-            span = (started, started + time.monotonic() - begun)
+            span = (started, started + time.monotonic() - start_seconds)
             return reply | {"span": span, "host_bytes": _host_bytes()}
 
         return run
@@ -212,7 +212,7 @@ class RankState:
         unchanged = Unchanged()
         batch = self._batch(plain, unchanged)
         worker.call = Command.on_rows(plain, number)
-        worker.begun = self._early.take(number) if "early" in plain else None
+        worker.early_result = self._early.take(number) if "early" in plain else None
         for other in self._workers.values():
             if other is not worker:
                 other.make_room(trains=spec.minibatches)

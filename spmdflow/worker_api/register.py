@@ -95,8 +95,8 @@ def register(
     check: raises in the script for invalid arguments, before anything is sent.
     early: the name of a method `early(batch, call)` that needs neither the device nor other ranks.
     It runs alongside other calls as soon as the rank has the rows, and the method finds its result
-    in `self.begun`. Several calls may be in progress at once, so it returns everything and leaves
-    nothing in an attribute.
+    in `self.early_result`. Several calls may be in progress at once, so it returns everything and
+    leaves nothing in an attribute.
     instead: column -> substitute, for custom forms of `compute_log_prob` and `update_actor`
     (actor.update.old_log_probs). For a method that writes: the column that may replace a written
     one, which makes the call unnecessary. For an update: a column of `reads` that it does not need,

@@ -6,6 +6,7 @@ in the order of the script's calls. It does not know sockets or other models.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -81,9 +82,20 @@ class Worker:
         self.cfg = cfg
         self.context = context
         self.call = Command(0)
-        self.begun: Future[Any] | None = None
+        self.early_result: Future[Any] | None = None
         """During a call: the result of its early method, as a future. None if it has none."""
         self._metrics: dict[str, Metric] = {}
+
+    @property
+    def begun(self) -> Future[Any] | None:
+        """The old name of `early_result`, until 0.3.0; warns."""
+        _warn_of_begun()
+        return self.early_result
+
+    @begun.setter
+    def begun(self, result: Future[Any] | None) -> None:
+        _warn_of_begun()
+        self.early_result = result
 
     @classmethod
     def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
@@ -168,3 +180,9 @@ def find_worker_class(name: str) -> type[Worker]:
 
     worker_class: type[Worker] = find(name, is_worker, "a subclass of Worker")
     return worker_class
+
+
+def _warn_of_begun() -> None:
+    """Say that a worker uses the old name of `Worker.early_result`."""
+    message = "Worker.begun is now Worker.early_result; the old name works until 0.3.0"
+    warnings.warn(message, FutureWarning, stacklevel=3)

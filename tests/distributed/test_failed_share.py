@@ -79,7 +79,7 @@ def test_a_later_call_without_failures_does_not_hide_those_of_an_earlier_one(wor
     judged_early(worker, clean, second)
 
     worker.call = first
-    worker.begun = begun_first
+    worker.early_result = begun_first
     with pytest.raises(RewardError) as caught:
         worker.compute_reward(failing)
 
@@ -101,7 +101,7 @@ def test_a_refused_call_names_its_own_row_where_a_later_call_fails_too(worker):
         (second, begun_second, later, "b0"),
     ):
         worker.call = call
-        worker.begun = begun
+        worker.early_result = begun
         with pytest.raises(RewardError, match=f"no judge for {name}"):
             worker.compute_reward(batch)
 

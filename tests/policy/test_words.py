@@ -15,6 +15,7 @@ NO_PARTICIPLES = set("seed need feed shed speed embed".split())
 PARTICIPLES = {
     "spmdflow/data/ragged.py:ragged": "the kind of tensor that it makes",
     "spmdflow/rewards/arithmetic.py:shuffled": "users write it as a value of reward.function",
+    "spmdflow/worker_api/worker.py:begun": "the old name of early_result, until 0.3.0",
     "spmdflow/rewards/format.py:boxed": "users write it as a value of reward.function",
 }
 """Public functions that are named by a participle alone, and why."""

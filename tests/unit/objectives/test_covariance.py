@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.data.ragged import pad, ragged, rows_of
-from spmdflow.data.row_id import RowGroups, places_in_groups
+from spmdflow.data.row_id import RowGroups, positions_in_groups
 from spmdflow.objectives.covariance import mark_covariant_tokens
 from tests.unit.replayed_ranks import run_ranks, take
 
@@ -39,7 +39,7 @@ def marked_on(
     batch: TensorDict, cfg: SurrogateLossConfig, shares: list[list[int]], seed: int = 3
 ) -> tuple[list[list[bool]], dict[str, Any]]:
     """Marks of each row with the rows dealt out to ranks like this, and the metrics."""
-    places, largest = places_in_groups(GROUPS)
+    places, largest = positions_in_groups(GROUPS)
     reports: list[dict[str, Any]] = [{} for _ in shares]
 
     def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> TensorDict:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.ragged import pad, ragged
-from spmdflow.data.row_id import RowGroups, places_in_groups
+from spmdflow.data.row_id import RowGroups, positions_in_groups
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, advantage, reward_to_go
@@ -235,7 +235,7 @@ def run(
     rows: list[int] | None = None,
 ) -> TensorDict:
     """compute_advantages of the rows that batch has; groups are those of the whole batch."""
-    places, largest = places_in_groups(np.array(groups, dtype=np.int64))
+    places, largest = positions_in_groups(np.array(groups, dtype=np.int64))
     here = torch.tensor(range(len(groups)) if rows is None else rows, dtype=torch.int64)
     index = torch.tensor(groups, dtype=torch.int64)
     place = torch.from_numpy(places)

@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdflow.config.algorithm import CorrectionConfig, OverlongConfig, SurrogateLossConfig
 from spmdflow.config.schema import AdvantageConfig, ValueLossConfig
 from spmdflow.data.ragged import lengths_of, ragged, rows_of, select_rows, without_failed
-from spmdflow.data.row_id import RowGroups, places_in_groups
+from spmdflow.data.row_id import RowGroups, positions_in_groups
 from spmdflow.objectives import estimator as registry
 from spmdflow.objectives.advantage import (
     add_overlong_penalty,
@@ -80,7 +80,7 @@ def estimated(
     shares = [rows[rank::num_ranks] for rank in range(num_ranks)]
     numbers = {group: i for i, group in enumerate(dict.fromkeys(GROUPS[row] for row in rows))}
     index = np.array([numbers[GROUPS[row]] for row in rows], dtype=np.int64)
-    places, largest = places_in_groups(index)
+    places, largest = positions_in_groups(index)
     reports: list[Report] = [{} for _ in shares]
 
     def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> TensorDict:

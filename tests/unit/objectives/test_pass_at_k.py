@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdflow.config.algorithm import GroupAdvantageConfig
-from spmdflow.data.row_id import RowGroups, places_in_groups
+from spmdflow.data.row_id import RowGroups, positions_in_groups
 from spmdflow.objectives.estimator import Samples, pass_at_k
 
 
 def advantages_of(scores: list[float], groups: list[int], best_of: int) -> list[float]:
     """The estimator's advantage of each row, given rows of one token."""
-    places, largest = places_in_groups(np.array(groups))
+    places, largest = positions_in_groups(np.array(groups))
     index = torch.tensor(groups)
     place = torch.from_numpy(places)
     rewards = torch.tensor(scores, dtype=torch.float64)[:, None]

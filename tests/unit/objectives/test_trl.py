@@ -25,7 +25,7 @@ from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.config.offline import ExampleDataConfig, PreferenceDataConfig, PreferenceLossConfig
 from spmdflow.config.schema import AdvantageConfig
 from spmdflow.data.ragged import ragged_from_padded
-from spmdflow.data.row_id import RowGroups, places_in_groups
+from spmdflow.data.row_id import RowGroups, positions_in_groups
 from spmdflow.models.rows import answer_rows, answer_tokens, example_rows, pair_rows
 from spmdflow.objectives.estimator import Samples, grpo
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
@@ -342,7 +342,7 @@ def test_group_advantages_differ_from_trl_by_the_floor_of_the_deviation(
 ) -> None:
     rewards = samples["rewards"].double()
     groups = np.arange(len(rewards)) // 4
-    places, largest = places_in_groups(groups)
+    places, largest = positions_in_groups(groups)
     index = torch.from_numpy(groups)
     place = torch.from_numpy(places)
     columns = {"token_level_rewards": rewards[:, None]}

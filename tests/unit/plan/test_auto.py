@@ -227,7 +227,7 @@ def test_second_model_of_a_role_is_refused(tmp_path: Path) -> None:
     loaded = load(path, None, ["placement=auto", f"actor.model.path={model}"])
 
     with pytest.raises(
-        ConfigError, match=r"got auto .* other beside its roles, expected one model"
+        ConfigError, match=r"got auto .* other besides its roles, expected one model"
     ):
         find_placement(loaded.script, loaded.cfg, 4, load_hardware("h100"))
 

@@ -56,8 +56,8 @@ class Judging(Worker):
     @register(transfer_mode="DP_PROTO", reads=("number",), writes=("twice",), early="judge")
     def double(self, batch: TensorDict) -> TensorDict:
         """twice: what the early method made, or makes now."""
-        begun = self.begun
-        twice = self.judge(batch, self.call) if begun is None else begun.result()
+        early_result = self.early_result
+        twice = self.judge(batch, self.call) if early_result is None else early_result.result()
         return TensorDict({"twice": twice}, batch_size=[3])
 
     def judge(self, batch: TensorDict, call: Command) -> torch.Tensor:

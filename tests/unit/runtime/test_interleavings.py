@@ -70,10 +70,10 @@ class Judge(Worker):
         """score: 10 * number; reports the largest one."""
         number = self.call.number
         self.pause()
-        if self.begun is None:
+        if self.early_result is None:
             scores, judged_by = self.judge(batch, self.call)
         else:
-            scores, judged_by = self.begun.result()
+            scores, judged_by = self.early_result.result()
         self.report({"largest": Mean(float(scores.max()), 1)})
         assert number == self.call.number == judged_by
         return TensorDict({"score": scores}, [len(batch)])
@@ -136,12 +136,12 @@ class Ranks:
             for result, columns in state.store._results.items()
             for name, column in columns.items()
         }
-        begun = {number: each.done() for number, each in state._early._begun.items()}
+        early = {number: each.done() for number, each in state._early._results.items()}
         worker = vars(state._workers["judge"])
         shared = {name: value for name, value in worker.items() if name not in ("context", "cfg")}
         waiting = {key: lane._commands.qsize() for key, lane in self.lanes.items()}
         running = {key: lane.running and lane.running[0].ticket for key, lane in self.lanes.items()}
-        state_text = repr((rows, begun, shared, waiting, running, len(self.failures)))
+        state_text = repr((rows, early, shared, waiting, running, len(self.failures)))
         return re.sub(" at 0x[0-9a-f]+", "", state_text)
 
     # What the controller asks of a transport
