@@ -52,7 +52,11 @@ A script uses the YAML file of the same name. CONFIG.yaml and key=value override
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command named by the first word. Returns its exit code, or 2 if it is unknown."""
+    """Run the command that the first word names, with the other words; return its exit code.
+
+    Prints the help for no word, -h, --help or help, and the version for --version. An unknown
+    command is reported on stderr and gives 2. words: default: sys.argv.
+    """
     words = sys.argv[1:] if words is None else words
     name = words[0] if words else "--help"
     if name in _HELP:
@@ -73,7 +77,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _unknown(name: str) -> str:
-    """The error message for an unknown command, with the most likely correction."""
+    """Return the error message for an unknown command, with the most likely correction.
+
+    The name of a bundled script gets the command that starts it, others the most similar command.
+    """
     near = difflib.get_close_matches(name, COMMANDS, 1)
     if name.removesuffix(".py").removeprefix("algos/") in bundled_scripts():
         hint = f"start scripts with torchrun ... -m spmdflow.run {name}"

@@ -16,10 +16,12 @@ from torch.autograd.function import once_differentiable
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward function whose results raise RuntimeError when they are differentiated.
+    """Wrap a backward function so that differentiating its results raises RuntimeError.
 
     PyTorch's `once_differentiable` does so only if an incoming gradient requires a gradient. The
-    gradient of a plain sum does not, although the function's result depends on saved tensors.
+    gradient of a plain sum does not, although the function's result depends on saved tensors. So
+    this wrapper marks incoming gradients as requiring one whenever gradients are recorded
+    (create_graph).
     """
     refusing = once_differentiable(backward)
 

@@ -29,7 +29,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Export the model that the command line describes. Returns 2 if that is impossible."""
+    """Export the model that the command line describes, and print where it is.
+
+    Returns 0, or 2 (with the reason on stderr) if that is impossible. words: default: sys.argv.
+    """
     parser = argparse.ArgumentParser(prog="python -m spmdflow.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="RUN_DIR or RUN_DIR/checkpoints/step-N")
     parser.add_argument(
@@ -56,9 +59,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def checkpoint_at(path: Path) -> CheckpointInfo:
-    """The checkpoint in a folder, or the latest one of a RUN_DIR.
+    """Return the checkpoint in a folder named step-N, otherwise the latest one of a RUN_DIR.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is none, or if its manifest is damaged.
     """
     path = path.absolute()
     if order_of(path.name) is not None:
@@ -78,11 +81,14 @@ def export(
     dtype: str | None = None,
     adapter: bool = False,
 ) -> str:
-    """Write a model of a checkpoint into folder; returns its name.
+    """Write a trained model of a checkpoint into folder and return the model's name.
 
-    model: default is the actor, or the only model. adapter: write only the adapters. Raises
-    CheckpointError if the checkpoint has no such model, no adapters, is damaged or of an earlier
-    version, or if folder has files. Raises ConfigError if the base weights of adapters are gone.
+    Adapters are merged into the base weights unless `adapter`. The tokenizer's files are copied
+    from the base model or another model of the checkpoint; if both are gone, a warning says so.
+    Raises CheckpointError if the checkpoint has no such model, no adapters, is damaged or of an
+    earlier version, or if folder has files. Raises ConfigError if the base weights of adapters are
+    gone.
+    model: default: the only trained model, or the actor. dtype: None keeps that of the run.
     """
     trained = sorted({name.split("/")[0] for name in info.files if "/rank-" in name})
     role = model or (trained[0] if len(trained) == 1 else "actor")

@@ -30,7 +30,10 @@ _STEP = "time/step_seconds"
 
 
 def watch(run_dir: Path, console: Console) -> None:
-    """Draw until the run ends or Ctrl-C. Waits a minute for a run that has not started yet."""
+    """Redraw the panel every second until the run has ended.
+
+    Waits up to 60 s for a run that is not live yet. Ctrl-C passes through as KeyboardInterrupt.
+    """
     seen = False
     began = time.monotonic()
     with Live(console=console, auto_refresh=False) as live:
@@ -46,7 +49,11 @@ def watch(run_dir: Path, console: Console) -> None:
 
 
 def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableType:
-    """The panel. state: content of status.json, {} without a live run; now: Unix time."""
+    """Return the panel: step and time left, the calls with their bars, metrics, slow, failed.
+
+    The time left is the remaining steps times the median of the last 20 steps' seconds.
+    state: content of status.json, {} without a live run. now: Unix time.
+    """
     grid = Table.grid(padding=(0, 2))
     total = files.settings.get("total_steps")
     records = files.metrics
@@ -79,10 +86,12 @@ def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableTy
 def _calls(
     state: Mapping[str, Any], now: float, began: float, recent: float
 ) -> Iterator[tuple[RenderableType, ...]]:
-    """Name, bar, seconds and ranks of each kind of call, in the order in which they first ended.
+    """Yield (name, bar, seconds, ranks) of each kind of call: idle ones, then running ones.
 
-    began: Unix time at which the current step began. Kinds that last ended before `recent` are
-    omitted.
+    An idle kind has a full bar if it ended in this step. A running one shows its seconds so far
+    relative to its median.
+    began: Unix time at which the current step began. Idle kinds that last ended before `recent` are
+    omitted. state, now: as in `panel`.
     """
     since = now - state["written"]
     running = {}

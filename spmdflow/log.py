@@ -26,9 +26,10 @@ class _OneLine(logging.Formatter):
 
 
 def print_text(text: str) -> None:
-    """Write text to standard output at once; OSError if that cannot be, as on a full disk.
+    """Write text to standard output and flush it; OSError if that fails, as on a full disk.
 
-    A reader that has gone (`| head`) is no error: then this text and all that follows are dropped.
+    A reader that has gone (`| head`) is no error: then standard output is redirected to /dev/null,
+    which drops this text and all that follow.
     """
     try:
         sys.stdout.write(text)
@@ -40,9 +41,10 @@ def print_text(text: str) -> None:
 
 
 def set_up_logging(rank: int, *, level: int = logging.INFO) -> logging.Handler:
-    """Send the records of every spmdflow logger to stderr; returns the handler, for removal.
+    """Send the records of every spmdflow logger to stderr, one line each; return the handler.
 
-    Calling it again replaces the handler (a second run in the same process).
+    A line starts with "[rank N] HH:MM:SS LEVEL". Calling it again replaces the handler (a second
+    run in the same process). Records no longer reach the root logger.
     """
     logger = logging.getLogger("spmdflow")
     for old in [handler for handler in logger.handlers if isinstance(handler.formatter, _OneLine)]:
@@ -57,7 +59,11 @@ def set_up_logging(rank: int, *, level: int = logging.INFO) -> logging.Handler:
 
 
 def quiet_libraries() -> None:
-    """Hide warnings that libraries address to their own developers; errors stay."""
+    """Hide warnings of Megatron, vLLM and torch.distributed, in the whole process.
+
+    They are addressed to developers of these libraries. Also limits two chatty loggers of torch to
+    errors.
+    """
     for module in _CHATTY_MODULES:
         warnings.filterwarnings("ignore", module=module, category=UserWarning)
         warnings.filterwarnings("ignore", module=module, category=FutureWarning)

@@ -37,9 +37,10 @@ _PLAIN: tuple[Any, ...] = (str, int, float, dict, list)
 
 
 def encode(obj: Any, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> bytes:
-    """Encode plain data as bytes. MessageError for other data, or for more than max_bytes.
+    """Encode plain data (module docstring) as msgpack bytes.
 
-    max_bytes None: no limit, for data that is not sent as one message.
+    MessageError for other data, and for more than max_bytes. max_bytes None: no limit, for data
+    that is not sent as one message.
     """
     try:
         data = _pack(obj, _encode_extension)
@@ -57,7 +58,10 @@ def encode(obj: Any, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> bytes:
 
 
 def decode(data: bytes | memoryview, *, max_bytes: int | None = MAX_MESSAGE_BYTES) -> Any:
-    """Decode the bytes of `encode`. MessageError for anything else."""
+    """Decode the bytes of `encode`; MessageError for anything else, or for more than max_bytes.
+
+    Tuples become lists, except those inside dataclasses and NamedTuples. Runs no code of a class.
+    """
     if max_bytes is not None and len(data) > max_bytes:
         raise MessageError(
             f"message: {len(data)} bytes arrived; expected at most {max_bytes}; "
@@ -90,7 +94,11 @@ def _encode_extension(obj: Any) -> Any:
 
 
 def _encode_field(obj: Any) -> Any:
-    """Like `_encode_extension`, for fields of dataclasses, where a tuple must stay a tuple."""
+    """Return what msgpack packs for an object that it does not know, inside of a record.
+
+    Tuples, arrays and records become extension types, paths and numpy numbers plain values, and
+    subclasses of plain types that type. TypeError for anything else.
+    """
     if type(obj) is tuple:
         return msgpack.ExtType(_TUPLE, _pack(list(obj), _encode_field))
     if isinstance(obj, np.ndarray):
@@ -108,7 +116,10 @@ def _encode_field(obj: Any) -> Any:
 
 
 def _encode_array(array: np.ndarray) -> bytes:
-    """dtype, shape and little-endian bytes of an array; TypeError for another kind of dtype."""
+    """Return dtype, shape and little-endian bytes of an array, packed.
+
+    TypeError unless it is of bool, integers or floats.
+    """
     if array.dtype.kind not in _ARRAY_KINDS:
         raise TypeError(f"got a numpy array of dtype {array.dtype}")
     if array.dtype.str[0] == ">":
@@ -123,7 +134,10 @@ def _is_record(cls: type) -> bool:
 
 
 def _encode_record(obj: Any) -> bytes:
-    """Import name and field values of a dataclass or NamedTuple; TypeError for a local class."""
+    """Return "module:Class" and field values of a dataclass or NamedTuple, packed.
+
+    TypeError for a class that is not at the top level of its module.
+    """
     cls = type(obj)
     name = f"{cls.__module__}:{cls.__qualname__}"
     if _find_class(name) is not cls:
@@ -143,7 +157,10 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 
 
 def _find_class(name: str) -> type | None:
-    """The class "module:Class" if its module is already imported; None otherwise."""
+    """Return the class that "module:Class" names if its module is imported; otherwise None.
+
+    Only top-level names are found. Nothing is imported.
+    """
     module, _, qualname = name.partition(":")
     if module in sys.modules:
         member = vars(sys.modules[module]).get(qualname)
@@ -155,7 +172,10 @@ def _find_class(name: str) -> type | None:
 
 
 def _decode_extension(code: int, data: bytes) -> Any:
-    """The array, tuple or record that was encoded as a msgpack extension."""
+    """Return the array, tuple or record that was encoded as a msgpack extension.
+
+    The array is a writable copy. ValueError for an unknown code or another dtype.
+    """
     if code == _ARRAY:
         dtype, shape, raw = msgpack.unpackb(data)
         kind = np.dtype(dtype)
@@ -171,9 +191,9 @@ def _decode_extension(code: int, data: bytes) -> Any:
 
 
 def _decode_record(name: str, values: list[Any]) -> Any:
-    """An instance of the class with these field values, without running its code.
+    """Return an instance of the class `name` with these field values, without running its code.
 
-    MessageError if this process has not imported the class, or it has other fields.
+    MessageError if this process has not imported the class, or it has another number of fields.
     """
     cls = _find_class(name)
     if cls is None or not _is_record(cls):
@@ -196,7 +216,10 @@ def _decode_record(name: str, values: list[Any]) -> Any:
 
 
 def name_of(thing: Callable[..., Any]) -> str:
-    """The name by which every rank finds a module-level class or function."""
+    """Return "module:qualname", by which every rank finds a module-level class or function.
+
+    ProtocolError if it is defined inside a function, or is a lambda.
+    """
     name = f"{thing.__module__}:{thing.__qualname__}"
     if "<" in name:
         raise ProtocolError(
@@ -217,9 +240,11 @@ because a script may use their public names, which import the module late, on on
 
 
 def find(name: str, is_marked: Callable[[Any], bool], expected: str) -> Any:
-    """The class or function that has this `name_of`; ProtocolError unless is_marked accepts it.
+    """Return the class or function of this name (`name_of`), such as "module:Class.method".
 
-    Imports only modules of `HOMES`, and runs no code of a module or class for attribute access.
+    ProtocolError if its module is not imported, or there is no such object, or is_marked refuses
+    it. Imports only modules of `HOMES`, and runs no code of a module or class for attribute access.
+    expected: what it should be, for the message.
     """
     module, _, path = name.partition(":")
     if module not in sys.modules and module in HOMES:

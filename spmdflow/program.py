@@ -44,12 +44,13 @@ def load_settings(
     *,
     num_ranks: int | None = None,
 ) -> Any:
-    """The settings of a script as `spmdflow.run` would load them: an object of its settings class.
+    """Return the settings of a script as `spmdflow.run` would load them, as its settings class.
 
-    script and config are paths or bundled names; config lies over the script's own YAML.
-    overrides are "dotted.key=value". num_ranks: also check them for a run on so many ranks, and
-    place it if placement=auto. Changes made afterwards are checked by `spmdflow.launch`.
-    ConfigError for anything that does not fit.
+    script and config are paths or bundled names; config overrides the script's own YAML, and
+    overrides ("dotted.key=value") both. num_ranks: also check them for a run on so many ranks, and
+    choose what is `auto`, the placement included. Changes made afterwards are checked by
+    `spmdflow.launch`. Settings in an old form are logged as warnings. ConfigError for anything that
+    does not fit.
     """
     loaded = load(script, config, overrides)
     for warning in loaded.warnings:
@@ -62,10 +63,12 @@ def load_settings(
 def prepare(
     loaded: Loaded, world_size: int, *, node_size: int | None = None
 ) -> tuple[Loaded, str | None]:
-    """Place and check settings for a run on world_size ranks, node_size on each node.
+    """Choose all `auto` values and check settings for a run on world_size ranks.
 
-    Also returns a text: what each `auto` setting became, and why; None without any. Every rank
-    computes the same result. ConfigError if something does not fit.
+    Returns the completed settings, and a text that says what each `auto` setting became, and why
+    (None if there was none). Every rank computes the same result, without communication.
+    ConfigError if something does not fit.
+    node_size: ranks of one node; all ranks by default.
     """
     check_open(loaded.cfg, world_size)
     hardware_name = loaded.cfg.run.hardware
@@ -89,7 +92,10 @@ def prepare(
 
 
 def _previous_run(run: RunConfig) -> PreviousRun | None:
-    """The run whose checkpoint this one resumes; None if it starts from scratch."""
+    """Return settings and ranks of the run whose checkpoint this one resumes.
+
+    None if it starts from scratch: run.resume=never, or no checkpoint in its RUN_DIR.
+    """
     from spmdflow.checkpoint.run_dir import load_previous_settings  # late: it needs torch
 
     if run.resume == "never":
@@ -149,20 +155,19 @@ def launch(
     inproc: bool = False,
     wait: bool = True,
 ) -> int | Outcome:
-    """Run a script's main(flow, cfg) on `ranks` (default: all). 0: finished, 3: stopped by a
-    signal (SIGTERM, SIGHUP, Ctrl-C).
+    """Run a script's main(flow, cfg) on `ranks` (default: all); return 0 if finished, 3 if stopped.
 
-    Collective over the default process group, which must exist unless inproc. On accelerators
-    every rank must have called torch.accelerator.set_device_index. cfg is of the script's settings
-    class, made by `load_settings` or in Python; or settings are "dotted.key=value" over the
-    script's own YAML. They are completed and checked before anything starts: ConfigError on every
-    rank.
+    Collective over the default process group, which must exist unless inproc. On accelerators every
+    rank must have called torch.accelerator.set_device_index. cfg is of the script's settings class,
+    made by `load_settings` or in Python; or settings are "dotted.key=value" over the script's own
+    YAML. They are completed and checked before anything starts: ConfigError on every rank.
 
     Every rank returns when the run has ended, also ranks outside of it. With wait=False these get
-    an `Outcome` as soon as the run's process groups exist, and can ask it later. If the run fails,
-    every rank gets RunFailed and the program can go on; only if a process is lost (dead, or stuck
-    in a call that others have left) are the processes of the run ended. After a run, also one that
-    was stopped, its first rank writes RUN_DIR/prediction.txt.
+    an `Outcome` as soon as the run's process groups exist, and can ask it later. 3 means stopped by
+    a signal (SIGTERM, SIGHUP, Ctrl-C). If the run fails, every rank gets RunFailed and the program
+    can go on; only if a process is lost (dead, or stuck in a call that others have left) are the
+    processes of the run ended. After a run, also one that was stopped, its first rank writes
+    RUN_DIR/prediction.txt.
     """
     import torch.distributed as dist
 
@@ -181,7 +186,12 @@ def launch(
 
 
 def _load(script: ModuleType | str | Path, cfg: Any, settings: Sequence[str]) -> Loaded:
-    """`launch`'s script and completed settings; an imported script is not imported again."""
+    """Return `launch`'s script with its completed settings.
+
+    cfg None: load the script by its path, with `settings`. Otherwise complete cfg; a script that
+    this process has imported already is not imported again. ConfigError for cfg and settings
+    together, or for an imported module without cfg.
+    """
     if cfg is None:
         if isinstance(script, ModuleType):
             got = f"module {script.__name__} without settings"
@@ -214,9 +224,12 @@ def run_prepared(
     inproc: bool = False,
     surroundings: Surroundings | None = None,
 ) -> Outcome:
-    """Run with checked settings on these ranks; then the first one writes prediction.txt and, if
-    asked, view.html, which a failed run has too. Last it says where the trained models are.
+    """Run a script with checked settings on these ranks, and return its Outcome.
 
+    All ranks of the default process group call it together, unless inproc. When the run has ended,
+    its first rank writes prediction.txt (finished, or stopped with at most 64 ranks) and, with
+    run.view, view.html, which a failed run gets too; then it logs where the trained models are.
+    Other ranks return the Outcome without waiting.
     cfg: an object of the script's settings class.
     """
     import torch.distributed as dist
@@ -263,7 +276,10 @@ def run_prepared(
 
 
 def _log_trained_models(cfg: Any) -> None:
-    """The last line of a run: where its models are. Nothing if it has saved none."""
+    """Log where the models of a finished run are; nothing if it has saved none.
+
+    The line suggests an evaluation if the settings have data, reward and rollout for one.
+    """
     from spmdflow.checkpoint.summary import trained_models_text  # late, as above
 
     has_data = getattr(getattr(cfg, "data", None), "eval_path", None) is not None

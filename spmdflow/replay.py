@@ -61,7 +61,12 @@ _OWN = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Replay on this rank and return its exit code. words: the arguments; default: sys.argv."""
+    """Replay a capsule's step on this rank; rank 0 then prints what differs.
+
+    Returns the rank's exit code: 0 equal (other ranks: finished), 1 different or failed, 2 invalid.
+    Prints the usage for --help or without words.
+    words: the arguments; default: sys.argv.
+    """
     words = sys.argv[1:] if words is None else words
     if not words or {"--help", "-h"} & set(words):
         sys.stdout.write(_USAGE)
@@ -76,9 +81,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def _prepare(
     folder: Path, words: Sequence[str], environment: RankEnvironment
 ) -> tuple[Loaded, bool]:
-    """(script and settings for replaying a capsule's step, whether in one process).
+    """Return (script and settings that replay a capsule's step, whether in one process).
 
-    Rank 0 removes the folder of an earlier replay.
+    The script's main is replaced by one that starts from the capsule's state and stops after the
+    step. On another number of ranks than recorded, layouts are reset to t1 and auto. Rank 0 removes
+    the folder of an earlier replay. words override settings, key=value.
     """
     facts = read_facts(folder)
     step = int(facts["step"])
@@ -101,7 +108,7 @@ def _prepare(
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """The content of capsule.json; raises ConfigError if there is none."""
+    """Return the content of a capsule's capsule.json; ConfigError if there is none."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
@@ -118,7 +125,10 @@ def _run(script: ModuleType, folder: Path, step: int, flow: Flow, cfg: Any) -> N
 
 
 def _report(folder: Path) -> int:
-    """Print what differs between the capsule and its replay. Returns the exit code."""
+    """Print what differs between a capsule and its replay; return exit code 0 or 1.
+
+    1 means that a tensor differs by more than the tolerance.
+    """
     step = int(read_facts(folder)["step"])
     comparison = compare(folder, capsule_folder(folder / _REPLAY, step))
     sys.stdout.write(comparison.text())
@@ -141,7 +151,7 @@ class CapsuleComparison(NamedTuple):
     """Differences in versions, script and layout."""
 
     def text(self) -> str:
-        """Lines for a terminal."""
+        """Return the lines for a terminal: notes, then the first difference or "equal"."""
         lines = [f"replay: {note}" for note in self.notes]
         if self.largest:
             close = f", the others to within {self.largest:.1e} of their largest number"
@@ -158,7 +168,12 @@ class CapsuleComparison(NamedTuple):
 
 
 def compare(recorded: Path, replayed: Path) -> CapsuleComparison:
-    """Compare the tensors of two capsules in the order in which the recorded run wrote them."""
+    """Compare the tensors of two capsules in the order in which the recorded run wrote them.
+
+    Stops at the first one that is missing or differs by more than the tolerance: 0 on the same
+    layout, otherwise TOLERANCE. Notes tell differences in versions, script and layout, which are no
+    failure.
+    """
     one = read_facts(recorded)
     other = read_facts(replayed)
     step = one["step"]
@@ -193,7 +208,11 @@ def compare(recorded: Path, replayed: Path) -> CapsuleComparison:
 def _pairs(
     recorded: Path, replayed: Path, step: int
 ) -> Iterator[tuple[str, Column, Column | None]]:
-    """(name, recorded, replayed) of each column that the calls wrote, then of the state."""
+    """Yield (name, recorded, replayed or None) of each column of the calls, then of the state.
+
+    The state is each role's tensors after the step; roles are sorted by name. None: the replay has
+    no tensor of that name and shape. What only the replay has is not compared.
+    """
     written, again = (read_columns(folder / ROWS)[0] for folder in (recorded, replayed))
     for name, column in written.items():
         yield name, column, again.get(name)
@@ -212,9 +231,11 @@ def _pairs(
 
 
 def _difference(old: Column, new: Column) -> tuple[float, str]:
-    """(largest difference relative to the largest number, the first row that differs as text).
+    """Return (relative difference, text about the first row that differs) of two columns.
 
-    The difference is infinite if rows, lengths, integers or texts differ.
+    The difference is the largest one of a number, divided by the largest absolute number recorded;
+    (0, "") if all are equal, nan and nan included. It is infinite if rows, lengths, integers or
+    texts differ.
     """
     if (old.spec, len(old)) != (new.spec, len(new)):
         return inf, f"recorded {len(old)} rows of {old.spec}, replayed {len(new)} of {new.spec}"
@@ -250,7 +271,7 @@ def _difference(old: Column, new: Column) -> tuple[float, str]:
 
 
 def _show_row(column: Column, row: int) -> str:
-    """A row as short text."""
+    """Return a row of a column as text of at most 80 characters."""
     value = column.take(torch.tensor([row])).to_value()
     rows = list(value.unbind()) if isinstance(value, Tensor) else value
     return shorten_text(str(rows[0].tolist() if isinstance(rows[0], Tensor) else rows[0]), 80)

@@ -36,7 +36,12 @@ Records = Sequence[Mapping[str, Any]]  # Any: JSON values; null where a metric w
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report of each run and draw its curves. Returns 2 if there is nothing to read."""
+    """Print the report of each run, and draw its curves into RUN_DIR/curve.png.
+
+    Then print the settings that differ between the runs. --png sets the picture of the last run.
+    Returns 0, or 2 (with the reason on stderr) if a run has no metrics or lacks a requested one.
+    arguments: default: sys.argv.
+    """
     parser = argparse.ArgumentParser(prog="python -m spmdflow.report", description=__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument(
@@ -73,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
-    """The keys to draw: the wanted ones, or those of the defaults that the run has.
+    """Return the metrics to draw: the wanted ones or, if None, the defaults that the run has.
 
-    Raises DataError if no step has a wanted key.
+    Raises DataError, with similar names, if no step has a wanted one.
     """
     present = set()
     for record in records:
@@ -102,7 +107,10 @@ def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:
 
 
 def _nearest(key: str, present: Collection[str]) -> str:
-    """A hint at the metric that was probably meant: spelled alike, or with the same words."""
+    """Return " (did you mean NAME?)" for the metric that was probably meant; "" if none is near.
+
+    A name spelled alike comes first, then one that contains all words of `key`.
+    """
     words = set(key.replace("/", "_").split("_"))
     alike = []
     for name in sorted(present):
@@ -115,7 +123,7 @@ def _nearest(key: str, present: Collection[str]) -> str:
 
 
 def points_of(records: Records, key: str) -> list[Point]:
-    """(step, value) of every step that has a finite value."""
+    """Return (step, value) of every step that has this metric and whose value is finite."""
     points = []
     for record in records:
         if record.get(key) is not None:
@@ -124,7 +132,7 @@ def points_of(records: Records, key: str) -> list[Point]:
 
 
 def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
-    """The whole report as text, 80 columns wide."""
+    """Return the report of a run as text: a curve per key, then tables of values and of stages."""
     steps = [record["step"] for record in records]
     lines = [f"{run_dir}: steps {min(steps)} to {max(steps)}", ""]
     for key in keys:
@@ -139,7 +147,10 @@ def run_text(run_dir: Path, records: Records, keys: Sequence[str]) -> str:
 
 
 def _run_facts(run: RunFiles) -> Iterator[str]:
-    """Lines about predicted seconds, failures and changed settings of a run."""
+    """Yield lines about a run: seconds of a step, predicted and measured, failures, settings.
+
+    Settings are those that an earlier start of the run had, where they differ from the last one's.
+    """
     stages = {}
     for stage in run.prediction.get("stages", ()):
         stages[stage["stage"]] = stage
@@ -161,7 +172,10 @@ def _settings_table(runs: Sequence[RunFiles]) -> Iterator[str]:
 
 
 def write_png(records: Records, keys: Sequence[str], path: Path) -> str:
-    """Draw the keys below one another into a PNG; returns its path, or why there is none."""
+    """Draw the keys below one another into a PNG file; return its path.
+
+    Returns why there is none if matplotlib is missing or the file cannot be written.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -187,7 +201,7 @@ def write_png(records: Records, keys: Sequence[str], path: Path) -> str:
 
 
 def _value_table(records: Records, keys: Sequence[str]) -> list[str]:
-    """First, lowest, highest and last value of each metric."""
+    """Return the lines of a table: first, lowest, highest and last value of each metric."""
     lines = [f"{'metric':<34} {'first':>10} {'lowest':>10} {'highest':>10} {'last':>10}"]
     for key in keys:
         values = [value for _, value in points_of(records, key)]
@@ -197,7 +211,10 @@ def _value_table(records: Records, keys: Sequence[str]) -> list[str]:
 
 
 def _stage_table(records: Records) -> list[str]:
-    """Total seconds of each stage and its share of all steps' seconds."""
+    """Return the lines of a table: total seconds of each stage, longest first, with their share.
+
+    The share is that of all steps' seconds. [] if the run has recorded no seconds.
+    """
     totals: dict[str, float] = {}
     for record in records:
         numbers = {}

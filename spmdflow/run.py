@@ -115,10 +115,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run_rank(load: Callable[[RankEnvironment], tuple[Loaded, bool] | None]) -> int:
-    """Run the script that `load` returns, and return the exit code of this rank.
+    """Run the script that `load` returns on this rank, and return the rank's exit code.
 
+    Under torchrun this process ends with torchrun; if torchrun has ended already, the code is 1. An
+    error in settings or script is printed and gives 2.
     load: returns (script with its settings, whether to run it in this process alone), or None if
-    there is nothing to run.
+    there is nothing to run (code 0).
     """
     open_closed_streams()
     has_agent = AGENT_MARK in os.environ
@@ -144,7 +146,10 @@ def run_rank(load: Callable[[RankEnvironment], tuple[Loaded, bool] | None]) -> i
 
 
 def _load(words: Sequence[str], environment: RankEnvironment) -> tuple[Loaded, bool] | None:
-    """(script with its settings, whether --inproc); prints the help and returns None for --help."""
+    """Return (script with its settings, whether --inproc) for the words of a command line.
+
+    For --help it prints the help on rank 0 and returns None.
+    """
     arguments = parse_arguments(words)
     if "help" in arguments.flags:
         if arguments.script is None:
@@ -157,7 +162,10 @@ def _load(words: Sequence[str], environment: RankEnvironment) -> tuple[Loaded, b
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Sort the words of a command line into SCRIPT, CONFIG.yaml, overrides and flags."""
+    """Sort the words of a command line into SCRIPT, CONFIG.yaml, overrides and flags.
+
+    ConfigError for an unknown flag, or a word that is none of them.
+    """
     flags = frozenset(_flag(word) for word in words if word.startswith("-"))
     plain = []
     for word in words:
@@ -167,7 +175,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 
 
 def _flag(word: str) -> str:
-    """The name of a flag; raises ConfigError for an unknown one."""
+    """Return the name of a flag, "help" or "inproc"; ConfigError for an unknown one."""
     if word not in _FLAGS:
         near = difflib.get_close_matches(word, _FLAGS, 1)
         if near:
@@ -179,9 +187,10 @@ def _flag(word: str) -> str:
 
 
 def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
-    """Load and check script and settings, and print them on rank 0.
+    """Load and check script and settings, choose their `auto` values, and print them on rank 0.
 
-    Raises ConfigError if they cannot work.
+    Raises ConfigError if they cannot work, if there is no script, or if the ranks do not fit the
+    flags: --inproc on several ranks, or neither torchrun nor --inproc.
     """
     if arguments.script is None:
         expected = "one such as algos/ppo.py"
@@ -215,7 +224,7 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
 
 
 def _say(environment: RankEnvironment, text: str) -> None:
-    """Print text on rank 0; raises ConfigError if standard output cannot be written."""
+    """Print text on rank 0, nothing on others; ConfigError if standard output cannot be written."""
     if environment.rank != 0:
         return
     try:
@@ -227,7 +236,11 @@ def _say(environment: RankEnvironment, text: str) -> None:
 
 
 def _refuse(err: SpmdflowError, environment: RankEnvironment) -> int:
-    """Print the error once per node, because a node may lack a file that others have."""
+    """Print the error on the first rank of each node and return exit code 2.
+
+    Every node prints it, because a node may lack a file that others have. The other ranks of a node
+    wait 5 s first, so that torchrun does not stop the printing one.
+    """
     if environment.local_rank == 0:
         where = f" rank {environment.rank}:" if environment.rank else ""
         sys.stderr.write(f"spmdflow:{where} {err}\n")
@@ -239,7 +252,10 @@ def _refuse(err: SpmdflowError, environment: RankEnvironment) -> int:
 
 
 def _tell_torchrun(message: str) -> None:
-    """Put the cause into torchrun's own summary, which comes last on the screen."""
+    """Write the cause to torchrun's error file, so that its summary shows it.
+
+    That summary comes last on the screen. Does nothing without torchrun.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         text = json.dumps({"message": message, "timestamp": str(int(time.time()))})
@@ -249,9 +265,10 @@ def _tell_torchrun(message: str) -> None:
 def _launch(
     loaded: Loaded, environment: RankEnvironment, watch: StartWatch | None, *, inproc: bool
 ) -> int:
-    """Join the other ranks, run, and return the exit code.
+    """Set up logging, join the process group, run the script, and return the exit code.
 
-    Imports are here because errors in settings need no torch.
+    All ranks call it together; with inproc there is no process group. Errors are printed, and put
+    into torchrun's summary. Heavy imports are here because errors in settings need no torch.
     """
     import torch.distributed as dist
 
@@ -300,9 +317,10 @@ def _launch(
 
 
 def _join_group(run: RunConfig) -> None:
-    """Create the default process group, under a prefix of torchrun's store that only we use.
+    """Create the default process group (gloo); all ranks call it together.
 
-    Raises StartRefused if this node has no address for it.
+    It uses a prefix of torchrun's store that only this program uses, with run.start_seconds as
+    timeout. Raises StartRefused if this node has no network address for it.
     """
     import torch.distributed as dist
 
@@ -331,10 +349,11 @@ def _join_group(run: RunConfig) -> None:
 
 
 def _take_device(environment: RankEnvironment) -> None:
-    """Select the local rank's device, or the only one. Raises ConfigError if there are too few.
+    """Select the device of this local rank, or the node's only device for all of its ranks.
 
-    NCCL's watchdog is told to leave failures to this program, which writes their cause first and
-    then ends every process (runtime/comm.py).
+    Raises ConfigError for several devices but fewer than ranks on the node. Also sets environment
+    variables so that NCCL's watchdog leaves failures to this program, which writes their cause
+    first and then ends every process (runtime/comm.py).
     """
     import torch
 

@@ -50,7 +50,11 @@ Status = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the state of a run; returns the exit code (see the module)."""
+    """Print the state of a run and return its exit code (see the module docstring).
+
+    --live redraws until the run ends, on a terminal only; --stacks makes all ranks of a live run
+    write their stacks first. arguments: default: sys.argv.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m spmdflow.status",
         description=__doc__,
@@ -78,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def status_text(run_dir: Path, run_state: RunState, status: Status, now: float) -> Iterator[str]:
-    """The lines to print. status: content of status.json, {} without one; now: Unix time."""
+    """Yield the lines to print: last step, failures, then the live run, and files of stacks.
+
+    status: content of status.json, {} without one. now: Unix time.
+    """
     yield _last_step(run_dir, now)
     files = RunFiles(run_dir)
     yield from (f"{name}: {failure_text(each)}" for name, each in files.failures.items())
@@ -100,7 +107,12 @@ def is_status(status: Status) -> bool:
 
 
 def _live(state: Status, now: float) -> Iterator[str]:
-    """Lines about a live run: ranks, running calls with their ranks, slow ranks, medians."""
+    """Yield lines about a live run: its ranks, running calls with their ranks, slow ranks, medians.
+
+    Ranks are listed only if their process has ended or is stopped, or if they had sent nothing for
+    20 s. A planning run has one line. A status older than 20 s means that the controller or its
+    disk is stuck.
+    """
     age = now - state["written"]
     if "planning" in state:
         yield f"{state['planning']} (as of {age:.0f} s ago)"
@@ -123,7 +135,10 @@ def _live(state: Status, now: float) -> Iterator[str]:
 
 
 def _last_step(run_dir: Path, now: float) -> str:
-    """A line about the last finished step: number, age, seconds by stage, tokens/s."""
+    """Return a line about the last finished step: number, age, seconds by stage, tokens/s.
+
+    Its age is that of metrics.jsonl. If no step has finished, the line says so.
+    """
     path = run_dir / "metrics.jsonl"
     records = RunFiles(run_dir).metrics
     if not records:
@@ -140,9 +155,9 @@ def _last_step(run_dir: Path, now: float) -> str:
 
 
 def _ask_for_stacks(run_dir: Path, state: Status) -> None:
-    """Make all ranks write their stacks, and wait for the files.
+    """Make all ranks write their stacks to files, and wait for these for up to 12 s.
 
-    Ranks on this node get a signal. The controller asks the others.
+    Ranks on this node get a signal. For others a file in RUN_DIR asks the controller.
     """
     start = time.time()
     shown = []

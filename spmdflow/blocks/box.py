@@ -48,7 +48,10 @@ class Box:
         return prod(self.shape)
 
     def slices(self, outer: Box | None = None) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds `outer` (default: the full tensor)."""
+        """Return the slices that select this box in a tensor that holds the box `outer`.
+
+        None: the complete tensor.
+        """
         if outer is None:
             origins = [0] * len(self.bounds)
         else:
@@ -66,7 +69,7 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """The common elements as a box; None if there are none."""
+        """Return the common elements as a box, or None if there are none."""
         common = []
         for (start, stop), (low, high) in zip(self.bounds, other.bounds, strict=True):
             first = max(start, low)
@@ -77,7 +80,10 @@ class Box:
         return Box(tuple(common))
 
     def subtract(self, other: Box) -> list[Box]:
-        """This box without `other`: disjoint boxes, at most two per dimension."""
+        """Return this box without the elements of `other`, as disjoint, non-empty boxes.
+
+        At most two per dimension. [] if nothing remains.
+        """
         common = self.intersect(other)
         if common is None:
             if self.size:
@@ -94,7 +100,7 @@ class Box:
         return rest
 
     def cut(self, dim: int, index: int) -> tuple[Box, Box]:
-        """The part below index along dim, and the part from it on."""
+        """Cut this box in two along dimension dim: indices below index, and indices from it on."""
         start, stop = self.bounds[dim]
         assert start <= index <= stop, f"box {self.bounds}: cannot cut dimension {dim} at {index}"
         before = self.bounds[:dim]
@@ -103,7 +109,7 @@ class Box:
 
 
 def subtract_all(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
-    """The elements in `boxes` that are in none of `others`; disjoint if `boxes` are."""
+    """Return the elements in `boxes` that are in none of `others`; disjoint if `boxes` are."""
     rest = list(boxes)
     for other in others:
         rest = [part for box in rest for part in box.subtract(other)]
@@ -111,7 +117,10 @@ def subtract_all(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
 
 
 def make_disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Disjoint, non-empty boxes with the same elements."""
+    """Return disjoint, non-empty boxes with the same elements as `boxes`, which may overlap.
+
+    Of an overlap, the first box has the elements.
+    """
     parts: list[Box] = []
     for box in boxes:
         parts += subtract_all([box] if box.size else [], parts)
@@ -119,7 +128,10 @@ def make_disjoint(boxes: Iterable[Box]) -> list[Box]:
 
 
 def merge_neighbours(boxes: Iterable[Box]) -> list[Box]:
-    """Join neighbouring boxes until none can be joined; sorted. boxes: disjoint."""
+    """Join boxes that together form a box, until no two can be joined. Returns them sorted.
+
+    boxes: disjoint, with the same number of dimensions.
+    """
     joined = sorted(boxes)
     num_dims = len(joined[0].bounds) if joined else 0
     before = len(joined) + 1
@@ -131,9 +143,10 @@ def merge_neighbours(boxes: Iterable[Box]) -> list[Box]:
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes of the row-major elements start .. stop - 1 of a tensor; at most 2 * ndim - 1.
+    """Return boxes of the elements start .. stop - 1 of a tensor in row-major order.
 
-    A flat optimizer shard of a matrix is a part of a row, complete rows, and a part of a row.
+    At most 2 * ndim - 1 boxes, in that order; [] for an empty range. In a matrix they are a part of
+    a row, complete rows, and a part of a row.
     """
     assert 0 <= start <= stop <= prod(shape), f"range {start}:{stop} of shape {tuple(shape)}"
     if start == stop:
@@ -153,7 +166,7 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def _prepend_index(index: int, boxes: list[Box]) -> list[Box]:
-    """The boxes with a new first dimension, in which they cover only `index`."""
+    """Return the boxes with a new first dimension, in which they cover only `index`."""
     result = []
     for box in boxes:
         result.append(Box(((index, index + 1), *box.bounds)))
@@ -161,7 +174,10 @@ def _prepend_index(index: int, boxes: list[Box]) -> list[Box]:
 
 
 def _merge_along_dim(boxes: list[Box], dim: int) -> list[Box]:
-    """Join boxes that are adjacent along dim and equal in every other dimension."""
+    """Join boxes that are adjacent along dim and equal in every other dimension.
+
+    Returns them sorted by the other dimensions, then by dim.
+    """
 
     def others_first(box: Box) -> tuple[Bounds, tuple[int, int]]:
         return (*box.bounds[:dim], *box.bounds[dim + 1 :]), box.bounds[dim]
@@ -183,7 +199,11 @@ _DIMS = 5
 
 
 def describe_boxes(boxes: Iterable[tuple[str, Box]]) -> Description:
-    """Encode the (name, box) pairs of one rank: one row each, in their order."""
+    """Encode the (name, box) pairs of one rank as an int64 array, one row each, in their order.
+
+    A row is an 8-byte hash of the name, the number of dimensions (at most 5), 5 starts and 5 stops.
+    Unused dimensions are (0, 1).
+    """
     rows = []
     for name, box in boxes:
         num_dims = len(box.bounds)
@@ -195,10 +215,11 @@ def describe_boxes(boxes: Iterable[tuple[str, Box]]) -> Description:
 
 
 def own_boxes(everyone: Sequence[Description], index: int) -> list[list[Box]]:
-    """For each box that everyone[index] describes, the parts of it that this rank owns.
+    """Return, for each box that everyone[index] describes, the parts of it that this rank owns.
 
-    A box that several ranks hold is divided evenly among them. Where different boxes overlap, the
-    first holder owns the common part.
+    everyone: the description of each rank. Every element is owned by exactly one rank: a box that
+    several ranks hold is divided evenly among them, and where different boxes overlap, the first
+    holder owns the common part. Uses no communication.
     """
     rows = np.concatenate(everyone)
     first = sum(len(each) for each in everyone[:index])
@@ -214,7 +235,11 @@ def own_boxes(everyone: Sequence[Description], index: int) -> list[list[Box]]:
 
 
 def _owned_parts(rows: Description, same_name: npt.NDArray[Any], number: int) -> list[Box]:
-    """The boxes that row `number` owns. same_name: all rows of its tensor, ascending."""
+    """Return the boxes that row `number` owns. same_name: all rows of its tensor, ascending.
+
+    If all rows that overlap it are the same box, it owns one of equal parts. If some differ, it
+    owns what no earlier row has. [] for an empty box.
+    """
     starts = rows[:, 2 : 2 + _DIMS]
     stops = rows[:, 2 + _DIMS :]
     mine = _box(rows[number])
@@ -231,9 +256,10 @@ def _owned_parts(rows: Description, same_name: npt.NDArray[Any], number: int) ->
 
 
 def _part(box: Box, number: int, count: int, turn: int) -> list[Box]:
-    """Part `number` of `count`, along the first dimension that is long enough.
+    """Return part `number` of `count` equal parts, along the first dimension that is long enough.
 
-    If no dimension is, part `turn` is the complete box and the others are empty.
+    If no dimension has at least `count` indices, part `turn` is the complete box and the others are
+    empty.
     """
     for dim, (start, stop) in enumerate(box.bounds):
         if stop - start >= count:

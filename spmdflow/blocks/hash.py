@@ -44,7 +44,10 @@ def box_hash(values: Tensor, box: Box) -> int:
 
 
 def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
-    """Hashes in [0, 2**64) of several `box_sum`s on one device; waits for the device once."""
+    """Return the hashes in [0, 2**64) of several `box_sum`s on one device, by key.
+
+    Waits for the device once.
+    """
     values = torch.stack(list(sums.values())).tolist() if sums else []
     result = {}
     for key, value in zip(sums, values, strict=True):
@@ -53,10 +56,11 @@ def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
 
 
 def box_sum(values: Tensor, box: Box) -> Tensor:
-    """Hash of the elements `box` of a tensor, as an int64 scalar on their device.
+    """Return the hash of the elements `box` of a tensor, as an int64 scalar on their device.
 
-    values: of the box's shape, any dtype and strides. The hashes of disjoint boxes that cover a
-    tensor add up, modulo 2**64, to the hash of the tensor. int64 wraps at 2**64.
+    It is the sum of weight(position) * (spread(bits) + 1), modulo 2**64, where int64 wraps. So the
+    hashes of disjoint boxes that cover a tensor add up to the hash of the tensor. Positions are
+    those in the complete tensor. values: of the box's shape, any dtype and strides.
     """
     assert tuple(values.shape) == box.shape, f"values {tuple(values.shape)} for box {box.shape}"
     values = values.detach()
@@ -82,7 +86,7 @@ def box_sum(values: Tensor, box: Box) -> Tensor:
 
 
 def to_signed(value: int) -> int:
-    """The int64 with the same bits, so that hashes can be summed in a tensor."""
+    """Return the int64 with the same bits as an unsigned number below 2**64."""
     if value >= MODULUS // 2:
         return value - MODULUS
     return value
@@ -90,7 +94,10 @@ def to_signed(value: int) -> int:
 
 @lru_cache(maxsize=256)
 def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """(stop - start,) odd int64: one for each index start, ... of a dimension; read only."""
+    """Return the weights of the indices start .. stop - 1 of a dimension: odd int64 numbers.
+
+    They are the splitmix64 finaliser of index and dimension. Cached: do not write to the result.
+    """
     word = torch.arange(start + 1, stop + 1, device=device) * to_signed(_GOLDEN) + dim
     word = (word ^ _shift_right(word, 30)) * to_signed(_FIRST)
     word = (word ^ _shift_right(word, 27)) * to_signed(_SECOND)

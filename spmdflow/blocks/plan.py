@@ -51,10 +51,12 @@ BoxesOf = Mapping[int, Sequence[Box]]
 
 
 def redistribute(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf | None = None) -> Plan:
-    """Plan that sends every rank the elements that it needs and lacks, each exactly once.
+    """Return the plan that sends every rank the elements it needs and lacks, each exactly once.
 
-    Holders on the destination's node are preferred. Among equals the load is levelled. Raises
-    PlanError if no rank holds a needed element.
+    have, need: boxes by rank. A sender is chosen among the holders on the destination's node or, if
+    there are none, among all holders. The number of elements that these send is levelled. retained
+    has, by rank of need, what the rank needs and already has. PlanError if no rank holds a needed
+    element.
     """
     classes: dict[Senders, dict[Ranks, list[Box]]] = {}
     for boxes, holders, lackers in _cells(have, need):
@@ -85,10 +87,12 @@ def redistribute(have: BoxesOf, need: BoxesOf, *, node_of: NodeOf | None = None)
 def redistribute_through_nodes(
     have: BoxesOf, need: BoxesOf, *, node_of: NodeOf
 ) -> tuple[Plan, Plan]:
-    """`redistribute` in two rounds, so that elements from other nodes enter a node once.
+    """Return a plan of two rounds, in which elements from other nodes enter a node only once.
 
-    Ranks of a node that lack the same elements, which no rank there holds, form a team. In the
-    first round each member receives a part of them. In the second, members exchange their parts.
+    Otherwise like `redistribute`. Ranks of a node that lack the same elements, which no rank of
+    that node holds, form a team. In the first round each member receives a part of the elements,
+    and other ranks receive what they lack. In the second round each member sends its part to the
+    other members; that plan has no `retained`. PlanError if no rank holds a needed element.
     """
     teams: dict[Ranks, list[Box]] = {}
     for boxes, holders, lackers in _cells(have, need):
@@ -120,11 +124,12 @@ def share_classes(
     take: Callable[[Some, int], tuple[Some | None, Some | None]],
     size_of: Callable[[Some], int],
 ) -> Iterator[dict[tuple[int, int], list[Some]]]:
-    """For each class, fewest senders first, yields (source, destination) -> pieces to send.
+    """Choose senders: yield {(source, destination): pieces to send} for each class.
 
-    A class's pieces, in order, are cut into one stretch per sender, sized to level the loads.
-    loads: number of elements that each rank sends so far; it is updated. take(piece, count): (about
-    `count` elements of the piece, the remainder), with None for an empty part.
+    Classes with the fewest possible senders come first. A class's pieces, in order, are cut into
+    one stretch per sender, sized so that all senders have sent as equally as possible. loads:
+    number of elements that each rank sends so far; it is updated in place. take(piece, count):
+    (about `count` elements of the piece, the remainder), with None for an empty part.
     """
     for senders in sorted(classes, key=lambda senders: (len(senders), senders)):
         sizes = [size_of(some) for _, some in classes[senders]]
@@ -150,7 +155,11 @@ def share_classes(
 
 
 def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
-    """(about `room` elements of a box, the remainder), in complete slabs; None if one is empty."""
+    """Split a box into (about `room` elements, the remainder); None for an empty part.
+
+    It is cut between complete slabs along the first dimension with more than one index. The number
+    of slabs is rounded to the nearest.
+    """
     if box.size <= room:
         return box, None
     dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
@@ -164,7 +173,10 @@ def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
 
 
 def _list_by_destination(lacking: Mapping[Ranks, Sequence[Box]]) -> list[tuple[int, Box]]:
-    """The boxes of a class that each rank lacks, in the order (destination, box)."""
+    """Return (rank, box) for the boxes that each rank lacks, ordered by rank, then by box.
+
+    Neighbouring boxes of a rank are joined. lacking: boxes by the ranks that lack them.
+    """
     boxes_of_rank: dict[int, list[Box]] = {}
     for ranks, boxes in lacking.items():
         for rank in ranks:
@@ -185,9 +197,10 @@ def _retained_boxes(needed: Boxes, available: Boxes) -> Boxes:
 
 
 def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ranks]]:
-    """Yields (disjoint boxes, ranks that hold them, ranks that need and lack them), ascending.
+    """Yield (disjoint boxes, ranks that hold them, ranks that need and lack them).
 
-    Raises PlanError if no rank holds a needed element.
+    All elements of the boxes are held by the same ranks and lacked by the same ranks. Ranks ascend.
+    Elements that no rank lacks are omitted. PlanError if no rank holds a needed element.
     """
     ranks_of: dict[tuple[bool, Box], list[int]] = {}
     for is_held, side in ((True, have), (False, need)):
@@ -218,7 +231,11 @@ def _cells(have: BoxesOf, need: BoxesOf) -> Iterator[tuple[list[Box], Ranks, Ran
 def _sweep(
     boxes: Sequence[tuple[Bounds, int]], before: Bounds = ()
 ) -> Iterator[tuple[Bounds, Ranks]]:
-    """Bounds of disjoint cells that cover all boxes, and the boxes that contain each cell."""
+    """Yield (bounds of a cell, indices of the boxes that contain it), ascending.
+
+    The cells are disjoint and cover all boxes; no boundary of a box lies inside a cell. boxes:
+    (bounds, index). before: bounds in earlier dimensions, for the recursion over dimensions.
+    """
     if not boxes[:1] or not boxes[0][0]:
         if boxes:
             yield before, tuple(index for _, index in boxes)
@@ -240,7 +257,11 @@ def _sweep(
 def _group_by_senders(
     holders: Ranks, lackers: Ranks, node_of: NodeOf | None
 ) -> Mapping[Senders, Ranks]:
-    """Group the ranks that lack a cell by the ranks that may send it to them."""
+    """Group the ranks that lack a cell by the ranks that may send it: {senders: lackers}.
+
+    Senders are the holders on the lacking rank's node or, if there are none, all holders. Without
+    node_of they are always all holders.
+    """
     if node_of is None:
         return {holders: lackers}
     near: dict[int, list[int]] = {}
@@ -260,7 +281,10 @@ NodeOf = Callable[[int], int]
 
 
 def candidates(holders: Sequence[int], destination: int, node_of: NodeOf | None) -> tuple[int, ...]:
-    """Holders on the destination's node, or all holders if there are none; ascending."""
+    """Return the holders on the destination's node, or all holders if there are none; ascending.
+
+    Without node_of: all holders.
+    """
     if node_of is not None:
         node = node_of(destination)
         holders = [rank for rank in holders if node_of(rank) == node] or holders
@@ -270,8 +294,9 @@ def candidates(holders: Sequence[int], destination: int, node_of: NodeOf | None)
 def level_loads(loads: Sequence[int], total: int) -> list[int]:
     """Divide total into one part per load, so that loads + parts are as equal as possible.
 
-    The lowest loads are filled first. A remainder goes to the first of them. Loads that receive a
-    part end within 1 of one another, and no lower load remains.
+    The lowest loads are filled up first. Loads that receive a part end within 1 of one another, and
+    no lower load remains. If total does not divide evenly, the first of these get one more. The
+    parts are in the order of loads and add up to total; a load that is too high gets 0.
     """
     order = sorted(range(len(loads)), key=lambda index: (loads[index], index))
     filled = 0
@@ -303,11 +328,13 @@ holds it, or to a rank that does not need it; it is retained, but not held and n
 def find_cover_error(
     need: Boxes, available: Boxes, retained: Boxes, arriving: Boxes
 ) -> tuple[str, Box] | None:
-    """(error, first box with it) for one tensor on one rank; None if its boxes are right.
+    """Check what one rank retains and receives of one tensor. Returns None if it is right.
 
-    The elements that the rank needs must be those it retains of what it held plus those that
-    arrive, each once. The check shares only the algebra of `Box` with `redistribute`. Cached,
-    because the layers of a model repeat the same arguments.
+    Otherwise (error, first box with it). The elements that the rank needs must be those that it
+    retains of what it held plus those that arrive, each once. Checked in this order: arriving boxes
+    (SENT_TWICE, ALREADY_HELD, NOT_NEEDED), retained boxes (WRONGLY_RETAINED), then MISSING
+    elements. The check shares only the algebra of `Box` with `redistribute`. Cached, because the
+    layers of a model repeat the same arguments.
     """
     for index, box in enumerate(arriving):
         if any(box.intersect(other) for other in arriving[:index]):
@@ -331,11 +358,11 @@ _READER = -1
 
 @lru_cache(maxsize=4096)
 def plan_reads(available: Boxes, needed: Boxes) -> tuple[tuple[int, Box], ...]:
-    """Which parts of which available boxes to read: (index in available, part of that box).
+    """Return which parts of the available boxes to read: (index in available, box to read).
 
-    This is `redistribute` for one reader that holds nothing yet. Each needed element is read once,
-    checked by `find_cover_error`. Raises PlanError if an element is in no available box. Cached,
-    because the layers of a model repeat the arguments.
+    Together they cover the needed elements, each once (asserted by `find_cover_error`). Elements
+    that several available boxes have are divided among these. PlanError if an element is in no
+    available box. Cached, because the layers of a model repeat the arguments.
     """
     plan = redistribute({index: (box,) for index, box in enumerate(available)}, {_READER: needed})
     reads = tuple((move.source, move.box) for move in plan.moves)

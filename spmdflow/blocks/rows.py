@@ -38,12 +38,13 @@ class RowEdge:
 def redistribute_rows(
     have: Mapping[int, Ids], need: Mapping[int, Ids], *, node_of: NodeOf | None = None
 ) -> list[RowEdge]:
-    """Edges that send every rank the rows that it needs and lacks, each exactly once.
+    """Return edges that send every rank the rows that it needs and lacks, each exactly once.
 
-    have, need: by rank, int64 ids (n,), in any order, unique within a rank. Holders on the
-    destination's node are preferred. Among equals the load is levelled. The edges are sorted by
-    (source, destination), at most one per pair. Raises RowError for an id that is repeated or that
-    no rank holds.
+    have, need: by rank, int64 ids (n,), in any order, unique within a rank. A sender is chosen
+    among the holders on the destination's node or, if there are none, among all holders, so that
+    these send equally many rows. The edges are sorted by (source, destination), at most one per
+    pair. RowError for an id that is repeated or that no rank holds. Results for up to 8192 ids are
+    cached, also for a later call with all ids shifted by the same number.
     """
     if sum(map(len, have.values())) + sum(map(len, need.values())) > _REMEMBERED_IDS:
         return _redistribute(have, need, node_of)
@@ -70,12 +71,13 @@ def redistribute_rows(
 def plan_rounds(
     have: Mapping[int, Ids], need: Mapping[int, Ids], *, node_of: NodeOf | None = None
 ) -> list[list[RowEdge]]:
-    """Like `redistribute_rows`, with a broadcast inside a replica: one list of edges, or two.
+    """Like `redistribute_rows`, with a broadcast inside a node: one list of edges, or two.
 
     Ranks of one node that lack the same rows form a team, unless so many ranks there hold them that
     none has to send a row twice. In the first round each member receives a part of the rows. In the
     second the members exchange their parts. So rows enter a node once, no holder sends a row twice,
-    and every member sends. (A broadcast as scatter and all-gather, van de Geijn 1994.)
+    and every member sends. (A broadcast as scatter and all-gather, van de Geijn 1994.) Without
+    teams there is one list.
     """
     direct = redistribute_rows(have, need, node_of=node_of)
     parts: dict[int, Ids] = {}
@@ -92,7 +94,11 @@ def plan_rounds(
 def _find_teams(
     direct: Sequence[RowEdge], node_of: NodeOf | None
 ) -> Iterator[tuple[list[int], Ids]]:
-    """Yields (ranks of a node that lack the same rows, the rows) for each team of `plan_rounds`."""
+    """Yield (ranks of a node that lack the same rows, the rows) for each team of `plan_rounds`.
+
+    direct: the edges without teams. Ranks form a team if there are several, at most as many as
+    rows, and fewer ranks of their node send them rows than there are members. Ranks ascend.
+    """
     arriving: dict[int, list[RowEdge]] = {}
     for edge in direct:
         arriving.setdefault(edge.destination, []).append(edge)
@@ -112,10 +118,10 @@ def _find_teams(
 def _redistribute_cached(
     have: _Key, need: _Key, nodes: tuple[tuple[int, int], ...] | None
 ) -> list[RowEdge]:
-    """`_redistribute`, cached: a step repeats the previous step's transfers with shifted ids.
+    """`_redistribute` with a cache: a step repeats the previous step's transfers with shifted ids.
 
-    nodes: (rank, its node) of every rank, as plain numbers, so that the cache keeps no session
-    alive.
+    have, need: (rank, bytes of its int64 ids minus the smallest id). nodes: (rank, its node) of
+    every rank, as plain numbers, so that the cache keeps no session alive.
     """
     available, required = (
         {rank: np.frombuffer(ids, np.int64) for rank, ids in k} for k in (have, need)
@@ -126,7 +132,7 @@ def _redistribute_cached(
 def _redistribute(
     have: Mapping[int, Ids], need: Mapping[int, Ids], node_of: NodeOf | None
 ) -> list[RowEdge]:
-    """The edges of `redistribute_rows`."""
+    """Return the edges of `redistribute_rows`, computed without its cache."""
     classes = _group_by_senders(_Holders(have), need, node_of)
     pieces: dict[tuple[int, int], list[Ids]] = {}
     for sent in share_classes(classes, dict.fromkeys(have, 0), _take, len):
@@ -145,7 +151,10 @@ def _take(ids: Ids, room: int) -> tuple[Ids, Ids | None]:
 def _group_by_senders(
     holders: _Holders, need: Mapping[int, Ids], node_of: NodeOf | None
 ) -> Classes[Ids]:
-    """Lacking ids by possible senders, with destinations in order."""
+    """Return {possible senders: [(destination, ids that it lacks and they may send), ...]}.
+
+    Destinations ascend. Possible senders are by `candidates`.
+    """
     classes: dict[Senders, list[tuple[int, Ids]]] = {}
     senders_of: dict[tuple[int, int | None], Senders] = {}
     for destination in sorted(need):
@@ -193,7 +202,7 @@ class _Holders:
             self._refine(self._ids[key], ranks)
 
     def ranks(self, label: int) -> tuple[int, ...]:
-        """Ranks that hold the ids of a label."""
+        """Return the ranks that hold the ids of a label, ascending. () for label 0."""
         held_by: list[int] = []
         while label:
             label, more = self._origin[label]
@@ -201,9 +210,10 @@ class _Holders:
         return tuple(sorted(held_by))
 
     def split(self, rank: int, ids: Ids) -> list[tuple[int, Ids]]:
-        """(label, ids ascending) for those of `ids` that the rank lacks.
+        """Return those of `ids` that the rank lacks, by label: [(label, ids ascending), ...].
 
-        Raises RowError if no rank holds one.
+        Ids of one label are held by the same ranks. RowError if no rank holds an id, or if one is
+        repeated. The result is cached.
         """
         ids = np.ascontiguousarray(ids, dtype=np.int64)
         key = (self._key_of.get(rank, b""), ids.tobytes())
@@ -212,7 +222,7 @@ class _Holders:
         return self._split[key]
 
     def _find_lacking_ids(self, rank: int, ids: Ids) -> list[tuple[int, Ids]]:
-        """`split` without its cache; ids: ascending."""
+        """Compute the result of `split`. ids: ascending. RowError if no rank holds an id."""
         own_ids = self._ids.get(self._key_of.get(rank, b""), _NO_IDS)
         lacking = ids[~_is_member(ids, own_ids)] if len(own_ids) else ids
         unknown = lacking[~_is_member(lacking, self._all)]
@@ -232,7 +242,10 @@ class _Holders:
         return fresh
 
     def _refine(self, ids: Ids, ranks: list[int]) -> None:
-        """Give the ids that these ranks hold new labels, one per label that they had."""
+        """Record that these ranks hold the ids, which get new labels: one for each old label.
+
+        ids: the complete ids of the ranks.
+        """
         indices = np.searchsorted(self._all, ids)
         old, inverse = np.unique(self._labels[indices], return_inverse=True)
         self._labels[indices] = len(self._origin) + inverse
@@ -243,7 +256,7 @@ _NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 def _sort_ids(ids: Ids, rank: int) -> Ids:
-    """The ids in ascending order; RowError if one is repeated."""
+    """Return the ids in ascending order; RowError if one is repeated. rank: for the error."""
     if (ids[1:] > ids[:-1]).all():
         return ids
     ascending = np.sort(ids)
@@ -256,7 +269,7 @@ def _sort_ids(ids: Ids, rank: int) -> Ids:
 
 
 def _is_member(ids: Ids, ascending: Ids) -> np.ndarray:
-    """(n,) bool: which ids are in the ascending array."""
+    """Return which ids are in an ascending array, (n,) bool. False for all if it is empty."""
     indices = np.searchsorted(ascending, ids)
     indices[indices == len(ascending)] = 0
     if len(ascending):

@@ -30,7 +30,11 @@ T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content. After a kill or a power cut it has the old or the new bytes."""
+    """Replace a file's content, durably. After a kill or power cut it has the old or the new bytes.
+
+    Writes NAME.tmp, fsyncs it, renames it to NAME, and fsyncs the folder, which must exist.
+    OSErrors are raised.
+    """
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
@@ -41,7 +45,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Create a folder and its missing parents, which survive a power cut."""
+    """Create a folder and its missing parents, and fsync each new entry against a power cut.
+
+    Existing folders are left as they are.
+    """
     missing = []
     for folder in (path, *path.parents):
         if not folder.exists():
@@ -52,7 +59,7 @@ def make_folders(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """fsync a folder, everything in it, and its entry in its parent."""
+    """fsync a folder, all files and folders in it except symlinks, and its entry in its parent."""
     for path in sorted(folder.rglob("*")):
         if not path.is_symlink():
             sync(path)
@@ -61,9 +68,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or the entries of a folder.
+    """fsync a file, or the entries of a folder. OSError if that fails.
 
-    Some file systems (FUSE, SMB) cannot fsync a folder: this warns, once for each file system.
+    Some file systems (FUSE, SMB) cannot fsync a folder (EINVAL, ENOTSUP): this only warns, once for
+    each file system.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -92,7 +100,11 @@ def _warn_about_folder_sync(mount_point: Path) -> None:
 
 
 def _mount_point(path: Path) -> Path:
-    """The topmost folder of the file system that contains the path."""
+    """Return the mount point of the file system that contains the path.
+
+    It is the topmost folder above the path with the same st_dev. OSError if the path does not
+    exist.
+    """
     path = path.absolute()
     device = path.stat().st_dev
     while path.parent != path and path.parent.stat().st_dev == device:
@@ -102,9 +114,10 @@ def _mount_point(path: Path) -> Path:
 
 @contextmanager
 def disk_errors(doing: str, path: Path, what: str = "checkpoint") -> Iterator[None]:
-    """Turn an OSError into an error with the path, the cause and what to do about it.
+    """Turn an OSError in the context into an error "<what>: cannot <doing> <path>: cause; advice".
 
-    what: "checkpoint" makes it a CheckpointError, anything else a SpmdflowError.
+    what: "checkpoint" makes it a CheckpointError, anything else a SpmdflowError. The OSError is its
+    `__cause__`. Other exceptions pass.
     """
     try:
         yield
@@ -121,7 +134,11 @@ def describe_disk_error(err: OSError, path: Path) -> str:
 
 
 def _advice(err: OSError, path: Path) -> str:
-    """What to do about an error of the disk, such as freeing space."""
+    """Return advice for an error of the disk, such as "fix its rights, or set run.dir to ...".
+
+    For a full disk or quota it includes the free bytes. Errors without advice of their own get a
+    general one.
+    """
     if err.errno in _NO_SPACE:
         there = _nearest_folder(path)
         if there:
@@ -160,7 +177,7 @@ _ADVICE = {
 
 
 def _nearest_folder(path: Path) -> Path | None:
-    """The path, or the nearest parent that exists; None if nothing can be accessed."""
+    """Return the path, or its nearest parent that exists; None if nothing can be accessed."""
     for folder in (path, *path.absolute().parents):
         with contextlib.suppress(OSError):
             if folder.exists():
@@ -181,10 +198,11 @@ def is_absent(err: OSError) -> bool:
 
 
 def read_patiently(path: Path, read: Callable[[], T]) -> T:
-    """Call read, and retry for some seconds while the file system fails (EIO, ESTALE, EACCES, ...).
+    """Return read(); call it again every 0.25 s while the file system fails.
 
-    path: the file, for messages. Returns the result of read. ReadError if it still fails after
-    `READ_SECONDS`. The OSError itself, at once, if the file does not exist (`is_absent`).
+    That is an OSError such as EIO, ESTALE or EACCES. ReadError if it still fails after
+    `READ_SECONDS` (5 s). If the file does not exist (`is_absent`), the OSError itself is raised at
+    once. The first retry is logged. path: the file, for messages.
     """
     limit = time.monotonic() + READ_SECONDS
     has_warned = False
@@ -212,11 +230,10 @@ _LOOK_SECONDS = 0.05
 
 @contextmanager
 def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
-    """Keep a random key in a file of RUN_DIR within the context; gives (file name, key).
+    """Write a random key of 32 bytes to a file of RUN_DIR; yield (file name, key); remove the file.
 
-    Removes the keys of killed starts, which nobody uses any more. Only this user may read the file,
-    if the file system supports such permissions; otherwise this warns. SpmdflowError if the file
-    cannot be written.
+    Also removes the key files of killed starts. Only this user may read the file (mode 0600); if
+    the file system does not support that, this warns. SpmdflowError if the file cannot be written.
     """
     name = f".key-{secrets.token_hex(8)}"
     key = secrets.token_bytes(KEY_BYTES)
@@ -243,9 +260,10 @@ def shared_key(run_dir: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def read_key(run_dir: Path, name: str, *, seconds: float) -> bytes | None:
-    """The key that `shared_key` keeps in that file; None if it does not appear in time.
+    """Return the key that `shared_key` wrote to file `name`; None if it does not appear in time.
 
-    Waits at most `seconds`, because network file systems show new files late.
+    Polls for at most `seconds`, because network file systems show new files late. None at once if
+    name is not ".key-" and 16 hexadecimal digits.
     """
     limit = time.monotonic() + seconds
     while _KEY_NAME.fullmatch(name):

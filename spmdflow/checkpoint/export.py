@@ -39,7 +39,9 @@ def plan_files(
 ) -> list[list[TensorInfo]]:
     """Divide tensors into `count` files of similar size, or fewer or more to respect the limits.
 
-    Returns the tensors of each file: wider dtypes first, otherwise in the given order.
+    The number of files is max(1, min(count, total // least_bytes), ceil(total / most_bytes)), or
+    less for few tensors, because a tensor is never split. Returns the tensors of each file, none
+    empty: wider dtypes first, otherwise in the given order.
     """
     ordered = sorted(facts, key=lambda each: -each.dtype.itemsize)
     total = sum(each.num_bytes for each in ordered)
@@ -91,10 +93,12 @@ class ModelExport:
     def write(
         self, state: StateFiles | MergedState, folder: Path, *, files_from: Path | None = None
     ) -> None:
-        """Write the files of this process.
+        """Write this process's share of the model's safetensors files into folder.
 
-        The first process also writes config.json and the index, and copies the other files, such as
-        the tokenizer, from `files_from` or the model's source.
+        Creates the folder. The process with index 0 also writes config.json and, for several files,
+        the index, and copies other files, such as the tokenizer, from `files_from` or the model's
+        source. For adapters it writes adapter_config.json instead of config.json. Only some rows of
+        one tensor are in memory at a time.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in self.mine.items():
@@ -138,7 +142,11 @@ class MergedState:
         """JSON data as in a checkpoint of the full model."""
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
-        """Boxes of consecutive rows that cover a tensor, in order."""
+        """Return boxes of consecutive rows, in order, that cover a tensor of this shape.
+
+        Each has at most 2**24 elements, or is one row. A tensor of shape () or without rows is one
+        box.
+        """
         full_box = Box.of_shape(shape)
         if shape:
             rows = max(1, _SLAB_ELEMENTS * shape[0] // max(1, full_box.size))
@@ -149,8 +157,10 @@ class MergedState:
         return [Box(((n, min(n + rows, shape[0])), *inner)) for n in starts] or [full_box]
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Values of a box on the host: W + alpha / rank B A if the weight has an adapter, else
-        W."""
+        """Return a box of values, on the host: W + alpha / rank * B A if W has an adapter, else W.
+
+        The sum is float32; without an adapter the dtype is that of the base model's file.
+        """
         values = self._base.read(name, box)
         if name not in self._adapted:
             return values
@@ -164,7 +174,7 @@ class MergedState:
 def _read_by_rows(
     state: StateFiles | MergedState, tensors: Sequence[TensorInfo]
 ) -> Iterator[Tensor]:
-    """Values of each tensor, in boxes of consecutive rows."""
+    """Yield each tensor's values in its export dtype, as parts of consecutive rows, in order."""
     for name, dtype, shape in tensors:
         saved = name.removeprefix(_PEFT)
         for box in state.slabs(saved, shape):

@@ -26,10 +26,11 @@ def open_repository(repository: str) -> None:
 
 
 def push(run_dir: Path, repository: str) -> str:
-    """Upload the models of RUN_DIR/export; returns the address of the last commit.
+    """Upload the models of RUN_DIR/export; return the address of the last commit.
 
-    A single model goes to the top of the repository, several go into folders of their names.
-    ConfigError if there is no model, or if the hub rejects the upload.
+    A single model goes to the top of the repository, several go into folders of their names, one
+    commit each. ConfigError if there is no model, or if the hub rejects an upload; commits before
+    it stay.
     """
     if (run_dir / EXPORT).is_dir():
         models = sorted((run_dir / EXPORT).iterdir())
@@ -58,7 +59,11 @@ def _upload(repository: str, folder: Path, path_in_repo: str | None, message: st
 
 
 def _request(repository: str, request: Callable[[Any], Any]) -> Any:
-    """The result of a request to the hub's client; ConfigError if it fails."""
+    """Return request(api), where api is huggingface_hub's client.
+
+    ConfigError for any error of the hub, the network or the disk, with the first 300 characters of
+    its text.
+    """
     import huggingface_hub
     import huggingface_hub.errors
 

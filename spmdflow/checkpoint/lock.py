@@ -61,7 +61,11 @@ class LockRecord:
 
     @classmethod
     def parse(cls, data: bytes) -> LockRecord | None:
-        """The record in the bytes of a lock file; None if there is none."""
+        """Return the record in a lock file's bytes, "PID NODE BOOT TOKEN"; None if there is none.
+
+        There is none if the first word is not a number. Missing words become "unknown", because an
+        earlier version wrote only the pid.
+        """
         words = data.decode(errors="replace").split()
         if not words or not words[0].isdigit():
             return None
@@ -100,7 +104,12 @@ class RunDirLock:
             raise
 
     def _acquire(self, path: Path) -> None:
-        """Lock the file; ConfigError if a process holds it for longer than a check of liveness."""
+        """Lock the file exclusively (flock), retrying for 0.5 s.
+
+        ConfigError with the holder's process if another process still has the lock then.
+        (`is_run_live` has it only for a moment.) On a file system without locks it warns and
+        returns without a lock.
+        """
         limit = time.monotonic() + _RETRY_LIMIT_SECONDS
         while True:
             try:
@@ -139,7 +148,12 @@ class RunDirLock:
             )
 
     def _find_problem(self) -> str | None:
-        """What has happened to the folder; None if nothing. OSError if it cannot be accessed."""
+        """Return what has happened to RUN_DIR, in words; None if it is still ours.
+
+        It is ours if RUN_DIR/.lock is the file that is open here and has the token of our record.
+        Otherwise it was deleted, renamed, replaced, or taken over by another run. OSError if it
+        cannot be accessed. AssertionError after `release`.
+        """
         assert self._file >= 0, "the lock has been released"
         path = self.run_dir / LOCK_FILE
         try:
@@ -159,7 +173,10 @@ class RunDirLock:
         return None
 
     def release(self) -> None:
-        """Release the lock, and remove the record, as this run was not killed."""
+        """Release the lock, and empty the lock file, so that the run does not count as killed.
+
+        The record of another run in the file stays. A second call does nothing.
+        """
         if self._file < 0:
             return
         record = LockRecord.parse(os.pread(self._file, _MAX_RECORD_BYTES, 0))
@@ -191,7 +208,7 @@ class RunDirMark:
 
 
 def claim_run_dir(run_dir: Path) -> RunDirLock:
-    """Create RUN_DIR if it does not exist, and lock it. No other code creates it.
+    """Create RUN_DIR if it does not exist, lock it, and return the lock. No other code creates it.
 
     ConfigError if it cannot be created or written, or if a live run uses it.
     """
@@ -214,7 +231,13 @@ def read_record(run_dir: Path) -> LockRecord | None:
 
 
 def is_run_live(run_dir: Path) -> bool:
-    """Whether a run currently uses RUN_DIR; for runs of other nodes see the module."""
+    """Return whether a run currently uses RUN_DIR.
+
+    True if a process holds the lock. If this node can lock it (a shared lock, for a moment), a
+    record of this node means a killed run: False. A record of another node, or a file system
+    without locks, counts as live if status.json is less than 60 s old. False without a lock file or
+    a record.
+    """
     try:
         file = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -59,7 +59,10 @@ class CheckpointInfo:
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """(step, attempt) of a sealed folder's name, step-N or step-N.attempt; None for other names."""
+    """Return (N, attempt) for a folder named step-N (attempt 1) or step-N.attempt (2 or more).
+
+    None for any other name, such as step-5.tmp or step-5.damaged.
+    """
     match = _FOLDER.fullmatch(name)
     if match:
         return (int(match[1]), int(match[2] or 1))
@@ -69,9 +72,10 @@ def order_of(name: str) -> tuple[int, int] | None:
 def facts_of(
     folder: Path, names: Iterable[str], *, is_synced: bool = False
 ) -> dict[str, FileFacts]:
-    """Size and hash of files below folder, by name. is_synced: fsync them too.
+    """Return name -> size and sha256, for files below folder, read in several threads.
 
-    Reads only the header of files that were hashed while they were written.
+    is_synced: also fsync them. Only the header is hashed of files that have a hash of each tensor
+    (`weights.file`). OSError if one cannot be read.
     """
 
     def read(name: str) -> FileFacts:
@@ -83,7 +87,11 @@ def facts_of(
 
 
 def _facts_of_file(path: Path, *, is_synced: bool) -> FileFacts:
-    """Size and hash of one file; is_synced: fsync it too."""
+    """Return size and sha256 of one file; is_synced: also fsync it.
+
+    The hash covers only the header if that has a hash of each tensor (head_bytes is its size),
+    otherwise all bytes (head_bytes is None).
+    """
     with path.open("rb") as file:
         if is_synced:
             os.fsync(file.fileno())
@@ -104,7 +112,10 @@ def file_names(folder: Path) -> list[str]:
 def write_manifest(
     folder: Path, step: int, meta: Mapping[str, Any], files: Mapping[str, FileFacts]
 ) -> None:
-    """Write the manifest, with a hash of itself. files: by name relative to folder."""
+    """Write and fsync manifest.json in folder, with a sha256 of its own content.
+
+    files: by name relative to folder. CheckpointError if meta is not JSON data (`check_plain`).
+    """
     check_plain(meta, "meta")
     plain = {}
     for name, facts in files.items():
@@ -119,8 +130,13 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> CheckpointInfo:
-    """The checkpoint in a folder; CheckpointError if the manifest is missing, damaged or
-    foreign."""
+    """Return the checkpoint in a folder, as its manifest describes it. Does not look at its files.
+
+    DamagedError if the manifest is missing, is not JSON with the expected fields, does not match
+    its own sha256, is of another program or another step than the folder's name, or lists paths
+    outside the folder. Plain CheckpointError for another version of the format. ReadError if it
+    cannot be read for 5 s.
+    """
     path = folder / NAME
     try:
         data = read_patiently(path, path.read_bytes)
@@ -166,7 +182,10 @@ def read_manifest(folder: Path) -> CheckpointInfo:
 
 
 def _describes_file(name: str, facts: Any) -> bool:
-    """Whether facts are a size and a hash, and the name is a path inside the checkpoint."""
+    """Return whether facts are exactly a size, a hash and head_bytes, and name is a safe path.
+
+    Safe: relative and without "..", so inside the checkpoint.
+    """
     if not isinstance(facts, dict) or set(facts) != {"num_bytes", "sha256", "head_bytes"}:
         return False
     is_plain = type(facts["num_bytes"]) is int and isinstance(facts["sha256"], str)
@@ -175,10 +194,11 @@ def _describes_file(name: str, facts: Any) -> bool:
 
 
 def check_file_sizes(info: CheckpointInfo) -> None:
-    """DamagedError for the first file that is missing or has another size.
+    """Check that every file of a checkpoint exists with the size in its manifest.
 
-    ReadError if the file system fails for some seconds. Files that the manifest does not list
-    (`.nfs...`, `.DS_Store`) only cause a warning.
+    DamagedError for the first that is missing, not a regular file, or of another size. ReadError if
+    the file system fails for 5 s. Files that the manifest does not list (`.nfs...`, `.DS_Store`)
+    are only logged as a warning.
     """
     for name, facts in info.files.items():
         path = info.folder / name
@@ -202,9 +222,11 @@ def check_file_sizes(info: CheckpointInfo) -> None:
 
 
 def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
-    """Read and hash all bytes of files below folder. DamagedError for a file that has changed.
+    """Read and hash all bytes of files below folder, in several threads.
 
-    ReadError for a file that cannot be read for some seconds, which may be undamaged.
+    A file that is missing or has changed raises DamagedError. A file that cannot be read for 5 s,
+    which may be undamaged, raises ReadError, unless another one is damaged. All files are tried
+    before; the first error in the order of files is raised.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         pending = []
@@ -220,7 +242,11 @@ def verify_files(folder: Path, files: Mapping[str, FileFacts]) -> None:
 
 
 def _verify_file(folder: Path, name: str, expected: FileFacts) -> None:
-    """`verify_files` for one file."""
+    """Compare one file with its size and hash in the manifest; raise as `verify_files` does.
+
+    If the file has a hash of each tensor, the header is compared first, then each tensor with its
+    hash.
+    """
     path = folder / name
 
     def read() -> tuple[FileFacts, str | None]:
@@ -241,12 +267,13 @@ def _verify_file(folder: Path, name: str, expected: FileFacts) -> None:
 def moved_groups(
     info: CheckpointInfo, layout: Mapping[str, Any], by_rank: Mapping[str, str]
 ) -> list[str]:
-    """The saved and the current layout, as text, of each group whose layout has changed.
+    """Return "actor <saved layout> -> <current layout>" for each group whose layout has changed.
 
-    layout: group -> engine, ranks and sizes, compared with meta["layout"] of the checkpoint; tuples
-    and lists count as equal. by_rank: group -> class, of groups whose ranks can load only their own
-    saved state. CheckpointError if one of these has moved, or if the run lacks a group that saved
-    a state.
+    A layout's text is such as "fsdp t1p1d2 on ranks 0-1". layout: group -> engine, ranks and sizes
+    of this run, compared with meta["layout"] of the checkpoint; tuples and lists count as equal.
+    Groups without saved files are not returned. by_rank: group -> class, of groups whose ranks can
+    load only their own saved state. CheckpointError if one of these has moved (and has saved files
+    or is new), or if the run lacks a group with saved files.
     """
     saved = info.meta.get("layout", {})
     now = json.loads(json.dumps(layout))
@@ -282,7 +309,11 @@ def moved_groups(
 
 
 def _describe_layout(sizes: Mapping[str, Any] | None) -> str:
-    """Text of a group's layout, such as "fsdp t1p1d2 on ranks 0-1"."""
+    """Return a group's layout as text: "fsdp t1p1d2 on ranks 0-1"; "nothing" for None.
+
+    s<shard_size> is added if it is neither 1 nor dp_size. Ranks that are not consecutive are
+    listed.
+    """
     if sizes is None:
         return "nothing"
     ranks = sizes["ranks"]
@@ -299,7 +330,11 @@ def _describe_layout(sizes: Mapping[str, Any] | None) -> str:
 
 
 def check_plain(value: object, where: str) -> None:
-    """CheckpointError unless JSON preserves the value, except that tuples become lists."""
+    """Raise CheckpointError unless JSON preserves the value, except that tuples become lists.
+
+    Checks mappings and sequences recursively; keys must be str. where: path of the value, for the
+    message.
+    """
     items: dict[str, object] = {}
     if isinstance(value, Mapping):
         for key in value:
@@ -332,9 +367,10 @@ class DamagedError(CheckpointError):
 
 
 def damage_error(path: Path, problem: str, facts: FileFacts | None = None) -> DamagedError:
-    """The error for a file of a checkpoint that differs from what was sealed.
+    """Return the DamagedError for a file of a checkpoint that differs from what was sealed.
 
-    facts: the file's size and hash in the manifest.
+    problem: continues the path, such as "is missing". facts: its size and hash in the manifest, if
+    it is listed there.
     """
     if facts:
         expected = f"{facts.num_bytes} bytes, sha256 {facts.sha256}"
@@ -347,7 +383,11 @@ def damage_error(path: Path, problem: str, facts: FileFacts | None = None) -> Da
 
 
 def path_of_latest(path: Path) -> Path:
-    """checkpoints/latest for any path inside a checkpoint's folder."""
+    """Return RUN_DIR/checkpoints/latest for any path inside a checkpoint's folder.
+
+    The nearest parent named as a sealed checkpoint is that folder. Without one, `latest` next to
+    path.
+    """
     sealed = []
     for folder in path.parents:
         if order_of(folder.name) is not None:
@@ -370,7 +410,11 @@ class RankReport:
 
 
 def make_rank_folder(folder: Path, rank: int) -> Path:
-    """Create the folder below `folder` into which a rank writes its files now; returns it."""
+    """Create and return the folder folder/.rank-K, into which rank K writes its files now.
+
+    folder: .../checkpoints/step-N.tmp/<group>. It is created too, with its two parents, but not
+    RUN_DIR. CheckpointError if that fails.
+    """
     own = folder / f".rank-{rank}"
     with disk_errors("make", own):
         # checkpoints, step-N.tmp, folder, own: RUN_DIR itself must not be created again
@@ -382,8 +426,8 @@ def make_rank_folder(folder: Path, rank: int) -> Path:
 def move_rank_files(folder: Path, own: Path) -> dict[str, FileFacts]:
     """Move the files of a rank from its own folder (`make_rank_folder`) into folder.
 
-    Fsyncs the files. Returns size and hash of each, by name relative to folder. CheckpointError if
-    the disk fails.
+    Hashes and fsyncs the files, then removes `own`. An existing file of the same name is replaced.
+    Returns size and hash of each, by name relative to folder. CheckpointError if the disk fails.
     """
     with disk_errors("write", folder):
         files = facts_of(own, file_names(own), is_synced=True)
@@ -398,10 +442,11 @@ def move_rank_files(folder: Path, own: Path) -> dict[str, FileFacts]:
 def await_files(
     folder: Path, written: Iterable[RankReport], *, seconds: float
 ) -> dict[str, FileFacts]:
-    """Wait until all files of the ranks are visible here at their full size; returns them.
+    """Wait until this node sees all files of the ranks at their full size; return them by name.
 
-    Waits at most `seconds`, because network file systems show new files late. CheckpointError with
-    rank, node and file if a file stays invisible, if two ranks wrote it, or if no rank reports it.
+    Waits at most `seconds`, because network file systems show new files late; contents are not
+    read. CheckpointError with rank, node and file if a file stays invisible, if two ranks wrote it,
+    or if folder has a file that no rank reports.
     """
     owners: dict[str, RankReport] = {}
     for part in written:
@@ -434,7 +479,10 @@ def await_files(
 
 
 def _find_unseen(folder: Path, files: Mapping[str, FileFacts]) -> dict[str, str]:
-    """Files that are missing or have another size -> what is there instead."""
+    """Return the files that are missing or have another size: name -> "no such file" or "N bytes".
+
+    Lists each folder first, which makes NFS ask the server again. Empty if all are as expected.
+    """
     for parent in {(folder / name).parent for name in files}:
         if parent.is_dir():
             os.listdir(parent)  # makes NFS ask the server again

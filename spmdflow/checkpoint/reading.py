@@ -46,13 +46,14 @@ class ModelFolders:
         self._locked_checkpoints: set[Path] = set()
 
     def resolve_links(self, cfg: Any, before: Mapping[str, Sequence[str]], missing: Missing) -> Any:
-        """Settings in which every link is replaced by the folder to which it leads now.
+        """Return a copy of cfg with links to models and tokenizers replaced by their folders.
 
-        Locks the checkpoints of these folders, and records the links in `resolved_links`. The same
-        link gives the same folder in all settings. cfg: an instance of a script's settings class;
-        not changed. before: `resolved_links` of the run that continues; an unchanged link leads to
-        the same folder as then if that still exists. missing: asks all ranks. ConfigError for a
-        link to a checkpoint that is removed again and again.
+        Returns cfg itself if there is no link. Locks the checkpoints of the folders, and records
+        the links in `resolved_links`. The same link gives the same folder in all settings. before:
+        `resolved_links` of the run that continues; an unchanged link leads to the same folder as
+        then if that still exists. missing: asks all ranks; a link to a folder that some ranks do
+        not see is logged and not replaced. ConfigError for a link to a checkpoint that is removed
+        again and again.
         """
         folder_of_path: dict[str, str] = {}
         for key, part, field in _folder_settings(cfg):
@@ -88,7 +89,12 @@ class ModelFolders:
         self._locks.close()
 
     def _resolve_and_lock(self, key: str, path: str, before: Sequence[str] | None) -> str:
-        """The folder to which a path leads. Locks the checkpoint that contains it, if any."""
+        """Return the folder to which a path leads; lock the checkpoint that contains it, if any.
+
+        before: (path, folder) of the run that continues; that folder is returned if the path is the
+        same and the folder still exists, otherwise a warning is logged. ConfigError after 20
+        attempts that each found a checkpoint that is being removed. key: the setting, for messages.
+        """
         if before is not None and before[0] == path:
             if Path(before[1]).is_dir() and self._lock_checkpoint(Path(before[1])):
                 return before[1]
@@ -110,7 +116,12 @@ class ModelFolders:
         )
 
     def _lock_checkpoint(self, folder: Path) -> bool:
-        """Lock the checkpoint that contains a folder, if any. False if it is being removed."""
+        """Lock the checkpoint that contains a folder; return False if it is being removed.
+
+        The lock is shared with other readers, and `release` unlocks it. Returns True without a lock
+        if folder is not in a checkpoint, if it is locked already, or if the file system has no
+        locks (logged). Without a manifest it returns whether folder exists.
+        """
         checkpoint = _checkpoint_of(folder)
         if checkpoint is None or checkpoint in self._locked_checkpoints:
             return True
@@ -133,9 +144,10 @@ class ModelFolders:
 
 @contextmanager
 def lock_for_removal(checkpoint: Path) -> Iterator[bool]:
-    """Within the context no run begins to read a model of the checkpoint.
+    """Yield whether a checkpoint may be removed: False if a run reads a model from it now.
 
-    Yields False if one reads it now.
+    If it may, an exclusive lock on its manifest prevents that a run begins to read it within the
+    context. Without a manifest or without locks in the file system: True.
     """
     try:
         manifest = os.open(checkpoint / NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -156,7 +168,10 @@ def lock_for_removal(checkpoint: Path) -> Iterator[bool]:
 
 
 def _folder_settings(cfg: Any) -> Iterator[tuple[str, Any, str]]:
-    """(setting, its section, its field) of each setting with a model or tokenizer folder."""
+    """Yield (dotted key, section, field) of each setting with a model or tokenizer folder.
+
+    These are `path` of each `ModelConfig`, then each tokenizer_path that is set.
+    """
     for key, part in parts_of(cfg, ModelConfig):
         yield f"{key}.path", part, "path"
     for key, section in parts_of(cfg, object):
@@ -165,8 +180,10 @@ def _folder_settings(cfg: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _resolve_link(path: str) -> str:
-    """The target of a path that contains a link; any other path, or one of the hub's cache, as
-    is."""
+    """Return the real path of a folder whose path contains a symlink; any other path unchanged.
+
+    Also unchanged if it leads to no folder, or is in the hub's cache, whose links do not change.
+    """
     absolute = os.path.abspath(path)
     target = os.path.realpath(path)
     if target == absolute or not os.path.isdir(target) or name_cached_folders(path) != path:
@@ -175,7 +192,10 @@ def _resolve_link(path: str) -> str:
 
 
 def _checkpoint_of(folder: Path) -> Path | None:
-    """The sealed checkpoint that contains a model's folder; None if none does."""
+    """Return the sealed checkpoint that contains a model's folder; None if none does.
+
+    Recognised by the form .../checkpoints/step-N/<group>/<folder>. Symlinks are not resolved.
+    """
     checkpoint = folder.absolute().parent.parent
     if order_of(checkpoint.name) is None or checkpoint.parent.name != "checkpoints":
         return None

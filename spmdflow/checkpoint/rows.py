@@ -18,7 +18,11 @@ _LENGTHS = ".lengths"
 
 
 def write_rows(path: Path, columns: Mapping[str, Column], plain: Mapping[str, Any]) -> None:
-    """Write columns and JSON data; CheckpointError if writing fails."""
+    """Write columns and JSON data to a safetensors file; CheckpointError if writing fails.
+
+    Column NAME is stored as tensor NAME and, if ragged or text, NAME.lengths. Its kind goes into
+    the JSON data under "columns".
+    """
     tensors: dict[str, Tensor] = {}
     for name, column in columns.items():
         tensors[name] = column.values
@@ -31,7 +35,10 @@ def write_rows(path: Path, columns: Mapping[str, Column], plain: Mapping[str, An
 
 
 def read_columns(path: Path) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns in their original order, and the JSON data."""
+    """Return (columns by name in their original order, JSON data) of a file of `write_rows`.
+
+    CheckpointError if the file is missing or damaged.
+    """
     tensors, plain = read_tensors(path)
     kinds = plain.pop("columns")
     columns = {}
@@ -41,7 +48,11 @@ def read_columns(path: Path) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def read_rows(path: str | Path) -> dict[str, Tensor | list[str]]:
-    """Tensors, jagged tensors and texts by column, as worker methods see them."""
+    """Return the columns of a file of `write_rows` as values, by name, as worker methods see them.
+
+    A dense column is a tensor (B, ...), a ragged one a jagged tensor, text a list of str.
+    CheckpointError if the file is missing or damaged.
+    """
     rows = {}
     for name, column in read_columns(Path(path))[0].items():
         rows[name] = column.to_value()

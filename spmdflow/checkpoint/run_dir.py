@@ -73,7 +73,10 @@ class RunDir:
             write_atomically(self.path / FINISHED_FILE, f"step {step}\n".encode())
 
     def mark_unfinished(self) -> None:
-        """Remove RUN_DIR/finished durably, as the run starts or continues to a later step."""
+        """Remove RUN_DIR/finished durably (fsync), if it exists.
+
+        Called when the run starts or continues to a later step. SpmdflowError if the disk fails.
+        """
         with disk_errors("remove", self.path / FINISHED_FILE, "run.dir"):
             if (self.path / FINISHED_FILE).exists():
                 (self.path / FINISHED_FILE).unlink()
@@ -99,13 +102,14 @@ def open_run_dir(
     lock: RunDirLock | None = None,
     verify: Callable[[CheckpointInfo], None] = lambda _: None,
 ) -> RunDir:
-    """Create or continue RUN_DIR and write config.yaml; only for the controller's process.
+    """Create or continue RUN_DIR, and write config.yaml; only in the controller's process.
 
-    yaml_text: all settings, resolved. If they have changed, a warning lists the differences, and
-    the old file is kept under another name. lock: of the folder, if this process has claimed it
-    already; an error does not release it. verify: of `find_newest_undamaged`. ConfigError if the
-    folder cannot be written, has an earlier run while run.resume=never, has lost its checkpoints,
-    or is in use by a live run.
+    Also repairs the export links. yaml_text: all settings, resolved; differences from an older
+    config.yaml are logged, and the old file is kept under another name. lock: of the folder, if
+    this process has it already; otherwise it is taken. verify: as in `find_newest_undamaged`.
+    ConfigError if the folder cannot be written, is used while run.resume=never, has lost its
+    checkpoints (unless run.resume=afresh), or is in use by a live run. CheckpointError if all
+    checkpoints are damaged.
     """
     path = path_of(run)
     used = []
@@ -142,7 +146,11 @@ def open_run_dir(
 
 
 def compare_settings(old_yaml: str, new_yaml: str) -> list[str]:
-    """One "key: old -> new" for each setting that differs, with "(absent)" for a missing one."""
+    """Return "key: old -> new" for each setting that differs between two YAML texts.
+
+    Keys are dotted. A missing setting counts as "(absent)". ValueError if a text is not a mapping,
+    yaml.YAMLError if it is not YAML.
+    """
     old, new = (_flat_settings(text) for text in (old_yaml, new_yaml))
     absent = "(absent)"
     result = []
@@ -153,7 +161,7 @@ def compare_settings(old_yaml: str, new_yaml: str) -> list[str]:
 
 
 def _flat_settings(text: str) -> dict[str, Any]:
-    """All settings by dotted key; ValueError if the YAML is not a mapping."""
+    """Return all settings of a YAML text by dotted key; ValueError if it is not a mapping."""
     settings = yaml.safe_load(text)
     if not isinstance(settings, dict):
         raise ValueError(f"has a {type(settings).__name__} instead of a mapping of settings")
@@ -163,7 +171,9 @@ def _flat_settings(text: str) -> dict[str, Any]:
 def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> None:
     """Write config.yaml, and log the differences from the previous start.
 
-    Keeps an old file with other settings, or one that cannot be read, under another name.
+    An old file with other settings is kept as config.until-step-N.yaml, where N is the step of the
+    checkpoint or 0. An old file that cannot be read is renamed to config.yaml.damaged. An equal
+    file is not written again.
     """
     old = None
     if path.exists():
@@ -199,7 +209,10 @@ def _write_config(path: Path, text: str, checkpoint: CheckpointInfo | None) -> N
 
 
 def _free_name(path: Path) -> Path:
-    """The first of PATH, PATH.2, PATH.3, ... that does not exist."""
+    """Return the first of PATH, PATH.2, PATH.3, ... that does not exist.
+
+    A broken symlink counts as existing.
+    """
     candidate = path
     numbers = itertools.count(2)
     while os.path.lexists(candidate):
@@ -218,10 +231,11 @@ _TRASH = ".trash"
 
 
 def find_latest(run_dir: Path) -> CheckpointInfo | None:
-    """The checkpoint in `latest`, or the newest sealed one if there is no `latest`.
+    """Return the checkpoint in `latest`, or the newest sealed one if there is no `latest`.
 
-    Checks sizes, but not hashes (see `verify_files`). None if nothing was ever sealed.
-    CheckpointError if the checkpoint in `latest` is missing or damaged.
+    Checks the sizes of its files, but not their hashes. None if nothing was ever sealed.
+    CheckpointError if `latest` names a folder that does not exist, or if the checkpoint is damaged;
+    an older one is not tried. Looks again if a live run changes `latest` meanwhile.
     """
     folder = run_dir / "checkpoints"
     latest = _latest_or_none(folder)
@@ -242,10 +256,10 @@ def find_latest(run_dir: Path) -> CheckpointInfo | None:
 
 
 def load_previous_settings(run_dir: Path) -> tuple[dict[str, Any], int] | None:
-    """Settings and number of ranks of the run that wrote the checkpoint to resume from.
+    """Return (settings, number of ranks) of the run that wrote the checkpoint to resume from.
 
-    Uses the newest checkpoint with a readable manifest; loading reports a damaged one. None if
-    there is none, or if an older version wrote it.
+    Reads the one in `latest`, otherwise the newest with a readable manifest that has settings.
+    Damage is not reported: loading does that. None if there is none.
     """
     folder = run_dir / "checkpoints"
     names = _sealed_names(folder)
@@ -263,11 +277,12 @@ def load_previous_settings(run_dir: Path) -> tuple[dict[str, Any], int] | None:
 def find_newest_undamaged(
     run_dir: Path, verify: Callable[[CheckpointInfo], None]
 ) -> CheckpointInfo | None:
-    """The checkpoint in `latest` or, if that is damaged, the newest undamaged older one.
+    """Return the checkpoint in `latest` or, if that is damaged, the newest undamaged older one.
 
-    verify: raises DamagedError for a checkpoint whose hashes have changed. Damaged checkpoints are
-    logged as errors and renamed, so that they are not counted, loaded or removed any more. None if
-    nothing is sealed. CheckpointError if all are damaged; then nothing is renamed.
+    Without `latest`: the newest undamaged one. Checked are manifest, sizes and verify(info), which
+    raises DamagedError if hashes have changed. Damaged ones are logged as errors and renamed to
+    NAME.damaged, so that they are not counted any more. None if nothing is sealed. CheckpointError
+    if all are damaged; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
     sealed = _sealed_names(folder)
@@ -304,7 +319,11 @@ def find_newest_undamaged(
 
 
 def _rename_damaged(folder: Path, problems: Mapping[str, str], *, newest: str) -> None:
-    """Rename damaged checkpoints to NAME.damaged, and log the problems."""
+    """Log each problem as an error, and rename the damaged checkpoints to NAME.damaged.
+
+    problems: name -> text; the name "latest" is only logged. newest: the checkpoint from which the
+    run continues. CheckpointError if a rename fails.
+    """
     for name, problem in problems.items():
         logger.error(
             "%s; THE RUN CONTINUES FROM %s, the newest undamaged checkpoint", problem, newest
@@ -345,8 +364,10 @@ class Checkpoints:
         self._patience_seconds = patience_seconds
 
     def clean(self) -> list[str]:
-        """Remove unfinished checkpoints of a killed run; returns their names. Call it first,
-        once."""
+        """Remove unfinished checkpoints (.tmp, .trash) of a killed run; return their names, sorted.
+
+        Call it once, before `begin`. CheckpointError if one cannot be removed.
+        """
         left = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name.endswith((_TMP, _TRASH)):
@@ -359,7 +380,11 @@ class Checkpoints:
         return sorted(left)
 
     def begin(self, step: int) -> Path:
-        """Create an empty folder into which all ranks write their files; call `seal` after that."""
+        """Create an empty folder checkpoints/step-N.tmp, into which all ranks write; return it.
+
+        What an earlier attempt left there is removed. Call `seal` when all ranks have written.
+        CheckpointError if the disk fails, or if RUN_DIR is not this run's any more.
+        """
         self._check_lock()
         unsealed = self.folder / f"step-{step}{_TMP}"
         with disk_errors("make", unsealed):
@@ -374,12 +399,14 @@ class Checkpoints:
     def seal(
         self, step: int, meta: Mapping[str, Any], written: Iterable[RankReport]
     ) -> CheckpointInfo:
-        """Make the files written since `begin(step)` the latest checkpoint, and remove old ones.
+        """Make the files written since `begin(step)` the latest checkpoint, and return it.
 
-        meta: JSON data; `manifest.moved_groups` compares meta["layout"]. If the step is sealed
-        already (because `latest` was set back by hand), the new folder is step-N.2. CheckpointError
-        if writing fails, or if a rank's file is not visible here. The unsealed folder is then
-        removed; `latest` and the old checkpoints stay.
+        Waits until all files of `written` are visible here. Then in this order: manifest, rename to
+        step-N, `latest`, export links, removal of old checkpoints. If the step is sealed already
+        (because `latest` was set back by hand), the new folder is step-N.2. meta: JSON data;
+        `manifest.moved_groups` compares meta["layout"]. CheckpointError if writing fails, if a
+        rank's file is not visible, or if RUN_DIR is not this run's any more. The unsealed folder is
+        then removed; `latest` and the old checkpoints stay.
         """
         self._check_lock()
         unsealed = self.folder / f"step-{step}{_TMP}"
@@ -411,8 +438,12 @@ class Checkpoints:
         return order is not None and order[0] == step and (self.folder / latest).is_dir()
 
     def _best_of(self, names: Iterable[str]) -> str | None:
-        """Name of the checkpoint with the best value of the metric, the first if several have
-        it."""
+        """Return the name of the checkpoint with the best value of the metric `best`.
+
+        The best is the highest value, or the lowest if the metric's name starts with "-"; on a tie
+        the first in `names`. Checkpoints with a damaged manifest or another metric are skipped.
+        None if none is left, or without a metric.
+        """
         values: dict[str, float] = {}
         for name in names if self._best else ():
             with suppress(CheckpointError):
@@ -422,10 +453,11 @@ class Checkpoints:
         return max(values, key=values.__getitem__, default=None)
 
     def _remove_old(self, latest: str) -> None:
-        """Remove old checkpoints up to `latest`, except the newest and the best.
+        """Remove the checkpoints up to `latest`, except the newest `keep` and the best.
 
-        Does not touch later steps, which exist if the run was set back. A folder that cannot be
-        removed is only logged, because the new checkpoint is complete.
+        Skips those from which a run reads a model now. Does not touch later steps, which exist if
+        the run was set back. A folder that cannot be removed is only logged, because the new
+        checkpoint is complete.
         """
         sealed = _sealed_names(self.folder)
         sealed = sealed[: sealed.index(latest) + 1]
@@ -442,7 +474,10 @@ class Checkpoints:
                     )
 
     def _remove_sealed(self, name: str) -> None:
-        """Rename a checkpoint, so that it does not count any more, and delete it."""
+        """Rename a checkpoint to NAME.trash, so that it does not count any more, then delete it.
+
+        An OSError is only logged.
+        """
         trash = self.folder / (name + _TRASH)
         try:
             _remove(trash)
@@ -460,7 +495,11 @@ def _sealed_names(folder: Path) -> list[str]:
 
 
 def _latest_or_none(folder: Path) -> str | None:
-    """The content of `latest`; None if there is no such file, or a folder instead."""
+    """Return the content of the file `latest`, without whitespace; None if there is no such file.
+
+    A folder of that name is logged and counts as none. ReadError if the file cannot be read for 5
+    s. It is not checked that the named checkpoint exists.
+    """
     path = folder / "latest"
     try:
         return read_patiently(path, path.read_bytes).decode(errors="replace").strip()
@@ -483,10 +522,10 @@ FOLDER = "hugging_face"
 
 
 def _link_exports(run_dir: Path, sealed: Path) -> None:
-    """Point export/<role> at every <role>/hugging_face of a sealed checkpoint.
+    """Point the symlink export/<role> at <role>/hugging_face of a sealed checkpoint, for each role.
 
-    An error is only logged, because the checkpoint is complete without the links. If a kill leaves
-    older links, the next start repairs them.
+    Links are relative, and each is replaced atomically. Links of roles without that folder stay. An
+    OSError is only logged, because the checkpoint is complete without the links.
     """
     folder = run_dir / EXPORT
     try:

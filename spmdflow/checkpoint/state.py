@@ -80,8 +80,11 @@ class StateFiles:
         """JSON data of the nearest file."""
 
     def fill(self, blocks: Iterable[Block]) -> None:
-        """Fill each view with the values of its box; CheckpointError if the files lack some of
-        them."""
+        """Copy the saved values of each box into its view, in place. Empty boxes are skipped.
+
+        blocks: (tensor name, view, box). CheckpointError if the files lack a part of a box, or if
+        stored bytes do not match their hash.
+        """
         wanted: dict[str, list[tuple[Tensor, Box]]] = {}
         for name, view, box in blocks:
             if box.size:
@@ -90,7 +93,10 @@ class StateFiles:
             self._fill_targets(name, targets)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each tensor, in the order of the files."""
+        """Return name -> full shape of each tensor, in the order of the files; opens all of them.
+
+        A dimension's size is the largest end of a stored box.
+        """
         while self._unopened:
             self._open_next()
         shapes = {}
@@ -100,7 +106,11 @@ class StateFiles:
         return shapes
 
     def slabs(self, name: str, shape: Sequence[int]) -> list[Box]:
-        """Boxes of consecutive rows that cover a tensor; no stored slab overlaps two of them."""
+        """Return boxes of consecutive rows, in order, that cover a tensor; none cuts a stored slab.
+
+        So reading box after box reads each stored slab once. A tensor of shape () or without
+        elements is one box. CheckpointError if the files do not cover the tensor.
+        """
         full_box = Box.of_shape(shape)
         if not full_box.size or not full_box.bounds:
             return [full_box]
@@ -122,7 +132,11 @@ class StateFiles:
         return result
 
     def _fill_targets(self, name: str, targets: list[tuple[Tensor, Box]]) -> None:
-        """Fill the views of one tensor, reading each stored box at most once."""
+        """Copy values into the views of one tensor, reading each stored box at most once.
+
+        targets: (view, box), not empty; views may overlap in what they need. Adds to bytes_read.
+        Values are compared with their hashes unless the checkpoint is unsealed (CheckpointError).
+        """
         needed = tuple(box for _, box in targets)
         stored_boxes = self._find_boxes(name, needed)
         parts: dict[int, list[Box]] = {}
@@ -138,7 +152,10 @@ class StateFiles:
                         view[common.slices(target)].copy_(values[common.slices(box)])
 
     def _find_boxes(self, name: str, needed: Boxes) -> list[_StoredBox]:
-        """The stored boxes of a tensor; opens files until these cover all needed boxes."""
+        """Return the known stored boxes of a tensor; open files until these cover `needed`.
+
+        CheckpointError if all files together lack a part.
+        """
         while missing := subtract_all(
             needed, [each.box for each in self._stored_boxes.get(name, ())]
         ):
@@ -152,7 +169,11 @@ class StateFiles:
         return self._stored_boxes[name]
 
     def _open_next(self) -> dict[str, Any]:
-        """Open the next nearest file and note its boxes; returns its JSON data."""
+        """Open the nearest unopened file and record its boxes; return its JSON data.
+
+        Keys are like "model.norm.weight[0:64]". CheckpointError if its header does not match the
+        sha256 in the manifest, or if a key has no box. IndexError if no file is left.
+        """
         name = self._unopened.pop(0)
         path = self._folder / name
         facts = self._facts[name]

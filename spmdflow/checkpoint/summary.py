@@ -12,10 +12,11 @@ _RUN = "torchrun --standalone --nproc-per-node 1 -m spmdflow.run"
 
 
 def trained_models_text(run_dir: Path, *, has_evaluation: bool) -> str | None:
-    """One line: the step and folder of the models that a run saved, and a command that uses one.
+    """Return one line: step and folder of the models that a run saved, and a command that uses one.
 
-    has_evaluation: whether the run's settings say how to evaluate its actor. None if RUN_DIR has no
-    checkpoint.
+    For an adapter, the command merges it; without an exported model, the command exports one from
+    the checkpoint. Only exports of the checkpoint in `latest` count. has_evaluation: whether the
+    run's settings say how to evaluate its actor. None if there is no valid `latest`.
     """
     latest = run_dir / "checkpoints" / "latest"
     if not latest.is_file():
@@ -54,7 +55,11 @@ def trained_models_text(run_dir: Path, *, has_evaluation: bool) -> str | None:
 
 
 def _usage_text(role: str, folder: Path, evaluated_run: Path | None) -> str:
-    """The next step with a role's model, and its command. evaluated_run: RUN_DIR for `evaluate`."""
+    """Return what to do next with a role's model, as a text with a command.
+
+    A reward_model: train a policy with it. Any other: evaluate it, with the settings of
+    evaluated_run (RUN_DIR) if given, otherwise with data and reward to be filled in.
+    """
     path = shlex.quote(str(folder))
     if role == "reward_model":
         return f"train a policy with it: {_RUN} ppo reward.model.path={path}"

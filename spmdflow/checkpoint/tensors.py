@@ -37,10 +37,11 @@ _MAX_BOX_BYTES = 64 << 20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Write and fsync a file of tensors and JSON data.
+    """Write and fsync a safetensors file of tensors, with their hashes, and JSON data.
 
-    tensors: of any shape, including () and empty, but no DTensor. plain: with str keys; its tuples
-    are read back as lists. CheckpointError if writing fails; the partial file is removed.
+    Creates its folder. tensors: of any shape, including () and empty, but no DTensor; stored in
+    order of falling dtype width. plain: with str keys; its tuples are read back as lists.
+    CheckpointError if plain is not JSON data or writing fails; the partial file is removed.
     """
     check_plain(plain, "plain")
     metadata = {"plain": json.dumps(plain)}
@@ -69,7 +70,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
-    """Header and JSON data of a file of `write_tensors`; CheckpointError as in `read_tensors`."""
+    """Return (header, JSON data) of a file of `write_tensors`, without reading the tensors.
+
+    CheckpointError if the file is missing, shorter than its header says, or of another program.
+    """
     with disk_errors("read", path):
         head = read_patiently(path, lambda: read_head(path))
         if head:
@@ -86,7 +90,10 @@ def open_tensors(path: Path) -> tuple[Head, dict[str, Any]]:
 
 
 def read_tensor(path: Path, stored: Stored, *, is_verified: bool = True) -> Tensor:
-    """One stored tensor, on the host; CheckpointError if its bytes have changed."""
+    """Return one stored tensor, on the host.
+
+    CheckpointError if its bytes do not match its hash; not compared if is_verified is False.
+    """
     with disk_errors("read", path):
         values, digest = read_patiently(
             path, lambda: read_bytes(path, stored, is_hashed=is_verified)
@@ -97,7 +104,11 @@ def read_tensor(path: Path, stored: Stored, *, is_verified: bool = True) -> Tens
 
 
 def write_state(path: Path, blocks: Iterable[Block], plain: Mapping[str, Any]) -> None:
-    """Write boxes to a file of `write_tensors`; splits large boxes into parts."""
+    """Write boxes of tensors to a file of `write_tensors`, under keys like "norm.weight[0:64]".
+
+    A box above 64 MiB is written in parts along its first dimension. blocks: (name, view, box).
+    CheckpointError as in `write_tensors`.
+    """
     tensors = {}
     for name, view, box in blocks:
         for part in _split_box(box, view.dtype.itemsize):
@@ -118,7 +129,11 @@ class HostCopies:
         self._buffers: dict[tuple[str, Box], Tensor] = {}
 
     def take(self, blocks: Iterable[Block]) -> list[Block]:
-        """Copy blocks to the host; the copies are valid until the next call."""
+        """Copy blocks to host memory; the next call overwrites the copies.
+
+        Returns (name, copy, box) in the same order. Waits for the device. Buffers are allocated at
+        the first call for a (name, box).
+        """
         copies = []
         device = CPU
         for name, view, box in blocks:
@@ -136,7 +151,10 @@ class HostCopies:
 
 
 def _split_box(box: Box, itemsize: int) -> Iterator[Box]:
-    """Slabs of a box along the first dimension, of at most `_MAX_BOX_BYTES` or one row."""
+    """Yield parts of a box along the first dimension, of at most 64 MiB or one row each, in order.
+
+    A box without dimensions is one part. The box must not be empty (ZeroDivisionError).
+    """
     if box.bounds:
         rows = max(1, _MAX_BOX_BYTES * box.shape[0] // (box.size * itemsize))
     else:
@@ -154,7 +172,11 @@ _WEIGHTS = (".safetensors", ".bin", ".distcp", ".metadata")
 
 
 def model_hash(folder: Path) -> str:
-    """Hash of a frozen model, in hex and independent of its path. CheckpointError if unreadable."""
+    """Return a sha256 of a frozen model, in hex, independent of the folder's path.
+
+    Covers names and contents of config.json and the weight files; large files only in part
+    (`_hash_file`). CheckpointError if the folder cannot be read.
+    """
     with disk_errors("read", folder):
         files = sorted(
             path
@@ -180,7 +202,10 @@ def check_frozen(role: str, now: tuple[str, str], then: tuple[str, str], checkpo
 
 
 def _hash_file(path: Path) -> str:
-    """Hash of a file, or of its size and blocks if it is large; see the module."""
+    """Return the sha256 of a file, in hex; above 64 MiB, of its size and 64 evenly spaced blocks.
+
+    The blocks have 1 MiB each and include the first and the last.
+    """
     size = path.stat().st_size
     if size <= _BLOCK_BYTES * _NUM_BLOCKS:
         with path.open("rb") as file:

@@ -79,7 +79,10 @@ _KINDS = {
 
 
 def check(cfg: Any, world_size: int) -> None:
-    """Refuse settings that cannot work on `world_size` ranks: one ConfigError for all errors."""
+    """Raise one ConfigError that lists every problem of these settings on `world_size` ranks.
+
+    Returns silently if there is none. See `problems`.
+    """
     errors = Errors()
     for problem in problems(cfg, world_size):
         errors.add(problem)
@@ -87,10 +90,10 @@ def check(cfg: Any, world_size: int) -> None:
 
 
 def check_open(cfg: Any, world_size: int) -> None:
-    """Refuse settings that cannot work whatever their `auto` values become.
+    """Raise one ConfigError for all problems that do not depend on a value that is still `auto`.
 
-    It is called before torch (slow) is loaded, which tells the device. One ConfigError for all
-    errors.
+    This early check runs before torch is imported, which is slow and tells which device there is.
+    It skips what depends on `auto`: an engine of rollouts, or placement=auto. See `problems`.
     """
     errors = Errors()
     for problem in problems(cfg, world_size, is_open=True):
@@ -99,7 +102,12 @@ def check_open(cfg: Any, world_size: int) -> None:
 
 
 def with_problems(err: ConfigError, world_size: int) -> ConfigError:
-    """The error of loading, with what is wrong with the settings that could be loaded added."""
+    """Return the error of loading settings, extended by the problems of the part that loaded.
+
+    These are the `problems` of err.partial with is_open=True, except those whose text contains
+    "(not given)", the stand-in for a missing required value. An error without err.partial is
+    returned unchanged.
+    """
     if not isinstance(err, SettingErrors) or err.partial is None:
         return err
     more = []
@@ -112,10 +120,12 @@ def with_problems(err: ConfigError, world_size: int) -> ConfigError:
 def problems(
     cfg: Any, world_size: int, *, here: bool = True, is_open: bool = False
 ) -> Iterator[ConfigError]:
-    """The first problem of every rule, in order.
+    """Yield the settings that are out of bounds, then the first error of every rule, in order.
 
-    While a count or a name is out of bounds, placements are not checked, as they depend on it.
-    here: whether packages, weights and data must be on this node; not so for a plan.
+    If a whole number or a name is out of its bounds, placements and sizes on ranks are not checked,
+    because they depend on it. A problem that has the key or the text of an earlier one is omitted
+    (one folder may be the value of several settings).
+    here: whether packages, weights and data must be on this node; a plan does not need them.
     is_open: `auto` values are not known yet, so what depends on them is not checked.
     """
     out_of_bounds = []
@@ -135,7 +145,7 @@ def problems(
 
 
 def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:
-    """The errors of the rules that do not hold, in their order."""
+    """Call each rule and yield the ConfigError of each one that raises one, in their order."""
     for rule in rules:
         try:
             rule()
@@ -144,8 +154,11 @@ def _failing(rules: Iterable[Rule]) -> Iterator[ConfigError]:
 
 
 def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> Iterator[Rule]:
-    """The rules that apply to these settings, in the order of their errors.
+    """Yield the rules that apply to these settings, in the order in which their errors are listed.
 
+    The order is: run, placement, each role, losses, rewards, episodes, model folders; then, only
+    with `here`, data, tokenizers and vocabularies. A rule is a function without arguments that
+    raises ConfigError.
     world_size: None if placements cannot be checked. here, is_open: as in `problems`.
     """
     is_known = partial(_is_generator_known, is_open=is_open)
@@ -196,7 +209,12 @@ def _is_generator_known(rollout: Any, *, is_open: bool) -> bool:
 
 
 def _check_run(cfg: Any, *, here: bool) -> None:
-    """Names, guards, trackers, generators and optimizers. here: as in `problems`."""
+    """Check run names, guards, trackers, generators and optimizers; raise the first ConfigError.
+
+    run.name is a plain folder name; guards parse; betas are two numbers; total_steps, unless 0,
+    exceed the warm-up; weight decay needs an optimizer that has it. With `here`, packages of
+    trackers, of the view and of generators must be installed.
+    """
     for key, run in parts_of(cfg, RunConfig):
         if not run.name or Path(run.name).name != run.name:
             where = f"{key}.name"
@@ -229,7 +247,10 @@ def _check_run(cfg: Any, *, here: bool) -> None:
 
 
 def _check_installed(key: str, package: str, *, extra: str) -> None:
-    """ConfigError if a package is missing. extra: names of our extras that install it."""
+    """Raise ConfigError if Python finds no package of this name; it is not imported.
+
+    extra: our extras that install it, separated by commas, for the message.
+    """
     if importlib.util.find_spec(package) is None:
         extras = " or ".join(f"'spmdflow[{name}]'" for name in extra.split(","))
         do = f"pip install {extras} or choose another"
@@ -237,8 +258,11 @@ def _check_installed(key: str, package: str, *, extra: str) -> None:
 
 
 def _check_placed(cfg: Any, world_size: int, is_known: Callable[[Any], bool]) -> None:
-    """Layouts, batch algebra and token budgets on the ranks of every role.
+    """Check pools, layouts and batch sizes of every role on `world_size` ranks; ConfigError if not.
 
+    Also checks that run.profile_ranks exist and that reference.shares is possible. Generation sizes
+    are checked on the ranks of the generator if it has a pool, otherwise on the actor's. The
+    mini-batch size of each trained role is checked against its number of data-parallel replicas.
     is_known: whether the generator of a section is known.
     """
     pools = pools_of(cfg, range(world_size)).values()
@@ -278,7 +302,10 @@ def _check_placed(cfg: Any, world_size: int, is_known: Callable[[Any], bool]) ->
 
 
 def _check_optimizer(cfg: Any, role: str) -> None:
-    """A model that is trained has an optimizer; a role without a model is not checked."""
+    """Raise ConfigError if a role has a model and an update, but no optimizer settings.
+
+    A role whose section is missing, or has no `model` or no `update`, passes.
+    """
     part = getattr(cfg, role, None)
     is_trained = hasattr(part, "model") and hasattr(part, "update")
     if is_trained and _only(part, OptimizerConfig) is None:
@@ -288,7 +315,7 @@ def _check_optimizer(cfg: Any, role: str) -> None:
 
 
 def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
-    """A KL penalty needs a reference model."""
+    """Raise ConfigError if a policy loss or advantage has kl_coef > 0 without a reference model."""
     parts = dict(parts_of(cfg, PolicyLossConfig)) | dict(parts_of(cfg, AdvantageConfig))
     for key, part in parts.items():
         if part.kl_coef > 0 and "reference" not in roles:
@@ -299,7 +326,12 @@ def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:
 
 
 def _check_correction(cfg: Any) -> None:
-    """Rollouts are corrected once: by a setting of the update, its ratio, or the script."""
+    """Raise ConfigError if importance weights would correct the same rollouts twice.
+
+    The update's own correction (its kind is not `none`) conflicts with old_log_probs=rollout, whose
+    ratio is the weight already, and with a correction in a section of the script. The latter is no
+    conflict if max_staleness is 0, as the script then weighs no rows.
+    """
     by_script = []
     for key, _ in parts_of(cfg, CorrectionConfig):
         if not key.endswith("update.correction"):
@@ -323,9 +355,12 @@ def _check_correction(cfg: Any) -> None:
 def _check_model(
     cfg: Any, key: str, path: str, is_known: Callable[[Any], bool], *, here: bool = True
 ) -> ModelFacts:
-    """The folder's model is of the kind that its section needs, and fits layouts and lengths.
+    """Check one model folder against its section's needs, layouts and lengths; return its facts.
 
-    is_known: whether the generator of a section is known. Returns what the folder says.
+    ConfigError if the folder or its architecture is unfit, heads or layers do not divide by the
+    training or generation layout, or prompt plus response exceed the context.
+    key: the setting of the path, whose first word is the role. is_known: whether the generator of a
+    section is known. here: whether the folder must have weights.
     """
     facts = model_folder.read_model_folder(key, path, weights=here)
     role = key.split(".")[0]
@@ -350,7 +385,12 @@ def _check_model(
 
 
 def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
-    """Evaluation, chats and answers of one data section fit each other and the reward."""
+    """Raise ConfigError if evaluation, chats or answers of a data section do not fit together.
+
+    eval_samples needs prompts as rows and a reward function, as pass@k has to know what is right.
+    eval_every > 0 needs an eval_path. Rows with answers need answer columns or a chat template. A
+    section of texts (pretraining) has as many texts per step as the step has samples.
+    """
     where = f"{key}.eval_samples"
     samples = data.eval_samples
     if samples and data.rows != "prompts":
@@ -380,7 +420,12 @@ def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
 
 
 def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
-    """Refuse what only chat templates use without one, and arguments that a run sets itself."""
+    """Raise ConfigError for chat settings that have no use or no effect.
+
+    chat_template_arguments need a chat template or episodes; tools_column and
+    rows_per_conversation=answers need a chat template. The name of an argument is an identifier and
+    none of `_OWN_TEMPLATE_ARGUMENTS`, which a run sets itself.
+    """
     where = f"{key}.chat_template_arguments"
     if data.chat_template_arguments and not (data.chat_template or episodes):
         raise ConfigError(
@@ -410,7 +455,7 @@ _OWN_TEMPLATE_ARGUMENTS = frozenset(
 
 
 def _check_tokenizer(key: str, data: DataSettings) -> None:
-    """The tokenizer's folder has one, and no custom code."""
+    """Raise ConfigError if the tokenizer's folder has no file tokenizer*, or needs its own code."""
     folder = Path(data.tokenizer_path)
     if not any(folder.glob("tokenizer*")):
         raise ConfigError(
@@ -423,11 +468,12 @@ def _check_tokenizer(key: str, data: DataSettings) -> None:
 def _check_vocabularies(
     cfg: Any, folders: list[tuple[str, str]], is_known: Callable[[Any], bool]
 ) -> None:
-    """Every model knows the ids of every tokenizer; only if all models pass their own checks.
+    """Raise ConfigError if a model cannot read the token ids of a data section's tokenizer.
 
-    A reward model may have another tokenizer, because texts are encoded again. Chats are an
-    exception, because they would keep the marks of the actor's template; so is a reward model that
-    scores the actor's tokens.
+    Repeats the checks of every model first and so stops at a model that fails them. A reward model
+    with another tokenizer is compared with its own one, as texts are encoded again for it; not for
+    chats, which would keep the marks of the actor's template, and not if it scores the actor's
+    tokens (per_token). A tokenizer without a readable tokenizer.json is not checked.
     """
     models = []
     for key, path in folders:
@@ -446,5 +492,5 @@ def _check_vocabularies(
 
 
 def _only(tree: Any, cls: type[T]) -> T | None:
-    """The one part of that class, if there is one."""
+    """Return the first part of the settings that is a `cls`; None if there is none."""
     return next((part for _, part in parts_of(tree, cls)), None)

@@ -47,7 +47,11 @@ class DataSource:
 
 
 def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
-    """The sources of a setting, in its order; none of None. ConfigError if unreadable."""
+    """Return the sources of a data setting, in its order; () if the setting is None.
+
+    The setting is one text or a map name -> text. ConfigError for an unreadable text, a map without
+    sources, or a name in it that is no identifier.
+    """
     do = f"write {key}=train.jsonl or {key}='{{easy: 3 * easy.jsonl, hard: hard.jsonl}}'"
     written = texts_of(key, setting, expected="a path or a map name -> path", do=do)
     if setting is not None and not written:
@@ -60,9 +64,9 @@ def data_sources(key: str, setting: object) -> tuple[DataSource, ...]:
 
 
 def texts_of(key: str, setting: object, *, expected: str, do: str) -> dict[str, object]:
-    """Name -> text of a setting that is one text (its name is "") or a map of them.
+    """Return name -> text of a setting that is one text (under the name "") or a map of texts.
 
-    Entries that are null are omitted. ConfigError for what is neither.
+    Entries that are null are omitted. ConfigError, with `expected` and `do`, for any other type.
     """
     if not isinstance(setting, str | dict | None):
         raise ConfigError.of(key, f"{setting!r} ({type(setting).__name__})", expected, do)
@@ -74,19 +78,25 @@ def texts_of(key: str, setting: object, *, expected: str, do: str) -> dict[str, 
     return texts
 
 
-def weight_of(key: str, text: str | None, least: float, expected: str, do: str) -> float:
-    """The weight in front of a text (None: 1); ConfigError unless finite and above `least`."""
+def weight_of(key: str, text: str | None, *, above: float, expected: str, advice: str) -> float:
+    """Return the weight in front of a text as a number; 1 if it is None.
+
+    ConfigError, with `expected` and `advice`, unless it is a finite number greater than `above`.
+    """
     try:
         weight = 1.0 if text is None else float(text)
     except ValueError:
         weight = math.nan
-    if not (math.isfinite(weight) and weight > least):
-        raise ConfigError.of(key, f"the weight {text!r}", expected, do)
+    if not (math.isfinite(weight) and weight > above):
+        raise ConfigError.of(key, f"the weight {text!r}", expected, advice)
     return weight
 
 
 def with_locations(setting: object, change: Callable[[str], str]) -> object:
-    """The setting with the location of every source replaced by change(location)."""
+    """Return a data setting with the location in each source replaced by change(location).
+
+    Weights and columns around a location stay. What is no readable source is unchanged.
+    """
     if isinstance(setting, dict):
         result = {}
         for name, text in setting.items():
@@ -99,7 +109,10 @@ def with_locations(setting: object, change: Callable[[str], str]) -> object:
 
 
 def split_location(location: str) -> tuple[str, str]:
-    """ "saved:main/train" -> ("saved", ":main/train"); an existing path is not split."""
+    """Split a location into path and ":split": "saved:main/train" -> ("saved", ":main/train").
+
+    The split is empty if the location exists as a path, has no ":", or ends as a file of rows does.
+    """
     if location.endswith(FILE_ENDINGS) or ":" not in location or os.path.exists(location):
         return location, ""
     path, _, split = location.rpartition(":")
@@ -107,7 +120,7 @@ def split_location(location: str) -> tuple[str, str]:
 
 
 def check_sources(key: str, setting: object) -> None:
-    """Refuse sources that are not there or that nothing here can read (ConfigError)."""
+    """Raise ConfigError if a source of a data setting is missing or cannot be read."""
     for source in data_sources(key, setting):
         _check_source(
             f"{key}.{source.name}" if source.name else key, *split_location(source.location)
@@ -115,7 +128,11 @@ def check_sources(key: str, setting: object) -> None:
 
 
 def _check_source(key: str, path: str, split: str) -> None:
-    """ConfigError unless a file of rows, or a folder that `datasets` can read, is there."""
+    """Raise ConfigError unless `path` is a file of rows or a folder for the library `datasets`.
+
+    With a split, or if it is a folder, the folder must exist and `datasets` be installed. Otherwise
+    the path must end in one of FILE_ENDINGS and be a file that is not empty.
+    """
     if split or Path(path).is_dir():
         if not Path(path).is_dir():
             raise ConfigError(
@@ -124,7 +141,7 @@ def _check_source(key: str, path: str, split: str) -> None:
         if importlib.util.find_spec("datasets") is None:
             got = f"the data set {path}"
             do = "pip install 'spmdflow[datasets]', or convert it to .jsonl"
-            raise ConfigError.of(key, got, "the library datasets to read it with", do)
+            raise ConfigError.of(key, got, "the library `datasets` to read it with", do)
     elif not path.endswith(FILE_ENDINGS):
         expected = f"a name that ends in {' or '.join(FILE_ENDINGS)}, a folder, or "
         expected += "owner/name:split of the hub"
@@ -138,19 +155,27 @@ def _check_source(key: str, path: str, split: str) -> None:
 
 
 def _source(key: str, name: str, text: object) -> DataSource:
-    """One source of a setting; name: in its map, or ""."""
+    """Return the source that one text of a data setting describes; ConfigError if unreadable.
+
+    name: its name in the map, "" for a text alone.
+    """
     key = f"{key}.{name}" if name else key
     match = _match(text)
     if match is None:
         expected = "a path, with a weight before it and columns after it if needed"
         do = "write for example '3 * train.jsonl(prompt=question)'"
         raise ConfigError.of(key, repr(text), expected, do)
-    weight = weight_of(key, match[2] or None, 0, "a number above 0", "write 3 * train.jsonl")
+    advice = "write 3 * train.jsonl"
+    weight = weight_of(key, match[2] or None, above=0, expected="a number above 0", advice=advice)
     return DataSource(name, match[3], weight, _columns(key, match[5]))
 
 
 def _match(text: object) -> re.Match[str] | None:
-    """The parts of a source: 1 and 2 its weight, 3 its location, 4 and 5 its columns."""
+    """Return the match of a source's parts: weight (2), location (3), columns (5); None if none.
+
+    Groups 1 and 4 are the whole text before and behind the location. A text that is an existing
+    path is all location, whatever characters it has. Only texts match.
+    """
     if not isinstance(text, str):
         return None
     if os.path.exists(text):  # as it stands, whatever is in its name
@@ -159,7 +184,10 @@ def _match(text: object) -> re.Match[str] | None:
 
 
 def _columns(key: str, text: str | None) -> tuple[tuple[str, str], ...]:
-    """The pairs (name here, name in the source) of "name=column, ..."."""
+    """Return the pairs (name here, name in the source) of "name=column, ..."; () if empty.
+
+    ConfigError for any other form, or for a name that is there twice.
+    """
     parts = (text or "").split(",") if (text or "").strip() else []
     pairs = []
     for part in parts:

@@ -73,7 +73,10 @@ class GRPOAgentConfig(GRPOConfig):
 
 
 def environment_of(text: object) -> RewardTerm:
-    """The environment's function and its arguments; ConfigError if the text is unreadable."""
+    """Return the function and arguments that an `environment` text names, as one RewardTerm.
+
+    ConfigError if the text is unreadable, has a weight, or is a map or "model".
+    """
     terms = reward_terms(f"{KEY}.environment", text)
     if len(terms) != 1 or terms[0].is_model or terms[0].weight != 1:
         do = "write for example my_env.py:episode"
@@ -82,7 +85,11 @@ def environment_of(text: object) -> RewardTerm:
 
 
 def check_episode(key: str, episode: EpisodeConfig) -> None:
-    """The environment's file exists, parses and has an async function of that name."""
+    """Raise ConfigError unless the environment is an async function in an existing file.
+
+    An import or assignment of that name passes. A tool_parser needs vllm to be installed. The file
+    is parsed, not run.
+    """
     if episode.tool_parser and find_spec("vllm") is None:
         got = repr(episode.tool_parser)
         expected = "vllm, whose parser it is, to be installed"

@@ -60,9 +60,11 @@ class Guard:
 
 
 def guard_of(text: str | Mapping[str, str], key: str = "run.guards") -> Guard:
-    """ "actor/kl > 10: stop" as a `Guard`, also as the map that YAML makes of it without quotes.
+    """Parse a guard such as "actor/kl > 10: stop", also as the map that YAML reads without quotes.
 
-    ConfigError for anything else.
+    A plain number as limit gives base None and factor 0. ConfigError for any other form, and for
+    the action skip on a metric that is known only after the update (eval/, time/, perf/, transfer/,
+    controller/).
     """
     if isinstance(text, Mapping):
         text = ", ".join(f"{name}: {action}" for name, action in text.items())

@@ -42,7 +42,11 @@ class Bounds:
 
     @property
     def limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
-        """(in words, comparison that must hold, limit) of each limit that is set."""
+        """Return (words, comparison, limit) of each limit that is set, lower limits first.
+
+        A value fits if comparison(value, limit) is true. The words are "at least", "more than", "at
+        most" or "less than".
+        """
         table = (
             ("at least", operator.ge, self.at_least),
             ("more than", operator.gt, self.above),
@@ -67,8 +71,10 @@ def setting(
     below: float | None = None,
     resets: str = "",
 ) -> Any:
-    """A dataclass field with its sentence and bounds; lists and dicts are copied.
+    """Return a dataclass field for one setting, with its sentence for `--help` and its bounds.
 
+    Without a default the setting is required. A default that is a list or dict is copied for each
+    object.
     resets: a setting of the same section that wins over this one. It becomes null where a later
     source gives only this one. The result is a `dataclasses.Field`; Any, as the field takes its
     declared type.
@@ -117,7 +123,10 @@ class Leaf:
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every setting of a dataclass object, depth first; an absent part is one leaf, None."""
+    """Yield every setting of a dataclass object, depth first, in the order of the fields.
+
+    A group of settings that is None is one leaf with the value None. `follows` fields are omitted.
+    """
     hints = get_type_hints(type(tree))
     for each in fields(tree):
         if _FOLLOWS in each.metadata:
@@ -134,7 +143,10 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def check_bounds(leaf: Leaf) -> None:
-    """ConfigError if a setting, or an item of its list, is out of its bounds."""
+    """Raise ConfigError if a setting, or an item of its list, is out of its bounds.
+
+    None is always allowed. The error for a wrong choice suggests the most similar one.
+    """
     choices = leaf.bounds.one_of
     limits = leaf.bounds.limits
     is_list = isinstance(leaf.value, list)
@@ -152,7 +164,11 @@ def check_bounds(leaf: Leaf) -> None:
 
 
 def follow(tree: Any) -> None:
-    """Set every `follows` field; a value that was set in Python is kept."""
+    """Set every `follows` field of the tree in place to the value at the key that it follows.
+
+    A field that no longer has its default, as a program set it, is left as it is; so is one whose
+    key does not exist or has the value None.
+    """
     for _, part in parts_of(tree, object):
         for each in fields(part):  # type: ignore[arg-type]
             if _FOLLOWS not in each.metadata:
@@ -165,7 +181,7 @@ def follow(tree: Any) -> None:
 
 
 def plain_tree(tree: Any) -> dict[str, Any]:
-    """The settings of a dataclass object as nested dicts."""
+    """Return the settings of a dataclass object as nested dicts, without its `follows` fields."""
     settings = {}
     for setting_field in fields(tree):
         if _FOLLOWS not in setting_field.metadata:
@@ -175,7 +191,10 @@ def plain_tree(tree: Any) -> dict[str, Any]:
 
 
 def defaults(cls: type) -> Any:
-    """An object of a settings class: defaults, `REQUIRED` where there is none, all parts there."""
+    """Return an object of a settings class with all defaults, and `REQUIRED` where there is none.
+
+    Optional groups of settings, whose default is None, are filled in with their own defaults.
+    """
     required = {}
     for each in fields(cls):
         if each.default is MISSING and each.default_factory is MISSING:
@@ -184,7 +203,10 @@ def defaults(cls: type) -> Any:
 
 
 def _complete(tree: Any) -> Any:
-    """The same object with its absent parts filled in, at every depth."""
+    """Return a copy of a settings object whose groups that are None have their defaults.
+
+    It does so at every depth.
+    """
     changes = {}
     hints = get_type_hints(type(tree))
     for name in [each.name for each in fields(tree)]:
@@ -202,7 +224,10 @@ def _complete(tree: Any) -> Any:
 
 
 def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
-    """(dotted key, part) of every part of a settings object that is a `cls`."""
+    """Yield (dotted key, part) of every group of settings below `tree` that is a `cls`.
+
+    Depth first, a group before the groups in it. The tree itself is not included.
+    """
     for each in fields(tree):
         value = getattr(tree, each.name)
         if is_dataclass(value) and isinstance(value, cls):
@@ -212,7 +237,7 @@ def parts_of(tree: Any, cls: type[T], prefix: str = "") -> Iterator[tuple[str, T
 
 
 def type_name(hint: Any) -> str:
-    """A type in words: "float", "int or none", "list of str"."""
+    """Return a type in words: "float", "int or none", "list of str", "a group of settings"."""
     if get_origin(hint) in (types.UnionType, Union):
         return " or ".join(type_name(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
@@ -280,7 +305,11 @@ def schema_help(schema: type, changed: Mapping[str, tuple[Any, str]] | None = No
 
 
 def _entry(leaf: Leaf, change: tuple[Any, str] | None) -> str:
-    """The two lines of a setting in the help; change: its value and source, if not the default."""
+    """Return the two lines of a setting in the help: key, type and default, then its sentence.
+
+    Bounds and choices follow the sentence in parentheses. change: the setting's value and its
+    source if it is not the default; it is added to the first line.
+    """
     value = value_text(leaf.value)
     default = "required" if value == REQUIRED else f"default {value}"
     if change is not None:
@@ -295,7 +324,10 @@ def _entry(leaf: Leaf, change: tuple[Any, str] | None) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A setting's value on one line, as YAML writes it. Any: a setting may hold anything."""
+    """Return a setting's value on one line, as YAML writes it: null, true, false, text, ...
+
+    A text with unprintable characters gets JSON's double quotes. Any: a setting may hold anything.
+    """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str) and not value.isprintable():
@@ -306,9 +338,10 @@ def value_text(value: Any) -> str:
 def flat(
     tree: dict[Any, Any], groups: Collection[str] | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """{"judge": {"describe": x}} -> {"judge.describe": x}. Any: what a file holds.
+    """Return nested maps as one map with dotted keys: {"a": {"b": x}} -> {"a.b": x}.
 
-    groups: open only the maps that have one of these keys.
+    An empty map stays a value. groups: open only the maps that have one of these dotted keys;
+    others stay values. Any: what a file holds.
     """
     settings: dict[str, Any] = {}
     for name, value in tree.items():

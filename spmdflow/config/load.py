@@ -72,11 +72,12 @@ def load(
     *,
     download: bool = True,
 ) -> Loaded:
-    """Import the script and build its settings; one ConfigError for all that does not fit.
+    """Import the script and build its settings; one ConfigError lists everything that is wrong.
 
-    Settings lie over each other: the defaults, then the script's own YAML (its name with `.yaml`,
-    if that is there), then `yaml_path`, then overrides. An override is `dotted.key=value`, the
-    value in YAML. Script and YAML may be bundled ones, by name.
+    Later sources win: the defaults, then the script's own YAML (its name with `.yaml`, if that file
+    exists), then `yaml_path`, then overrides. An override is `dotted.key=value`, with the value in
+    YAML. Script and YAML may be bundled ones, by name. Paths of models and data become local
+    folders.
     download: whether models that are named and not in the hub's cache may be downloaded.
     """
     script_path = find_file(script_path, ".py")
@@ -101,9 +102,10 @@ def load(
 def help_text(
     script_path: str | Path, yaml_path: str | Path | None, overrides: Sequence[str]
 ) -> str:
-    """Every setting of a script, with the value that it has with these words, and where from.
+    """Return one entry per setting of a script: type, default, and the value that these words set.
 
-    ConfigError for words that cannot be read or name no setting; what is missing is no error here.
+    A value other than the default is followed by its source. ConfigError for words that cannot be
+    read or name no setting; a required setting without a value is no error.
     """
     script_path = find_file(script_path, ".py")
     schema = schema_of(load_script(script_path))
@@ -122,7 +124,11 @@ def help_text(
 
 
 def settings_text(loaded: Loaded) -> str:
-    """The settings that files and words gave other values than their defaults, by section."""
+    """Return the settings that differ from their defaults as wrapped lines, one block per section.
+
+    The first line names the files and words that changed them, in order of first appearance.
+    Without a change: "settings  all have their defaults".
+    """
     names = dict.fromkeys(source for _, source in loaded.changed.values())
     if not names:
         return "settings  all have their defaults"
@@ -162,9 +168,10 @@ class _Assignment(NamedTuple):
 def _translate_old_forms(
     sources: Sequence[Source], known: _Known, errors: Errors
 ) -> tuple[list[Source], tuple[str, ...]]:
-    """The sources with all settings in the form of today, and a warning for each old one.
+    """Return the sources with flat keys and all settings in the current form, and the warnings.
 
-    Old settings that cannot be read become errors and are omitted.
+    There is one warning for each setting in an old form (see old_forms), without repeats. A setting
+    in an old form that cannot be read is added to `errors` and omitted.
     """
     translated = []
     warnings: dict[str, None] = {}
@@ -184,10 +191,12 @@ def _translate_old_forms(
 def _collect_assignments(
     schema: type, sources: Sequence[Source], known: _Known
 ) -> list[_Assignment]:
-    """What all sources say, in the order in which they lie over each other.
+    """Return what all sources assign, in the order in which a later one wins.
 
-    A setting that another one wins over (`Leaf.resets`) counts if it is set last: the other one
-    becomes null.
+    Where a source sets a setting with `Leaf.resets` to a value and not the setting named there,
+    that one is set to null first, as it would win otherwise. If the schema's `take_over` recognises
+    a file of a training run, which an evaluation uses, the assignments of earlier sources are
+    dropped.
     """
     assignments: list[_Assignment] = []
     for source in sources:
@@ -209,9 +218,9 @@ def _collect_assignments(
 def _changed_settings(
     assignments: Sequence[_Assignment], known: _Known, tree: DictConfig
 ) -> dict[str, tuple[Any, str]]:
-    """Value and source of each setting that has another value than its default.
+    """Return key -> (value, source's name) of each setting whose last value is not its default.
 
-    A map has what all sources say of it, and the name of the last.
+    A map that several sources extend has its merged value, from `tree`, with the name of the last.
     """
     plain: Any = OmegaConf.to_container(tree, resolve=False)
     maps = {}
@@ -227,7 +236,10 @@ def _changed_settings(
 
 
 def _files(script: Path, config: str | Path | None) -> list[Path]:
-    """The YAML files of a run, the script's own one first: a later one wins."""
+    """Return the YAML files of a run: the script's own one, if it exists, then `config`.
+
+    The script's own file has its name with `.yaml`. It is listed once if `config` is the same file.
+    """
     files: list[Path] = []
     own = script.with_suffix(".yaml")
     if own.is_file():
@@ -240,7 +252,10 @@ def _files(script: Path, config: str | Path | None) -> list[Path]:
 
 
 def _read(files: Sequence[Path], overrides: Sequence[str]) -> list[Source]:
-    """The files, then each word of the command line; ConfigError for all that cannot be read."""
+    """Read the YAML files, then each word of the command line, as one Source each.
+
+    One ConfigError lists every file and word that cannot be read.
+    """
     errors = Errors()
     sources = []
     for file in files:
@@ -262,7 +277,10 @@ class _Known(NamedTuple):
 
 
 def _known(schema: type) -> _Known:
-    """The keys of a settings class; also registers the resolver of `${first_of:...}`."""
+    """Return the settings and groups of a settings class, by dotted key.
+
+    Also registers the resolver of `${first_of:...}` with omegaconf, for the whole process.
+    """
     OmegaConf.register_resolver("first_of", _first_of, replace=True)
     settings = {}
     for leaf in leaves(defaults(schema)):
@@ -271,7 +289,7 @@ def _known(schema: type) -> _Known:
 
 
 def _groups_of(key: str) -> list[str]:
-    """ "a.b.c" -> ["a", "a.b"]."""
+    """Return the dotted keys of all groups that a key is in: "a.b.c" -> ["a", "a.b"]."""
     groups = []
     for index, letter in enumerate(key):
         if letter == ".":
@@ -280,11 +298,12 @@ def _groups_of(key: str) -> list[str]:
 
 
 def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) -> None:
-    """Set one key; ConfigError if there is none of that name, or it is of another type.
+    """Set one key of the tree in place; create optional groups on its way that are null.
 
-    A map that is one setting, such as the terms of a reward: in a file it replaces the one of the
-    file before; a word of the command line changes what it names in it, and nothing else: what is
-    no map has nothing of that name.
+    ConfigError if no setting has this name, or the value has another type, or a missing value (???)
+    in it. A map that is one setting (such as the terms of a reward) is replaced as a whole by a
+    file; a word of the command line changes only the entry that it names, so ConfigError if the
+    value so far is a text.
     """
     name = source.name
     if key not in known.settings and key not in known.groups:
@@ -312,14 +331,17 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
 
 
 def _missing_value_error(where: str, value: Any) -> ConfigError | None:
-    """The error of a list or map that has the mark of a missing value in it; None without."""
+    """Return an error if a list or map contains ???, the mark of a missing value; otherwise None.
+
+    A value that is ??? itself gives None: `_resolve` reports it as a missing setting.
+    """
     if value == REQUIRED or not _holds_required(value):
         return None
     return ConfigError.of(where, value, f"a value instead of {REQUIRED}", "write it")
 
 
 def _holds_required(value: Any) -> bool:
-    """Whether a value, or one inside of it, is the mark of a missing value."""
+    """Return whether a value, or one nested in its lists and maps, is ??? (missing)."""
     if isinstance(value, dict):
         return any(_holds_required(each) for each in value.values())
     if isinstance(value, list):
@@ -328,9 +350,12 @@ def _holds_required(value: Any) -> bool:
 
 
 def complete(cfg: Any, *, download: bool = True) -> Any:
-    """A copy of settings made in Python: references filled in, paths located, as `load` does it.
+    """Return a copy of settings made in Python, completed as `load` does it.
 
-    cfg: of a script's settings class. ConfigError names what is missing or of a wrong type.
+    References (`${...}`) are filled in, old forms translated with a warning, and paths of models
+    and data replaced by local folders. cfg: an object of a script's settings class, left as it is.
+    ConfigError if it is none, or for what is missing or of a wrong type.
+    download: as in `load`.
     """
     if not is_dataclass(cfg) or isinstance(cfg, type):
         expected = "an object of the script's settings class"
@@ -351,10 +376,10 @@ def complete(cfg: Any, *, download: bool = True) -> Any:
 
 
 def _with_old_attributes(cfg: Any, known: _Known) -> Any:
-    """A copy of settings made in Python, with what has an old form in that of today.
+    """Return a deep copy of settings made in Python, with old forms translated into current ones.
 
-    Such a setting is an attribute that was set on a section, or has a text for a value. A warning
-    is logged for each.
+    An old form is an attribute of an old name that a program set on a section, or a text where
+    today a number or list is expected. Logs one warning for each.
     """
     cfg = copy.deepcopy(cfg)
     for section, part in [("", cfg), *parts_of(cfg, object)]:
@@ -370,7 +395,12 @@ def _with_old_attributes(cfg: Any, known: _Known) -> Any:
 
 
 def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
-    """The typed object of a tree: nothing missing, every `${...}` filled in."""
+    """Return the typed settings object of an omegaconf tree, with every `${...}` filled in.
+
+    Adds a ConfigError to `errors` for all missing values together and for each broken reference,
+    then raises everything in `errors`, also what was in it before. Missing values are replaced in
+    `tree`; the settings that could be built go along as the error's `partial`, for further checks.
+    """
     assert isinstance(tree, DictConfig), tree
     plain: Any = OmegaConf.to_container(tree, resolve=False)
     written = flat(plain, known.groups)
@@ -419,7 +449,7 @@ def _resolve(tree: Any, known: _Known, errors: Errors) -> Any:
 
 
 def _reference_error(tree: DictConfig, key: str, written: Any) -> ConfigError | None:
-    """The error of a ${reference} that was written for a key; None if it resolves."""
+    """Return the error of the ${reference} that was written for a key; None if it resolves."""
     group, _, name = key.rpartition(".")
     try:
         part = OmegaConf.select(tree, group) if group else tree
@@ -435,7 +465,10 @@ def _reference_error(tree: DictConfig, key: str, written: Any) -> ConfigError | 
 
 
 def _first_of(*keys: str, _root_: DictConfig) -> Any:
-    """`${first_of:a,b}`: the first of the named settings that has a value."""
+    """Resolve `${first_of:a,b}`: the value of the first named setting that is not null.
+
+    REQUIRED ("???") if all are null or unknown.
+    """
     for key in keys:
         value = OmegaConf.select(_root_, key, default=None)
         if value is not None:
@@ -444,7 +477,11 @@ def _first_of(*keys: str, _root_: DictConfig) -> Any:
 
 
 def _nearest(key: str, candidates: Sequence[str]) -> str:
-    """The end of an error that names the most similar key; empty if there is none."""
+    """Return ", nearest is KEY" for the key most similar to an unknown one; "" if none is similar.
+
+    Prefers a key with the same last name in the same section, then a similar spelling, then the
+    same last name anywhere.
+    """
     root = key.split(".")[0]
     name = key.split(".")[-1]
     same_name = []
@@ -462,7 +499,11 @@ def _nearest(key: str, candidates: Sequence[str]) -> str:
 
 
 def _wrong_type(source: str, key: str, value: Any, known: _Known) -> ConfigError:
-    """The error for a value that does not have the type of its setting, or for a group."""
+    """Return the ConfigError for a value that does not have the type of its setting.
+
+    It gives the expected type and an example: the default, otherwise one of the type. If `key` is a
+    group of settings, the error says so and shows one of its keys.
+    """
     got = f"{source}: {key} got {value!r}"
     leaf = known.settings.get(key)
     if leaf is not None:

@@ -6,8 +6,8 @@
     owner/name:config/split[@revision]      the same of a data set
 
 `resolve_paths` replaces every name by a folder. A run that resumes takes the revisions that it
-began with from its latest checkpoint, else from its config.yaml, where `to_yaml` wrote folders of
-the cache as name@commit.
+began with from its latest checkpoint, otherwise from its config.yaml, where `to_yaml` wrote folders
+of the cache as name@commit.
 
 The only file that imports huggingface_hub; its cache (HF_HOME, HF_HUB_CACHE), HF_HUB_OFFLINE and
 tokens apply. A name without a revision means the one in the cache, else the newest on the hub. One
@@ -41,11 +41,13 @@ from spmdflow.errors import ConfigError
 
 
 def resolve_paths(cfg: Any, *, download: bool) -> None:
-    """Replace every model, tokenizer and data set of a settings object by its local folder.
+    """Replace every model, tokenizer and data set path of a settings object by a local folder.
 
-    download: whether a name that the hub's cache lacks may be downloaded (HF_HUB_OFFLINE
-    forbids it); if not, a model's config.json is enough and data may be missing. ConfigError
-    for a name or a checkpoint that cannot be found; a missing path is left to `check`.
+    Changes `cfg` in place. A checkpoint or RUN_DIR becomes its model's folder, a name on the hub
+    its folder in the cache. ConfigError for a name or a checkpoint that cannot be found; a missing
+    path is left to `check`.
+    download: whether a name that the hub's cache lacks may be downloaded (HF_HUB_OFFLINE forbids
+    it); if not, a model's config.json is enough and data may be missing.
     """
     find = _Finder(next((part for _, part in parts_of(cfg, RunConfig)), RunConfig()), download)
     for key, part in parts_of(cfg, ModelConfig):
@@ -78,7 +80,10 @@ def to_yaml(cfg: Any) -> str:
 
 
 def name_cached_folders(value: Any) -> Any:
-    """Plain settings in which folders of the hub's cache are replaced by name@commit."""
+    """Return plain settings with folders of the hub's cache replaced by owner/name@commit.
+
+    Looks into nested maps; other values are unchanged.
+    """
     if isinstance(value, dict):
         result = {}
         for key, part in value.items():
@@ -90,7 +95,7 @@ def name_cached_folders(value: Any) -> Any:
 
 
 def _hub_name_of(location: str) -> str:
-    """A location with a folder of the hub's cache replaced by its name and commit."""
+    """Return owner/name[:split]@commit for a location in the hub's cache; others unchanged."""
     path, split = split_location(location)
     match = _SNAPSHOT.fullmatch(path)
     if match is None or Path(match["cache"]) != _cache():
@@ -142,7 +147,7 @@ class Wanted:
 
     @property
     def patterns(self) -> list[str]:
-        """Patterns of all files that are downloaded."""
+        """Patterns of all files that are downloaded; an alternative with | becomes several."""
         result = []
         for pattern in (*self.files, *self.more):
             for part in pattern.split("|"):
@@ -161,7 +166,10 @@ SIZES = Wanted(("config.json",), TOKENIZER.more, TOKENIZER.ignored)
 
 
 def hub_name_of(text: str, kind: str = "model") -> HubName | None:
-    """The name in owner/name[@revision]; None for any other text and for a path that is there."""
+    """Return the name that a text owner/name[@revision] is; None for any other text.
+
+    Also None if a file or folder of that path exists, as it wins. kind: "model" or "dataset".
+    """
     match = _NAME.fullmatch(text)
     if match is None or os.path.exists(text):
         return None
@@ -179,7 +187,14 @@ class _Finder:
     """The checkpoint that is read of each run that settings name, the same for all of them."""
 
     def model(self, key: str, path: str, wanted: Wanted) -> str:
-        """The folder of a model or tokenizer. key: the setting, for messages."""
+        """Return the folder of a model or tokenizer; ConfigError if it is not found.
+
+        A checkpoint or RUN_DIR gives the model's folder in it, a name on the hub its folder in the
+        cache, downloaded if allowed; any other path is returned unchanged. A path that means the
+        newest checkpoint of a run gives the same step for all settings; a run that resumes keeps
+        the step that it began with.
+        key: the setting, for messages.
+        """
         folder = exported_folder(key, path)
         if folder != path and names_newest_step(path):
             step = str(Path(folder).parents[1])
@@ -193,7 +208,12 @@ class _Finder:
         return str(self._folder(key, self._as_before(key, name), wanted))
 
     def data(self, key: str, location: str) -> str:
-        """A location of rows with its hub name replaced by a folder. A plan keeps missing ones."""
+        """Return a location of rows with a name on the hub replaced by its folder in the cache.
+
+        Downloads the README.md, then the files of the config that it names, both of one commit, if
+        they are not in the cache. ConfigError if they are not found, but a plan (no download) gets
+        the location unchanged. So is any location that is no name with a split.
+        """
         path, split = split_location(location)
         split, _, revision = split.partition("@")
         name = hub_name_of(f"{path}@{revision}" if revision else path, "dataset")
@@ -212,7 +232,10 @@ class _Finder:
         return f"{folder}{split}"
 
     def _as_before(self, key: str, name: HubName) -> HubName:
-        """The name with the revision that the resumed run began with, unless it has its own."""
+        """Return the name with the commit that the resumed run recorded for this setting.
+
+        The name is unchanged if it has a revision of its own or no commit was recorded.
+        """
         if name.revision is not None:
             return name
         before = _setting_of(_settings_before(run_dir_of(self.run)), key)
@@ -222,9 +245,10 @@ class _Finder:
         return name
 
     def _step_as_before(self, key: str, folder: str) -> str:
-        """The folder of the step with which the resumed run began, if it is of the same run.
+        """Return the model folder of the checkpoint step with which the resumed run began.
 
-        folder: that of the newest step, which is taken for a new run, or if the other is gone.
+        folder: the model folder of the newest step. It is returned for a new run, if the recorded
+        folder is gone, or if that is of another run or another role.
         """
         before = _setting_of(_settings_of_checkpoint(run_dir_of(self.run)), key)
         if not isinstance(before, str) or not Path(before).is_dir():
@@ -237,7 +261,11 @@ class _Finder:
         return folder
 
     def _folder(self, key: str, name: HubName, wanted: Wanted) -> Path:
-        """The name's folder in the cache, downloaded if it is not there."""
+        """Return the folder of a name in the hub's cache; download it if files are missing there.
+
+        One process of a node downloads at a time, the others wait. ConfigError, with the command to
+        download it, if downloading is not allowed (a plan, HF_HUB_OFFLINE) or fails.
+        """
         folder = _find_in_cache(name, wanted)
         if folder is not None:
             return folder
@@ -259,9 +287,10 @@ class _Finder:
 
 
 def _settings_before(run_dir: Path) -> Any:
-    """Those of a run's latest checkpoint, else of its config.yaml; None for a new run.
+    """Return a run's settings from its latest checkpoint, otherwise from its config.yaml.
 
-    A start that was refused later has written config.yaml, too, but no checkpoint.
+    None for a new run. The checkpoint comes first, because a later start that was refused has
+    written config.yaml too, but no checkpoint.
     """
     settings = _settings_of_checkpoint(run_dir)
     if settings is not None:
@@ -273,7 +302,7 @@ def _settings_before(run_dir: Path) -> Any:
 
 
 def _settings_of_checkpoint(run_dir: Path) -> Any:
-    """Those of a run's latest checkpoint; None without one."""
+    """Return the settings in the manifest of a run's latest checkpoint; None if unreadable."""
     folder = run_dir / "checkpoints"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         latest = folder / (folder / "latest").read_text(encoding="utf-8").strip()
@@ -290,7 +319,7 @@ def _setting_of(tree: Any, key: str) -> Any:
 
 
 def _download_command(name: HubName, wanted: Wanted) -> str:
-    """The shell command that puts the files into the cache."""
+    """Return the `hf download` shell command that puts the wanted files into the cache."""
     words = ["hf", "download", name.repo]
     words += ["--repo-type", "dataset"] if name.kind == "dataset" else []
     words += ["--revision", name.revision] if name.revision else []
@@ -302,7 +331,11 @@ def _download_command(name: HubName, wanted: Wanted) -> str:
 
 
 def _find_in_cache(name: HubName, wanted: Wanted) -> Path | None:
-    """The name's folder if the cache has every file that is needed."""
+    """Return the snapshot folder of a name in the hub's cache; None if it lacks a needed file.
+
+    Every pattern of wanted.files must match a file, and numbered shards must be complete. A
+    revision is looked up as a branch or tag, otherwise taken as a commit; None means main.
+    """
     folder = _cache() / name.cached
     revision = name.revision or "main"
     reference = folder / "refs" / revision
@@ -323,7 +356,7 @@ def _find_in_cache(name: HubName, wanted: Wanted) -> Path | None:
 
 
 def _lacks_shards(files: Sequence[str]) -> bool:
-    """Whether a file says -00001-of-00003 and not all three are there."""
+    """Return whether numbered files NAME-00001-of-00003.EXT are fewer than the number says."""
     shards = []
     for match in map(_SHARD.fullmatch, files):
         if match is not None:
@@ -333,7 +366,10 @@ def _lacks_shards(files: Sequence[str]) -> bool:
 
 
 def _download(name: HubName, wanted: Wanted) -> Path:
-    """Download files into the hub's cache; returns their folder. ValueError if one is missing."""
+    """Download the wanted files of a name into the hub's cache; return their snapshot folder.
+
+    ValueError if the repository lacks a file that is needed. Errors of the hub pass through.
+    """
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -352,7 +388,10 @@ def _download(name: HubName, wanted: Wanted) -> Path:
 
 @contextlib.contextmanager
 def _one_of_a_node(key: str, name: HubName, seconds: float) -> Iterator[None]:
-    """Hold the lock of a repository; ConfigError if another process keeps it for `seconds`."""
+    """Context manager: hold the lock file of a repository, which one process of a node can hold.
+
+    The file is in .locks of the hub's cache. ConfigError if it is not free after `seconds`.
+    """
     folder = _cache() / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"spmdflow-{name.cached.replace('s--', '--', 1)}.lock"
@@ -372,7 +411,7 @@ def _cache() -> Path:
 
 
 def _hub() -> Any:  # the module; it is imported late
-    """The module huggingface_hub with the parts that are used here."""
+    """Import and return huggingface_hub, with the submodules that this file uses."""
     import huggingface_hub
     import huggingface_hub.constants
     import huggingface_hub.errors
@@ -386,7 +425,12 @@ _README = Wanted((), ("README.md",))
 
 
 def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, ...]:
-    """Patterns of the files of a config ("": the default one); any data file if none are named."""
+    """Return the patterns of the data files of a data set's config, as its README.md names them.
+
+    config: "" means the one marked as default, then the one named "default", then the first.
+    Without configs in the README.md, or files of the config, any data file matches. ConfigError if
+    there is no config of that name.
+    """
     try:
         facts = _hub().metadata_load(readme) if readme.is_file() else None
     except (yaml.YAMLError, ValueError):
@@ -406,7 +450,10 @@ def _files_of(key: str, name: HubName, config: str, readme: Path) -> tuple[str, 
 
 
 def _paths(files: Any) -> tuple[str, ...]:
-    """Paths in any of the forms of data_files: text, lists, {split, path}, {split: path}."""
+    """Return the paths in data_files without repeats, flattened to one tuple.
+
+    data_files may be a text, a list, {split: paths} or {split, path}, nested in each other.
+    """
     if isinstance(files, str):
         return (files,)
     if isinstance(files, dict):

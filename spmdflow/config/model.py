@@ -79,9 +79,10 @@ class PolicyModelConfig(ModelConfig):
 
 
 def check_adapters(role: str, part: Any) -> None:
-    """ConfigError if a role's engine cannot train its adapters, or adapters to copy are missing.
+    """Raise ConfigError if a role has adapters that its engine cannot train.
 
-    part: the role's settings (Any: its class).
+    Also if its rollout is to get adapters alone (rollout.weights=adapter) without model.lora. part:
+    the role's settings (Any: its class).
     """
     lora = getattr(part.model, "lora", None)
     rollout = getattr(part, "rollout", None)
@@ -99,7 +100,7 @@ def check_adapters(role: str, part: Any) -> None:
 
 
 def check_adapter_sync(role: str, part: Any) -> None:
-    """ConfigError if a role's generator cannot compute with adapters that it is to get.
+    """Raise ConfigError if rollout.weights=adapter with a generator that knows no adapters.
 
     part: settings of a role that generates (Any: its class).
     """
@@ -113,8 +114,10 @@ def check_adapter_sync(role: str, part: Any) -> None:
 
 
 def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
-    """ConfigError unless the actor with its adapters off is what the reference should be.
+    """Raise ConfigError unless the actor with its adapters off can serve as the reference.
 
+    That needs actor.model.lora, one model path for both, a pool that has both roles, and a
+    reference engine of a kind that trains adapters.
     cfg: the script's settings; pools: the roles of each pool.
     """
     actor = cfg.actor

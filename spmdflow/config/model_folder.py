@@ -42,9 +42,12 @@ class ModelFacts:
 
 
 def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFacts:
-    """Facts of the Hugging Face folder `path`; ConfigError if it is none.
+    """Return the facts of the Hugging Face folder `path`; ConfigError if it cannot be used.
 
-    key: the setting, for messages. weights: whether the folder must hold weights too.
+    It must have a config.json that transformers can load without the folder's own code and, with
+    `weights`, *.safetensors (or a .metadata file) and a valid index. Entries of text_config
+    override those of config.json around it.
+    key: the setting, for messages.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -66,7 +69,11 @@ def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFact
 
 
 def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
-    """Token -> id of a folder's tokenizer.json; None if it has none or another form."""
+    """Return token -> id of a folder's tokenizer.json, added tokens included.
+
+    None if there is no such file, or its vocabulary is empty or has an unknown form. A list of
+    (token, score), as of unigram tokenizers, has the ids in its order.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -83,7 +90,11 @@ def read_vocabulary(key: str, folder: Path) -> dict[str, int] | None:
 
 
 def own_vocabulary(key: str, folder: Path, tokenizer: Path) -> dict[str, int] | None:
-    """Token -> id of a model folder's tokenizer; None where ids are those of folder `tokenizer`."""
+    """Return token -> id of a model folder's own tokenizer if it differs from `tokenizer`.
+
+    None if both tokenizer.json have the same bytes or ids, or if one is missing or unreadable.
+    tokenizer: the folder of the run's tokenizer.
+    """
     ours = tokenizer / "tokenizer.json"
     theirs = folder / "tokenizer.json"
     if not ours.is_file() or not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
@@ -96,21 +107,30 @@ def own_vocabulary(key: str, folder: Path, tokenizer: Path) -> dict[str, int] | 
 
 
 def check_kind(facts: ModelFacts, endings: tuple[str, ...]) -> None:
-    """The architecture ends in one of `endings`; a scorer has exactly one label."""
+    """Raise ConfigError unless an architecture in config.json ends in one of `endings`.
+
+    A sequence classifier must have one label (its score). A config without architectures passes.
+    """
     names = tuple(facts.config.get("architectures") or ())  # of its classes in transformers
     if names and not any(name.endswith(endings) for name in names):
-        expected = f"an architecture ...{endings[0]}"
-        do = f"give another folder than {facts.path}"
+        expected = f"an architecture whose name ends in {' or '.join(endings)}"
+        do = f"give the folder of such a model instead of {facts.path}"
         raise ConfigError.of(facts.key, ", ".join(names), expected, do)
     labels = facts.config.get("num_labels") or len(facts.config.get("id2label", "01"))
     if names and names[0].endswith(SCORER) and labels != 1:
-        raise ConfigError.of(
-            facts.key, f"{labels} labels", "1 (a score)", "give a model with num_labels 1"
-        )
+        expected = "1, as its logit is the score"
+        do = f"give the folder of a model with num_labels 1 instead of {facts.path}"
+        raise ConfigError.of(facts.key, f"{labels} labels", expected, do)
 
 
 def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
-    """Heads divide the hidden size, key-value heads divide the heads, the generator has kernels."""
+    """Raise ConfigError if heads do not fit the hidden size, each other or the generator.
+
+    Without a head_dim in config.json the heads divide hidden_size; key-value heads divide the
+    heads; head_dim is at least what the generator's kernels need. Nothing is checked if the number
+    of heads or hidden_size is 0, which means unknown.
+    generator: None if the model does not generate.
+    """
     arch = facts.arch
     hidden = arch.hidden_size
     heads = arch.num_heads
@@ -120,11 +140,12 @@ def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
     file = facts.path / "config.json"
     if facts.config.get("head_dim") is None and hidden % heads:
         got = f"{heads} attention heads for hidden_size {hidden}"
-        do = f"correct {file}"
-        raise ConfigError.of(facts.key, got, "a divisor or a head_dim", do)
+        expected = "a number of heads that divides hidden_size, or a head_dim"
+        raise ConfigError.of(facts.key, got, expected, f"correct {file}")
     if heads % kv_heads:
         got = f"{kv_heads} key-value heads for {heads} attention heads"
-        raise ConfigError.of(facts.key, got, "a divisor", f"correct {file}")
+        expected = "a number of key-value heads that divides the attention heads"
+        raise ConfigError.of(facts.key, got, expected, f"correct {file}")
     head_dim = arch.head_dim
     if generator:
         least = generator_kind(generator, key="actor.rollout.engine").least_head_dim
@@ -137,7 +158,10 @@ def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
 
 
 def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int) -> None:
-    """The longest prompt and the longest response fit into the model's context."""
+    """Raise ConfigError if prompt and response tokens together exceed the model's context.
+
+    A model that states no context length (0) passes.
+    """
     needed = prompt_tokens + response_tokens
     positions = facts.arch.max_positions
     if positions and needed > positions:
@@ -149,7 +173,11 @@ def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int)
 
 
 def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, int]) -> None:
-    """The model reads the ids of the run's tokenizer: embeddings for all, the same tokens."""
+    """Raise ConfigError if the model has too few embeddings or other ids than the tokenizer.
+
+    tokenizer: the folder of the run's tokenizer; vocabulary: its token -> id. The model's own
+    tokenizer.json, if it has one, must give the same ids. An unknown vocab_size (0) is not checked.
+    """
     last = max(vocabulary.values())
     words = facts.arch.vocab_size
     if words and last >= words:
@@ -173,10 +201,12 @@ _STEP = re.compile(r"step-\d+(\.\d+)?")
 
 
 def exported_folder(key: str, path: str) -> str:
-    """The Hugging Face folder in the checkpoint or RUN_DIR `path`; any other path as it is.
+    """Return the Hugging Face folder in a checkpoint or RUN_DIR; any other path unchanged.
 
-    key: the setting, such as "actor.model.path", whose role chooses between several models of a
-    checkpoint. ConfigError for a checkpoint that is incomplete, damaged or has no such model.
+    A RUN_DIR means its newest step. Of several models the one of the setting's role is chosen, then
+    the actor's, then the only one. ConfigError if the checkpoint has no such model or only
+    adapters, or if a file of the model does not have the size in the manifest.
+    key: the setting, such as "actor.model.path", whose first word is the role.
     """
     step = _step_folder(key, Path(path))
     if step is None:
@@ -200,8 +230,8 @@ def exported_folder(key: str, path: str) -> str:
         got = file.stat().st_size if file.is_file() else None
         if got != size:
             what = "which is missing" if got is None else f"which has {got} bytes"
-            expected = f"the {size} bytes that were sealed"
-            do = "restore the checkpoint, or choose another step"
+            expected = f"{size} bytes, which were recorded when the checkpoint was completed"
+            do = "restore the file from a backup, or choose another step"
             raise ConfigError.of(key, f"{file}, {what}", expected, do)
     return str(step / role / _EXPORT)
 
@@ -212,7 +242,12 @@ def names_newest_step(path: str) -> bool:
 
 
 def _step_folder(key: str, path: Path) -> Path | None:
-    """The step's folder; None if the path is not of a checkpoint."""
+    """Return the checkpoint step that a path means; None if the path is of no checkpoint.
+
+    It is the path itself if it is named step-N and has no config.json. Otherwise the file `latest`,
+    in the folder or in its checkpoints/, names the step; the path may also be that file.
+    ConfigError if that step does not exist.
+    """
     if _STEP.fullmatch(path.name) and not (path / "config.json").exists():
         return path
     files = (path, path / _LATEST, path / "checkpoints" / _LATEST)
@@ -229,7 +264,11 @@ def _step_folder(key: str, path: Path) -> Path | None:
 
 
 def _sizes(key: str, step: Path) -> dict[str, int]:
-    """Bytes of every file of a sealed checkpoint, by name."""
+    """Return file name -> bytes of a complete checkpoint step, from its manifest.json.
+
+    ConfigError if there is no manifest or it cannot be read; the message lists the steps that have
+    one.
+    """
     manifest = step / _MANIFEST
     if not manifest.is_file():
         if not step.is_dir():

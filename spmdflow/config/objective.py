@@ -53,7 +53,10 @@ class PolicyLossConfig(PolicyLossSettings):
 
     @property
     def chosen_aggregation(self) -> str:
-        """aggregation, or what `auto` means for the surrogate."""
+        """The aggregation; for `auto` the mean that the surrogate's paper uses.
+
+        It is sequence-mean-token-mean for gspo, gmpo and sapo, and token-mean for the others.
+        """
         if self.aggregation != "auto":
             return self.aggregation
         if self.surrogate in SEQUENCE_SURROGATES:
@@ -144,10 +147,11 @@ class PolicyUpdateConfig(UpdateConfig):
 
 
 def readers_of_old_log_probs(cfg: Any) -> dict[str, bool]:
-    """What makes a script read old_log_probs before its update, by settings alone.
+    """Return what makes a script read old_log_probs before its update, as far as settings say it.
 
-    Returns reader -> whether the generator's log-probs may serve it while they hardly differ:
-    they may for weights of single tokens, not for a KL or the product over a response.
+    The keys are settings (or what the script's class declares as its reader), in order. The value
+    says whether the generator's log-probs may serve instead while they hardly differ: yes for
+    weights of single tokens, no for a KL or a product over a response.
     """
     readers: dict[str, bool] = {}
     for key, advantage in parts_of(cfg, AdvantageConfig):

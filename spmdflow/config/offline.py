@@ -172,9 +172,11 @@ class DPOConfig(ScriptConfig):
 
 
 def check_preferences(key: str, loss: PreferenceLossConfig, data: PreferenceDataConfig) -> None:
-    """Refuse a loss that cannot use the rows, or settings that the loss does not have.
+    """Raise ConfigError if a preference loss cannot use the rows, or has a setting in vain.
 
-    key: of the loss, such as "actor.loss". Raises ConfigError.
+    kto needs rows with labels (data.label_column) and at least two rows per step; other losses need
+    pairs. ipo, slic, hinge and kto have no label_smoothing, kto no per_token.
+    key: of the loss, such as "actor.loss".
     """
     if (loss.name == "kto") != (data.label_column is not None):
         if data.label_column is None:
@@ -263,10 +265,13 @@ class EvaluateConfig:
 
     @classmethod
     def take_over(cls, settings: dict[str, Any], file: Path) -> dict[str, Any]:
-        """The settings of a file that an evaluation uses: all, unless it is a training run's file.
+        """Return the settings that an evaluation takes from a file's settings (by dotted key).
 
-        Such a file has data.train_path; of it are used run.seed and those of data, actor and reward
-        that exist here. With RUN_DIR/config.yaml, the newest checkpoint of RUN_DIR is evaluated.
+        A file that sets data.train_path is a training run's: of it only run.seed is taken, and
+        those of data, actor and reward that an evaluation has. If the file's folder has
+        checkpoints/, it is a RUN_DIR: actor.model.path becomes that folder, so that its newest
+        checkpoint is evaluated. Of any other file all settings are taken: the same dict is
+        returned.
         """
         if not settings.get("data.train_path"):
             return settings

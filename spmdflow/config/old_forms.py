@@ -30,8 +30,11 @@ Translation = dict[str, Any]
 
 
 def translate_setting(key: str, value: Any, known: Collection[str]) -> Translation | None:
-    """The settings of today for an old one, by dotted key; None if it has the form of today.
+    """Return the current settings for one in a form from before 0.2.0, by dotted key.
 
+    None if the setting already has the current form: its name was never changed, its value is no
+    text, or the settings class lacks the new names. A text with ${...} is translated only for a
+    setting that was renamed, by renaming it in the reference too.
     known: keys of the settings class. ConfigError for an old setting that cannot be read.
     """
     section, dot, name = key.rpartition(".")
@@ -71,7 +74,10 @@ def _word(value: Any) -> str:
 
 
 def _translate_micro_batch(key: str, text: str | None) -> Translation | None:
-    """ "16 rows" or "4096 tokens"."""
+    """Translate "16 rows" or "4096 tokens" to micro_batch_rows or micro_batch_tokens.
+
+    ConfigError for any other text.
+    """
     count, _, unit = (text or "").strip().partition(" ")
     if not count.isdigit() or int(count) < 1 or unit not in ("rows", "tokens"):
         section = key.rpartition(".")[0]
@@ -81,7 +87,11 @@ def _translate_micro_batch(key: str, text: str | None) -> Translation | None:
 
 
 def _translate_residency(key: str, text: str | None) -> Translation | None:
-    """ "auto", "keep", "offload" or parts with commas, such as "optimizer, gradients"."""
+    """Translate "auto", "keep", "offload" or "optimizer, gradients" to the list offload.
+
+    auto (or None) becomes null, keep an empty list, offload all `PARTS`. Part names are put into
+    the order of `PARTS`. ConfigError for any other text or a repeated part.
+    """
     if text in ("auto", None):
         return {"offload": None}
     if text in ("keep", "offload"):
@@ -99,7 +109,11 @@ _CACHE = re.compile(r"(\d+(?:\.\d+)?) *(of free|[KMG]i?B|)")
 
 
 def _translate_kv_cache(key: str, text: str | None) -> Translation | None:
-    """ "auto", "20 GiB", bytes, or "0.6 of free"."""
+    """Translate "auto", "20 GiB", bytes or "0.6 of free" to kv_cache_gib and kv_cache_fraction.
+
+    The one that does not apply becomes null, for auto (or None) both. ConfigError for any other
+    text, for a fraction outside (0, 1] and for less than one byte.
+    """
     if text in ("auto", None):
         return {"kv_cache_gib": None, "kv_cache_fraction": None}
     match = _CACHE.fullmatch(str(text).strip())
@@ -119,7 +133,11 @@ _EVALUATION = re.compile(r"(?P<prompts>all|[1-9]\d*)(?: x (?P<samples>[1-9]\d*) 
 
 
 def _translate_eval_prompts(key: str, text: str | None) -> Translation | None:
-    """ "all", "512" or "512 x 8 samples"."""
+    """Translate "all", "512" or "512 x 8 samples" to eval_prompts and eval_samples.
+
+    all becomes null; without samples eval_samples is 0. None returns None, as null has the current
+    form. ConfigError for any other text.
+    """
     if text is None:
         return None
     match = _EVALUATION.fullmatch(text.strip())
@@ -134,7 +152,11 @@ _PROFILED = re.compile(r"(\d+)(?:-(\d+))?(?: on (\d+(?:, ?\d+)*))?")
 
 
 def _translate_profile_steps(key: str, text: str | None) -> Translation | None:
-    """ "3", "3-5" or "3-5 on 0, 2": steps, then ranks."""
+    """Translate "3", "3-5" or "3-5 on 0, 2" to profile_steps and profile_ranks.
+
+    Steps become a list, both ends included; without "on" profile_ranks is not set. None becomes no
+    steps. ConfigError for any other text.
+    """
     if text is None:
         return {"profile_steps": []}
     match = _PROFILED.fullmatch(text.strip())
@@ -150,7 +172,7 @@ def _translate_profile_steps(key: str, text: str | None) -> Translation | None:
 
 
 def _translate_call_seconds(key: str, text: str | None) -> Translation | None:
-    """ "auto"."""
+    """Translate "auto" to null; None for any other text, which has the current form."""
     if text == "auto":
         return {"call_seconds": None}
     return None
@@ -160,7 +182,10 @@ _FAILED = re.compile(r"drop +(?P<percent>\d+(\.\d+)?) *%")
 
 
 def _translate_on_error(key: str, text: str | None) -> Translation | None:
-    """ "drop 25%"."""
+    """Translate "drop 25%" to on_error=drop and max_failed_fraction=0.25.
+
+    None for any other text, which has the current form.
+    """
     match = _FAILED.fullmatch((text or "").strip())
     if match is None:
         return None

@@ -52,7 +52,10 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(key: str, text: str) -> Sizes:
-    """Sizes that a layout names; what it omits is 1. ConfigError naming the setting `key`."""
+    """Return the sizes that a layout such as "t4p2" names; omitted are t1, p1, v1 and s0.
+
+    ConfigError, naming the setting `key`, for any other text.
+    """
     match = _LAYOUT.fullmatch(text)
     if match is None:
         do = "write one of these (data parallelism takes the other ranks)"
@@ -66,7 +69,11 @@ def training_sizes(role: str, engine: Any) -> Sizes:
 
 
 def generation_sizes(role: str, part: Any) -> Sizes:
-    """Sizes while a role generates: rollout.layout, or what auto means."""
+    """Return the tensor- and pipeline-parallel size while a role generates, from rollout.layout.
+
+    auto means the training's tensor-parallel size without pipeline if the generator can split a
+    model, otherwise 1. ConfigError for a layout with v or s, which only training has.
+    """
     rollout = part.rollout
     training = training_sizes(role, part.engine)
     if rollout.layout == "auto":
@@ -82,7 +89,11 @@ def generation_sizes(role: str, part: Any) -> Sizes:
 
 
 def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
-    """The training sizes of a role; ConfigError if its engine cannot have them on num_ranks."""
+    """Return the training sizes of a role; ConfigError if they do not work on num_ranks ranks.
+
+    Only some engine kinds split a model (t, p) or shard over part of the ranks (s). t * p and s
+    must divide num_ranks, v needs p3 or more, and options must be known and fit the sizes.
+    """
     sizes = training_sizes(role, engine)
     kind = engine_kind(engine.kind)
     if sizes.shard and not kind.sharding.parameters:
@@ -112,7 +123,10 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
 
 
 def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
-    """The generation sizes; ConfigError if the generator cannot have them on num_ranks."""
+    """Return the generation sizes of a role; ConfigError if they do not work on num_ranks ranks.
+
+    t * p must divide num_ranks, and be 1 if the generator cannot split a model.
+    """
     sizes = generation_sizes(role, part)
     key = f"{role}.rollout.layout"
     if sizes.replica > 1 and not generator_kind(part.rollout.generator).cuts_model:
@@ -124,7 +138,12 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
 
 
 def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
-    """ConfigError unless tp divides the model's heads and every pipeline part has a layer."""
+    """Raise ConfigError unless a model can be split into these sizes.
+
+    tp divides the attention heads; tp divides the key-value heads or is a multiple of them; there
+    is a layer for each of the pp * virtual parts. Counts that are 0 (unknown) pass.
+    key: the setting of the layout, for messages.
+    """
     arch = facts.arch
     if arch.num_heads % sizes.tp:
         raise ConfigError(
@@ -146,7 +165,7 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
 
 
 def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
-    """ConfigError unless the ranks of a replica divide those of the pool."""
+    """Raise ConfigError unless tp * pp divides the number of ranks of the pool."""
     if num_ranks % sizes.replica:
         got = f"{sizes} = {sizes.replica} ranks a replica on a pool of {num_ranks}"
         do = f"choose a product among {divisors(num_ranks)}"
@@ -154,7 +173,11 @@ def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
 
 
 def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
-    """ConfigError for options that the engine does not have, or that do not fit its sizes."""
+    """Raise ConfigError for an engine option that does not exist or does not fit.
+
+    An option does not fit if it excludes another one that is set, or if it needs an axis (tp or pp)
+    whose size is 1.
+    """
     allowed = engine_kind(engine.kind, key=f"{role}.engine.kind").options
     wrong = []
     for option in engine.options:
@@ -196,10 +219,11 @@ class Algebra:
 def batch_algebra_of(
     role: str, data: DataSettings, update: UpdateConfig, engine: EngineConfig, *, num_ranks: int
 ) -> Algebra:
-    """The algebra of one trained role on `num_ranks` data-parallel ranks.
+    """Return how the samples of a step become the optimizer steps of one role.
 
-    ConfigError unless mini-batches divide the samples and keep the samples of a prompt together;
-    rows over ranks may be uneven.
+    num_ranks: data-parallel replicas. ConfigError unless mini_batch_size divides the samples of a
+    step and is a multiple of samples_per_prompt. Rows per rank may be uneven: the floor and the
+    ceiling of mini_batch_size / num_ranks.
     """
     samples = data.samples_per_step
     group = data.samples_per_prompt
@@ -225,7 +249,11 @@ def batch_algebra_of(
 
 
 def batch_algebra(cfg: Any, world_size: int) -> str:
-    """Pools and batch algebra as a few lines of text; for settings that passed `check`."""
+    """Return the lines about pools, batch and each role's updates that a run prints at its start.
+
+    For settings that passed `check`. Idle ranks are listed too. Without data.train_path, a line
+    says what is evaluated.
+    """
     pools = pools_of(cfg, range(world_size))
     data = cfg.data
     lines = []
@@ -248,7 +276,7 @@ def batch_algebra(cfg: Any, world_size: int) -> str:
 
 
 def _evaluation_text(data: DataSettings) -> str:
-    """How many prompts and samples an evaluation takes."""
+    """Return what an evaluation generates: "all prompts", "512 prompts x 8 samples", ..."""
     text = "all prompts" if data.eval_prompts is None else count_of(data.eval_prompts, "prompt")
     if data.eval_samples:
         text += f" x {count_of(data.eval_samples, 'sample')}"
@@ -256,7 +284,12 @@ def _evaluation_text(data: DataSettings) -> str:
 
 
 def _updates(cfg: Any, role: str, num_ranks: int) -> Iterator[str]:
-    """Two lines: the optimizer steps of a role's update, and the micro-batches of a mini-batch."""
+    """Yield two lines: the optimizer steps of a role's update, and its micro-batches.
+
+    The first adds a note if the warm-up is longer than the run, and the end of a learning-rate
+    schedule.
+    num_ranks: ranks of the role's pool.
+    """
     part: Any = getattr(cfg, role)
     update = part.update
     engine = part.engine
@@ -298,7 +331,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def ranges_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of ascending ranks: [0, 1, 2, 5] -> [(0, 2), (5, 5)]."""
+    """Return (first, last) of each run of consecutive numbers: [0, 1, 2, 5] -> [(0, 2), (5, 5)]."""
     ranges = []
     for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0]):
         consecutive = [rank for _, rank in run]
@@ -307,7 +340,10 @@ def ranges_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Ascending ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"; of many only the first and last."""
+    """Return ascending ranks as ranges in text: [0, 1, 2, 5] -> "0-2, 5".
+
+    Of more than four ranges only the first two and the last are shown, with the number of ranks.
+    """
     parts = []
     for first, last in ranges_of(ranks):
         parts.append(f"{first}-{last}" if last > first else f"{first}")

@@ -38,9 +38,10 @@ class Pool:
 
 
 def roles_of(cfg: Any) -> tuple[str, ...]:
-    """Names of the models a settings object describes: its parts that have an engine.
+    """Return the names of the models of a settings object: the fields that have an engine.
 
-    `more_roles` of its class names further models, which are spawned with another role's settings.
+    They are followed by `more_roles` of its class: models that are spawned with another role's
+    settings.
     """
     models = []
     for field in fields(cfg):
@@ -55,9 +56,11 @@ def has_engine(part: Any) -> bool:
 
 
 def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
-    """The pools of a settings object as global ranks; its placement holds indices into `ranks`.
+    """Return pool name -> pool of a settings object, with global ranks.
 
-    A map may also name sections that have no engine.
+    Its placement counts from 0: number i stands for ranks[i]. A map may also place sections without
+    an engine. With placement=split and no model besides actor and reference, the script's own
+    sections count as roles of the second half. ConfigError as in `resolve_placement`.
     """
     parts = {}
     for field in fields(cfg):
@@ -82,9 +85,12 @@ def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
 
 
 def pool_name_of(pools: Mapping[str, Pool], name: str, role: str, cfg: Any) -> str:
-    """The name of the pool that a model runs on; cfg: what it is spawned with (Any: its class).
+    """Return the name of the pool that a model runs on.
 
-    ConfigError for a model with an engine that no pool names.
+    It is the pool with the model's name among its roles, otherwise the one with its role. A model
+    without an engine falls back to the pool of `reward`, then to the last pool; ConfigError for one
+    with an engine.
+    cfg: what it is spawned with (Any: its class).
     """
     for wanted in (name, role):
         for pool, content in pools.items():
@@ -103,9 +109,12 @@ def pool_name_of(pools: Mapping[str, Pool], name: str, role: str, cfg: Any) -> s
 def resolve_placement(
     placement: Any, roles: Sequence[str], world_size: int, *, others: Sequence[str] = ()
 ) -> dict[str, Pool]:
-    """Pool name -> Pool; every role is in exactly one pool. ConfigError for what cannot work.
+    """Return pool name -> Pool for a placement: a preset's name or a map.
 
-    others: sections without an engine, which a map may name too.
+    Every role is in exactly one pool. colocate makes one pool "all", split two and standalone one
+    per role. ConfigError for an unknown name, placement=auto, or a map whose ranks or roles do not
+    fit.
+    others: sections without an engine, which a map may place too.
     """
     roles = tuple(roles)
     if isinstance(placement, Mapping):
@@ -132,7 +141,11 @@ def resolve_placement(
 
 
 def _halves(roles: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The roles on each side of a split."""
+    """Return the roles of the two halves of a split; ConfigError if one would be empty.
+
+    A generator is alone in the second half, with all others in the first. Without a generator,
+    actor and reference are in the first half and all others in the second.
+    """
     aside = ("generator",) if "generator" in roles else ()
     second = aside or tuple(role for role in roles if role not in _POLICY_ROLES)
     first = tuple(role for role in roles if role not in second)
@@ -145,7 +158,11 @@ def _halves(roles: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _share_out(role_sets: list[tuple[str, ...]], world_size: int, preset: str) -> dict[str, Pool]:
-    """One pool per role set on neighbouring ranks; sizes differ by at most one, larger first."""
+    """Return one pool per role set, on neighbouring ranks of 0 to world_size - 1.
+
+    Pool sizes differ by at most one, larger ones first. A pool's name is its roles joined by "+".
+    ConfigError if there are fewer ranks than sets. preset: for the message.
+    """
     count = len(role_sets)
     if world_size < count:
         raise ConfigError(
@@ -164,7 +181,10 @@ def _share_out(role_sets: list[tuple[str, ...]], world_size: int, preset: str) -
 
 
 def _read_pool(name: str, pool: Any) -> Pool:
-    """One pool of a map; ConfigError if it has another form (Any: what a file holds)."""
+    """Return one pool of a map: {roles: [names], ranks: [integers]}, neither of them empty.
+
+    ConfigError if it has any other form (Any: what a file holds).
+    """
     keys = sorted(map(str, pool)) if isinstance(pool, Mapping) else pool
     if not isinstance(pool, Mapping) or set(pool) != {"roles", "ranks"}:
         where = f"placement.{name}"
@@ -184,7 +204,7 @@ def _read_pool(name: str, pool: Any) -> Pool:
 
 
 def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
-    """ConfigError unless ranks ascend, exist and are in one pool each."""
+    """Raise ConfigError unless every pool's ranks ascend and exist, and no rank is in two pools."""
     for name, pool in pools.items():
         if list(pool.ranks) != sorted(set(pool.ranks)):
             raise ConfigError(
@@ -205,7 +225,10 @@ def _check_ranks(pools: Mapping[str, Pool], world_size: int) -> None:
 
 
 def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequence[str]) -> None:
-    """ConfigError unless every role is in one pool, and nothing else but `others`."""
+    """Raise ConfigError unless every role is in exactly one pool.
+
+    Pools may also have names from `others`, but no unknown ones.
+    """
     for name, pool in pools.items():
         for role in pool.roles:
             if role not in roles and role not in others:
@@ -225,20 +248,28 @@ def _check_roles(pools: Mapping[str, Pool], roles: tuple[str, ...], others: Sequ
         raise ConfigError.of("placement", got, expected, "add it to a pool's roles")
 
 
-def _check_once(noun: str, members: Mapping[str, Sequence[object]], do: str) -> dict[object, str]:
-    """Member -> the one pool that has it."""
+def _check_once(
+    noun: str, members: Mapping[str, Sequence[object]], ending: str
+) -> dict[object, str]:
+    """Return member -> the name of its pool; ConfigError if a member is there twice.
+
+    members: pool name -> its ranks or roles. noun, ending: parts of the message.
+    """
     owner: dict[object, str] = {}
     for name, in_pool in members.items():
         for member in in_pool:
             if owner.setdefault(member, name) != name or in_pool.count(member) > 1:
                 raise ConfigError(
-                    f"placement: {noun} {member} is in pools {owner[member]} and {name}, {do}"
+                    f"placement: {noun} {member} is in pools {owner[member]} and {name}, {ending}"
                 )
     return owner
 
 
 def _suggest(word: str, choices: Sequence[str]) -> str:
-    """The end of an error: the most similar choice, otherwise an example."""
+    """Return the end of an error: "; did you mean X?" for the most similar choice.
+
+    Without a similar one: "; choose one, such as" and the first choice.
+    """
     near = difflib.get_close_matches(word, choices, 1)
     if near:
         return f"; did you mean {near[0]}?"

@@ -62,7 +62,10 @@ class Choice:
     """Continues "because ..."."""
 
     def set_in(self, cfg: Any) -> None:
-        """Set the value in a settings object."""
+        """Set the value in a settings object, in place.
+
+        A key that ends in .options appends the value to that list, unless it is in it already.
+        """
         section, _, name = self.key.rpartition(".")
         part = attrgetter(section)(cfg) if section else cfg
         if name == "options":
@@ -107,7 +110,7 @@ class Settings:
     """The settings before the first pass; `resolve` fills it in."""
 
     def with_choices(self, choices: Iterable[Choice]) -> Settings:
-        """New settings that have these values."""
+        """Return new settings with a deep copy of cfg in which these choices are set, in order."""
         cfg = copy.deepcopy(self.cfg)
         for choice in choices:
             choice.set_in(cfg)
@@ -120,9 +123,10 @@ Pass = Callable[[Settings], tuple[Settings, list[Choice]]]
 
 
 def resolve(settings: Settings) -> tuple[Settings, list[Choice]]:
-    """Apply every pass; returns the final settings, and the reasons that still hold.
+    """Apply every pass of `PASSES` in order; return the final settings and the reasons.
 
-    ConfigError for settings that cannot work.
+    A choice that a later pass replaces is not among the reasons. ConfigError for settings that
+    cannot work.
     """
     settings = replace(settings, written=settings.cfg)
     reasons: list[Choice] = []
@@ -135,13 +139,17 @@ def resolve(settings: Settings) -> tuple[Settings, list[Choice]]:
 
 
 def device_defaults(settings: Settings) -> tuple[Settings, list[Choice]]:
-    """Replace `auto` where the device type, installed packages or the loss decide."""
+    """Pass 1: replace `auto` where the device type, installed packages or the loss decide."""
     choices = choose_device_defaults(settings.cfg, settings.device)
     return settings.with_choices(choices), choices
 
 
 def resume(settings: Settings) -> tuple[Settings, list[Choice]]:
-    """Replace what was `auto` by what the resumed run had, pools and layouts too if they apply."""
+    """Pass 2: give values that were written as `auto` those of the run that is resumed.
+
+    These are dtype, rollout engine and loss aggregation. With placement=auto its pools and layouts
+    are taken too, unless ranks or engines differ. Without a resumed run nothing changes.
+    """
     if settings.previous is None:
         return settings, []
     choices = []
@@ -163,7 +171,11 @@ def resume(settings: Settings) -> tuple[Settings, list[Choice]]:
 
 
 def placement(settings: Settings) -> tuple[Settings, list[Choice]]:
-    """Replace placement=auto by the pools and layouts that the planner finds."""
+    """Pass 3: replace placement=auto by the pools and layouts that the planner finds.
+
+    Does nothing if the placement is set. If a resumed run's placement did not apply, the reasons
+    say why not.
+    """
     if not _is_placement_open(settings.cfg):
         return settings, []
     choices = settings.search_placement(settings)
@@ -175,7 +187,10 @@ def placement(settings: Settings) -> tuple[Settings, list[Choice]]:
 
 
 def memory(settings: Settings) -> tuple[Settings, list[Choice]]:
-    """Replace what is still `auto` by what the planner finds to fit into memory."""
+    """Pass 4: let the planner choose what depends on memory: offloading, KV caches, options.
+
+    Does nothing if no such setting is open (`needs_plan`).
+    """
     if not needs_plan(settings.cfg, on_cpu=settings.device == "cpu"):
         return settings, []
     choices = settings.fit_memory(settings)
@@ -192,9 +207,11 @@ PASSES: tuple[Pass, ...] = (device_defaults, resume, placement, memory, check)
 
 
 def choose_device_defaults(cfg: Any, device: str, *, here: bool = True) -> list[Choice]:
-    """What `auto` means on a device type, such as cuda; cfg is left as it is.
+    """Return what `auto` means on a device type (such as cuda), without changing cfg.
 
-    here: only choose packages that are installed here.
+    It covers dtypes, rollout engines, loss aggregations, on CPU the KV cache and offloading,
+    elsewhere engine options.
+    here: only choose rollout engines whose package is installed on this node.
     """
     choices = []
     on_cpu = device == "cpu"
@@ -224,9 +241,9 @@ def choose_device_defaults(cfg: Any, device: str, *, here: bool = True) -> list[
 
 
 def _first_installed_generator(here: bool) -> str:
-    """The first generator whose package is installed, otherwise the built-in one.
+    """Return the first generator in the order of registration whose package is installed.
 
-    here: False takes every package for installed.
+    If there is none, return the built-in generator. here: False takes every package for installed.
     """
     for name in generator_names():
         package = generator_kind(name).package
@@ -241,7 +258,11 @@ def _is_placement_open(cfg: Any) -> bool:
 
 
 def _differences(settings: Settings) -> list[str]:
-    """Why the pools and layouts of the resumed run do not apply; empty: they do, or none is."""
+    """Return why the pools and layouts of the resumed run do not apply, one phrase per reason.
+
+    A different number of ranks, other engines, or a run without a placement. Empty if they apply or
+    no run is resumed.
+    """
     if settings.previous is None:
         return []
     differences = []
@@ -259,7 +280,11 @@ def _differences(settings: Settings) -> list[str]:
 
 
 def _previous_placement(settings: Settings, why: str) -> list[Choice]:
-    """Pools, layouts and options of the resumed run, where the settings leave them open."""
+    """Return choices that repeat the pools, layouts and engine options of the resumed run.
+
+    A layout is repeated where the settings have its default; options are repeated, one choice each,
+    where the settings have no other options.
+    """
     assert settings.previous is not None
     before = settings.previous.settings
     choices = [Choice("placement", before["placement"], why)]
@@ -276,7 +301,10 @@ def _previous_placement(settings: Settings, why: str) -> list[Choice]:
 
 
 def _engines_of(cfg: Any) -> Iterator[tuple[str, Any, str]]:
-    """(key, section, name of the setting that names its engine) of trainers and generators."""
+    """Yield (key, section, name of the setting that chooses its engine) of each engine section.
+
+    Trainers come first, with the setting "kind", then rollouts, with the setting "engine".
+    """
     for key, engine in parts_of(cfg, EngineConfig):
         yield key, engine, "kind"
     for key, rollout in parts_of(cfg, RolloutConfig):
@@ -284,7 +312,7 @@ def _engines_of(cfg: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _section_of(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of nested settings by its dotted key; empty if it is not there."""
+    """Return the section at a dotted key of nested settings; {} if there is none."""
     section: Any = settings
     for name in key.split("."):
         section = section.get(name) if isinstance(section, Mapping) else None
@@ -294,8 +322,11 @@ def _section_of(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def needs_plan(cfg: Any, *, on_cpu: bool = True) -> bool:
-    """Whether a plan must decide what is offloaded, the size of a KV cache or, unless on CPU, how
-    weights reach a generator that can share the trainer's memory."""
+    """Return whether a plan must choose something that depends on memory.
+
+    That is what is offloaded, the size of a KV cache or, unless on CPU, how weights reach a
+    generator that can share the trainer's memory.
+    """
     for _, engine in parts_of(cfg, EngineConfig):
         if engine.offload is None:
             return True
@@ -319,7 +350,11 @@ def has_open_cache(rollout: RolloutConfig) -> bool:
 
 
 def choices_text(choices: Sequence[Choice]) -> str:
-    """A line for each reason: the values that were chosen, their sections, then the reason."""
+    """Return one line per reason: "auto   NAME: VALUE (SECTIONS), ..., because REASON".
+
+    Equal values of several sections are listed once, with the sections. In order of first
+    appearance.
+    """
     lines: dict[str, dict[str, list[str]]] = {}
     for choice in choices:
         section, _, name = choice.key.rpartition(".")
@@ -335,7 +370,10 @@ def choices_text(choices: Sequence[Choice]) -> str:
 
 
 def _choice_text(choice: Choice) -> str:
-    """A value on one line; pools as {actor, critic}@8 | {reward}@8."""
+    """Return a chosen value on one line; a placement as {actor, critic}@8 | {reward}@8.
+
+    The number behind @ is the pool's number of ranks.
+    """
     if choice.key != "placement" or not isinstance(choice.value, Mapping):
         return value_text(choice.value)
     pools = []

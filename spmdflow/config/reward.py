@@ -57,7 +57,11 @@ class RewardTerm:
 
 
 def reward_terms(key: str, setting: object) -> tuple[RewardTerm, ...]:
-    """The terms of a `function` setting, in its order; none of None. ConfigError if unreadable."""
+    """Return the terms of a `function` setting, in its order; () if it is None.
+
+    The setting is one text, whose term has the name "", or a map name -> text. ConfigError for an
+    unreadable text or a name that is no identifier or one of RESERVED.
+    """
     expected = "one function or a map name -> function"
     do = "write file.py:name or {correct: file.py:name, ...}"
     written = texts_of(key, setting, expected=expected, do=do)
@@ -76,7 +80,10 @@ def knows_right(reward: Any) -> bool:
 
 
 def with_located_files(setting: object, locate: Callable[[str], str]) -> object:
-    """The setting with the path of every file.py:name replaced by locate(path)."""
+    """Return a `function` setting with the path of every file.py:name replaced by locate(path).
+
+    Weights and arguments stay. Terms without such a path, and what cannot be read, are unchanged.
+    """
     if isinstance(setting, dict):
         return {name: with_located_files(text, locate) for name, text in setting.items()}
     match = _TERM.fullmatch(setting.strip()) if isinstance(setting, str) else None
@@ -88,7 +95,11 @@ def with_located_files(setting: object, locate: Callable[[str], str]) -> object:
 
 
 def _term(key: str, name: str, text: object) -> RewardTerm:
-    """One term of a reward; name: in its map, or ""."""
+    """Return the term that a text such as "0.2 * file.py:name(limit=100)" describes.
+
+    ConfigError for any other form, a weight that is not finite, or arguments of "model".
+    name: the term's name in the map, "" for a text alone.
+    """
     key = f"{key}.{name}" if name else key
     match = _TERM.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
@@ -99,13 +110,22 @@ def _term(key: str, name: str, text: object) -> RewardTerm:
             f"{key}: got {text!r}, but a model takes no arguments; expected model alone; "
             f"write {key}=model"
         )
-    do = "write 0.5 * file.py:name"
-    number = weight_of(key, weight, -math.inf, "a finite number", do)
+    number = weight_of(
+        key,
+        weight,
+        above=-math.inf,
+        expected="a finite number",
+        advice="write 0.5 * file.py:name",
+    )
     return RewardTerm(name, function, number, _arguments(key, call))
 
 
 def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
-    """The keyword arguments of "(name=value, ...)", values being literals that JSON keeps."""
+    """Return the keyword arguments of "(name=value, ...)" as pairs; () for None.
+
+    ConfigError unless all are name=value and the values are Python literals that survive JSON
+    unchanged: numbers, texts, booleans, None and lists of them.
+    """
     try:
         tree = ast.parse(f"f{call or '()'}", mode="eval").body
         if not isinstance(tree, ast.Call):
@@ -133,9 +153,12 @@ _NEEDS = {"spmdflow.rewards.math": ("math_verify", "math")}
 
 
 def check_rewards(key: str, reward: Any) -> None:
-    """Each function can be called; a model next to functions needs a term that weights its score.
+    """Raise ConfigError if a reward section cannot score.
 
-    reward: the section (Any: the user's class). Raises ConfigError.
+    It needs a model, functions or both. If it has both, exactly one term must be `model`, to weight
+    the model's score. per_token needs a model. Every function must exist, take its arguments and
+    have the library that it needs installed.
+    reward: the section (Any: the user's class).
     """
     terms = reward_terms(f"{key}.function", reward.function)
     has_model = reward.model is not None
@@ -169,7 +192,10 @@ def check_rewards(key: str, reward: Any) -> None:
 
 
 def _check_function(key: str, term: RewardTerm) -> None:
-    """The function is there and takes these arguments, and so is the library that it needs."""
+    """Raise ConfigError if a term's function is not found or does not take its arguments.
+
+    Also if a library that it needs is not installed.
+    """
     file, statement = locate_function(key, term.function)
     _check_parameters(key, file, statement, [name for name, _ in term.arguments])
     source = term.function.rpartition(":")[0]
@@ -180,9 +206,10 @@ def _check_function(key: str, term: RewardTerm) -> None:
 
 
 def locate_function(key: str, reference: str) -> tuple[Path, ast.stmt]:
-    """The file of "file.py:name" or "module:name", and the statement that binds the name there.
+    """Return the file of "file.py:name" or "module:name" and the statement that binds the name.
 
-    ConfigError unless the file exists, parses and binds the name at top level.
+    The file is parsed, not run. ConfigError unless it exists, parses and binds the name at top
+    level.
     """
     source, colon, name = reference.rpartition(":")
     if not colon or not source or not name.isidentifier():
@@ -206,7 +233,10 @@ def locate_function(key: str, reference: str) -> tuple[Path, ast.stmt]:
 
 
 def _module_file(key: str, module: str) -> Path:
-    """The file of a module, which is not imported; ConfigError if there is none."""
+    """Return the source file of a module without importing it; ConfigError if not found.
+
+    Parent packages are imported, as Python does it to find a module.
+    """
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -220,7 +250,10 @@ def _module_file(key: str, module: str) -> Path:
 
 
 def _top_level_names(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Name -> statement that binds it: functions, classes, imports and assignments."""
+    """Return name -> the statement that binds it at the top level of a module.
+
+    Counts functions, classes, imports and plain assignments; the last statement wins.
+    """
     statements: dict[str, ast.stmt] = {}
     for statement in tree.body:
         match statement:
@@ -236,7 +269,13 @@ def _top_level_names(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _check_parameters(key: str, file: Path, statement: ast.stmt, names: Collection[str]) -> None:
-    """Checks a plain function; what is imported or assigned is only known when it is called."""
+    """Raise ConfigError unless a function can be called as f(prompt, response, row, **names).
+
+    It must take three positional arguments and require no more, none of the three with a name that
+    means a list (such as `prompts`); every further argument must be known and every required one
+    given. Only a plain `def` is checked; other statements, such as imports, pass.
+    names: of the keyword arguments.
+    """
     if not isinstance(statement, ast.FunctionDef):
         return
     arguments = statement.args

@@ -20,7 +20,11 @@ SCRIPT_MODULE = "spmdflow_script"
 
 
 def load_script(path: str | Path) -> ModuleType:
-    """The algorithm's module, imported as `spmdflow_script`; it must define main(flow, cfg)."""
+    """Import the script as the module `spmdflow_script` and return it.
+
+    Its folder is appended to sys.path. A name without a file means a bundled script. ConfigError if
+    there is no such file, it cannot be imported, or it does not define main(flow, cfg).
+    """
     path = find_file(path, ".py")
     if not path.is_file():
         bundled = bundled_scripts()
@@ -40,9 +44,10 @@ def load_script(path: str | Path) -> ModuleType:
 
 
 def schema_of(script: ModuleType) -> type:
-    """The settings class: that of `cfg` in `main(flow: Flow, cfg: GRPOConfig)`, or `PPOConfig`.
+    """Return the settings class of a script: the type annotation of main's second parameter.
 
-    ConfigError if it is no dataclass or cannot be read.
+    Without an annotation it is PPOConfig. ConfigError if the annotation is no dataclass or cannot
+    be read, or if there is none but the script has a class Config.
     """
     try:
         hints = get_type_hints(script.main)
@@ -65,7 +70,11 @@ def schema_of(script: ModuleType) -> type:
 
 
 def _execute(path: Path) -> ModuleType:
-    """Import the file as `spmdflow_script`; ConfigError if that fails."""
+    """Execute the file as the module `spmdflow_script`, register it in sys.modules, return it.
+
+    ConfigError for an ImportError or SyntaxError; other exceptions pass through. The message says
+    if spmdflow or a package that it needs is not installed.
+    """
     spec = importlib.util.spec_from_file_location(SCRIPT_MODULE, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)

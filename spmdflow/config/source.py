@@ -41,7 +41,12 @@ class Source:
 
 
 def read_yaml(path: Path) -> Source:
-    """The settings of a file, bundled ones by name; ConfigError for what is no YAML of settings."""
+    """Read a YAML file of settings, or the bundled one of that name if the file does not exist.
+
+    Its paths that exist only next to the file, or bundled, are replaced by where they are.
+    ConfigError if there is no such file, or it is no YAML in UTF-8 with a map of settings, or has
+    an invalid key or ${reference}.
+    """
     path = find_file(path, ".yaml")
     if not path.is_file():
         raise ConfigError(
@@ -51,7 +56,7 @@ def read_yaml(path: Path) -> Source:
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.YAMLError as err:
-        raise ConfigError.of(path, " ".join(str(err).split()), "YAML", "correct that line") from err
+        raise _syntax_error(path, err) from err
     except UnicodeDecodeError as err:
         got = f"a byte that is not UTF-8 at position {err.start}"
         do = "save the file in that encoding"
@@ -60,11 +65,34 @@ def read_yaml(path: Path) -> Source:
         raise _unreadable(path, err) from err
     except ValueError as err:
         raise _too_long(path, err) from err
-    except OSError as err:  # also of a file that is one number
-        raise ConfigError.of(path, err, "a file of key: value lines", "fix the file") from err
+    except OSError as err:
+        if err.errno is None:  # omegaconf raises one for a file that is one number
+            raise _not_settings(path, yaml.safe_load(path.read_text("utf-8"))) from err
+        do = "correct its rights, or give another file"
+        raise ConfigError.of(path, err.strerror, "a file that can be read", do) from err
     if not isinstance(tree, dict):
-        raise ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
+        raise _not_settings(path, tree)
     return Source(str(path), _locate_paths(tree, path.parent), path)
+
+
+def _syntax_error(path: Path, err: yaml.YAMLError) -> ConfigError:
+    """Return the ConfigError for a file that is no YAML, with the line and column of the problem.
+
+    Lines and columns count from 1. An error of PyYAML without a position is quoted as it is.
+    """
+    why = " ".join(str(err).split())
+    if isinstance(err, yaml.MarkedYAMLError) and err.problem and err.problem_mark:
+        mark = err.problem_mark
+        why = f"{err.problem}, line {mark.line + 1}, column {mark.column + 1}"
+    got = f"invalid YAML ({why})"
+    return ConfigError.of(path, got, "key: value lines", "correct that line")
+
+
+def _not_settings(path: Path, tree: object) -> ConfigError:
+    """Return the ConfigError for a YAML file that is a list or a single value, not a map."""
+    got = "a list" if isinstance(tree, list) else f"the single value {tree!r}"
+    do = "write lines such as total_steps: 10"
+    return ConfigError.of(path, got, "settings as key: value lines", do)
 
 
 def _too_long(where: object, err: ValueError) -> ConfigError:
@@ -73,11 +101,15 @@ def _too_long(where: object, err: ValueError) -> ConfigError:
 
 
 def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
-    """The error for a file that is YAML but has an invalid key or ${reference}."""
+    """Return the ConfigError for a file that is valid YAML but that omegaconf refuses.
+
+    It names what is wrong: no map at the top, a key that is no name, or the setting whose
+    ${reference} cannot be parsed.
+    """
     key = str(err.full_key or "").partition("[")[0]
     tree = yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(tree, dict):
-        return ConfigError.of(path, type(tree).__name__, "key: value lines", "write settings there")
+        return _not_settings(path, tree)
     if isinstance(err, KeyValidationError):
         where = f"a key under {key}" if key else "a key"
         return ConfigError.of(path, f"{err.key!r} as {where}", "a name", "correct the key")
@@ -88,7 +120,11 @@ def _unreadable(path: Path, err: OmegaConfBaseException) -> ConfigError:
 
 
 def _locate_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace paths that exist next to the YAML, or bundled, but not in the current directory."""
+    """Return a copy of the settings with each path, at any depth, replaced by where it is found.
+
+    Values of `path`, `*_path`, `train_path`, `eval_path`, and the files in `function` and
+    `environment` are paths. Each is located as in `_locate`.
+    """
     located = {}
     for name, value in tree.items():
         if name in ("function", "environment"):
@@ -110,7 +146,11 @@ def _locate_source(location: str, folder: Path) -> str:
 
 
 def _locate(value: str, folder: Path) -> str:
-    """A path, replaced by the same one in the folder or bundled, if only that exists."""
+    """Return a path unchanged if it exists from the current directory or contains "${".
+
+    Otherwise return the same path in `folder` if that exists, then the bundled one, then the path
+    unchanged.
+    """
     if "${" in value or Path(value).exists():
         return value
     in_folder = folder / value  # of an absolute value: the value
@@ -118,7 +158,11 @@ def _locate(value: str, folder: Path) -> str:
 
 
 def read_override(text: str) -> Source:
-    """The setting of one word of the command line; ConfigError for what is no key=value."""
+    """Read one word of the command line, `dotted.key=value` with the value in YAML, as a Source.
+
+    ConfigError for a word without "=" or key, with "[" in its key, that is not UTF-8, or whose
+    value is no YAML.
+    """
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps such bytes
         raise ConfigError.of(
             "command line", f"{text!a}", "text in UTF-8", "write it again in that encoding"
@@ -141,7 +185,11 @@ def read_override(text: str) -> Source:
 
 
 def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str, ...]]:
-    """SCRIPT, CONFIG.yaml and overrides of a command line; ConfigError for any other word."""
+    """Split the words of a command line into SCRIPT, CONFIG.yaml (None if absent) and overrides.
+
+    Words with "=" are overrides. Of the others the first is the script, and one more may be there
+    if it ends in .yaml or .yml. ConfigError for any further word.
+    """
     names = []
     for word in words:
         if "=" not in word:
@@ -160,7 +208,10 @@ def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str,
 
 
 def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
-    """Take the section `assume` out of every source; a later source wins."""
+    """Remove the section `assume` from every source in place; return its entries by dotted name.
+
+    A later source wins. ConfigError if a section is no map.
+    """
     examples: dict[str, Any] = {}
     for source in sources:
         section = source.tree.pop(ASSUME, None)
@@ -174,7 +225,10 @@ def take_examples(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def bundled_folder() -> Path:
-    """The folder of the bundled scripts."""
+    """Return the folder of the bundled scripts: spmdflow/algos, or algos/ next to the package.
+
+    The latter is where a checkout has it.
+    """
     inside = PACKAGE / _FOLDER_NAME
     if inside.is_dir():
         return inside
@@ -187,9 +241,10 @@ def bundled_scripts() -> list[str]:
 
 
 def find_bundled(name: str | Path, suffix: str = "") -> Path | None:
-    """The bundled file or folder that `name` means, if there is one.
+    """Return the bundled file or folder that `name` means; None if there is none.
 
     With the suffix .py, `ppo`, `ppo.py` and `algos/ppo.py` all mean the script of that name.
+    Absolute paths and paths with ".." never mean a bundled one.
     """
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
@@ -204,7 +259,10 @@ def find_bundled(name: str | Path, suffix: str = "") -> Path | None:
 
 
 def find_file(name: str | Path, suffix: str) -> Path:
-    """The file of that name in the current directory, or the bundled one, or just the name."""
+    """Return the path if it is a file, otherwise the bundled file of that name, otherwise the path.
+
+    suffix: is appended to look for a bundled name without one, such as ".py".
+    """
     path = Path(name)
     if path.is_file():
         return path
@@ -212,7 +270,11 @@ def find_file(name: str | Path, suffix: str) -> Path:
 
 
 def broken_installation(err: ImportError, script: Path) -> str | None:
-    """The message if a module of spmdflow failed to import; None if the script itself did."""
+    """Return a message if spmdflow, not the script, caused this ImportError; otherwise None.
+
+    spmdflow caused it if the traceback passes through a file of spmdflow below the script's frame.
+    The message tells a missing module of spmdflow from a missing dependency.
+    """
     files = []
     for frame in traceback.extract_tb(err.__traceback__):
         files.append(Path(frame.filename).resolve())

@@ -32,9 +32,10 @@ class MicroLimit(NamedTuple):
     packed: bool = True
 
     def count_of(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
-        """Number of forward passes, equal for all shares: the maximum that one share needs.
+        """Return the number of forward passes of each share: the largest need of one, at least 1.
 
-        shares: positions of their rows. lengths (B,): tokens of each row.
+        shares: positions of their rows. lengths (B,): tokens of each row; None counts each as 0
+        tokens.
         """
         tokens = []
         for share in shares:
@@ -56,7 +57,11 @@ class Target:
 
     @cached_property
     def limit(self) -> MicroLimit:
-        """Limit of one of its forward passes; without an engine there is no limit."""
+        """Return the largest allowed forward pass, from `engine` in the settings of the model.
+
+        The limit is micro_batch_size_per_rank rows and, if set, max_micro_batch_tokens tokens.
+        Without `engine` or `model` in the settings there is no limit. Cached.
+        """
         engine, model = (getattr(self.settings, name, None) for name in ("engine", "model"))
         if engine is None or model is None:
             return MicroLimit(_NO_LIMIT, None)
@@ -75,7 +80,7 @@ class Assignment:
     answering: tuple[int, ...]
     num_micro_batches: int = 1
     mini_batches: Mapping[int, list[tuple[np.ndarray, int]]] | None = None
-    """By rank: per optimizer step, positions within `given` and the number of forwards."""
+    """By rank: per optimizer step, positions within `received` and the number of forwards."""
 
 
 def assign(
@@ -86,9 +91,10 @@ def assign(
     lengths: np.ndarray | None = None,
     shares: Sequence[np.ndarray] | None = None,
 ) -> Assignment:
-    """Assign the rows of a call without mini-batches.
+    """Assign the rows of a call to ranks: which each rank gets and keeps, and which ranks reply.
 
-    lengths (B,): tokens of each row, to balance the shares. shares: positions; not balanced.
+    lengths (B,): tokens of each row; they count the micro-batches and, without shares, rebalance
+    the even chunks by tokens (`even_tokens`). shares: positions of each share, used as they are.
     """
     if shares is None and lengths is not None:
         parts = even_chunks(num_rows, rules.num_shares(layout))
@@ -110,7 +116,10 @@ The arrays are shared: do not write to them."""
 
 
 def by_share(rows_of_rank: Mapping[int, T], convert: Callable[[T], R]) -> dict[int, R]:
-    """convert(rows) for every rank; called once for ranks that share one rows object."""
+    """Return convert(rows) for every rank; it is called once for ranks that share one rows object.
+
+    Those ranks then share the converted object.
+    """
     converted: dict[int, R] = {}
     result = {}
     for rank, rows in rows_of_rank.items():
@@ -134,10 +143,12 @@ def assign_mini_batches(
     seed: int,
     step: int,
 ) -> Assignment:
-    """Assign the rows of an update.
+    """Assign the rows of an update to ranks, and to the mini-batches of its optimizer steps.
 
+    A rank gets each row of its share once; its mini-batches are positions in these rows.
     parents (B,): the group of each row. present: positions that each rank of the target already
-    has. lengths (B,): tokens of each row.
+    has, which stay there if the shares remain even. lengths (B,): tokens of each row. seed, step:
+    determine the order of the rows.
     """
     layout = target.layout
     limit = target.limit
@@ -183,9 +194,12 @@ def plan_mini_batches(
     seed: int,
     step: int,
 ) -> list[MiniBatchPlan]:
-    """Every optimizer step of one update call, over all epochs, in order.
+    """Return every optimizer step of one update call, over all epochs, in order.
 
-    holder[i] is the share that has row i of the batch, or -1.
+    In each epoch, shuffles the groups (cfg.shuffle), cuts them into mini-batches, and splits each
+    over the shares: evenly by rows, with few rows moved, or by tokens (cfg.balance_tokens, with
+    lengths).
+    parents (B,): the group of each row. holder (B,): the share that has each row, or -1.
     """
     minis = []
     for epoch in range(cfg.num_epochs):
@@ -207,14 +221,21 @@ def takes_one_step(parents: np.ndarray, cfg: UpdateConfig) -> bool:
 
 
 def permutation(parents: np.ndarray, *, seed: int, step: int, epoch: int) -> np.ndarray:
-    """Positions with complete groups in random order, from seed, step and epoch only."""
+    """Return the positions of all rows with the groups in random order, each group's rows together.
+
+    Depends only on parents, seed, step and epoch.
+    """
     groups = _groups(parents)
     generator = np.random.default_rng(seed_of(seed, "mini_batches", step, epoch))
     return np.concatenate([_NONE, *(groups[i] for i in generator.permutation(len(groups)))])
 
 
 def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[np.ndarray]:
-    """Positions of each mini-batch of `size` samples. Groups (equal parents) are never split."""
+    """Cut the positions `order` into mini-batches of at most `size` rows; never split a group.
+
+    Takes groups (equal parents) in the order of their first rows, and starts a new mini-batch where
+    the next group would exceed size. A group larger than size is a mini-batch on its own.
+    """
     batches: list[list[np.ndarray]] = [[]]
     filled = 0
     for group in _groups(parents[order]):
@@ -231,7 +252,7 @@ def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[
 
 
 def _groups(parents: np.ndarray) -> list[np.ndarray]:
-    """Positions of each group of equal parents, in the order of their first rows."""
+    """Return the positions of each group of equal parents, in the order of the first rows."""
     by_parent: dict[int, list[int]] = {}
     for position, parent in enumerate(parents.tolist()):
         by_parent.setdefault(parent, []).append(position)
@@ -239,7 +260,11 @@ def _groups(parents: np.ndarray) -> list[np.ndarray]:
 
 
 def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> list[np.ndarray]:
-    """Even split of positions over shares that moves as few rows as possible."""
+    """Split positions evenly over shares, moving as few rows as possible; return ascending arrays.
+
+    holder (B,): the share that has each row of the batch, or -1. Sizes differ by at most one. The
+    shares that have the most of these rows are the larger ones; on a tie the earlier share is.
+    """
     own = []
     for share in range(num_shares):
         own.append(positions[holder[positions] == share])
@@ -262,7 +287,12 @@ def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> li
 
 
 def even_tokens(shares: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
-    """The same shares if they are nearly balanced, otherwise shares with nearly equal tokens."""
+    """Return shares of nearly equal tokens; the same shares if they are nearly balanced already.
+
+    They are if the heaviest has at most 1.05 times the mean tokens. Otherwise all rows are
+    distributed from scratch (`balance`), with ascending positions. lengths (B,): tokens of each
+    row.
+    """
     tokens = [int(lengths[share].sum()) for share in shares]
     if max(tokens) * len(shares) <= _UNEVEN * sum(tokens):
         return shares

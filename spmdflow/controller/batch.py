@@ -73,7 +73,7 @@ class Batch:
         return tuple(self.refs)
 
     def column(self, name: str) -> ColumnRef:
-        """Where a column lives; a missing one is an error naming what is there."""
+        """Return the reference of a column. ColumnError, with existing names, if it is missing."""
         if name not in self.refs:
             raise ColumnError(
                 f"column {name!r}: the batch has {sorted(self.refs)}, expected it too; "
@@ -110,7 +110,7 @@ class Batch:
         return Batch(self.caller, self.ids, self.parents, columns)
 
     def _at(self, indices: np.ndarray, ids: Ids, parents: Ids) -> Batch:
-        """The rows at these places under other ids."""
+        """Return the rows at `indices` (n,), with `ids` and `parents` (n,) in place of theirs."""
         columns = {}
         for name, ref in self.refs.items():
             columns[name] = ref.at(indices)
@@ -131,11 +131,13 @@ class Batch:
         return self._at(indices, self.ids[indices], self.parents[indices])
 
     def where(self, rows: str | Sequence[bool] | np.ndarray | Tensor) -> Batch:
-        """The rows where a column with one number per row is not 0 (or False), or one of text is
-        not empty; ids stay.
+        """Return the rows that a column or a mask selects; ids stay.
 
-        rows: the column's name, which waits for its values (counted as fetched bytes; of text only
-        the lengths are looked at), or one bool for each row. `without` gives the other rows.
+        rows: one bool for each row, or the name of a column. A column with one number per row
+        selects the rows where it is not 0 (nan counts as not 0). A column of text selects the rows
+        where it is not empty. Waits for the values, which count as fetched bytes; of text only the
+        lengths are needed, and nothing is fetched. `without` gives the other rows. RowError for a
+        mask of another dtype or shape, ColumnError for a column of another kind.
         """
         if isinstance(rows, str) and self.caller.is_text(self.column(rows)):
             return self.select(np.flatnonzero(self.lengths(rows)))
@@ -147,7 +149,10 @@ class Batch:
         return self.select(np.flatnonzero(mask))
 
     def without(self, part: Batch) -> Batch:
-        """The rows whose ids are not in `part`; RowError if part has other rows too."""
+        """Return the rows whose ids are not in `part`, in order.
+
+        RowError if `part` has a row that is not in this batch.
+        """
         others = np.setdiff1d(part.ids, self.ids)
         if len(others):
             got = f"{len(others)} of {len(part)} rows that are not in this batch"
@@ -156,7 +161,7 @@ class Batch:
         return self.select(np.flatnonzero(~np.isin(self.ids, part.ids)))
 
     def replace(self, part: Batch) -> Batch:
-        """These rows in this order, those that are in `part` as they are there.
+        """Return these rows in this order, with the values of `part` for the rows in `part`.
 
         RowError if part has other rows, ColumnError if it has other columns.
         """
@@ -171,7 +176,10 @@ class Batch:
         return self.select([i for i, value in enumerate(self._items(name)) if keep(value)])
 
     def filter_groups(self, name: str, keep: Callable[[list[Any]], bool]) -> Batch:
-        """Rows of groups (samples of one prompt) whose values pass together; waits for them."""
+        """Return all rows of the groups (samples of one prompt) that `keep` accepts; ids stay.
+
+        keep: called with the values of a column in one group, in order. Waits for the values.
+        """
         groups: dict[int, list[Any]] = {}
         numbers = self.group_numbers().tolist()
         for number, value in zip(numbers, self._items(name), strict=True):
@@ -183,10 +191,11 @@ class Batch:
         return self.select([i for i, number in enumerate(numbers) if number in kept])
 
     def best(self, name: str) -> Batch:
-        """Of each group the row with the largest number in a column, the last one of several.
+        """Return, of each group (samples of a prompt), the row with the largest number in a column.
 
-        nan, the score of a row that failed, is below every number. Waits for the values (counted
-        as fetched bytes).
+        Groups are in ascending order of their parent's id. On a tie the last row of the group is
+        taken. nan, the score of a row that failed, is below every number. Waits for the values
+        (counted as fetched bytes). ColumnError unless the column has one number for each row.
         """
         numbers = np.nan_to_num(np.asarray(self._numbers("best", name)), nan=-np.inf)
         groups = self.group_numbers()
@@ -195,14 +204,20 @@ class Batch:
         return self.select(order[ends])
 
     def repeat(self, n: int) -> Batch:
-        """Each row n times, neighbours, with new ids; parents are the ids repeated."""
+        """Return each row n times in succession, with new row ids.
+
+        The parent of each new row is the id of the row that it repeats. RowError if n is below 1.
+        """
         if n < 1:
             raise RowError(f"repeat: got {n}, expected at least 1; use select to leave rows out")
         indices = np.repeat(np.arange(len(self)), n)
         return self._at(indices, self.caller.row_ids.take(len(indices)), np.repeat(self.ids, n))
 
     def aligned_with(self, other: Batch) -> Batch:
-        """These rows under the row ids of another batch, in order, so that the two can join."""
+        """Return these rows under the ids and parents of `other`, in order, to join the two.
+
+        RowError unless both have the same number of rows.
+        """
         if len(self) != len(other):
             where = "aligned_with"
             got = f"{len(self)} rows for a batch of {len(other)}"
@@ -215,10 +230,11 @@ class Batch:
         return self.select(np.sort(first))
 
     def shared_by(self, samples: Batch) -> Batch:
-        """Repeat this batch's one row of each group for all rows of the group in `samples`.
+        """Repeat this batch's one row of each prompt for all rows of the prompt in `samples`.
 
-        The result has the ids of samples, so that the two can join. RowError unless each of its
-        groups has exactly one row here.
+        The result has the ids, parents and order of `samples`, so that the two can join. Rows with
+        the same parent are of one prompt. RowError unless this batch has exactly one row of each
+        prompt in `samples`, and no others.
         """
         order = np.argsort(self.parents, kind="stable")
         groups = self.parents[order]
@@ -241,9 +257,10 @@ class Batch:
         return self._with({name: ref for name, ref in self.refs.items() if name not in names})
 
     def rename(self, **names: str) -> Batch:
-        """The same columns with other names: rename(judge_scores="scores"), new name first.
+        """Return the batch with renamed columns: rename(judge_scores="scores"), new name first.
 
-        Moves no data, sends no command. ColumnError for a name that is missing or taken.
+        All columns stay. Moves no data, sends no command. ColumnError if an old name is missing, or
+        if a new name is that of another column.
         """
         kept = []
         for name in self.refs:
@@ -272,7 +289,11 @@ class Batch:
         return self.caller.fetch(self, names, purpose=purpose)
 
     def mean(self, name: str) -> float:
-        """Mean of a column of one number a row, over rows that did not fail (`valid`); waits."""
+        """Return the mean of a column with one number per row, over the rows that did not fail.
+
+        A row failed if its column `valid` or `cost_valid` is False. The mean is 0.0 if all failed.
+        Waits for the values. ColumnError for a column of another kind.
+        """
         marks = []
         for mark in VALID:
             if mark in self.refs and mark != name:
@@ -286,9 +307,10 @@ class Batch:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What the calls that made these columns reported: batch.metrics["actor/entropy"].
+        """Return what the calls that made these columns reported: batch.metrics["actor/entropy"].
 
-        Merged over ranks and calls. Reading it waits for the calls.
+        Merged over ranks and calls, each call once. Waits for the calls. Reading a metric that no
+        call has reported raises UnknownMetric, a KeyError.
         """
         results = {}
         for ref in self.refs.values():
@@ -297,7 +319,11 @@ class Batch:
         return self.caller.metrics_of(results.values())
 
     def _numbers(self, what: str, name: str) -> list[float]:
-        """One number for each row; ColumnError for columns of text and of ragged or long rows."""
+        """Fetch a column to the controller and return one number for each row.
+
+        Waits for the values. ColumnError for text, ragged columns and rows with more than one
+        number. what: the method that asks, for the error.
+        """
         values = self.fetch_for("filter", name)[name]
         if isinstance(values, Tensor) and not is_ragged(values) and values.dim() == 1:
             return values.tolist()
@@ -312,7 +338,10 @@ class Batch:
         raise ColumnError.of(where, f"a column of {kind}", "one number a row", do)
 
     def _items(self, name: str) -> list[Any]:
-        """One value for each row, on the controller."""
+        """Fetch a column to the controller and return one value for each row; waits for it.
+
+        A value is a tensor (ragged), a number or nested list (dense) or a str (text).
+        """
         values = self.fetch_for("filter", name)[name]
         if isinstance(values, Tensor):
             if is_ragged(values):
@@ -330,10 +359,11 @@ class Batch:
 
 
 def concatenate(batches: Iterable[Batch]) -> Batch:
-    """Rows of several batches with the same columns, one after the other.
+    """Return the rows of several batches with the same columns, one after the other.
 
-    Ids and parents stay, and so do the rows: those of different calls are joined by the ranks
-    that hold them. RowError if a row is in two of them, ColumnError if columns differ.
+    Ids and parents stay. Rows that different calls made are joined by the ranks that have them, and
+    do not move. RowError if there is no batch, or if a row is in two of them; ColumnError if the
+    columns differ.
     """
     whole = tuple(batches)
     if not whole or not all(isinstance(batch, Batch) for batch in whole):
@@ -363,7 +393,10 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
 
 
 def _indices_of(ids: Ids, others: Ids) -> np.ndarray:
-    """(B,) int64: index in `others` of each of the ids. RowError unless both have the same ids."""
+    """Return (B,) int64: the index in `others` of each of the ids.
+
+    RowError unless both have the same ids, in any order.
+    """
     order = np.argsort(others, kind="stable")
     if len(ids) != len(others) or not np.array_equal(np.sort(ids), others[order]):
         common = len(np.intersect1d(ids, others))
@@ -375,7 +408,11 @@ def _indices_of(ids: Ids, others: Ids) -> np.ndarray:
 
 
 def _check_positions(positions: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:
-    """Positions as int64; RowError for repeats, positions beyond the batch and masks."""
+    """Return the positions of some rows of a batch as (n,) int64; negative ones stay.
+
+    Negative positions count from the end. RowError for a mask, for more than one axis, for
+    positions outside the batch, and for a row that occurs twice.
+    """
     indices = np.asarray(positions)
     if indices.dtype == bool or indices.ndim != 1:
         got = f"{indices.dtype} of shape {indices.shape}"

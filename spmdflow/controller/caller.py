@@ -112,7 +112,7 @@ class Caller:
         self._unsent: dict[int, list[int]] = {}
 
     def nodes(self) -> list[int]:
-        """Node of every rank, by global rank; -1: not a rank of the run."""
+        """Return the node of every global rank, up to the run's highest; -1: not in the run."""
         nodes = [-1] * (max(self.ranks) + 1)
         for rank in self.ranks:
             nodes[rank] = self.transport.node_of(rank)
@@ -132,9 +132,12 @@ class Caller:
         data: Batch | list[Any] | None,
         arguments: Mapping[str, Any],
     ) -> Batch | Result:
-        """Call a registered method of a worker group (paper section 4.1).
+        """Call a registered method of a worker group; return its lazy answer (paper section 4.1).
 
-        `compute_log_prob` need not run: see old_log_probs.py.
+        A method that writes columns returns a Batch, any other a Result. An update may be skipped
+        (`_update`). `compute_log_prob` may be answered without running (`_without_running`). If the
+        method has a `followed_by`, its map function then runs, and its columns join the answer.
+        Errors of planning are raised before anything is sent.
         """
         spec = method.spec
         if not isinstance(data, Batch):
@@ -154,7 +157,12 @@ class Caller:
         return answer
 
     def _without_running(self, target: Target, method: Method, batch: Batch) -> Batch | None:
-        """The answer of `compute_log_prob` where nothing has to be computed; None: run it."""
+        """Return the answer of `compute_log_prob` if nothing has to be computed; None: it must run.
+
+        `OldLogProbs.source` decides. rollout: a batch whose columns refer to those of the
+        generator. own: a batch without columns, and the rows are remembered as omitted. ColumnError
+        if the batch lacks a column that the method reads, as if it ran.
+        """
         spec = method.spec
         columns_read(spec, batch, f"{target.name}.{method.name}")  # as where it runs
         source = self.old_log_probs.source(target, spec, batch)
@@ -171,7 +179,11 @@ class Caller:
     def _update(
         self, target: Target, method: Method, batch: Batch, arguments: Mapping[str, Any]
     ) -> Batch | Result:
-        """Let a model learn from the rows, unless a guard skips them."""
+        """Send an update of a model on these rows, unless a guard skips it; return a lazy result.
+
+        A skipped update returns a result without metrics. Otherwise the batch becomes `learnt`, and
+        the model's number of updates grows by one.
+        """
         if self.is_skipped is not None and self.is_skipped(batch):
             return nothing(f"{target.name}.{method.name}")
         num_updates = self.num_updates[target.name]
@@ -202,7 +214,10 @@ class Caller:
         )
 
     def map(self, batch: Batch, function: Callable[..., Any], settings: Mapping[str, Any]) -> Batch:
-        """Run a map function on the ranks that hold most of the columns that it reads."""
+        """Run a map function on the ranks that have most of the columns that it reads.
+
+        settings: its arguments. Returns a lazy batch of the columns that it writes.
+        """
         call = plan_map(batch, function, settings, self._context(), busy=self.busy)
         answer = self._send(call, batch)
         assert isinstance(answer, Batch)
@@ -223,9 +238,12 @@ class Caller:
     def _send(
         self, call: Call, batch: Batch | None, *, extends: MethodSpec | None = None
     ) -> Batch | Result:
-        """Send the transfers of missing rows and the commands; return the result, still lazy.
+        """Send the transfers of rows that a call's ranks lack, then the call; return its answer.
 
-        extends: of a method whose answer also has columns of the batch.
+        The answer is lazy: a Result if the call writes no columns, otherwise a Batch of these
+        columns. extends: the spec of a method whose answer also has those columns of the batch that
+        are still valid. An answer with response texts to prompt texts becomes the phase's entry of
+        `scored`.
         """
         if batch is None:
             return Result(call.label, self._submit(call), call.reply_ranks, self._on_read)
@@ -263,9 +281,10 @@ class Caller:
         seconds: float | None = None,
         lane: str = COMPUTE,
     ) -> Pending:
-        """Send a call without rows: one command to each rank; metrics of reply_ranks count.
+        """Send a call without rows, one command for each rank; return its pending replies.
 
-        seconds: its limit, by default that of calls. MessageError if nothing was sent.
+        reply_ranks: the ranks whose metrics count. seconds: its time limit, by default
+        run.call_seconds. MessageError if a command is no plain data; then nothing was sent.
         """
         call = self._context().call(label, commands, lane=lane, reply_ranks=reply_ranks)
         if seconds is not None:
@@ -273,10 +292,12 @@ class Caller:
         return self._submit(call)
 
     def _submit(self, call: Call, result: RowResult | None = None, kept: object = None) -> Pending:
-        """Send a call; it also tells the ranks which results were freed.
+        """Send a call with the freed results that its ranks must forget; return pending replies.
 
-        result: what it makes, which learns from the replies. kept: its inputs, which live until
-        then. MessageError if nothing was sent.
+        result: the rows that it makes. It gets dtypes and lengths from the replies. kept: its
+        inputs, which are kept alive until all ranks have replied. Adds the call to `calls` and, in
+        a step that is kept, to `captured`. MessageError if nothing was sent; then a later command
+        lists the freed results.
         """
 
         def on_done(replies: Replies, _kept: object = kept) -> None:
@@ -299,7 +320,11 @@ class Caller:
         return pending
 
     def _take_freed(self, ranks: Iterable[int]) -> dict[int, list[int]]:
-        """Freed results that these ranks have not heard of; other ranks hear of them later."""
+        """Return the freed results that these ranks still have to forget, by rank.
+
+        Notes them as sent, and empties `freed`. The other ranks get theirs with their next command.
+        Ranks that have to forget nothing are omitted.
+        """
         new = []
         for _ in range(len(self.freed)):
             new.append(self.freed.popleft())
@@ -316,7 +341,10 @@ class Caller:
     def fetch(
         self, batch: Batch, names: Sequence[str], *, purpose: str
     ) -> dict[str, Tensor | list[str]]:
-        """Values of columns on the controller; the bytes are counted under `purpose`."""
+        """Return the values of columns on the controller, by name; waits for their producers.
+
+        Adds the bytes to fetched_bytes[purpose]. ColumnError for a column that the batch lacks.
+        """
         values = {}
         for name in names:
             values[name] = self.column(name, batch.column(name), purpose=purpose).to_value()
@@ -325,10 +353,11 @@ class Caller:
     def column(
         self, name: str, ref: ColumnRef, *, purpose: str, piece_bytes: int = PIECE_BYTES
     ) -> Column:
-        """The rows that a reference names, on the controller.
+        """Fetch the rows of a reference to the controller, in the order of its ids; waits for them.
 
-        They travel in pieces of at most piece_bytes, as a reply is one message; a single row may
-        have MAX_MESSAGE_BYTES.
+        A row that occurs several times travels once. The rows travel in pieces of at most
+        piece_bytes, because a reply is one message; a single row may have MAX_MESSAGE_BYTES. Adds
+        the bytes to fetched_bytes[purpose].
         """
         pieces = []
         ids = []
@@ -344,9 +373,10 @@ class Caller:
         return column.take(torch.from_numpy(positions))
 
     def _pieces_of(self, ref: ColumnRef, piece_bytes: int) -> list[ColumnRef]:
-        """The rows of a reference, each once, in parts of at most piece_bytes; at least one part.
+        """Cut the distinct rows of a reference into one or more parts of at most piece_bytes.
 
-        A row that is larger is a part of its own.
+        The ids ascend. A larger row is a part on its own. Rows of a data file count 64 KiB each,
+        because the controller does not know their size. Waits for the call that makes the rows.
         """
         whole = ColumnRef(ref.result, np.unique(ref.ids), ref.stored)
         if isinstance(ref.result, RowResult):
@@ -361,7 +391,12 @@ class Caller:
         return pieces
 
     def _fetch_rows(self, name: str, ref: ColumnRef) -> tuple[Column, Ids]:
-        """The rows of a column, each once, and their ids, rank by rank."""
+        """Fetch the distinct rows of a reference; return them and their ids, ordered by rank.
+
+        Each row comes from the rank that answers for it, or from the first rank if it is of a data
+        file. Waits. Uses the transfer lane if the compute lane of one of the ranks is busy with
+        rows of later steps.
+        """
         ids = np.unique(ref.ids)
         result = ref.result
         parts = {self.ranks[0]: ids}
@@ -386,21 +421,30 @@ class Caller:
         return join(columns), np.concatenate(list(parts.values()))
 
     def lengths(self, ref: ColumnRef) -> np.ndarray:
-        """(B,) items of each row; waits for the producer."""
+        """Return (B,) int64: items of each row, 1 if the column is dense; waits for the producer.
+
+        ColumnError for a column of a data file whose lengths the controller does not know.
+        """
         if isinstance(ref.result, SourceRows):
             return ref.result.lengths_of(ref.stored, ref.ids)
         ref.result.wait()
         return ref.result.facts[ref.stored].lengths_of(ref.ids)
 
     def is_text(self, ref: ColumnRef) -> bool:
-        """Whether a column is text that a call has made; waits for the call."""
+        """Return whether a column is text that a call has made; waits for the call.
+
+        False for every column of a data file.
+        """
         if isinstance(ref.result, SourceRows):
             return False
         ref.result.wait()
         return ref.result.facts[ref.stored].spec.kind == "text"
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
-        """What the calls that made the results reported, merged; waits for them."""
+        """Return what the calls that made the results reported, merged; waits for them.
+
+        Reading a metric that none has reported raises UnknownMetric, which says why it is missing.
+        """
         metrics = []
         for result in results:
             result.wait()
@@ -415,10 +459,12 @@ class Caller:
     # Rows of several calls as rows of one result
 
     def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
-        """Columns of rows that several calls made, one after the other, under row ids `ids`.
+        """Concatenate the parts of each column under the row ids `ids`; return references by name.
 
-        Columns made by the same calls share a result again. Joined rows do not travel: each stays
-        with the rank that answers for it; of a data file every rank can read them.
+        columns: name -> its parts in order. Parts of one result need no call: the reference repeats
+        the result's ids. Neither do parts of one data file. Otherwise each rank joins the rows that
+        it answers for, in one call for all columns with the same origin, so that these share a
+        result again. Joined rows do not travel.
         """
         groups: dict[tuple[Any, ...], list[str]] = {}
         for name, parts in columns.items():
@@ -455,7 +501,12 @@ class Caller:
         return refs
 
     def _join_made(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> RowResult:
-        """A result that each rank assembles from the rows that it holds of the parts."""
+        """Send the call in which each rank joins its rows of the parts; return the joined result.
+
+        The result has all ranks of the results that it joins. Its `spans_pools` is True if their
+        ranks differ, or if one of them spans pools. ids: the row ids of all parts in the new
+        result. ColumnError if no part was made by a call.
+        """
         call, sources = plan_join(columns, ids, self._context())
         result = RowResult.of(call, self.freed.append)
         result.ranks = tuple(sorted({rank for each in sources for rank in each.ranks}))
@@ -466,9 +517,10 @@ class Caller:
 
 
 def _with_freed(call: Call, freed: Mapping[int, Sequence[int]]) -> Call:
-    """The call, whose commands also say which results their ranks forget.
+    """Return the call with an entry "free" in its commands: the results that each rank must forget.
 
-    Ranks that shared a command still do, if they forget the same results.
+    Ranks that shared one command still do if they forget the same results. Without freed results,
+    returns the call itself.
     """
     if not freed:
         return call

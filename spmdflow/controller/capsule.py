@@ -44,7 +44,7 @@ FOLDER = "capsules"
 FACTS = "capsule.json"
 ROWS = "rows.safetensors"
 SETTINGS = "config.yaml"
-"""Of a column that is fetched at once: a message has a limit."""
+"""Names of the folder and of files in it; see above."""
 
 
 def capsule_folder(run_dir: Path, step: int) -> Path:
@@ -77,7 +77,11 @@ class Capsule(Observer):
             logger.warning(text, self.step, first, last)
 
     def begin_step(self, number: int) -> None:
-        """Keep the state before the step, if it is the one."""
+        """Before the step to be kept, save settings and state, and start to capture its calls.
+
+        Ignores all other steps. Deletes an older capsule of the step. Waits for the checkpoint that
+        is being written, and then for the capsule's own. CheckpointError if writing fails.
+        """
         if number != self.step:
             return
         assert self._flow is not None
@@ -97,7 +101,12 @@ class Capsule(Observer):
         flow.caller.captured = []
 
     def end_step(self, step: StepRecord) -> None:
-        """Keep what the step made, and the state after it, if it is the one."""
+        """After the step to be kept, write what its calls made, the transcript and the new state.
+
+        Ignores all other steps. Fetches the rows to the controller. Waits for the checkpoint, and
+        writes capsule.json last, so that a folder that has it is complete. CheckpointError if
+        writing fails.
+        """
         if step.number != self.step:
             return
         assert self._flow is not None and self._saving is not None
@@ -135,8 +144,11 @@ Made = dict[str, Column]
 def _calls(
     caller: Caller, captured: Iterable[tuple[Pending, RowResult | None, Batch | None]]
 ) -> Iterator[tuple[str, str, Made]]:
-    """(label, phase, columns) of every call that makes rows or numbers, and before it of the data
-    rows that it reads first."""
+    """Yield (label, phase, columns) of each call that makes rows or metrics, in script order.
+
+    Before the first call that reads some prompts of a data file, also yields these prompts. Skips
+    all other calls. Fetches the rows to the controller, in ascending order of their ids.
+    """
     seen: set[int] = set()
     for pending, result, batch in captured:
         call = pending.call
@@ -159,7 +171,10 @@ def _calls(
 
 
 def _numbers(pending: Pending) -> Made | None:
-    """What a call answered, if that is numbers by name."""
+    """Return what a call answered as float64 columns (1,), by metric, merged over ranks.
+
+    None if no rank answers, or if an answer is not a dict of metrics. Waits for the call.
+    """
     call = pending.call
     if not call.reply_ranks:
         return None
@@ -173,7 +188,7 @@ def _numbers(pending: Pending) -> Made | None:
 
 
 def _sources(batch: Batch | None) -> Iterator[tuple[str, ColumnRef]]:
-    """The prompts of a data file that a call is given."""
+    """Yield ("prompts", reference) if the batch has prompts of a data file, otherwise nothing."""
     if batch is not None and "prompts" in batch.columns:
         ref = batch.column("prompts")
         if isinstance(ref.result, SourceRows):

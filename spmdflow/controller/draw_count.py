@@ -20,7 +20,11 @@ class DrawCounts:
         self._counts: dict[str, Counter[int]] = {}
 
     def take(self, step: int, phase: str, ids: Ids, *, greedy: bool = False) -> np.ndarray:
-        """(B,) int64: earlier draws for rows ids (each once); greedy: this call draws nothing."""
+        """Return (B,) int64: how many earlier calls drew for each row in this step and phase.
+
+        ids: each at most once. Also counts this call, unless greedy, because it draws no random
+        numbers. The first call in another step resets all counts.
+        """
         if step != self._step:
             self._step = step
             self._counts = {}

@@ -46,15 +46,21 @@ class Ending:
         self._longest_step = max(self._steps)
 
     def is_due(self) -> bool:
-        """Whether another step and its checkpoint might end after the limit.
+        """Return whether another step and its checkpoint might end after the limit.
 
-        A quarter is added to what was measured; an unmeasured save counts as a step.
+        They are expected to take 1.25 times (longest of the last 10 steps + longest save), plus 10
+        s to close. A save that was never measured counts as long as a step.
         """
         needed = self._longest_step + (self.save_seconds or self._longest_step)
         return time.monotonic() + 1.25 * needed + _CLOSING_SECONDS > self._limit
 
     def ask(self) -> str:
-        """The run is asked to end now; says what will happen (any thread)."""
+        """Note that the run was asked to end now; return a sentence on what will happen.
+
+        May be called in any thread. From now on `can_save` counts the time until torchrun kills the
+        ranks. The sentence promises a checkpoint if the rest of the running step, as long as the
+        longest of the last 10, and the longest save end before that.
+        """
         now = time.monotonic()
         self._kill_at = now + self._grace
         step = max(0.0, self._began + self._longest_step - now)

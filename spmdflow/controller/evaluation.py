@@ -56,8 +56,11 @@ class Evaluation:
         generate: Generate | None,
         number: int,
     ) -> dict[str, float]:
-        """Estimates as metrics; see `Flow.evaluate`. number: of the step, 0 before the first.
+        """Evaluate on the held-out prompts; return estimates as metrics. See `Flow.evaluate`.
 
+        A second call in one step does nothing and returns {}. The calls of an evaluation have the
+        phase "eval".
+        number: of the step, 0 before the first.
         others: the reward that scores the model's responses, or the groups whose columns the
         model's `evaluation` reads; none: the model runs episodes.
         """
@@ -77,7 +80,12 @@ class Evaluation:
         others: Sequence[WorkerGroup],
         generate: Generate | None,
     ) -> dict[str, float]:
-        """As `run`, once in a step and in the phase "eval"."""
+        """Evaluate like `run`, without its check and phase.
+
+        If the model's class names a method in `evaluation`, adds the columns of the others'
+        `evaluation_columns` to the rows, calls the method, which reports the metrics itself, and
+        returns {}. Otherwise returns what `_score` does.
+        """
         method = getattr(model.target.worker_class, "evaluation", None)
         if method is None:
             return self._score(stream, model, others, generate)
@@ -96,7 +104,13 @@ class Evaluation:
         others: Sequence[WorkerGroup],
         generate: Generate | None,
     ) -> dict[str, float]:
-        """Score greedy responses (the call reports its metrics), and judge sampled ones."""
+        """Score greedy and sampled responses to the held-out prompts; return estimates as metrics.
+
+        Syncs the weights of all links first. The reward's call reports the metrics of the greedy
+        responses itself. The result has pass@k and maj@n of the samples, with intervals, over the
+        prompts without a failed response; {} without samples. A model with an environment and no
+        reward runs episodes instead (`_play`). ProtocolError unless `others` is exactly one group.
+        """
         rollout = getattr(model.target.settings, "rollout", None)
         if not others and getattr(rollout, "episode", None) is not None:
             return self._play(stream, model)
@@ -119,16 +133,22 @@ class Evaluation:
         return estimate_metrics(estimates(shares, seed=self._seed), "eval")
 
     def _play(self, stream: PromptStream, model: WorkerGroup) -> dict[str, float]:
-        """Run an episode of greedy replies for each held-out row; the call reports its metrics."""
+        """Sync the weights of all links; run an episode of greedy replies for each held-out row.
+
+        The call reports its metrics itself; returns {}.
+        """
         for link in self._links:
             link.sync()
         model.run_episodes(stream.eval_batch(), greedy=True)
         return {}
 
     def report(self, greedy: Batch, sampled: Batch, run_dir: Path | None) -> dict[str, float]:
-        """See `Flow.report`.
+        """Return estimates as metrics, print them as a table, and write RUN_DIR/evaluation.jsonl.
 
-        run_dir: None in a dry run, which reads the scores and writes nothing.
+        See `Flow.report`. Estimates the greedy score, its accuracy if the reward has a function,
+        and pass@k and maj@n if there are samples. Counts only prompts without a failed response;
+        RewardError if there is none. If standard output fails, only warns.
+        run_dir: None in a dry run, which reads the scores, writes nothing and returns {}.
         """
         if run_dir is None:
             for batch in (greedy, sampled):
@@ -173,7 +193,12 @@ class Evaluation:
 
 
 def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, greedy: bool) -> Batch:
-    """Responses to held-out rows, by the script's own function if there is one."""
+    """Return responses to held-out rows, in the order of the rows.
+
+    Calls `generate` if the script gives one, with `greedy` only if it has such a parameter;
+    otherwise the model's generate_sequences. ProtocolError unless generate returns a Batch with the
+    same row ids.
+    """
     if generate is None:
         generated: Any = model.generate_sequences(rows, greedy=greedy)
         return generated
@@ -189,7 +214,11 @@ def _respond(model: WorkerGroup, generate: Generate | None, rows: Batch, *, gree
 
 
 def _complete_indices(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int]:
-    """Indices of the prompts without a failed response; RewardError if there is none."""
+    """Return the indices of the prompts that have no failed response in any of the batches.
+
+    batches: each has, for each prompt, a list of its samples. RewardError if there is no such
+    prompt.
+    """
     whole = []
     for index, rows in enumerate(zip(*batches, strict=True)):
         if all(sample.score is not None for row in rows for sample in row):
@@ -203,7 +232,7 @@ def _complete_indices(batches: Sequence[Sequence[Sequence[Judged]]]) -> list[int
 
 
 def _shares(samples: Sequence[Sequence[Judged]]) -> dict[str, list[float]]:
-    """pass@k and maj@n of each prompt."""
+    """Return pass@k and maj@n: name -> a number per prompt. samples: a list for each prompt."""
     return prompt_accuracies(
         [[sample.answer for sample in row] for row in samples],
         [[sample.right for sample in row] for row in samples],
@@ -229,7 +258,13 @@ class Judged(NamedTuple):
 
     @classmethod
     def of(cls, text: str, score: float, terms: Mapping[str, Any], num_tokens: int) -> Judged:
-        """From a row's columns; terms: what the function returned besides the score."""
+        """Build from the columns of a row.
+
+        terms: what the reward function returned besides the score.
+        right: terms["accuracy"], else 1.0 for a score of at least 1, else 0.0. answer:
+        terms["answer"], which may be None, else the text with single spaces. A nan score means that
+        the function failed: score and answer are then None, and right is 0.0.
+        """
         right = terms[ACCURACY] if ACCURACY in terms else float(score >= 1)
         answer = terms[ANSWER] if ANSWER in terms else " ".join(text.split())
         if score != score:  # nan
@@ -238,7 +273,10 @@ class Judged(NamedTuple):
 
 
 def judged_samples(scored: Batch) -> list[list[Judged]]:
-    """The samples of each prompt, prompts and samples in the order of the rows; waits for them."""
+    """Fetch scored rows, and return the list of samples of each prompt; waits for the rows.
+
+    Prompts are in the order of their first rows, the samples of a prompt in the order of its rows.
+    """
     values = scored.fetch_for("evaluation", "response_text", "scores", "score_terms")
     rows = zip(*map(list, values.values()), scored.lengths("responses").tolist(), strict=True)
     groups: dict[int, list[Judged]] = {}
@@ -255,9 +293,12 @@ def write_judged(
     sampled: Sequence[Sequence[Judged]],
     numbers: Mapping[str, Mapping[int, float]],
 ) -> None:
-    """One JSON line for each prompt: text, other fields, responses and its share of `numbers`.
+    """Write one JSON line for each prompt: prompt, row, greedy, samples and its `numbers`.
 
-    numbers: by name, then by the prompt's place; prompts with a failed row have none.
+    Replaces the file atomically. greedy: only the first response of each prompt is written. If
+    `sampled` is empty, so is the line's list of samples. numbers: name -> index of the prompt ->
+    number; prompts with a failed response have none. Fetches the prompts' texts, and waits for
+    them.
     """
     values = greedy_rows.fetch_for("evaluation", "prompt_text", "row")
     lines = []

@@ -14,7 +14,12 @@ from spmdflow.worker_api.register import MethodSpec
 
 
 def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:
-    """Raise ColumnError if the batch has columns that the method writes but cannot continue."""
+    """Raise ColumnError if a method with extends=True cannot be called on this batch.
+
+    The batch may have none of the columns that the method replaces. If it has some, the method must
+    be one that continues from them (it reads all columns that it writes as `optional`), and the
+    batch must have all columns that it writes.
+    """
     consumed = []
     for name in batch.columns:
         if name in _consumed_columns(spec):
@@ -36,7 +41,11 @@ def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:
 
 
 def carried_columns(spec: MethodSpec, batch: Batch) -> dict[str, ColumnRef]:
-    """Columns of the batch that are still valid next to those that the method writes."""
+    """Return the columns of the batch that the result keeps, by name.
+
+    Omits columns that the method replaces or uses up. Also omits columns that were computed from
+    the old version of a written column (by lineage), unless the method reads them.
+    """
     old = set()
     for name in spec.writes:
         if name in batch.columns:

@@ -109,7 +109,7 @@ class Flow:
     # Models and things
 
     def pool(self, name: str) -> ResourcePool:
-        """A pool of the placement, by name."""
+        """Return a pool of the placement by name; ConfigError if there is none of this name."""
         if name not in self._pools:
             raise ConfigError(
                 f"pool {name!r}: the placement has {sorted(self._pools)}, expected one of them; "
@@ -125,10 +125,12 @@ class Flow:
         pool: ResourcePool | None = None,
         name: str | None = None,
     ) -> WorkerGroup:
-        """Build a model and return its handle.
+        """Build a model on the ranks of a pool, and return its handle without waiting.
 
         Without a pool it goes where the placement puts its name, or else its role; a model without
-        an engine shares the pool of the reward (config/placement.py).
+        an engine shares the pool of the reward (config/placement.py). name: by default the role.
+        Every rank of the run helps to make its process groups. ProtocolError once a step has begun,
+        or if the name is taken.
         """
         if self.step is not None:
             raise ProtocolError(
@@ -165,7 +167,11 @@ class Flow:
         return group
 
     def connect(self, policy: WorkerGroup, generator: WorkerGroup) -> WeightLink:
-        """Connect a policy to a generator on other ranks; `sync()` of the result copies weights."""
+        """Connect a policy to a generator on other ranks; `sync()` of the result copies weights.
+
+        Every rank of the run helps to make the process group of the ranks of both. ConfigError if
+        the two share ranks.
+        """
         ranks = tuple(sorted({*policy.target.layout.ranks, *generator.target.layout.ranks}))
         self._make_groups(f"{policy.name}-{generator.name}", [ranks])
         link = WeightLink(self.caller, policy, generator)
@@ -180,9 +186,11 @@ class Flow:
         *,
         seconds: float | None = None,
     ) -> None:
-        """Have every rank of the world make process groups of the compute lane.
+        """Have every rank of the run make process groups of the compute lane; do not wait for them.
 
-        hosts: ranks that also need a gloo group, for data in host memory. One rank needs none.
+        groups: the ranks of groups with the run's backend. hosts: the ranks of gloo groups, for
+        data in host memory. Equal groups are made once, and a group of one rank is not made.
+        seconds: time limit.
         """
         ranks_and_backends = dict.fromkeys(
             [(g, self._backend) for g in groups] + [(g, "gloo") for g in hosts]
@@ -198,10 +206,11 @@ class Flow:
         self.caller.submit(f"{label}.groups", commands, seconds=seconds)
 
     def prompts(self, cfg: DataSettings, *, name: str = MAIN_STREAM) -> PromptStream:
-        """The prompts of a data section; `next(prompts)` is a batch for one step.
+        """Return the prompts of a data section; `next(prompts)` is a batch for one step.
 
-        Its position is saved in checkpoints under `name`; a second stream needs another name, and
-        has an order of its own.
+        Waits until rank 0 has read the files. Its position is saved in checkpoints under `name`. A
+        second stream needs another name, and has an order of its own. ProtocolError if the name is
+        taken.
         """
         if name in self.kept:
             got = f"the name {name!r} besides {sorted(self.kept)}"
@@ -221,7 +230,12 @@ class Flow:
         return self.keep(**{f"{weights.generator.name}.queue": queue})
 
     def keep(self, **things: T) -> T:
-        """Save and load an object (state_dict, load_state_dict) with checkpoints; returns it."""
+        """Save and load an object with checkpoints under its keyword's name; return the object.
+
+        keep(name=thing). Its state_dict() is JSON data, and load_state_dict restores it when the
+        steps begin. An object without state_dict is not saved. ProtocolError unless there is
+        exactly one object under a new name, or if it has state_dict but no load_state_dict.
+        """
         if len(things) != 1 or set(things) & set(self.kept):
             got = f"{sorted(things)} besides {sorted(self.kept)}"
             expected = "one thing with a name of its own"
@@ -248,7 +262,13 @@ class Flow:
     # Steps
 
     def steps(self, total: int) -> Iterator[Step]:
-        """Steps 1 to total, resumable: a restarted run continues after its last checkpoint."""
+        """Yield steps 1 to total; a restarted run continues after its last checkpoint.
+
+        First loads that checkpoint or, without one, makes the evaluation that the script asked for
+        before its steps. After each step collects and shows metrics, and begins a checkpoint if one
+        is due. Raises Stopped if a signal has asked the run to end, or if run.max_seconds leaves no
+        time for another step.
+        """
         if self._has_outside:
             command = {"operation": "groups", "specs": None}
             self.caller.submit("last.groups", {self.caller.ranks[0]: command})
@@ -281,7 +301,10 @@ class Flow:
                 self._stop(f"stopped after step {number}", is_time_up=False)
 
     def _expect_steps(self, total: int) -> None:
-        """Tell the ranks how many steps the script takes, with its updates."""
+        """Note how many steps the script takes; log it if total_steps in the settings differs.
+
+        Updates tell it to the ranks, whose learning-rate schedules end with the last step.
+        """
         self.caller.total_steps = total
         planned = self._config.total_steps
         if total != planned:
@@ -293,7 +316,11 @@ class Flow:
             )
 
     def _stop(self, why: str, *, is_time_up: bool = True) -> None:
-        """Save if there is time for it, then raise Stopped."""
+        """Save the running step if there is time for it, wait until it is saved, and raise Stopped.
+
+        why: start of its message, which also says whether the step is checkpointed. is_time_up:
+        whether the run ends because of run.max_seconds, which is no failure.
+        """
         assert self.step is not None
         saving = self._saving
         if saving.ending.can_save():
@@ -318,16 +345,18 @@ class Flow:
     ) -> None:
         """Evaluate a model on the held-out prompts, every so many steps (docs/EVALUATION.md).
 
-        `flow.evaluate(actor, reward)`: the model responds greedily and the reward scores; samples
-        too, if data.eval_samples asks for them: pass@k and maj@n. A worker class with an
-        `evaluation` judges the rows by that method alone; others: the groups whose columns it
-        needs, such as the reference of `flow.evaluate(actor, reference)`.
+        `flow.evaluate(actor, reward)`: the model responds greedily and the reward scores. If
+        data.eval_samples asks for samples, it also samples and reports pass@k and maj@n. A worker
+        class with an `evaluation` judges the rows by that method alone; `others` are then the
+        groups whose columns it needs, such as the reference of `flow.evaluate(actor, reference)`.
 
         Called before the first step, it evaluates as step 0 when the steps begin, unless the run
-        continues from a checkpoint.
+        continues from a checkpoint. Inside a step its metrics are logged. Does nothing with
+        every=0.
 
         generate: the script's own generation, such as several turns with a tool: generate(rows) ->
         rows with responses. If it has a parameter `greedy`, it is told whether to decode greedily.
+        ConfigError without held-out prompts, ProtocolError if `every` is no number of steps.
         """
         _check_every("evaluate", every)
         if not every or (self.step is not None and not is_due(self.step.number, every)):
@@ -364,7 +393,8 @@ class Flow:
     def end(self) -> None:
         """End the run after main: end a step that main left early, and save the last one.
 
-        Not for scripts: `spmdflow.run` calls it.
+        Does nothing if no step has begun. Saves only if this launch has trained something and
+        run.save_last is true. Not for scripts: `spmdflow.run` calls it.
         """
         if self.step is None or not self.step.number:
             return
@@ -376,7 +406,11 @@ class Flow:
     # Inside a step
 
     def _before_first_step(self) -> None:
-        """Run the evaluation that the script asked for before its steps, as step 0."""
+        """Make the evaluation that the script asked for before its steps, as step 0, and show it.
+
+        Does nothing if the script asked for none, or if the launch makes none before its first
+        step.
+        """
         if self._first_evaluation is not None and self._evaluates_first:
             self.step = Step(0)
             self.step.log(self._first_evaluation(0))
@@ -387,7 +421,7 @@ class Flow:
             self.step.log(metrics)
 
     def _end_step(self, step: Step) -> None:
-        """End a step that the script has left: collect its metrics, show and save it."""
+        """End a step that the script has left: tell the observers, then `_finish` it."""
         self._is_step_open = False
         for observer in self._observers:
             observer.end_script(step.number)
@@ -395,7 +429,11 @@ class Flow:
             self._finish(step)
 
     def _saves_last(self) -> bool:
-        """Whether the run leaves its last step: it has trained something in this launch."""
+        """Return whether the last step is saved although the script does not ask for it.
+
+        It is if run.save_last is true and this launch has made an update, or a custom worker class
+        saves a state of its own.
+        """
         if not self._config.run.save_last:
             return False
         return self.caller.num_updates.total() > 0 or any(
@@ -403,7 +441,12 @@ class Flow:
         )
 
     def _finish(self, step: Step) -> None:
-        """Wait for every call of the step, then write what it measured."""
+        """Wait for every call of a step, record its metrics and samples, and save it if due.
+
+        Halts generation ahead of the step, passes a StepRecord to the observers, and asks the
+        guards; GuardError if one ends the run, and then the step is not saved. Forgets the step's
+        calls. The last step of a run that trains is saved in any case.
+        """
         caller = self.caller
         for link in self._links:
             link.halt()
@@ -444,7 +487,11 @@ class Flow:
     # Checkpoints
 
     def _resume(self) -> int | None:
-        """Load the checkpoint that the run continues from; its step, or None if there is none."""
+        """Load the checkpoint that the run continues from; return its step, None without one.
+
+        Restores the models, the next row id, the guards and every kept object, and tells the
+        observers.
+        """
         state = self._saving.resume(self.caller, self.groups)
         if state is None:
             return None
@@ -458,7 +505,11 @@ class Flow:
         return int(state["step"])
 
     def _load_kept(self, saved: Mapping[str, Any]) -> None:
-        """Load the state of every kept object. CheckpointError if the script keeps one no more."""
+        """Load the saved state of every kept object. saved: state by name.
+
+        CheckpointError if the script no longer keeps an object that has a saved state. Warns if a
+        kept object has no saved state; it starts as it was made.
+        """
         lost = sorted(name for name in saved if saved[name] and name not in self.kept)
         if lost:
             raise CheckpointError(
@@ -491,9 +542,12 @@ class Flow:
             self._saving.save(number, self.caller, self.groups, self.state(number), self._metrics)
 
     def state(self, number: int) -> dict[str, Any]:
-        """What a run that continues after a step needs besides the models.
+        """Return what a run needs, besides the models, to continue after step `number`: JSON data.
 
-        A copy: another thread writes it to disk while the script changes what it keeps.
+        It has the step, the next row id, the states of the kept objects, the last mismatch of
+        generator and trainer, and the state of the guards. It is a copy, because another thread
+        writes it to disk while the script changes what it keeps. CheckpointError if a state is not
+        JSON data.
         """
         kept = {}
         for name, thing in self.kept.items():

@@ -61,7 +61,11 @@ class WorkerGroup:
             self._methods[method] = Method(method, spec, protocol(spec.transfer_mode))
 
         def call(*positional: Any, **arguments: Any) -> Batch | Result:
-            """The method on every rank: a batch (or a list) by position, all else by name."""
+            """Call the method: a batch (or a list) by position, all other arguments by name.
+
+            Returns a lazy answer. ProtocolError for more than one argument by position, or if that
+            is neither a Batch nor a list.
+            """
             if len(positional) > 1:
                 function = getattr(self.target.worker_class, method)
                 raise too_many(f"{self.name}.{method}", function, positional)
@@ -104,7 +108,11 @@ class WeightLink:
         generator.open_weights(peer=asdict(policy.target.layout))
 
     def sync(self) -> None:
-        """Copy the weights after the policy's earlier calls, for the generator's later calls."""
+        """Copy the weights after the policy's earlier calls, for the generator's later calls.
+
+        Sends one command to every rank of both, and does not wait. First halts the generation that
+        `go_on` began. `version` grows by one if the policy was updated since the last sync.
+        """
         self.halt()
         self.version = self.next_version
         self._synced = self._caller.num_updates[self._policy.name]
@@ -136,29 +144,37 @@ class WeightLink:
             self.sync()
 
     def go_on(self) -> None:
-        """Let the generator draw for rows under way until the policy is ready for a sync."""
+        """Have the generator generate for rows of later steps until `halt`.
+
+        Does not wait. Marks the generator's ranks as busy.
+        """
         self._turn = self._turn + 1
         self._caller.busy = self._caller.busy | self._ranks
         self.generator.go_on(turn=self._turn)
 
     def halt(self) -> None:
-        """End `go_on`, if it was begun, as soon as the policy has come as far as here.
+        """End `go_on`, if it is running, once the policy has run all calls that were sent before.
 
-        The end of a step needs it, as it waits for every call: without it, it would wait until all
-        rows under way are drawn.
+        Does not wait. The end of a step needs it, because it waits for every call: otherwise it
+        would wait until the generator has finished all rows of later steps.
         """
         if self._caller.busy >= self._ranks:
             self._halt_when_policy_is_there()
 
     def _halt_when_policy_is_there(self) -> None:
-        """End `go_on` once every rank of the policy has come as far as here."""
+        """End `go_on` once every rank of the policy has run all calls that were sent before.
+
+        Sends "reach" to the policy's compute lanes. When all have replied, sends "halt" to the
+        generator's transfer lanes. Does not wait; the generator's ranks no longer count as busy at
+        once.
+        """
         caller = self._caller
         generator = self.generator
         turn = self._turn
         caller.busy -= self._ranks
 
         def call_of(target: WorkerGroup, operation: str, lane: str) -> Call:
-            """A call without rows to every rank of a group."""
+            """Return a call of an operation, without rows, to every rank of a group."""
             command = {"operation": operation, "group": generator.name, "turn": turn}
             commands = dict.fromkeys(target.target.layout.ranks, command)
             label = f"{target.name}.{operation}"

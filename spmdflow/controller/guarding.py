@@ -45,9 +45,11 @@ class Guarding:
             caller.is_skipped = self._is_skipped
 
     def _is_skipped(self, batch: Batch) -> bool:
-        """Whether no update learns from these rows: decided once for all updates of the step.
+        """Return whether no update may learn from these rows, because a guard with `skip` holds.
 
-        Waits for the calls that made them.
+        Asks the guards about what the calls that made the batch reported, and waits for these
+        calls. Decides once in a step for all updates of these rows. Reports guards that hold with
+        `_warn`.
         """
         rows = batch.ids.tobytes()
         if rows not in self._decided:
@@ -64,15 +66,21 @@ class Guarding:
         return self._decided[rows]
 
     def metrics(self) -> dict[str, float]:
-        """Batches of the step that no update learnt from, if there are guards for it."""
+        """Return guards/skipped, the number of batches of the step that no update learns from.
+
+        {} if the guards with `skip` were not asked in this step.
+        """
         if self._decided:
             return {"guards/skipped": float(sum(self._decided.values()))}
         return {}
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ask the guards about a step, before it is saved.
+        """Ask the guards about the metrics of a step, before it is saved.
 
-        GuardError if one ends the run. ConfigError if a metric of a skip comes from the update.
+        A guard with `warn` that holds is reported (`_warn`). With `stop` the batch is written, and
+        GuardError ends the run. Otherwise the metrics join the earlier values. ConfigError if the
+        metric of a guard with `skip` comes only from the update. Resets the decisions and the
+        learnt batch of the step.
         """
         late = sorted((self._skips & metrics.keys()) - self._known)
         if late and not all(self._decided.values()):
@@ -98,7 +106,10 @@ class Guarding:
         self._guards.learn(metrics)
 
     def _warn(self, step: int, trips: Sequence[Trip], batch: Batch | None, result: str) -> None:
-        """Say what holds the first, second, fourth, eighth, ... time, and keep the batch then."""
+        """Log each guard that holds for the 1st, 2nd, 4th, 8th, ... time, and write the batch then.
+
+        Other times it does nothing. result: what the run does about it, for the log line.
+        """
         reported = []
         for trip in trips:
             if trip.is_reported:
@@ -110,7 +121,13 @@ class Guarding:
             logger.warning("run.guards: %s; %s (%s): %s%s", got, result, times, kept, trip.advice)
 
     def _keep(self, step: int, trips: Sequence[Trip], batch: Batch | None) -> str:
-        """Write the batch's first rows; says where they are, in a part of a message."""
+        """Write the batch's first rows to a file; return the part of a message that says where.
+
+        The file is RUN_DIR/guards/step-N.safetensors. Writes as many rows as fit into 32 MiB,
+        without columns of the data file, and deletes all but the newest 8 files of the folder.
+        Waits for the rows and fetches them. Returns "" without a batch, and, after a warning, if
+        writing fails.
+        """
         if batch is None:
             return ""
         path = self._folder / f"step-{step}.safetensors"

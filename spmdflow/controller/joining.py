@@ -17,11 +17,13 @@ from spmdflow.runtime.call import Call
 def plan_join(
     columns: Mapping[str, Sequence[ColumnRef]], ids: Ids, context: CallContext
 ) -> tuple[Call, list[RowResult]]:
-    """The call that joins columns of one or several results, and the results that calls have made.
+    """Return the call that joins parts of columns into one result, and the results of the parts.
 
-    columns: the parts of each column, one after the other; every column has the same parts. ids:
-    of all their rows under the new result. Rows of a data file are read by the ranks that answer
-    for the first of the others. ColumnError if all parts come from data files.
+    columns: the parts of each column, in order; every column has the same parts. ids: the row ids
+    of all their rows in the new result.
+    Each rank joins the rows that it answers for. Parts of a data file are split evenly over the
+    ranks that answer for the first part that a call has made. The returned results are those of
+    calls. ColumnError if all parts come from data files.
     """
     commands: dict[int, dict[str, Any]] = {}
     ids_by_rank: dict[int, list[Ids]] = {}
@@ -55,7 +57,10 @@ def plan_join(
 
 
 def _owners(part: ColumnRef, readers: Sequence[int]) -> np.ndarray:
-    """(B,) int64: the rank that joins each row of a part."""
+    """Return (B,) int64: the rank that joins each row of a part.
+
+    It is the rank that answers for the row. Rows of a data file are split evenly over `readers`.
+    """
     if isinstance(part.result, RowResult):
         return part.result.owners(part.ids)
     shares = np.array_split(part.ids, len(readers))
@@ -63,7 +68,10 @@ def _owners(part: ColumnRef, readers: Sequence[int]) -> np.ndarray:
 
 
 def _results_of_calls(name: str, parts: Sequence[ColumnRef]) -> list[RowResult]:
-    """The parts of a column that calls have made; ColumnError if all come from data files."""
+    """Return the results of those parts of a column that calls have made, in order.
+
+    ColumnError if all parts come from data files.
+    """
     results = []
     for part in parts:
         if isinstance(part.result, RowResult):

@@ -94,7 +94,10 @@ class Timeline(Observer):
 
 
 def _spans_of(step: StepRecord) -> Iterator[Span]:
-    """One span for each rank of each call."""
+    """Yield one span for each rank of each call, then of each transfer, of a step.
+
+    Start and end are times of the rank's own clock.
+    """
     for record in (*step.calls, *step.transfers):
         call = record.call
         for rank, reply in record.replies.items():

@@ -60,9 +60,12 @@ _REPORTED = {"actor/entropy", *MISMATCH}
 
 
 def readers_of(cfg: Any) -> dict[str, bool]:
-    """Reader of old_log_probs before the update -> whether the generator's may serve it.
+    """Return what reads old_log_probs before the update -> whether rollout_log_probs may serve.
 
-    ConfigError if a policy takes those of its own forward and something else reads them.
+    Names settings, estimators and guards, as text for messages. Estimators that read the column,
+    and guards with `skip` on metrics that `compute_log_prob` reports, do not allow that; settings
+    decide in `readers_of_old_log_probs`. ConfigError if a policy has old_log_probs=own and there is
+    a reader.
     """
     readers = readers_of_old_log_probs(cfg)
     for key, advantage in parts_of(cfg, AdvantageConfig):
@@ -101,7 +104,11 @@ class OldLogProbs:
         self._omitted: dict[str, list[_Omission]] = {}
 
     def end_step(self, metrics: Mapping[str, float], num_updates: Mapping[str, int]) -> None:
-        """Keep what a step measured; forget rows that the policy has learnt since."""
+        """Keep the mismatch that a step measured; forget omitted calls before the latest update.
+
+        metrics: of the step; without a mismatch the last one stays. num_updates: of each model so
+        far.
+        """
         measured = [metrics[name] for name in MISMATCH if name in metrics]
         self.mismatch = measured or self.mismatch
         for model, omissions in self._omitted.items():
@@ -109,7 +116,12 @@ class OldLogProbs:
             self._omitted[model] = [each for each in omissions if each.num_updates == current]
 
     def source(self, target: Target, spec: MethodSpec, batch: Batch) -> str:
-        """Where `compute_log_prob` of these rows takes the values from: recompute, rollout, own."""
+        """Return where `compute_log_prob` takes its values from: recompute, rollout or own.
+
+        This is the setting, unless it is auto. auto: own if nothing reads the values before the
+        update and the update is one optimizer step; otherwise rollout, unless `_why_not_rollout`
+        objects; otherwise recompute. Remembers the choice of auto, and logs it if it is new.
+        """
         setting = _setting_of(target)
         if setting != AUTO:
             return setting
@@ -131,10 +143,12 @@ class OldLogProbs:
     def replacements(
         self, target: Target, spec: MethodSpec, batch: Batch, num_updates: int
     ) -> dict[str, str]:
-        """Column that an update reads -> the column that it gets as well, or in its place.
+        """Return column that an update reads -> column that it gets as well, or in its place.
 
-        Empty where the rows bring log-probs of the trainer. ColumnError if the update would compare
-        with its own forward although it is not the first optimizer step on these rows.
+        A pair of spec.instead is returned if the batch's column is the generator's (rollout), or if
+        the batch lacks it and the update may compare with its own forward (own). Empty if the rows
+        have log-probs of the trainer. ColumnError if the update would compare with its own forward
+        although it is not the first optimizer step on these rows.
         """
         replacements = {}
         for name, other in spec.instead.items():
@@ -152,14 +166,17 @@ class OldLogProbs:
         return self._advice()
 
     def omitted_metrics(self) -> dict[str, str]:
-        """Metrics that only the update reports -> what to change if a script needs them before."""
+        """Return metrics that only the update reports -> what to change to have them before it.
+
+        Empty if no call of `compute_log_prob` was omitted.
+        """
         advice = self._advice()
         if not advice:
             return {}
         return dict.fromkeys(_REPORTED, advice)
 
     def _advice(self) -> str:
-        """What to change if something of an omitted call is needed; empty: none was omitted."""
+        """Return what to change if a result of an omitted call is needed; empty without one."""
         for model in self._omitted:
             key = f"{model}.update.old_log_probs"
             return (
@@ -175,10 +192,11 @@ class OldLogProbs:
         return batch.column(name).equals(batch.column(other))
 
     def _is_first_step(self, target: Target, batch: Batch, num_updates: int) -> bool:
-        """Whether an update may compare with the log-probs of its own forward.
+        """Return whether an update may compare with the log-probs of its own forward.
 
-        It may if its rows have no old log-probs, if it is one optimizer step, and if the policy has
-        not changed since `compute_log_prob`. ColumnError if only the first of these holds.
+        False if `compute_log_prob` was not omitted for one of its rows. True if it was for all, the
+        update is one optimizer step, and the policy has not been updated since. Otherwise raises
+        ColumnError.
         """
         before = self._updates_before(target.name, batch.ids)
         if (before < 0).any():
@@ -195,7 +213,10 @@ class OldLogProbs:
         raise ColumnError.of(f"{target.name}, {key}=own", got, "one optimizer step", do)
 
     def _updates_before(self, model: str, ids: Ids) -> np.ndarray:
-        """(B,) int64: updates of the model before the call that was omitted; -1: there is none."""
+        """Return (B,) int64: how many updates the model had when the call on each row was omitted.
+
+        -1: no call on the row was omitted. If several were, the last one counts.
+        """
         before = np.full(len(ids), -1, dtype=np.int64)
         for omission in reversed(self._omitted.get(model, [])):
             is_in_it = np.isin(ids, omission.ids) & (before < 0)
@@ -203,7 +224,12 @@ class OldLogProbs:
         return before
 
     def _why_not_rollout(self, target: Target, spec: MethodSpec, batch: Batch) -> str:
-        """Why the generator's log-probs cannot be taken; empty: they can."""
+        """Return why the generator's log-probs cannot be taken; empty if they can.
+
+        They cannot if a reader does not allow it, if the batch lacks them, if the mismatch was
+        never measured, or if its mean is above 0.01 or its maximum above 0.5 times loss.clip_ratio
+        (or nan).
+        """
         for reader, allows_rollout in self._readers.items():
             if not allows_rollout:
                 return f"{reader} reads them before the update"
@@ -222,7 +248,10 @@ class OldLogProbs:
         return ""
 
     def _choose(self, target: Target, source: str, why: str) -> str:
-        """The source; logs it when it is first chosen and when it changes."""
+        """Remember the source and its reason for a model, and return the source.
+
+        Logs it if it is the first choice or differs from the last one.
+        """
         choice = Choice(f"{target.name}.update.old_log_probs", source, why)
         if self.choices.get(target.name) != choice:
             self.choices[target.name] = choice

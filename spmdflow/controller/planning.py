@@ -44,9 +44,9 @@ only the prompts have lengths that the controller knows."""
 
 
 def script_line() -> str:
-    """The innermost running line of the user's code, as "file:line: text"; empty if there is none.
+    """Return the innermost running line of the user's code, as "file:line: text".
 
-    Only of this thread.
+    Looks only at this thread. Empty if no function of the user is running.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
@@ -126,7 +126,12 @@ class Input:
         return cls(result, dict(columns), ids, file_rows)
 
     def part(self, at: np.ndarray | slice = slice(None)) -> dict[str, Any]:
-        """These rows of it, by default all, as a command names them."""
+        """Return the rows at the positions `at`, by default all, as the data of a command.
+
+        Entries: "result" (its number), "columns" (stored names) and "ids". Also "seen", pairs of
+        (name in the batch, stored name), if these differ, and for a data file "source" and "rows"
+        (row numbers).
+        """
         stored = list(dict.fromkeys(self.columns.values()))
         part: dict[str, Any] = {
             "result": self.result.number,
@@ -151,11 +156,12 @@ def plan_method(
     draw: Callable[..., np.ndarray],
     instead: Mapping[str, str],
 ) -> Call:
-    """A call of a worker method on rows, on a list (the i-th item for the i-th rank), or nothing.
+    """Plan a call of a worker method on rows, on a list (an item for each rank), or on nothing.
 
-    draw(ids, greedy=...) -> (B,): responses drawn for each row before. instead: column -> its
-    replacement; the method gets the replacement too, and may lack the column. Waits for lengths if
-    rows are split by tokens. ColumnError, ProtocolError, MessageError, or what the method's check
+    draw(ids, greedy=...) -> (B,): responses drawn for each row before; also counts this call.
+    instead: column -> its replacement; the method gets the replacement too, and may lack the
+    column. Waits for lengths if rows are split by tokens. ColumnError if the batch does not fit,
+    ProtocolError or MessageError if the arguments or the list do not, or what the method's check
     raises.
     """
     label = f"{target.name}.{method.name}"
@@ -198,7 +204,10 @@ def _plan_without_rows(
     head: Mapping[str, Any],
     context: CallContext,
 ) -> Call:
-    """A call on a list, one item for each rank, or on nothing (None)."""
+    """Plan a call on a list, one item for each rank, or on nothing (items=None).
+
+    head: the entries that all commands share. Raises the errors of `_items`.
+    """
     commands = {}
     if items is None:
         for rank in target.layout.ranks:
@@ -219,7 +228,11 @@ def _plan_without_rows(
 def _items(
     label: str, method: Method, target: Target, items: Sequence[Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Ranks and their items; ProtocolError for a method that takes rows, or another length."""
+    """Return (rank, its item) of each rank that the method's protocol gives one item of the list.
+
+    ProtocolError if the method reads or writes columns, or if a rank does not get exactly one item.
+    RowError if the list is not as long as the protocol demands.
+    """
     spec = method.spec
     if spec.reads or spec.writes:
         expected = f"a Batch with the columns {list(spec.reads)}"
@@ -241,9 +254,13 @@ def plan_map(
     *,
     busy: AbstractSet[int] = frozenset(),
 ) -> Call:
-    """A map function on the ranks that hold most of the columns that it reads.
+    """Plan a map function on the ranks that have most of the columns that it reads.
 
+    Each of these ranks gets the rows that it answers for. If the function works on groups, it also
+    gets the group of each row and its position in the group.
     busy: ranks where it would have to wait; taken only if no others have rows of the batch.
+    ProtocolError for an unmarked function, wrong arguments, or a batch without a column that a call
+    has made; ColumnError if the batch lacks a column.
     """
     marks = map_spec(function)
     label = f"map.{function.__name__}"
@@ -279,9 +296,10 @@ def _plan_rows(
     context: CallContext,
     numbers: Mapping[str, np.ndarray],
 ) -> Call:
-    """A call on rows; numbers: further arrays (B,) for its commands, by name.
+    """Return a call on rows: the command of each rank, and the rows that it must have before.
 
-    Ranks that are given the same rows share one command's arrays.
+    head: the entries that all commands share. numbers: further arrays (B,) for the commands, by
+    name, cut like the rows. Ranks that get the same rows share the arrays of one command.
     """
     rows_after = _ids_by_rank(batch.ids, assignment.holds)
     mini_batches = assignment.mini_batches or {}
@@ -330,7 +348,7 @@ def _plan_rows(
 
 
 def _ids_by_rank(ids: Ids, positions: Mapping[int, np.ndarray]) -> dict[int, Ids]:
-    """The ids at each rank's positions; ranks that share their positions share the ids."""
+    """Return the ids at each rank's positions; ranks that share their positions share the ids."""
     by_share: dict[int, Ids] = {}
     result = {}
     for rank, at in positions.items():
@@ -341,7 +359,7 @@ def _ids_by_rank(ids: Ids, positions: Mapping[int, np.ndarray]) -> dict[int, Ids
 
 
 def _ascending(ids: Ids, at: np.ndarray) -> Ids:
-    """The ids at positions, in order, each once."""
+    """Return the distinct ids at these positions, in ascending order."""
     chosen = ids[at]
     if (chosen[1:] > chosen[:-1]).all():
         return chosen
@@ -349,7 +367,7 @@ def _ascending(ids: Ids, at: np.ndarray) -> Ids:
 
 
 def _inputs_of(batch: Batch, names: Iterable[str]) -> tuple[Input, ...]:
-    """Columns grouped by the result and the row ids that they share."""
+    """Group columns of a batch by the result that made them and their row ids in it."""
     inputs: dict[tuple[int, bytes], Input] = {}
     for name in names:
         ref = batch.refs[name]
@@ -368,7 +386,11 @@ def _assign_rows(
     inputs: Sequence[Input],
     context: CallContext,
 ) -> Assignment:
-    """Rows by rank; waits for lengths if rows are split by tokens."""
+    """Assign the rows of a call to ranks; waits for lengths if rows are split by tokens.
+
+    For an update also cuts mini-batches, and leaves rows on the ranks that have most of its columns
+    if possible. ProtocolError for an update whose settings have no `update`.
+    """
     lengths = _token_lengths(batch, target, spec)
     if not spec.minibatches:
         rows = (rules, target.layout, len(batch.ids), target.limit)
@@ -388,7 +410,12 @@ def _assign_rows(
 
 
 def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray | None:
-    """(B,) tokens of each row that the call reads, if rows are split by them; waits for them."""
+    """Return (B,): the tokens of each row, if rows are split by tokens, and None otherwise.
+
+    Sums the lengths of those columns of TOKENS that the call reads and the batch has; waits for
+    them. None if there is no such column, if the method draws (its responses are not known), or if
+    there is neither a limit on tokens nor an update that balances them.
+    """
     update = getattr(target.settings, "update", None)
     balanced = spec.minibatches and update is not None and update.balance_tokens
     known = []
@@ -402,7 +429,10 @@ def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray
 
 
 def _widest(inputs: Sequence[Input], ranks: Sequence[int]) -> Input | None:
-    """The input with most columns whose result was made on exactly these ranks."""
+    """Return the input with most columns among those that were made on exactly these ranks.
+
+    On a tie the earliest result. None if there is none.
+    """
     of_ranks = []
     for each in inputs:
         if isinstance(each.result, RowResult) and set(each.result.ranks) == set(ranks):
@@ -413,10 +443,12 @@ def _widest(inputs: Sequence[Input], ranks: Sequence[int]) -> Input | None:
 def _home(
     batch: Batch, inputs: Sequence[Input], label: str, busy: AbstractSet[int] = frozenset()
 ) -> Input:
-    """The widest input of the pool that made most of the columns.
+    """Return the input whose ranks run a map function: the widest of the pool with most columns.
 
-    If they are all of a data file, of busy ranks, or of several pools that were concatenated: of
-    the pool that made most of the batch's other columns. Ranks of several pools have no group.
+    Candidates are, in this order, the inputs, then all columns of the batch, both without results
+    that span several pools, as these have no common process group; then the same with such results.
+    Data files never count. Ranks that are busy are avoided unless all candidates are busy.
+    ProtocolError if no column of the batch was made by a call.
     """
     levels = (inputs, _inputs_of(batch, batch.refs))
     of_one_pool = []
@@ -438,7 +470,10 @@ def _home(
 
 
 def _widest_of_most(inputs: Sequence[Input]) -> Input:
-    """The widest input of the pool that made most of the columns."""
+    """Return the widest input of the pool that made most columns; on a tie the lowest ranks.
+
+    A pool is the set of ranks of a result. At least one input must be made by a call.
+    """
     counts: dict[tuple[int, ...], int] = {}
     for each in inputs:
         if isinstance(each.result, RowResult):
@@ -451,7 +486,10 @@ def _widest_of_most(inputs: Sequence[Input]) -> Input:
 
 
 def _positions_held(source: Input) -> dict[int, np.ndarray]:
-    """Positions in the batch by rank: each row at the rank that answers for it in the result."""
+    """Return, for each rank of the input's result, the positions in the batch that it answers for.
+
+    Each row is at exactly one rank. A rank may have none.
+    """
     assert isinstance(source.result, RowResult)
     owner = source.result.owners(source.ids)
     result = {}
@@ -464,7 +502,10 @@ def _positions_held(source: Input) -> dict[int, np.ndarray]:
 
 
 def columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
-    """Columns that travel to the call; ColumnError if the batch lacks one."""
+    """Return the columns that travel to the call: `reads`, then those of `optional` that exist.
+
+    ColumnError if the batch lacks a column of `reads`.
+    """
     missing = []
     for name in spec.reads:
         if name not in batch.refs:
@@ -488,9 +529,12 @@ def _check_arguments(
     arguments: Mapping[str, Any],
     later: tuple[str, ...] = (),
 ) -> None:
-    """ProtocolError for arguments that do not fit the function, MessageError for unsendable ones.
+    """Raise an error unless the arguments of a call fit the function and can be sent.
 
-    before: the positional arguments in front of them. later: names that the ranks give.
+    ProtocolError if they do not bind to its signature, or if a value for a parameter annotated as
+    bool, int or float has another type. MessageError if one is no plain data.
+    before: the positional arguments in front of them. later: names of parameters that the ranks
+    pass.
     """
     signature = _signature(function, later)
     try:
@@ -521,7 +565,10 @@ def _check_arguments(
 
 
 def too_many(label: str, function: Callable[..., Any], positional: Sequence[Any]) -> ProtocolError:
-    """The error of a call with more than the batch by position."""
+    """Return the ProtocolError of a call with more than the batch by position.
+
+    It shows how to write the call, with the further arguments by name.
+    """
     names = list(_signature(function).parameters)[2:]
     named = []
     for name, value in zip(names, positional[1:]):

@@ -98,7 +98,7 @@ class PromptStream(Iterator[Batch]):
         return self._held_out(self._cfg.eval_samples)
 
     def describe(self, batch: Batch) -> dict[str, Any]:
-        """A batch of this stream as plain data, for `restore`."""
+        """Return the file rows, ids and parents of a training batch as lists, for `restore`."""
         rows = batch.column("prompts")
         assert isinstance(rows.result, SourceRows), rows.result.label
         numbers = rows.result.part(rows.ids)[0]
@@ -126,7 +126,11 @@ class PromptStream(Iterator[Batch]):
             self._order.load_state_dict(state)
 
     def _open(self, name: str, path: Any) -> ScanReport | None:
-        """Have the first rank read the files once, and every rank open them; None without any."""
+        """Have the first rank read the files once, and every rank open them; return its report.
+
+        None if path is None. Waits for the first rank, whose report comes in parts of at most
+        ROWS_AT_ONCE rows, but not for the opening. Logs a summary.
+        """
         if path is None:
             return None
         caller = self._caller
@@ -147,7 +151,10 @@ class PromptStream(Iterator[Batch]):
         return report
 
     def _held_out(self, repeat: int) -> Batch:
-        """Every held-out prompt `repeat` times; ConfigError without a file of them."""
+        """Return each of the first data.eval_prompts held-out prompts `repeat` times (0: no rows).
+
+        The ids are the same at every call. ConfigError without data.eval_path.
+        """
         if self.eval_scan is None:
             raise no_held_out_prompts()
         rows = eval_rows(self.eval_scan, self._cfg.eval_prompts)
@@ -157,7 +164,12 @@ class PromptStream(Iterator[Batch]):
     def _batch(
         self, part: str, report: ScanReport, rows: list[int], ids: Ids, parents: Ids
     ) -> Batch:
-        """Rows of a file, each as often as there are ids for it; nothing is read yet."""
+        """Return a batch of the given rows of a file; nothing is read yet.
+
+        part: train or eval. rows: row numbers. ids, parents: (len(rows) * n,); each row is repeated
+        n times in succession. data.rows determines the columns; with "labels" there is also
+        `answers`, the answer of the previous row, for KTO's mismatched pairs.
+        """
         numbers = np.repeat(np.asarray(rows, dtype=np.int64), len(ids) // len(rows))
         parts = [(_COLUMNS[self._cfg.rows], numbers)]
         if self._cfg.rows == "labels":
@@ -201,18 +213,25 @@ class DynamicSampling:
         return self._num_kept >= self._num_rows
 
     def add(self, drawn: Batch) -> None:
-        """Keep groups whose scores differ; RowError if too few after the last allowed round."""
+        """Keep the sampled rows of prompts whose scores differ, drop the others; waits for scores.
+
+        Scores of failed rows (nan) are not compared. RowError if this was the last allowed round
+        (sampling.max_rounds) and there are still too few rows.
+        """
         self._kept.append(drawn.filter_groups("scores", _differ))
         self._num_drawn += len(drawn)
         if len(self._kept) >= self._cfg.max_rounds and not self.is_full:
-            got = f"{self._num_kept} rows of prompts whose samples differ in score, of "
-            got += f"{self._num_drawn} rows in {len(self._kept)} rounds"
+            got = f"only {self._num_kept} of {self._num_drawn} sampled rows, in {len(self._kept)} "
+            got += "rounds, belong to prompts whose samples differ in score"
             do = "raise sampling.max_rounds, or choose prompts that the policy solves "
             do += "sometimes but not always"
             raise RowError.of("dynamic sampling", got, self._num_rows, do)
 
     def batch(self) -> Batch:
-        """The full batch, in the order in which its prompts were drawn; RowError before that."""
+        """Return the first num_rows rows that were kept, in the order in which they were sampled.
+
+        RowError if there are fewer.
+        """
         if not self.is_full:
             got = f"{self._num_kept} rows"
             do = "call add(...) with further prompts while is_full is false"

@@ -78,9 +78,10 @@ class RolloutQueue(Iterator[Batch]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompts of future steps that are already drawn.
+        """Return the prompts that are drawn for later steps, and weight versions, as plain data.
 
-        begun: the weight versions with which the first of them were started.
+        ahead: the prompts of each later step. version: of the policy's weights. begun: the weight
+        versions with which the first of these steps were started.
         """
         ahead = []
         for batch in self._ahead:
@@ -92,9 +93,10 @@ class RolloutQueue(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the prompts of unfinished steps, so that `next` starts them again.
+        """Restore the prompts of later steps and the version of the weights.
 
-        Warns of tokens that are older than max_staleness allows, if it was larger before.
+        No step counts as started, so `next` starts their generation again. If max_staleness was
+        larger before, warns of saved tokens that are older than it allows now.
         """
         self._ahead = deque(self._prompts.restore(batch) for batch in state["ahead"])
         self._start_versions.clear()

@@ -40,9 +40,12 @@ class ColumnFacts:
 def facts_of(
     replies: Mapping[int, Mapping[str, Any]], answer: Mapping[int, Ids], *, label: str
 ) -> dict[str, ColumnFacts]:
-    """Dtype, row shape and lengths of the columns, from the replies of the answering ranks.
+    """Return dtype, row shape and lengths of each column, from the replies of the answering ranks.
 
-    label: the call that made them. ColumnError if two ranks made a column of different kinds.
+    answer: the ids of the rows that each rank answers for. Of a row that several ranks have, the
+    first one's length counts. Ranks without rows are ignored, unless no rank has rows. label: the
+    call that made the columns. ColumnError if two ranks made a column of different kinds, dtypes or
+    row shapes.
     """
     ranks = [rank for rank, ids in answer.items() if len(ids)] or list(answer)[:1]
     columns_of_ranks = [replies[rank]["columns"] for rank in ranks]
@@ -70,7 +73,7 @@ def _differing_column(label: str, name: str, specs: Mapping[int, ColumnSpec]) ->
     return ColumnError.of(
         label,
         f"the column {name!r} as {columns}",
-        "the same dtype and row shape on every rank, whatever rows a rank has",
+        "the same dtype and row shape on every rank, also on ranks with other rows or none",
         f"convert it where {label} makes it, such as {name}.float()",
     )
 
@@ -105,7 +108,11 @@ class RowResult:
 
     @classmethod
     def of(cls, call: Call, on_free: Callable[[int], None]) -> RowResult:
-        """The result of a call that writes columns."""
+        """Return the result of a call that writes columns, before its ranks have replied.
+
+        Its holders are the ranks that have rows afterwards. on_free: called with its number once
+        nothing refers to it.
+        """
         answer = {}
         for rank in call.reply_ranks:
             answer[rank] = call.rows_after[rank]
@@ -125,7 +132,10 @@ class RowResult:
             self.pending.result()
 
     def learn(self, replies: Replies) -> None:
-        """Take over what the ranks said of the rows, and release what waited for it (io thread)."""
+        """Set facts and metrics from the replies, then release waiting transfers.
+
+        Runs once, in the io thread. ColumnError if two ranks made a column differently.
+        """
         self.facts = facts_of(replies, self.answer, label=self.label)
         self.metrics = [replies[rank].get("metrics", {}) for rank in self.answer]
         self.done = True
@@ -135,7 +145,7 @@ class RowResult:
             release()
 
     def owners(self, ids: Ids) -> np.ndarray:
-        """(B,) int64: the rank that answers for each of the rows; of several the first."""
+        """Return (B,) int64: the rank that answers for each row of `ids`; of several the first."""
         own = list(self.answer.values())
         known, first = np.unique(np.concatenate(own), return_index=True)
         ranks = np.repeat(list(self.answer), [len(rows) for rows in own])
@@ -167,14 +177,17 @@ class SourceRows:
         return self.part(ids)[0]
 
     def part(self, ids: Ids) -> tuple[np.ndarray, np.ndarray | None]:
-        """Row numbers of `ids`, and their prompt tokens if these are known."""
+        """Return the row numbers (B,) of `ids` in the file, and prompt tokens (B,) if known."""
         order = np.argsort(self.ids, kind="stable")
         indices = order[np.searchsorted(self.ids, ids, sorter=order)]
         tokens = None if self.token_lengths is None else self.token_lengths[indices]
         return self.rows[indices], tokens
 
     def lengths_of(self, name: str, ids: Ids) -> np.ndarray:
-        """Prompt tokens of each row; the file's responses are empty, other columns not measured."""
+        """Return (B,) int64: the prompt tokens of each row for "prompts", and 0 for "responses".
+
+        ColumnError for other columns, and for prompts whose tokens were not counted.
+        """
         if name == "responses":
             return np.zeros(len(ids), dtype=np.int64)
         lengths = self.part(ids)[1] if name == "prompts" else None
@@ -212,7 +225,11 @@ class ColumnRef:
 
 
 def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:
-    """Where to cut rows of these sizes, so that each piece has at most piece_bytes, or one row."""
+    """Return where to cut rows of these sizes into pieces of at most piece_bytes each.
+
+    row_bytes (B,). Pieces are as long as possible; a larger row is a piece on its own. The result
+    has the first row of every piece but the first, so it is empty for one piece or no rows.
+    """
     ends = np.cumsum(row_bytes)
     cuts: list[int] = []
     start = 0
@@ -298,7 +315,11 @@ class Result(Mapping[str, float]):
         return metrics
 
     def _merge(self) -> dict[str, float]:
-        """As `metrics`; nobody has read them yet."""
+        """Return the metrics of the answering ranks, merged; waits for them.
+
+        Does not count them as read by the script (`on_read`). ProtocolError if a rank did not
+        return a dict of metrics.
+        """
         values = self.values_by_rank()
         if not all(isinstance(value, dict) for value in values):
             raise ProtocolError(

@@ -38,7 +38,12 @@ def is_shown(batch: Batch) -> bool:
 
 
 def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
-    """The first rows of the first groups of a batch. Waits for their values."""
+    """Fetch up to 16 rows of a batch as samples, in the order of the batch; waits for the values.
+
+    Rows are chosen by `choose_positions`, 4 of a prompt per round. Of the chosen rows only the
+    first ones are returned that have at most 16,384 response tokens together, but at least 4.
+    phase: train or eval, for the samples' facts.
+    """
     positions = choose_positions(batch.parents, per_group=_GROUP_ROWS, most=_MOST_WRITTEN)
     if "responses" in batch.columns:
         ends = np.cumsum(batch.lengths("responses")[positions])
@@ -76,7 +81,7 @@ def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
 
 
 def first_of_groups(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples to print: the first of each prompt, then the second ones, in their order."""
+    """Return up to 4 samples to print, in order: the first of each prompt, then second ones."""
     groups = np.array([sample.facts["group"] for sample in samples])
     first = []
     for position in choose_positions(groups, per_group=1, most=_MOST_PRINTED):
@@ -85,7 +90,11 @@ def first_of_groups(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def choose_positions(parents: Ids, *, per_group: int, most: int) -> list[int]:
-    """Positions to show: `per_group` rows of each prompt in turn, then further ones of each."""
+    """Return at most `most` ascending positions: per_group rows of each prompt, then further ones.
+
+    In each round takes per_group rows of every prompt, prompts in the order of their first rows,
+    until there are `most`. parents (B,): the prompt of each row.
+    """
     groups = np.unique(parents, return_inverse=True)[1]
     turn, _ = positions_in_groups(groups)
     first = np.full(len(groups), len(groups))
@@ -95,7 +104,13 @@ def choose_positions(parents: Ids, *, per_group: int, most: int) -> list[int]:
 
 
 def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """(name, value) of what a sample has besides text and score. Any: values of columns."""
+    """Yield (name, value) of what a sample has besides text and score, as data for JSON.
+
+    row: the values of one row by column; facts of missing columns are omitted. advantage: the mean
+    over the tokens in response_mask, 0.0 if there are none. gap: old minus rollout log-probs, 0 at
+    the other tokens. mask: a digit for each token, omitted if all are 1. See `Sample` for the
+    others.
+    """
     mask = row["response_mask"].bool() if "response_mask" in row else None
     if "advantages" in row:
         trained = row["advantages"] if mask is None else row["advantages"][mask]
@@ -119,7 +134,7 @@ def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _round_numbers(numbers: Tensor, digits: int) -> list[float | None]:
-    """Rounded numbers for JSON: 0 without a decimal point, null if not finite."""
+    """Return rounded numbers for JSON: the int 0 for zero, None (null) if not finite."""
     result = []
     for x in numbers.tolist():
         result.append(round(x, digits) or 0 if isfinite(x) else None)

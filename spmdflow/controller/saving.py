@@ -82,9 +82,12 @@ class Saving:
         self._seconds = run.call_seconds
 
     def resume(self, caller: Caller, groups: Groups) -> dict[str, Any] | None:
-        """Load the checkpoint that the run continues from; returns the flow's state, or None.
+        """Load the checkpoint that the run continues from; return the flow's state, or None.
 
-        Each rank verifies what it reads.
+        Each rank loads the state of its workers and verifies what it reads; waits for all ranks.
+        The state also has "synced", the groups whose generator has the current weights.
+        CheckpointError if a group has moved to other ranks or sizes and its class cannot load that,
+        if a group is missing, or if a frozen model has changed.
         """
         info = self.resumed_from
         if info is None:
@@ -115,9 +118,12 @@ class Saving:
         state: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        """Begin a checkpoint; it is sealed while the run goes on, at the latest in `finish`.
+        """Begin a checkpoint; a thread seals it while the run goes on, at the latest in `finish`.
 
-        metrics: of the step; run.keep_best compares one of them.
+        First waits for the previous checkpoint and raises its error. Does nothing if the latest
+        checkpoint is already of this step. Each rank copies its state as its next call, and then
+        writes the copy alongside later calls.
+        state: the flow's. metrics: of the step; run.keep_best compares one of them.
         """
         self.due = False
         self.finish()
@@ -145,7 +151,10 @@ class Saving:
         thread.shutdown(wait=False)
 
     def _best(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
-        """run.keep_best and its value in this step; None, with a warning, if it has none."""
+        """Return run.keep_best and its value in this step, for the manifest.
+
+        None if it is not set, or, with a warning, if the step has no finite value of this metric.
+        """
         if self._metric is None:
             return None
         value = metrics.get(self._metric.removeprefix("-"), nan)
@@ -160,9 +169,10 @@ class Saving:
         return None
 
     def finish(self, *, wait: bool = True) -> None:
-        """Wait until the checkpoint that is being written is sealed; its error is raised here.
+        """Wait until the checkpoint that is being written is sealed; raise its error if it failed.
 
-        wait: otherwise only look whether it is.
+        Does nothing if there is none. wait=False: does nothing either while it is still being
+        written. Notes the duration of the longest save for `ending`.
         """
         sealing = self._sealing
         if sealing is not None and (wait or sealing.done()):
@@ -172,7 +182,11 @@ class Saving:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """On the way out, also by an error, wait for the checkpoint that is being written."""
+        """On leaving the context, also by an error, wait for the checkpoint that is being written.
+
+        If the context ends by an error, that one is raised, and an error of the checkpoint is only
+        logged. Otherwise the checkpoint's error is raised.
+        """
         try:
             yield
         except BaseException:
@@ -186,9 +200,11 @@ class Saving:
     def _seal(
         self, step: int, started: float, meta: dict[str, Any], pending: Mapping[str, Pending]
     ) -> float:
-        """Wait until every rank has written, then seal; returns the seconds since `started`.
+        """Wait until every rank has written, then seal the checkpoint.
 
-        Runs in a thread of its own.
+        Runs in a thread of its own. Returns the seconds since `started`. First makes the metrics
+        and samples written so far survive a power cut. Adds the ranks' frozen models to meta.
+        CheckpointError if sealing fails.
         """
         replies = {}
         for name, each in pending.items():
@@ -215,9 +231,11 @@ class Saving:
         return seconds
 
     def _check_frozen(self, info: CheckpointInfo, name: str, replies: Replies) -> None:
-        """CheckpointError if a frozen model has changed; a warning with run.resume=reload_frozen.
+        """Compare the frozen model of a group with that in the checkpoint, by hash.
 
-        A checkpoint of an earlier version has no hash of it: also a warning.
+        CheckpointError if it has changed, or only a warning with run.resume=reload_frozen. Also
+        warns if the checkpoint, written by an earlier version, has no hash. Does nothing if no
+        model is frozen.
         """
         now = _frozen(replies)
         then = info.meta.get("frozen", {}).get(name)
@@ -274,7 +292,10 @@ class NoSaving(Saving):
 def _on_every_rank(
     operation: str, folder: Path, caller: Caller, groups: Groups
 ) -> dict[str, Pending]:
-    """Have the ranks of each group run an operation; their pending replies by group."""
+    """Send an operation to every rank of each group; return the pending replies by group.
+
+    Does not wait. Each group has its own folder inside `folder`.
+    """
     pending = {}
     for name, group in groups.items():
         command = {"operation": operation, "group": name, "folder": str(folder / name)}
@@ -288,11 +309,12 @@ def _on_every_rank(
 def verify_on_ranks(
     transport: Transport, ranks: tuple[int, ...], info: CheckpointInfo, *, seconds: float | None
 ) -> None:
-    """DamagedError naming a file that has changed; every rank reads a share of all bytes.
+    """Have the ranks check all files of a checkpoint; each reads a share of them. Waits for all.
 
-    ReadError naming one that cannot be read: it may be whole, so no older checkpoint is taken.
-
-    The K-th rank reads rank-K's files: with the layout that saved it loads them next.
+    DamagedError, with the file, if one has changed. Otherwise ReadError if one cannot be read: it
+    may be undamaged, so no older checkpoint is taken.
+    The K-th rank reads the files rank-K.safetensors, because it loads them next if the layout is
+    the one that saved. The other files are dealt out in turn.
     """
     shares: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
     for number, (name, facts) in enumerate(sorted(info.files.items())):
@@ -316,7 +338,7 @@ def verify_on_ranks(
 def find_unseen_folders(
     transport: Transport, ranks: tuple[int, ...], folders: Sequence[str], *, seconds: float | None
 ) -> dict[str, list[int]]:
-    """Folders that some ranks do not see, and these ranks."""
+    """Return the folders that do not exist on some ranks, and these ranks; waits for all ranks."""
     command = {"operation": "find_folders", "folders": list(folders)}
     call = Call(0, COMPUTE, "find_folders", dict.fromkeys(ranks, command), seconds)
     unseen: dict[str, list[int]] = {}
@@ -327,7 +349,10 @@ def find_unseen_folders(
 
 
 def _frozen(replies: Replies) -> tuple[str, str] | None:
-    """Folder and hash of a group's frozen model, as its first rank says; None if it has none."""
+    """Return (folder, hash) of a group's frozen model, from the first reply that has one.
+
+    None if no reply has one.
+    """
     frozen = []
     for reply in replies.values():
         if reply["frozen"] is not None:
@@ -338,7 +363,7 @@ def _frozen(replies: Replies) -> tuple[str, str] | None:
 
 
 def _layout(groups: Groups) -> dict[str, Any]:
-    """Engine, ranks and sizes of every group, as the manifest keeps them."""
+    """Return the ranks, engine and parallel sizes of every group, as JSON data for the manifest."""
     sizes = ("pp_size", "dp_size", "tp_size", "shard_size")
     facts_by_group = {}
     for name, group in groups.items():

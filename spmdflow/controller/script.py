@@ -87,7 +87,13 @@ def run_script(
     has_outside: bool,
     lock: RunDirLock,
 ) -> int:
-    """Build the flow and run the script; returns the exit status."""
+    """Run script.main on the controller; return the exit status: 0 finished, 3 stopped.
+
+    Opens RUN_DIR and finds the checkpoint to continue from, builds the flow, runs main, and waits
+    for the last checkpoint. Then uploads the models if run.push_to_hub is set, and marks the run as
+    finished. At the end closes the workers of all ranks. A stop by run.max_seconds also returns 0.
+    An error of the script is raised after the checkpoint that is being written is finished.
+    """
     settings = to_yaml(cfg)
     repository = cfg.run.push_to_hub
     if repository is not None:
@@ -161,7 +167,10 @@ def _observers_of(
     transport: Transport,
     ranks: tuple[int, ...],
 ) -> list[Observer]:
-    """What reads the records of the run's calls, and writes files of them."""
+    """Return the observers that write transcript, trace.json and calls.jsonl into RUN_DIR.
+
+    With run.capture_step, also the one that keeps that step.
+    """
     nodes = [transport.node_of(rank) for rank in ranks]
     observers: list[Observer] = [
         Transcript(run_dir.path / TRANSCRIPT_FILE, ranks, nodes),

@@ -43,9 +43,11 @@ class Step:
         return time.monotonic() - self.started
 
     def log(self, *results: Result | Mapping[str, Metric], **metrics: float) -> None:
-        """Metrics of this step: results of calls (still lazy), mappings, or name=value.
+        """Add metrics to the step: results of calls (still lazy), mappings of numbers, name=value.
 
-        ProtocolError for anything else; a value that is nan or infinite is logged with a warning.
+        They are merged when the step ends: values of one name are averaged, or combined by their
+        kind (Mean, Sum, Max, Min). ProtocolError for anything else; a value that is nan or infinite
+        is logged with a warning.
         """
         line = script_line()
         for result in (*results, *([metrics] if metrics else ())):
@@ -53,7 +55,10 @@ class Step:
             self._logged.append((result, line))
 
     def merge_logged(self) -> dict[str, float]:
-        """The logged metrics, waited for and merged; ProtocolError for results without any."""
+        """Wait for the logged results; return all logged metrics merged, one number for each name.
+
+        ProtocolError, with the line of step.log, for a result without metrics.
+        """
         metrics = []
         for result, line in self._logged:
             try:
@@ -63,7 +68,12 @@ class Step:
         return merge(metrics)
 
     def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
-        """All metrics of the step: reported by its calls, logged by the script, and seconds."""
+        """Return all metrics of the step: reported by its calls, logged by the script, and times.
+
+        A logged metric replaces a reported one of the same name. Of the calls of an evaluation only
+        the metrics eval/... and, renamed to eval/..., reward/... count. Adds time/..._seconds,
+        copied bytes and tokens per second. Waits for the logged results.
+        """
         phases: dict[str, list[CallRecord]] = {"train": [], "eval": []}
         for record in records:
             phases[record.call.phase].append(record)
@@ -92,7 +102,11 @@ class Step:
 
 
 def _check_logged(result: object, line: str) -> None:
-    """ProtocolError for what is not a metric; a warning for nan and inf. place: script's line."""
+    """Raise ProtocolError for what step.log does not take; warn of nan and infinite values.
+
+    It takes results of calls, and mappings to numbers or to Mean, Sum, Max and Min. line: the
+    script's line, for the warning.
+    """
     if isinstance(result, Result):
         return
     if not isinstance(result, Mapping):
@@ -114,7 +128,7 @@ def _check_logged(result: object, line: str) -> None:
 
 
 def _merge_reports(records: Iterable[CallRecord]) -> dict[str, float]:
-    """Metrics that workers reported during calls, merged over answering ranks."""
+    """Return the metrics that workers reported during calls, merged over the answering ranks."""
     reported = []
     for record in records:
         for reply in record.answers:
@@ -123,7 +137,11 @@ def _merge_reports(records: Iterable[CallRecord]) -> dict[str, float]:
 
 
 def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
-    """time/<method>_seconds: of the rank that took longest, by its own clock; calls are added."""
+    """Return time/<method>_seconds of each method that was called.
+
+    A call counts with the rank that took longest, by its own clock, and calls are added. Fetches
+    are omitted.
+    """
     seconds: dict[str, float] = {}
     for record in records:
         method = record.call.method  # none: a fetch
@@ -149,7 +167,11 @@ class HostMemory:
         self._num_steps = 0
 
     def metrics(self, records: Iterable[CallRecord]) -> dict[str, float]:
-        """Of the rank with most; later also of the one that has grown most."""
+        """Return perf/host_bytes: the memory of the process that has most; {} if no reply has it.
+
+        The first 5 steps of the launch determine each rank's largest memory. Later steps add
+        perf/host_growth, the largest ratio of a rank's memory to it, and perf/host_rank, that rank.
+        """
         replies = []
         for record in records:
             for item in record.replies.items():
@@ -208,9 +230,11 @@ class Show:
         self._tokenizer_path = cfg.data.tokenizer_path
 
     def samples(self, step: int, scored: Mapping[str, Batch], learnt: Batch | None) -> None:
-        """Fetch and write a few of the rows that were scored, and print fewer.
+        """Fetch a few of the scored rows, append them to samples.jsonl, and print fewer.
 
-        scored: by phase. learnt: what an update was given, which also has the advantages.
+        Does nothing except every run.sample_every steps, and without scored rows. scored: by phase.
+        learnt: what an update was given. It replaces the rows of the phase train if it has texts
+        and scores, because it also has the advantages. Prints rows of the last phase.
         """
         if not scored or not is_due(step, self._sample_every):
             return

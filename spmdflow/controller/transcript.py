@@ -51,7 +51,12 @@ class Transcript(Observer):
         self._first_step = int(state["step"])
 
     def end_step(self, step: StepRecord) -> None:
-        """Write the records of a step, if it is one of the first."""
+        """Add the calls, transfers and bytes of a step, and rewrite the file.
+
+        Records the first 3 steps of the launch, and the evaluation before them. Omits saves. A step
+        that would make the file larger than 16 MiB, or is not plain data, is not written, and no
+        later one is. If writing fails, warns and records no more.
+        """
         if not self._is_open:
             return
         number = step.number
@@ -82,7 +87,7 @@ class Transcript(Observer):
 
 
 def _encode_content(content: Mapping[str, Any]) -> bytes | None:
-    """The file; None: it is too large, or something in it is no plain data."""
+    """Return the content of the file; None if it exceeds 16 MiB or is not plain data."""
     try:
         data = encode(content)
     except MessageError:
@@ -93,7 +98,10 @@ def _encode_content(content: Mapping[str, Any]) -> bytes | None:
 
 
 def read_transcript(path: Path) -> dict[str, Any]:
-    """What a run wrote; DataError if there is nothing that can be read."""
+    """Return the content of a transcript.
+
+    DataError if the file cannot be read or decoded, or does not have the records of steps.
+    """
     try:
         content = decode(path.read_bytes())
     except (OSError, MessageError) as err:
@@ -108,7 +116,11 @@ def read_transcript(path: Path) -> dict[str, Any]:
 
 
 def _entry(record: CallRecord, step: int) -> dict[str, Any]:
-    """An order and its answer as plain data; ranks with the same command are grouped."""
+    """Return a call and what its ranks answered as plain data, as the transcript stores it.
+
+    "commands" is a list of (ranks, command): ranks whose commands have the same values are grouped.
+    The entries "free" and "sends" of commands are omitted.
+    """
     call = record.call
     alike: dict[Any, tuple[list[int], dict[str, Any]]] = {}
     for rank, plain in call.commands.items():
@@ -124,7 +136,11 @@ def _entry(record: CallRecord, step: int) -> dict[str, Any]:
 
 
 def _answer(record: CallRecord) -> dict[str, Any]:
-    """{"answer": what ranks said}; {} where a plan needs nothing of it."""
+    """Return {"answer": ...} with what the ranks replied, or {} if a plan needs nothing of it.
+
+    The report of a scan; ids and values of a fetch; for call, map and join the kinds and lengths of
+    the columns or, if no rows are made, the value of each rank.
+    """
     call = record.call
     operation = call.operation
     commands = call.commands

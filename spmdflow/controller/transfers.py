@@ -67,7 +67,9 @@ class Transfers:
     ) -> None:
         """Plan transfers so that each rank gets its rows `need[rank]` of `names` (script thread).
 
-        A rank that needs no rows and has never had the column gets an empty one, from itself.
+        Only rows that a rank lacks travel, once their producer has replied; does not wait.
+        result.holders has them from now on. A rank that needs no rows and has never had the column
+        gets an empty one, from itself. step: of the script, for the records.
         """
         columns_by_holders: dict[int, tuple[list[str], dict[int, Ids]]] = {}
         for name in names:
@@ -95,7 +97,10 @@ class Transfers:
                 self._transport.post(partial(self._offer, result, edges, step))
 
     def take_outstanding(self) -> list[Pending]:
-        """Transfers released and not yet waited for; the end of a step waits for them."""
+        """Return the transfers released since the last call, which the end of a step waits for.
+
+        Empties the list; safe in any thread.
+        """
         with self._lock:
             outstanding = self._outstanding
             self._outstanding = []
@@ -109,7 +114,11 @@ class Transfers:
             result.waiting.append(partial(self._release, result, edges, step))
 
     def _release(self, result: RowResult, edges: Edges, step: int) -> None:
-        """Send the commands."""
+        """Send the commands of a transfer to its senders and receivers; count the planned bytes.
+
+        Runs in the io thread, once the kinds and lengths of the rows are known. edges: what
+        travels.
+        """
         self._num_released += 1
         planned: Counter[Edge] = Counter()
         commands: dict[int, dict[str, Any]] = {}
@@ -147,7 +156,11 @@ class Transfers:
     def _count(
         self, _kept: RowResult, label: str, planned: Counter[Edge], replies: Replies
     ) -> None:
-        """Check and count the bytes. Keeps the result alive while its holders send its rows."""
+        """Add the bytes that the ranks moved to the totals (io thread).
+
+        TransferError unless, on every edge, the bytes sent and received are the planned ones. As an
+        argument of this callback, the result stays alive while its holders send its rows.
+        """
         sent = {}
         for r, reply in replies.items():
             for to, n in reply["sent"].items():
@@ -173,7 +186,10 @@ def _command(commands: dict[int, dict[str, Any]], rank: int, result: RowResult) 
 
 
 def _rows_after(holders: Mapping[int, Ids], need: Mapping[int, Ids]) -> dict[int, Ids]:
-    """What each rank that lacks rows has once it was given them; ranks alike share one array."""
+    """Return, for each rank that lacks needed rows, the ids that it has after the transfer.
+
+    Ranks that lack nothing are omitted. Ranks with the same rows and needs share one array.
+    """
     unions: dict[tuple[int, int], Ids | None] = {}
     after: dict[int, Ids] = {}
     for rank, ids in need.items():
@@ -187,7 +203,11 @@ def _rows_after(holders: Mapping[int, Ids], need: Mapping[int, Ids]) -> dict[int
 
 
 def _union_or_none(holders: Ids | None, ids: Ids) -> Ids | None:
-    """What a rank has after it was given the rows ids; None: it has them all."""
+    """Return the ids that a rank has after it was given the rows `ids`; None if it has them all.
+
+    holders: the ids that it has before. None: it has never had the column, and gets `ids`, which
+    may be empty.
+    """
     if holders is None:
         return ids
     if holders is ids or (len(holders) == len(ids) and np.array_equal(holders, ids)):

@@ -18,10 +18,12 @@ _MIN_QUERIES = 32
 def attend_in_blocks(
     query: Tensor, num_keys: int, attend: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """Causal attention of query (b, heads, T, d), at the last T of num_keys positions, by blocks.
+    """Return causal attention (b, heads, T, d) of query (b, heads, T, d), block by block.
 
-    attend(block, n): attention of the block's queries, at the last of n positions, over the first
-    n keys. Returns (b, heads, T, d).
+    The queries are at the last T of num_keys positions. They are cut into min(4, T // 32) blocks,
+    at least one, of equal size; the last may be smaller.
+    attend(block, n): attention of the block's queries, at the last of n positions, over the first n
+    keys.
     """
     queries = query.shape[2]
     num_blocks = max(1, min(_MOST_BLOCKS, queries // _MIN_QUERIES))

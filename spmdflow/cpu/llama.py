@@ -131,8 +131,10 @@ class LlamaForward:
             self._grow(self._cache[0].shape[1], min(span + _MORE_SLOTS, self._most_slots))
 
     def _grow(self, rows: int, slots: int) -> None:
-        """Enlarges each layer's cache (2, rows, KV, slots, head_dim) to this size. Values are
-        preserved."""
+        """Enlarge each layer's cache (2, rows, KV, slots, head_dim) to at least this size.
+
+        Values are preserved, and new entries are 0. A cache that is large enough stays.
+        """
         for number, old in enumerate(self._cache):
             if rows > old.shape[1] or slots > old.shape[3]:
                 new = self._embedding.new_zeros(2, rows, old.shape[2], slots, self._head_dim)
@@ -140,7 +142,13 @@ class LlamaForward:
                 self._cache[number] = new
 
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
-        """See CachedForward.prefill. Right-padded: a token never attends to later ones."""
+        """Append n rows to the cache, run their prompts, and return the logits (n, V) after them.
+
+        Keys and values of each prompt are computed and stored once, for all rows that begin with
+        it. Prompts are right-padded: a token never attends to later ones. See
+        CachedForward.prefill.
+        prompts: distinct, on the host. source: index of each new row's prompt.
+        """
         ids = to_device(pad_sequence(prompts, batch_first=True), self._device)
         sizes = [len(prompt) for prompt in prompts]
         batch, width = ids.shape
@@ -164,8 +172,14 @@ class LlamaForward:
         return logits
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        """See CachedForward.extend. Right-padded. New tokens attend to cached ones and to
-        themselves."""
+        """Run more tokens of B cached rows, and return the logits (B, V) after the last of each.
+
+        New keys and values go into the rows' own slots, over older ones from `starts` on. Slots
+        grow if needed. New tokens attend to the cached ones and to themselves. See
+        CachedForward.extend.
+        rows: that are not parked. more: tokens of each row, at least one, on the host.
+        starts: position of each row's first new token.
+        """
         ids = to_device(pad_sequence(more, batch_first=True), self._device)
         sizes = [len(part) for part in more]
         prompts = [self._prompt_of_row[row] for row in rows]
@@ -182,8 +196,10 @@ class LlamaForward:
         slots = positions[at, number] - first[at]
 
         def attend(layer: int, query: Tensor, *new_pair: Tensor) -> Tensor:
-            """Writes the new keys and values of one layer into the cache, then attends over the
-            cache."""
+            """Write new keys and values into the cache of a layer, then attend over the cache.
+
+            Padding is not written. new_pair: key and value (B, KV, F, head_dim).
+            """
             cache = self._cache[layer]
             for part, x in zip(cache, new_pair, strict=True):
                 part[row[at], :, slots] = x[at, :, number]
@@ -202,8 +218,7 @@ class LlamaForward:
         source: list[int],
         attend: Callable[..., Tensor],
     ) -> Tensor:
-        """Runs all layers. Returns logits (n, V): row i holds those of the last token of padded row
-        source[i].
+        """Run all layers and return logits (n, V): row i is after the last token of row source[i].
 
         ids, positions (B, F): right-padded rows of these sizes.
         attend: (layer, query, key, value), each (B, heads, F, head_dim) -> (B, H, F, head_dim).
@@ -227,7 +242,10 @@ class LlamaForward:
         return self._logits(hidden).index_select(0, rows)
 
     def _append_prompts(self, number: int, fresh: Tensor) -> None:
-        """Appends keys and values (2, B, KV, P, head_dim) of new prompts to those of a layer."""
+        """Append keys and values (2, B, KV, P, head_dim) of new prompts to those of a layer.
+
+        The shorter ones are padded with zeros on the right.
+        """
         known = self._shared[number]
         width = max(known.shape[3], fresh.shape[3])
         parts = []
@@ -236,7 +254,13 @@ class LlamaForward:
         self._shared[number] = torch.cat(parts, 1)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
-        """See CachedForward.step."""
+        """Append a token (n,) to every row that is not parked; return the logits (n, V) after it.
+
+        Writes the keys and values of these tokens into the cache. Rows with the same prompt attend
+        to it through one product (`SharedPrompts`). See CachedForward.step.
+        positions (n,): of the tokens.
+        span: upper bound of the tokens that any row has after its prompt, including this one.
+        """
         rows = len(tokens)
         kv_heads = self._num_kv_heads
         parked = self._num_parked
@@ -266,9 +290,10 @@ class LlamaForward:
         return self._logits(hidden)
 
     def _attention_mask(self, starts: Tensor, positions: Tensor, span: int) -> Tensor:
-        """(n, F, P + span) bool: which prompt tokens and own tokens the queries of each row attend
-        to.
+        """Return (n, F, P + span) bool: which prompt and own tokens each query may attend to.
 
+        Keys are the row's prompt (padded to P), then its own `span` slots. A query attends to keys
+        at or before its position, at most `sliding_window` tokens back if the model has one.
         starts (n,): prompt lengths. positions (n, F): of the queries.
         """
         starts = starts[:, None, None]
@@ -282,7 +307,12 @@ class LlamaForward:
         return seen
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
-        """See CachedForward.keep. Rows that stay at their index cost nothing."""
+        """Keep only these rows of the cache, in this order; the first `num_parked` are parked.
+
+        Parked rows keep their keys and values but are not decoded. Rows that stay at their index
+        are not copied. Prompts that no row begins with any more are dropped. See
+        CachedForward.keep.
+        """
         moves = []
         for target, source in enumerate(rows):
             if source != target:
@@ -305,7 +335,7 @@ class LlamaForward:
         self._prompts = None
 
     def release(self) -> None:
-        """Frees the KV cache. The next batch allocates it again."""
+        """Free the KV cache and forget all rows and prompts. The next batch allocates it again."""
         self._most_slots = 0
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
         self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
@@ -318,7 +348,11 @@ class LlamaForward:
     def _heads(
         self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q (N, H, head_dim), k and v (N, KV, head_dim) of hidden (N, D), q and k rotated."""
+        """Return q (N, H, head_dim), k and v (N, KV, head_dim) of hidden states (N, D).
+
+        They are those after the layer's input norm. q and k are normalised per head if the layer
+        has such norms (Qwen3), then rotated with cos and sin.
+        """
         qkv = layer.qkv(self._rms_norm(hidden, layer.attention_norm))
         qkv = qkv.view(len(hidden), -1, self._head_dim)
         turning, value = qkv.tensor_split([self._num_heads + self._num_kv_heads], 1)
@@ -345,7 +379,10 @@ class LlamaForward:
         return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
 
     def _layer_of(self, state: dict[str, Tensor], number: int) -> _Layer:
-        """The fused tensors of one layer, from a state dict by Hugging Face name."""
+        """Return the fused tensors of layer `number`, from a state dict by Hugging Face name.
+
+        Adds their views to `weights`.
+        """
         prefix = f"model.layers.{number}"
         attention = f"{prefix}.self_attn"
         mlp = f"{prefix}.mlp"
@@ -364,8 +401,11 @@ class LlamaForward:
         )
 
     def _fuse_layers(self, state: dict[str, Tensor], *layers: str) -> _Linear:
-        """One product of several layers with their rows stacked. Adds views of each part to
-        `weights`."""
+        """Return one product of several layers with their rows stacked.
+
+        Adds a view of each part to `weights`, by Hugging Face name. On the meta device the fused
+        tensors are zeros on this forward's device. There is a bias if any of the layers has one.
+        """
         fused_of: dict[str, Tensor | None] = {}
         for kind in ("weight", "bias"):
             parts = []
@@ -386,9 +426,10 @@ class LlamaForward:
 
 
 def _rotations(rotary: Any, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (positions, head_dim) of transformers' module; sin is negative in the first half.
+    """Return cos and sin (positions, head_dim) of transformers' rotary module.
 
-    With the halves of x swapped, x * cos + swapped * sin is the rotation.
+    sin is negative in the first half. With the halves of x swapped, x * cos + swapped * sin is the
+    rotation.
     """
     positions = torch.arange(num_positions, device=rotary.inv_freq.device)[None]
     cos, sin = rotary(rotary.inv_freq.new_zeros((), dtype=dtype), positions)

@@ -28,10 +28,11 @@ class ParkedRow:
     """The generator's clock when it was parked."""
 
     def num_known(self, prompt: Tensor) -> int:
-        """Number of tokens of a prompt (P,) that need not be recomputed. 0: the row cannot be
-        reused.
+        """Return how many leading tokens of a prompt (P,) need not be recomputed.
 
-        At least one token remains to be computed, because its logits are needed.
+        This is the length of the common prefix with the cached tokens, at most P - 1, as the last
+        token's logits are needed. 0 if the prefix is shorter than the row's num_shared tokens: then
+        the row cannot be reused.
         """
         size = min(len(self.ids), len(prompt) - 1)
         equal = int((self.ids[:size] == prompt[:size]).long().cumprod(0).sum())
@@ -43,9 +44,10 @@ class ParkedRow:
 def find_parked(
     parked: Sequence[ParkedRow], requests: Sequence[tuple[int | None, Tensor]]
 ) -> dict[int, int]:
-    """Request index -> index of its conversation's parked row, where that row can be reused.
+    """Return request index -> index of its conversation's parked row, where that row can be reused.
 
-    requests: (conversation, prompt) of each. Only the first request of a conversation gets its row.
+    A row can be reused if it knows at least one token of the prompt. Only the first request of a
+    conversation gets its row. requests: (conversation, prompt) of each.
     """
     row_of: dict[int | None, int] = {each.conversation: row for row, each in enumerate(parked)}
     result = {}
@@ -62,8 +64,11 @@ def newest_parked(parked: Sequence[ParkedRow], rows: Sequence[int], most: int) -
 
 
 def order_rows(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """The rows `first`, then the rows `second`. As many as possible keep their index within their
-    part."""
+    """Return the rows `first`, then the rows `second`, reordered so that few rows have to move.
+
+    Within each part, a row whose index is one of the part's positions stays there. The others fill
+    the free positions in their order.
+    """
     order: list[int] = []
     for rows, start in ((first, 0), (second, len(first))):
         targets = range(start, start + len(rows))

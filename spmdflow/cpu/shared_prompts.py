@@ -31,10 +31,11 @@ class SharedPrompts:
     def of(
         cls, lengths: list[int], of_row: list[int], heads: Tensor, device: torch.device
     ) -> SharedPrompts:
-        """Builds the index tables.
+        """Build the index tables `by_prompt` and `by_row` on `device`, and `starts`.
 
-        lengths: of the prompts. of_row: the prompt of each row. heads (KV, g) int64: numbers of the
-        query heads, on the host.
+        lengths: of the prompts.
+        of_row: the prompt of each row.
+        heads (KV, g) int64: numbers of the query heads, on the host.
         """
         kv_heads, group = heads.shape
         members: list[list[int]] = [[] for _ in lengths]
@@ -69,10 +70,13 @@ class SharedPrompts:
         return by_row.view(len(self.starts), x.shape[1], -1, x.shape[-1])
 
     def attend(self, query: Tensor, prompts: Tensor, own: Tensor, bias: Tensor) -> Tensor:
-        """Attention output (n, H * head_dim) of a decode step.
+        """Return the attention output (n, H * head_dim) of a decode step.
 
-        query (n, KV, g, head_dim): scaled. prompts (2, G, KV, P, head_dim), own (2, n, KV, S,
-        head_dim): keys and values. bias (n, 1, 1, P + S).
+        One softmax goes over the keys of a row's prompt and its own keys. Queries of rows with the
+        same prompt are multiplied with its keys and values together.
+        query (n, KV, g, head_dim): scaled.
+        prompts (2, G, KV, P, head_dim), own (2, n, KV, S, head_dim): keys and values.
+        bias (n, 1, 1, P + S): added to the scores; -inf hides a key.
         """
         widths = [prompts.shape[3], own.shape[3]]
         at_prompt = self.to_rows(self.to_prompts(query) @ prompts[0].transpose(2, 3))

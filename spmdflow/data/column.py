@@ -68,7 +68,10 @@ class Column:
         return ColumnSpec(self.kind, dtype, tuple(self.values.shape[1:]))
 
     def take(self, index: Tensor) -> Column:
-        """The rows `index` (int64, any order); a view if they are consecutive."""
+        """Return the rows at the positions `index` (n,) int64, in that order; repeats are allowed.
+
+        The values are a view if the positions are consecutive and ascending, otherwise a copy.
+        """
         start = int(index[0]) if len(index) else 0
         stop = start + len(index)
         is_slice = len(index) > 0 and torch.equal(index, torch.arange(start, stop))
@@ -81,7 +84,11 @@ class Column:
         return Column(self.kind, self.values[first : first + int(lengths.sum())], lengths)
 
     def to_value(self) -> Tensor | list[str]:
-        """What a worker gets, in host memory: a tensor, a jagged tensor or a list of str."""
+        """Return the rows as a worker method gets them, in host memory.
+
+        Dense: the tensor (B, ...). Ragged: a jagged tensor of B rows. Both share memory with this
+        column. Text: a list of B decoded str.
+        """
         if self.kind == "text":
             return _decode(self.values, self.lengths)
         if self.lengths is None:
@@ -90,7 +97,12 @@ class Column:
 
 
 def column_of(name: str, value: Any, num_rows: int) -> Column:
-    """A copy of what a worker returned, as a column; ColumnError for a wrong type or row count."""
+    """Copy what a worker returned for one column into a new `Column` in host memory.
+
+    A tensor becomes a dense column, a jagged tensor a ragged one, a list or tuple of str a text
+    column. Any other object with `tolist`, such as a NumPy array of str, is converted to a list
+    first. ColumnError for other types, or unless there are exactly num_rows rows.
+    """
     if hasattr(value, "tolist") and not isinstance(value, Tensor):
         texts = value.tolist()
     else:
@@ -117,9 +129,10 @@ def _copy_to_host(values: Tensor) -> Tensor:
 
 
 def empty_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Contiguous uninitialised host memory.
+    """Return a contiguous, uninitialised tensor of this shape and dtype in host memory.
 
-    From 16 MiB on with huge pages: page faults of small ones cost as much as the copy itself.
+    A tensor of at least 16 MiB gets huge pages if the kernel has them, because the page faults of
+    small pages cost as much as the copy itself.
     """
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_BYTES:
@@ -131,7 +144,7 @@ def empty_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _encode(texts: Sequence[str]) -> Column:
-    """Texts as one column of UTF-8 bytes and the bytes of each."""
+    """Return a text column: the UTF-8 bytes of all texts end to end, and (B,) lengths in bytes."""
     parts = [text.encode() for text in texts]
     joined = bytearray(b"".join(parts))
     if joined:
@@ -142,7 +155,7 @@ def _encode(texts: Sequence[str]) -> Column:
 
 
 def _decode(values: Tensor, lengths: Tensor | None) -> list[str]:
-    """The texts of a column that `_encode` made."""
+    """Split the bytes (N,) of a text column by `lengths` (B,); return B decoded str."""
     assert lengths is not None
     raw = values.numpy().tobytes()
     texts = []
@@ -154,7 +167,10 @@ def _decode(values: Tensor, lengths: Tensor | None) -> list[str]:
 
 
 def join(columns: Sequence[Column]) -> Column:
-    """The rows of several columns of one kind, one after the other."""
+    """Return one column with the rows of all columns, in order. All must be of one kind.
+
+    A single column is returned as it is. Otherwise values and lengths are copied.
+    """
     if len(columns) == 1:
         return columns[0]
     first = columns[0]
@@ -172,7 +188,7 @@ def to_message(column: Column) -> dict[str, Any]:
 
 
 def read_message(plain: Mapping[str, Any]) -> Column:
-    """The inverse of `to_message`."""
+    """Rebuild the column from the message data of `to_message`; its tensors are copies."""
     spec = ColumnSpec.from_plain(plain["spec"])
     raw = bytearray(plain["bytes"])
     if raw:

@@ -22,11 +22,13 @@ def num_micro_batches(
     max_tokens: int | None,
     packed: bool,
 ) -> int:
-    """Forward passes that every share must make: the largest need among shares, at least 1.
+    """Return how many forward passes each share must make: the largest need of a share, at least 1.
 
     lengths_per_share: for each rank the lengths (prompt + response tokens) of its rows.
-    max_tokens, if given, limits the tokens of a part instead of max_rows; if a single row has more,
-    its length is the limit. packed: see above. ConfigError if a limit is below 1.
+    Without max_tokens a share of n rows needs ceil(n / max_rows) passes. With max_tokens, max_rows
+    is ignored: no pass may cost more than max_tokens, which is the sum of its lengths if `packed`,
+    otherwise its number of rows x its longest row. If a single row is longer than max_tokens, its
+    pass may cost as much as that row. ConfigError if a limit is below 1.
     """
     if max_rows < 1 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(
@@ -52,11 +54,12 @@ def num_micro_batches(
 
 
 def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool, packed: bool) -> list[list[int]]:
-    """Positions of the rows of each of exactly `parts` parts; trailing parts may be empty.
+    """Cut rows into exactly `parts` micro-batches; return the ascending positions of each.
 
-    By rows: contiguous, sizes differ by at most one, larger parts first. By tokens: the largest
-    cost of a part is kept low, and never higher than with fewer parts; padded rows of similar
-    length are together. Positions ascend inside a part.
+    Not by_tokens: contiguous, sizes differ by at most one row, larger parts first. by_tokens and
+    packed: nearly equal sums of lengths (`balance`). by_tokens and padded: rows of similar length
+    together, so that the largest number of rows x longest row is low. More parts never raise the
+    largest cost. Parts that are not needed are empty and come last.
     """
     assert parts >= 1, parts
     if by_tokens and packed:
@@ -69,11 +72,11 @@ def cut(lengths: Sequence[int], parts: int, *, by_tokens: bool, packed: bool) ->
 
 
 def balance(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Positions in parts of nearly equal total weight (longest processing time first).
+    """Split rows into `parts` parts of nearly equal weight; return ascending positions of each.
 
-    Heaviest row first to the lightest part so far; ties go to the part with fewer rows, then to the
-    earlier one. No part exceeds the mean by more than the heaviest row (Graham 1969), and none is
-    heavier than the heaviest of fewer parts.
+    Takes the heaviest row first and gives it to the lightest part so far (longest processing time
+    first). Ties go to the part with fewer rows, then to the earlier part. No part exceeds the mean
+    by more than the heaviest row (Graham 1969), and more parts never raise the largest weight.
     """
     shares: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, 0, part) for part in range(parts)]
@@ -85,7 +88,10 @@ def balance(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _least_parts(lengths: Sequence[int], max_tokens: int) -> int:
-    """Parts that `balance` needs for none to exceed max_tokens, or the longest row."""
+    """Return the fewest parts with which `balance` gives no part more than the budget; at least 1.
+
+    The budget is max_tokens, or the longest row if that is longer. Found by bisection.
+    """
     budget = max(max_tokens, *lengths, 0)
 
     def fits(parts: int) -> bool:
@@ -96,7 +102,10 @@ def _least_parts(lengths: Sequence[int], max_tokens: int) -> int:
 
 
 def _by_rows(num_rows: int, parts: int) -> list[list[int]]:
-    """Positions in contiguous parts whose sizes differ by at most one row, smaller parts first."""
+    """Cut positions 0 to num_rows - 1 into `parts` contiguous parts, larger parts first.
+
+    Sizes differ by at most one row.
+    """
     small, larger = divmod(num_rows, parts)
     starts = []
     for part in range(parts + 1):
@@ -108,7 +117,12 @@ def _by_rows(num_rows: int, parts: int) -> list[list[int]]:
 
 
 def _by_tokens(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """The least budget under which `parts` parts suffice, found by bisection, and its parts."""
+    """Cut padded rows into at most `parts` parts whose largest cost is as low as `_fill` allows.
+
+    The cost of a part is its number of rows x its longest row. Bisects for the least budget, not
+    below the longest row, with which `_fill` needs at most `parts` parts. Returns ascending
+    positions of each part, the part with the longest rows first.
+    """
     order = _longest_first(lengths)
     low = 0
     high = max(1, *lengths, 1) * len(lengths)
@@ -124,7 +138,11 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Fewest parts within budget: take rows longest first; the first row sets a part's width."""
+    """Cut padded rows into parts, each with number of rows x longest row at most `budget`.
+
+    order: positions, longest row first. Greedy: the first row of a part, its longest, sets the
+    number of rows: budget // its length, at least 1. So a row longer than the budget is alone.
+    """
     parts = []
     start = 0
     while start < len(order):

@@ -14,7 +14,10 @@ from torch import Tensor
 
 
 def ragged(values: Tensor, lengths: Tensor) -> Tensor:
-    """Jagged tensor of B rows from values (sum of lengths, ...) and lengths (B,) int64."""
+    """Return a jagged tensor of B rows from values (sum of lengths, ...) and lengths (B,) int64.
+
+    It shares memory with values. On the CPU, asserts that the lengths sum to len(values).
+    """
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
     torch.cumsum(lengths.to(values.device), 0, out=offsets[1:])
     if values.is_cpu:  # on another device this would make the host wait
@@ -23,9 +26,10 @@ def ragged(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def with_offsets(jagged: Tensor, known: list[Tensor]) -> Tensor:
-    """The column with equal offsets from `known`; without any, its own are added to `known`.
+    """Return the jagged tensor with an equal offsets tensor taken from the list `known`.
 
-    torch adds, multiplies and compares jagged tensors only if they share one tensor of offsets.
+    torch adds, multiplies and compares jagged tensors only if they share one tensor of offsets. If
+    `known` has no equal one, appends the tensor's own offsets to `known` and returns it unchanged.
     """
     offsets: Tensor = jagged.offsets()  # type: ignore[attr-defined]
     for other in known:
@@ -36,7 +40,10 @@ def with_offsets(jagged: Tensor, known: list[Tensor]) -> Tensor:
 
 
 def ragged_from_rows(rows: list[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
-    """Jagged tensor of a list of (T_i, ...) tensors. An empty list needs a dtype."""
+    """Return a jagged tensor with copies of the rows (T_i, ...), converted to dtype if it is given.
+
+    An empty list gives 0 rows, float32 unless dtype is given.
+    """
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     if rows:
         values = torch.cat(rows)
@@ -67,7 +74,10 @@ def mask_of(lengths: Tensor, width: int) -> Tensor:
 
 
 def pad(jagged: Tensor, *, value: float = 0, width: int | None = None) -> Tensor:
-    """(B, T, ...) dense copy, filled with value on the right; T = longest row or width."""
+    """Return a dense copy (B, T, ...), filled with `value` on the right.
+
+    T is width (at least the longest row), by default the longest row, or 0 without rows.
+    """
     values = jagged.values()
     lengths = lengths_of(jagged)
     if width is None:
@@ -83,7 +93,10 @@ def rows_of(jagged: Tensor) -> list[Tensor]:
 
 
 def take_rows(values: Tensor, lengths: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and lengths of the rows `index` (any order) of a ragged pair."""
+    """Return copies of the rows `index` (n,) int64 of a ragged pair: their values and lengths (n,).
+
+    values: (sum of lengths, ...). index: positions in any order, repeats allowed.
+    """
     starts = torch.cumsum(lengths, 0) - lengths
     chosen = lengths[index]
     ends = torch.cumsum(chosen, 0)
@@ -98,7 +111,11 @@ batch, so that the number of rows does not change, but it is in no loss, baselin
 
 
 def valid_rows(batch: TensorDict) -> Tensor | None:
-    """(B,) bool: rows that did not fail; None if the batch has no column of `VALID`."""
+    """Return (B,) bool: False for each row whose reward or cost function failed.
+
+    A row is valid if the columns `valid` and `cost_valid`, as far as the batch has them, are True.
+    None if the batch has neither.
+    """
     marks = []
     for name in VALID:
         if name in batch.keys():
@@ -109,7 +126,11 @@ def valid_rows(batch: TensorDict) -> Tensor | None:
 
 
 def chosen_mask(batch: TensorDict) -> Tensor:
-    """(B, R) bool: response_mask, padded, and False on every token of a row that failed."""
+    """Return (B, R) bool: True at each token that the policy chose in a row that did not fail.
+
+    This is response_mask, padded with False to the longest response R, and False in the complete
+    row if `valid_rows` is False there.
+    """
     mask = pad(batch["response_mask"]).bool()
     valid = valid_rows(batch)
     if valid is None:
@@ -118,9 +139,10 @@ def chosen_mask(batch: TensorDict) -> Tensor:
 
 
 def without_failed(batch: TensorDict) -> TensorDict:
-    """The same rows with response_mask as `chosen_mask` has it and no column of `VALID`.
+    """Return the same rows with response_mask False in failed rows, without the `VALID` columns.
 
-    For a loss: a row without a chosen token is in no sum and in no denominator.
+    For a loss: a row without a chosen token is in no sum and in no denominator. Returns the batch
+    itself if it has no column of `VALID`; otherwise a new batch, and the given one does not change.
     """
     if valid_rows(batch) is None:
         return batch
@@ -139,7 +161,10 @@ def set_column(batch: TensorDict, name: str, value: Tensor | Sequence[str]) -> N
 
 
 def select_rows(batch: TensorDict, index: Tensor) -> TensorDict:
-    """The rows `index` (int64, any order) of every column."""
+    """Return a new TensorDict with the rows `index` (n,) int64, in that order, of every column.
+
+    Copies dense and jagged tensors and lists of str. Repeated positions are allowed.
+    """
     chosen = TensorDict({}, batch_size=[len(index)])
     for name in map(str, batch.keys()):
         value = batch[name]

@@ -43,10 +43,11 @@ class RowIds:
 
 
 def held_out_ids(rows: np.ndarray, num_samples: int) -> tuple[Ids, Ids]:
-    """Ids and parents (P * num_samples,) of P rows of a held-out file, num_samples of each.
+    """Return ids and parents (P * num_samples,) int64 for num_samples samples of P held-out rows.
 
-    rows (P,) int64: numbers in the file. The first samples of a row have the same ids however
-    many there are. ConfigError beyond 2**20 samples.
+    rows (P,) int64: row numbers in the file. id = 2**62 + row * 2**20 + sample, and the parent is
+    the id of sample 0; the samples of a row are adjacent. So an id does not depend on num_samples,
+    and no training row has it. ConfigError if num_samples is above 2**20.
     """
     if num_samples > _MOST_SAMPLES:
         where = "data.eval_samples"
@@ -100,18 +101,27 @@ class RowGroups:
         return replace(self, index=index, count=self.count + 1)
 
     def sums(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...): for each row the float64 sum of x over its whole group."""
+        """Return, for each row, the float64 sum of x over its group, including rows on other ranks.
+
+        (B, ...) -> (B, ...). All ranks that share the batch call it together, also ranks without
+        rows.
+        """
         index = self.index.to(x.device)
         totals = x.new_zeros((self.count, *x.shape[1:]), dtype=torch.float64)
         totals.index_add_(0, index, x.double())
         return self.reduce(totals)[index]
 
     def sizes(self) -> Tensor:
-        """(B,) float64: rows of each row's group."""
+        """Return (B,) float64: the number of rows in each row's group, as `sums` of ones."""
         return self.sums(torch.ones_like(self.index, dtype=torch.float64))
 
     def members(self, x: Tensor) -> Tensor:
-        """(B,) -> (B, largest) float64: x of every row of each row's group, then nan."""
+        """Return, for each row, x of all rows of its whole group: (B,) -> (B, largest) float64.
+
+        The rows of a group, including those on other ranks, are in the order of `position`, and
+        smaller groups are padded with nan. All ranks that share the batch call it together. Needs
+        `position`.
+        """
         assert self.position is not None, "made without positions"
         index = self.index.to(x.device)
         position = self.position.to(x.device)
@@ -122,12 +132,19 @@ class RowGroups:
         return torch.where(there > 0, values, torch.nan)[index]
 
     def means(self, x: Tensor) -> Tensor:
-        """(B,) -> (B,) float64: for each row the mean of x over its whole group."""
+        """Return, for each row, the mean of x over its whole group: (B,) -> (B,) float64.
+
+        All ranks that share the batch call it together, also ranks without rows.
+        """
         return self.sums(x) / self.sizes()
 
 
 def positions_in_groups(groups: np.ndarray) -> tuple[np.ndarray, int]:
-    """(B,) int64 groups from 0 -> which row of its group each row is (B,), and the largest size."""
+    """Return (B,) int64, each row's position in its group from 0, and the largest group's size.
+
+    groups (B,) int64: group numbers, from 0. The rows of a group are counted in the order in which
+    they occur. Without rows the result is empty, and the size 0.
+    """
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups) if len(groups) else np.zeros(0, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes

@@ -39,7 +39,11 @@ class RowCondition:
         self.wait_until(condition, None)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until condition() holds; False after seconds. Raises what `end` was given."""
+        """Block until condition() is true and return True; return False if `seconds` pass first.
+
+        condition() is called at once and after each `wake`. seconds=None: no limit. Raises the
+        error that `end` was given.
+        """
         with self._changed:
             holds = self._changed.wait_for(lambda: self._end is not None or condition(), seconds)
         if self._end is not None:
@@ -83,7 +87,11 @@ class _Rows:
         self._order = None
 
     def _join_parts(self) -> tuple[np.ndarray, Column, np.ndarray]:
-        """The ids, their column, and the order that sorts the ids; joins the parts once."""
+        """Join all added parts into one; return its ids, its column, and the order that sorts ids.
+
+        The ids are in the order in which they were added. The result is cached until the next
+        `add`.
+        """
         if len(self._parts) > 1:
             ids = np.concatenate([ids for ids, _ in self._parts])
             self._parts = [(ids, join([column for _, column in self._parts]))]
@@ -93,14 +101,17 @@ class _Rows:
         return ids, column, self._order
 
     def missing(self, ids: np.ndarray) -> np.ndarray:
-        """The ids among `ids` that are not here."""
+        """Return those of `ids` whose rows were not added, in order."""
         if not self._parts:
             return ids
         known_ids, _, _ = self._join_parts()
         return ids[~np.isin(ids, known_ids)]
 
     def locate(self, ids: np.ndarray) -> LocatedRows | None:
-        """Where the rows are, in the order of ids; None if any is not here."""
+        """Return where the rows `ids` are, in that order; None if any of them was not added.
+
+        If `ids` are all stored ids in their stored order, the location is the whole column.
+        """
         if not self._parts:
             return None
         known_ids, column, order = self._join_parts()
@@ -126,7 +137,11 @@ class RowStore:
         self._arrival = arrival or RowCondition()
 
     def put(self, result: int, ids: np.ndarray, columns: Mapping[str, Column]) -> None:
-        """Add rows of a result and wake whoever waits for them."""
+        """Add rows to the columns of a result, and wake threads that wait in `take` or `wait`.
+
+        ids (B,): the ids of the rows of every column. Earlier rows of the result stay. The columns
+        are stored without a copy.
+        """
         with self._lock:
             kept = self._results.setdefault(result, {})
             for name, column in columns.items():
@@ -148,9 +163,11 @@ class RowStore:
     def take(
         self, result: int, names: Sequence[str], ids: np.ndarray, *, waits: bool = False
     ) -> dict[str, Column]:
-        """The rows `ids`, in that order, of the columns `names`; RowError if any is not here.
+        """Return the rows `ids`, in that order, of the columns `names`, by name.
 
-        waits: block until they are here; the limit of the call that makes them bounds the wait.
+        RowError if any row of any column is not in the store. waits: block until all are in it
+        instead, or until the session ends; the limit of the call that makes them bounds the wait. A
+        column whose rows are all taken in their stored order is returned itself, not a copy.
         """
         located: dict[str, LocatedRows] = {}
 
@@ -175,7 +192,7 @@ class RowStore:
         self._arrival.wait(lambda: len(self._locate(result, names, ids)) == len(set(names)))
 
     def _locate(self, result: int, names: Sequence[str], ids: np.ndarray) -> dict[str, LocatedRows]:
-        """Where the rows are, of those of the columns that have them all."""
+        """Return where the rows `ids` are, for each of the columns `names` that has all of them."""
         located = {}
         with self._lock:
             columns = self._results.get(result, {})
@@ -214,7 +231,7 @@ class Unchanged:
                 self._seen.append((name, column.values, _state(column.values)))
 
     def check(self, label: str) -> None:
-        """ColumnError if any of them was written to."""
+        """Raise ColumnError if a remembered column was written to. label: the call that got it."""
         for name, values, state in self._seen:
             if _state(values) != state:
                 raise ColumnError(
@@ -224,7 +241,10 @@ class Unchanged:
 
 
 def _state(values: Tensor) -> tuple[int, int]:
-    """The count of writes, and the sum of the 8-byte words and the bytes after them."""
+    """Return torch's count of writes to a tensor, and a checksum of its bytes.
+
+    Checksum: the sum of the 8-byte words plus the sum of the remaining bytes, modulo 2**64.
+    """
     raw = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
     end = len(raw) // 8 * 8  # NumPy sums words that are not aligned, as those of a slice of rows
     return values._version, int(raw[:end].view(np.int64).sum() + raw[end:].sum(dtype=np.int64))

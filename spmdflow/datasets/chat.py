@@ -85,10 +85,13 @@ class ChatTemplate:
         answered: bool = False,
         tools: list[Any] | None = None,
     ) -> str:
-        """The messages in the chat template, with the generation prompt unless answered.
+        """Return the messages as the chat template writes them, which may contain placeholders.
 
-        tools: schemas that the template shows to the model. Raises DataError if the template fails;
-        the caller adds file and line.
+        Ends with the generation prompt unless `answered`. In messages of roles that are not trusted
+        and in tools, placeholders replace the texts of special tokens. Raises DataError if the
+        template fails, takes too long, or writes other text than without placeholders; the caller
+        adds file and line.
+        tools: schemas that the template shows to the model.
         """
         hidden = []
         for message in messages:
@@ -111,7 +114,11 @@ class ChatTemplate:
         return _PLACEHOLDERS.sub(lambda match: self._special[int(match[1])], text)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of rendered texts, or of parts of them, in order."""
+        """Return the token ids of texts of `render`, or of parts of them, in order.
+
+        The special tokens that the template wrote become their ids; texts behind placeholders are
+        encoded as ordinary text.
+        """
         ids = template_ids(self.tokenizer, [text for text in texts if _PLACEHOLDER not in text])
         others = []
         for text in texts:
@@ -133,7 +140,7 @@ class ChatTemplate:
         return f"the chat template of the tokenizer {self.tokenizer.name_or_path!r}"
 
     def _render(self, messages: list[Message], answered: bool, tools: list[Any] | None) -> str:
-        """Run the template within its time limit; DataError if it fails or does not end."""
+        """Run the template; DataError if it fails or takes more than 30 s of CPU time."""
 
         def run_template() -> str:
             return str(
@@ -166,7 +173,10 @@ class ChatTemplate:
             ) from err
 
     def _hide_special_texts(self, value: Any) -> Any:
-        """A copy of a JSON value with placeholders for the texts of special tokens."""
+        """Return a copy of a JSON value with placeholders for the texts of special tokens.
+
+        DataError if it is nested too deeply, or see `_hide_in_value`.
+        """
         try:
             return self._hide_in_value(value)
         except RecursionError as err:
@@ -176,9 +186,10 @@ class ChatTemplate:
             ) from err
 
     def _hide_in_value(self, value: Any) -> Any:
-        """Recursive part of `_hide_special_texts`.
+        """Recursive part of `_hide_special_texts`, for dicts (also keys), lists and texts.
 
-        Raises DataError if this tokenizer cannot keep such a text as text.
+        Replaces until no special text is left. DataError if it finds one but the tokenizer has no
+        tokenizer.json, or has a special token of digits alone, which would match in placeholders.
         """
         if isinstance(value, dict):
             result = {}
@@ -217,7 +228,7 @@ class ChatTemplate:
 
 
 def _special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Texts of the special tokens, longest first."""
+    """Return the texts of the tokenizer's special tokens, longest first."""
     added = tokenizer.added_tokens_decoder.values()
     texts = set()
     for token in added:
@@ -234,9 +245,11 @@ def _pattern_of(texts: tuple[str, ...]) -> re.Pattern[str] | None:
 
 @lru_cache(maxsize=4)
 def _respelled_tokenizer(tokenizer: Any, special: tuple[str, ...]) -> Any:
-    """A copy of the tokenizer whose special tokens end in `_SPELLING` and have the same ids.
+    """Return a copy of the tokenizer whose special tokens end in `_SPELLING`, with the same ids.
 
-    Any: a tokenizer of transformers; the copy is a `tokenizers.Tokenizer`.
+    The copy encodes their usual texts as ordinary text. It adds no special tokens and never
+    truncates. Any: a tokenizer of transformers; the copy is a `tokenizers.Tokenizer`. The last four
+    are cached.
     """
     backend = tokenizer.backend_tokenizer
     document = json.loads(backend.to_str())

@@ -48,10 +48,11 @@ Marked = tuple[list[int], list[bool]]
 
 
 def row_of(line: bytes, source: DataSource) -> Row:
-    """The JSON object of a line, with columns renamed as its source says.
+    """Return the JSON object of a line, with columns renamed as its source says.
 
-    Rows of a mixture also get the source's name. Fields keep their order. Raises DataError if the
-    line is no JSON object, a column is missing, or a new name is already taken.
+    Fields stay in order; a column with several new names becomes several fields. Rows of a mixture
+    also get the source's name, in the column `source`. Raises DataError if the line is no JSON
+    object, a column to rename is missing, or a new name is already taken.
     """
     row = _parse_json(line)
     names: dict[str, list[str]] = {}
@@ -74,7 +75,10 @@ def row_of(line: bytes, source: DataSource) -> Row:
 
 
 def _parse_json(line: bytes) -> Row:
-    """The JSON object of a line; DataError if it is not UTF-8, not JSON or not an object."""
+    """Return the JSON object of a line; a byte order mark before it is skipped.
+
+    DataError if it is not UTF-8, not JSON or not an object.
+    """
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as err:
@@ -125,7 +129,11 @@ class PromptEncoder:
         return self.prompt(row)
 
     def prompt(self, row: Row) -> str:
-        """The prompt column as text, rendered if it is a chat."""
+        """Return the prompt column as text, rendered with the chat template if there is one.
+
+        DataError if the column is missing or holds neither text nor, with a template, valid
+        messages.
+        """
         column = self._column
         _check_column(row, column)
         value = row[column]
@@ -137,7 +145,10 @@ class PromptEncoder:
         return _check_text(value, column)
 
     def tools(self, row: Row) -> list[Any] | None:
-        """The tools that the chat template shows; None if the column is missing or empty."""
+        """Return the list of tools that the chat template shows; None if there are none.
+
+        The column may hold a list or its JSON as text, or be missing or empty. DataError otherwise.
+        """
         column = self._tools_column
         if column is None:
             return None
@@ -194,7 +205,11 @@ class AnswerEncoder(PromptEncoder):
         self._read = kinds[data.rows]
 
     def num_texts(self, row: Row) -> int:
-        """Number of assistant turns with data.rows_per_conversation=answers, otherwise one."""
+        """Return the number of batch rows that this row produces, at least 1.
+
+        With data.rows_per_conversation=answers it is the number of assistant turns after the first
+        message; DataError if there are more than MAX_TEXTS_PER_LINE. Otherwise it is 1.
+        """
         if not (self._one_answer and self._chat):
             return 1
         messages, column = self._conversation(row)
@@ -222,7 +237,12 @@ class AnswerEncoder(PromptEncoder):
         return [ids for ids, _ in self._encode_rows(texts)[0]]
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
-        """The columns of this kind of rows (module docstring)."""
+        """Return the batch columns of these rows: prompts, responses, loss_mask, and more by kind.
+
+        `prompts` has the ids of the whole row, `loss_mask` is True at the learnt ones, `responses`
+        is empty. Pairs have `chosen_tokens` (B,), the length of the chosen sequence; labels have
+        `desirable` (B,) and `answers`, the learnt ids.
+        """
         rows, first = self._encode_rows(texts)
         columns: dict[str, Tensor | list[str]] = {
             "prompts": _ragged_from_lists([ids for ids, _ in rows], torch.int64),
@@ -241,7 +261,11 @@ class AnswerEncoder(PromptEncoder):
         return columns
 
     def _encode_rows(self, texts: list[Any]) -> tuple[list[Marked], list[Marked]]:
-        """(each row's sequences concatenated, each row's first sequence)."""
+        """Return (ids and mask of each row, ids and mask of each row's first sequence).
+
+        A pair's row is its two sequences (chosen, rejected) concatenated. For other rows, which
+        have one sequence, both lists are the same.
+        """
         encoded = self._encode_segments(
             [segments for sequences, _ in texts for segments in sequences]
         )
@@ -255,7 +279,12 @@ class AnswerEncoder(PromptEncoder):
         return both, chosen
 
     def _encode_segments(self, sequences: list[Segments]) -> list[Marked]:
-        """Token ids of each sequence and which of them are learnt."""
+        """Return the token ids of each sequence, and a mask that is True where they are learnt.
+
+        The first segment (the prompt) is encoded as a prompt and never learnt. Each later segment
+        is encoded separately; without a chat template the end-of-sequence id follows it. A sequence
+        whose prompt has no ids gets ([], []).
+        """
         first_texts = [head for (head, _), *_ in sequences]
         other_texts = [text for _, *following in sequences for text, _ in following]
         if self._chat:
@@ -276,16 +305,21 @@ class AnswerEncoder(PromptEncoder):
         return marked_rows
 
     def _example(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
-        """Segments of prompt and answer, or of a conversation whose assistant turns are learnt."""
+        """Return the segments of an example row: prompt and answer, or a whole conversation.
+
+        In a conversation (chat template) every assistant turn is learnt, otherwise the answer
+        column. The second item is always True: examples have no label.
+        """
         if not self._chat:
             return (self._answer_segments(row, self._answers[0]),), True
         messages, column = self._conversation(row)
         return (self._turn_segments(messages, column, self.tools(row)),), True
 
     def _conversation(self, row: Row) -> tuple[Messages, str]:
-        """The messages of a chat including its answers, and the column that holds them.
+        """Return the messages of a chat including its answers, and the column of their prompt.
 
-        They are the prompt column's. If there is a column of answers, it adds the last message.
+        They are the prompt column's. If there is a column of answers, its text is added as a last
+        message of the assistant.
         """
         column = self._column
         _check_column(row, column)
@@ -296,7 +330,10 @@ class AnswerEncoder(PromptEncoder):
         return [*messages, {"role": "assistant", "content": answer}], column
 
     def _answer_in(self, row: Row, number: int) -> Segments:
-        """Segments up to answer `number` of a conversation; only this answer is learnt."""
+        """Return the segments up to answer `number` (from 0) of a conversation.
+
+        Only this answer is learnt; later messages are cut off. DataError if there is no answer.
+        """
         messages, column = self._conversation(row)
         positions = _answer_positions(messages)
         if not positions:
@@ -304,7 +341,11 @@ class AnswerEncoder(PromptEncoder):
         return self._last_turn_segments(messages[: positions[number] + 1], column, self.tools(row))
 
     def _pair(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
-        """Segments of a prompt with the better and with the worse answer."""
+        """Return the segments of the prompt with the better answer, then with the worse one.
+
+        DataError if both answers are the same, or if the prompts before them differ. The second
+        item is always True: pairs have no label.
+        """
         chosen, rejected = (self._last_answer_segments(row, answer) for answer in self._answers)
         names = " and ".join(map(repr, self._answers))
         if chosen == rejected:
@@ -314,14 +355,21 @@ class AnswerEncoder(PromptEncoder):
         return (chosen, rejected), True
 
     def _label(self, row: Row) -> tuple[tuple[Segments, ...], bool]:
-        """Segments of a prompt with an answer, and the answer's label."""
+        """Return the segments of a prompt with its answer, and the label as a bool.
+
+        DataError unless the label is true, false, 1 or 0.
+        """
         answer, label = self._answers
         if row.get(label) not in (True, False):  # 1 and 0 are allowed; a missing label is None
             raise _column_error(row, label, "true or false (whether the answer is good)")
         return (self._last_answer_segments(row, answer),), bool(row[label])
 
     def _answer_segments(self, row: Row, answer: str) -> Segments:
-        """Segments of the prompt column and of the answer in column `answer`."""
+        """Return two segments: the prompt column (not learnt) and column `answer` (learnt).
+
+        With a chat template both are texts that the template writes, the answer as the assistant's
+        message. DataError if the answer is missing, empty or no text.
+        """
         text = _answer_of(row, answer)
         if not self._chat:
             return ((self.prompt(row), False), (_check_text(text, answer), True))
@@ -331,9 +379,11 @@ class AnswerEncoder(PromptEncoder):
         return self._last_turn_segments(messages, self._column, self.tools(row))
 
     def _last_answer_segments(self, row: Row, answer: str) -> Segments:
-        """Segments of the prompt and of the answer in column `answer`, which alone is learnt.
+        """Return two segments: the prompt and the answer in column `answer`, which alone is learnt.
 
-        Without a prompt column, answers start with the prompt, up to the last data.prompt_end.
+        Column `answer` may hold messages, of which the last is the answer. Without a prompt column
+        it also holds the prompt: the messages before the last, or the text up to the last
+        data.prompt_end.
         """
         if self._chat and (not self._column or isinstance(row.get(answer), list)):
             return self._last_turn_segments(self._dialogue(row, answer), answer, self.tools(row))
@@ -342,7 +392,12 @@ class AnswerEncoder(PromptEncoder):
         return self._cut_text(row, answer)
 
     def _dialogue(self, row: Row, answer: str) -> Messages:
-        """Messages of the prompt followed by the assistant's answer; DataError if it has none."""
+        """Return the messages of the prompt, followed by the assistant's answer.
+
+        Column `answer` holds the answer alone (one message) if there is a prompt column, otherwise
+        the whole conversation. DataError if it does not, or if the last message is not the
+        assistant's answer to an earlier one.
+        """
         if not isinstance(row.get(answer), list):
             raise _column_error(row, answer, "messages (the prompt and the answer)")
         messages = _messages_of(row[answer], answer)
@@ -363,7 +418,11 @@ class AnswerEncoder(PromptEncoder):
         return messages
 
     def _cut_text(self, row: Row, answer: str) -> Segments:
-        """Segments of the text in column `answer`, cut where the prompt ends."""
+        """Split the text in column `answer` behind the last data.prompt_end in it.
+
+        Returns two segments: the prompt, including data.prompt_end (not learnt), and the answer
+        (learnt). DataError if data.prompt_end is not in the text, or only white space follows it.
+        """
         text = _check_text(_answer_of(row, answer), answer)
         cut = text.rfind(self._prompt_end)
         if cut < 0:
@@ -377,7 +436,12 @@ class AnswerEncoder(PromptEncoder):
         return ((text[:end], False), (text[end:], True))
 
     def _turn_segments(self, messages: Messages, column: str, tools: list[Any] | None) -> Segments:
-        """Segments of messages: each assistant turn (learnt), and the text before it (not)."""
+        """Return the segments of a conversation: alternately the text before a turn and the turn.
+
+        Turns are the assistant's messages, except a first one, and are learnt; the text before is
+        not. What follows the last turn is omitted. DataError if there is no turn, or if the
+        template writes earlier messages differently once later ones follow.
+        """
         segments: list[tuple[str, bool]] = []
         done = ""
         for position in _answer_positions(messages):
@@ -404,7 +468,11 @@ class AnswerEncoder(PromptEncoder):
     def _answer_at(
         self, messages: Messages, position: int, column: str, tools: list[Any] | None
     ) -> tuple[str, str]:
-        """Text of the messages before messages[place], and the text that this one adds."""
+        """Return the text of the messages before messages[position], and the text that it adds.
+
+        The text before ends with the generation prompt. DataError if the template writes it
+        differently when the message follows.
+        """
         before = self._template.render(messages[:position], tools=tools)
         after = self._template.render(messages[: position + 1], answered=True, tools=tools)
         if not after.startswith(before):
@@ -417,7 +485,10 @@ class AnswerEncoder(PromptEncoder):
 
 
 def _answer_positions(messages: Messages) -> list[int]:
-    """Indices of the assistant's messages, except a first message, which answers nothing."""
+    """Return the indices of the assistant's messages, without that of a first message.
+
+    A conversation's first message answers nothing.
+    """
     result = []
     for position, message in enumerate(messages):
         if position and message["role"] == "assistant":
@@ -435,7 +506,7 @@ def encoder_of(tokenizer: Any, data: DataSettings) -> PromptEncoder:
 
 
 def _answer_of(row: Row, column: str) -> str:
-    """The text in a column; DataError if it is missing or empty."""
+    """Return the text in a column; DataError if it is missing, empty or no text."""
     value = row.get(column)
     if not isinstance(value, str):
         raise _column_error(row, column, "text (the answer)")
@@ -445,7 +516,11 @@ def _answer_of(row: Row, column: str) -> str:
 
 
 def _messages_of(value: object, column: str) -> Messages:
-    """The messages in a column (a text is one of the user); DataError if they are invalid."""
+    """Return the messages in a column; a text becomes one message of the user.
+
+    DataError if there is no message, or one without a text as role, or one whose content is neither
+    text nor null with tool_calls.
+    """
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise _column_error({column: value}, column, "text or messages")
@@ -476,7 +551,7 @@ def _check_text(text: str, column: str) -> str:
 
 
 def _column_error(row: Row, column: str, expected: str) -> DataError:
-    """Error for a column that is missing or holds a value of the wrong type."""
+    """Return the DataError for a column that is missing or holds a value of the wrong type."""
     if column in row:
         got = f"{column!r} = {_kind_of(row[column])}"
     else:
@@ -485,7 +560,10 @@ def _column_error(row: Row, column: str, expected: str) -> DataError:
 
 
 def _kind_of(value: object) -> str:
-    """The type of a JSON value in words, with the keys of an object."""
+    """Return the type of a JSON value in words: "list", "text", "boolean", "null" or "number".
+
+    For an object: "object with" and its keys, or "object with nothing".
+    """
     if isinstance(value, dict):
         return f"object with {', '.join(map(repr, value)) or 'nothing'}"
     names = {list: "list", str: "text", bool: "boolean", type(None): "null"}

@@ -54,7 +54,10 @@ class LineFile:
         return len(self._index()) - 1
 
     def lines(self) -> Iterator[bytes]:
-        """All lines in order. Several passes and reads may run at the same time."""
+        """Yield all lines in order, as bytes with their line feed; the last one may lack it.
+
+        Several passes and reads may run at the same time.
+        """
         position = 0
         incomplete: list[bytes] = []  # blocks of a line whose end is not read yet
         while block := os.pread(self._file.fileno(), _BLOCK_BYTES, position):
@@ -73,7 +76,10 @@ class LineFile:
             yield b"".join(incomplete)
 
     def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """The lines with these numbers, in this order; DataError if the file has fewer lines."""
+        """Return the lines with these numbers (from 0), in this order, as bytes.
+
+        DataError if there is no such line. The first call reads the whole file for the offsets.
+        """
         starts = self._index()
         last = max(numbers, default=0)
         if numbers and not 0 <= min(numbers) <= last < len(starts) - 1:
@@ -88,7 +94,10 @@ class LineFile:
         return result
 
     def _index(self) -> array[int]:
-        """Offset of each line's start, and of the end; 8 bytes per line. Computed at first use."""
+        """Return the offset of each line's start, then the file's end: one more than lines.
+
+        Computed with one pass at first use and kept; 8 bytes per line.
+        """
         if self._starts is None:
             starts = array("q", [0])
             for line in self.lines():
@@ -98,7 +107,10 @@ class LineFile:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a file of lines, or convert its rows to lines in an unnamed temporary file."""
+    """Open a .jsonl file, or write the rows of another kind as lines to an unnamed temporary file.
+
+    DataError if the ending is none of FILE_ENDINGS, there is no such file, or it is damaged.
+    """
     ending = next((ending for ending in FILE_ENDINGS if path.name.endswith(ending)), None)
     if ending is None:
         got = f"the extension {path.suffix!r}"
@@ -119,7 +131,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def unzip(path: Path, target: BinaryIO) -> None:
-    """Decompress a gzip file and append it to target; DataError if it is damaged."""
+    """Decompress a gzip file and append its content to target; DataError if it is damaged."""
     try:
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target)
@@ -128,7 +140,7 @@ def unzip(path: Path, target: BinaryIO) -> None:
 
 
 def unpack_zstd(path: Path, target: BinaryIO) -> None:
-    """Decompress a zstd file and append it to target; DataError if it is damaged.
+    """Decompress a zstd file and append its content to target; DataError if it is damaged.
 
     ConfigError if pyarrow is not installed.
     """
@@ -169,7 +181,10 @@ def _write_rows(rows: Iterable[dict[str, Any]], target: BinaryIO) -> None:
 
 
 def _import_pyarrow(path: Path, what: str) -> Any:  # the module; its package has no types
-    """Import pyarrow; ConfigError if it is not installed."""
+    """Import and return pyarrow, with pyarrow.parquet; ConfigError if it is not installed.
+
+    what: the kind of file, for the message.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -184,11 +199,11 @@ _SAVED_SPLITS = "dataset_dict.json"
 
 
 def write_data_set(path: str, split: str, target: BinaryIO) -> None:
-    """Append one JSON object per row of a folder to target. Values that JSON lacks become text.
+    """Append one JSON object per row of a data set's folder to target.
 
-    split: ":split", ":config/split" or "" (train, or the only one that was saved). Raises
-    ConfigError if `datasets` is not installed, and DataError if the folder cannot be read or has no
-    such split.
+    Values that JSON lacks, such as dates, become text. split: ":split", ":config/split" or ""
+    (train, or the only one that was saved). Raises ConfigError if the library `datasets` is not
+    installed, and DataError if it cannot read the folder or there is no such split.
     """
     library = _import_datasets(path)
     config, _, name = split.removeprefix(":").rpartition("/")
@@ -198,13 +213,19 @@ def write_data_set(path: str, split: str, target: BinaryIO) -> None:
     except errors as err:
         cause = f"{type(err).__name__}: {' '.join(str(err).split())}"
         where = f"{path}{split}"
-        got = f"a folder that datasets cannot read ({cause})"
-        do = "correct the config and the split after the colon, or download it again"
+        got = f"a folder that the library `datasets` cannot read ({cause})"
+        do = "correct the config and the split, which follow the last colon as in "
+        do += f"{path}:config/split, or download the folder again"
         raise DataError.of(where, got, "a data set with that split", do) from err
 
 
 def _load_rows(library: Any, path: str, config: str, split: str) -> Iterable[dict[str, Any]]:
-    """The rows of a folder's split; ValueError if a saved data set has no such split."""
+    """Return the rows of a folder's split, which the library streams or maps into memory.
+
+    A folder that was written by save_to_disk is loaded as such, any other one with load_dataset.
+    split: "" means train, or all rows that were saved without splits. ValueError if a saved data
+    set has no such split.
+    """
     folder = Path(path)
     if not any((folder / name).is_file() for name in (_SAVED, _SAVED_SPLITS)):
         data_set = library.load_dataset(
@@ -222,11 +243,11 @@ def _load_rows(library: Any, path: str, config: str, split: str) -> Iterable[dic
 
 
 def _import_datasets(path: str) -> Any:  # the module
-    """Import datasets; ConfigError if it is not installed."""
+    """Import and return the library `datasets`; ConfigError if it is not installed."""
     try:
         import datasets
     except ImportError as err:
-        expected = "the library datasets to read it with"
+        expected = "the library `datasets` to read it with"
         do = "pip install 'spmdflow[datasets]', or convert it to .jsonl"
         raise ConfigError.of(path, "a data set", expected, do) from err
     return datasets

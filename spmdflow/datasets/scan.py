@@ -88,7 +88,10 @@ class ScanReport:
         return replace(self, rows=self.rows[start:stop], token_lengths=lengths)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log: the path, good rows, longest prompt, and what was skipped.
+
+        For a mixture also each source's rows, and its share of the draws by weight.
+        """
         parts = [f"{self.path}: {len(self.rows)} prompts of at most {self.longest_tokens} tokens"]
         if len(self.files) > 1:
             counts = np.bincount(self.file_of(self.rows), minlength=len(self.files)).tolist()
@@ -107,9 +110,10 @@ class ScanReport:
 def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
     """Read, check and tokenise every row once (on rank 0), without storing texts.
 
-    setting: data.train_path or data.eval_path. Any: a transformers tokenizer. Raises DataError if a
-    file cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or if no usable
-    row remains.
+    Returns the good rows' numbers and lengths, of all sources one after the other, and logs the bad
+    ones. setting: data.train_path or data.eval_path. Any: a transformers tokenizer. Raises
+    DataError if a file cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or
+    if no usable row remains.
     """
     encoder = encoder_of(tokenizer, cfg)
     passes: list[_FileScan] = []
@@ -169,9 +173,10 @@ class _FileScan:
         self._bad: list[tuple[int, str]] = []
 
     def run(self) -> None:
-        """Read the file once and log every bad row.
+        """Read the file once, fill the fields of this object and log a warning for every bad row.
 
-        Raises DataError for more than max_bad_rows bad rows, or if no usable row remains.
+        The digest covers all lines and the numbers of the good rows. Raises DataError for more than
+        max_bad_rows bad rows, or if no usable row remains.
         """
         for texts in self._batches():
             self._measure(texts)
@@ -198,7 +203,7 @@ class _FileScan:
         return self.first + self.num_lines * self._cfg.texts_per_line
 
     def bad_rows(self) -> list[str]:
-        """File, line and reason of each unreadable row."""
+        """Return "FILE:LINE reason" of each unreadable row, by line, counted from 1."""
         result = []
         for line, reason in sorted(self._bad):
             result.append(f"{self.file.path}:{line + 1} {reason}")
@@ -206,16 +211,20 @@ class _FileScan:
 
     @cached_property
     def _most_characters(self) -> float:
-        """A text with more characters than this has more than max_prompt_tokens tokens."""
+        """Number of characters above which a text has more than max_prompt_tokens tokens.
+
+        Infinite if a token of this tokenizer can stand for any number of characters.
+        """
         longest = longest_token(self._tokenizer)
         if longest is None:
             return inf
         return self._cfg.max_prompt_tokens * longest
 
     def _batches(self) -> Iterator[list[tuple[int, Any]]]:
-        """Batches of texts to tokenise together, limited in number and characters.
+        """Yield batches of (number, text) to tokenise together, of at most 256 texts.
 
-        Texts that cannot fit into max_prompt_tokens are counted and never tokenised.
+        A batch also ends once it has more than 2**20 characters. Texts that have too many
+        characters for max_prompt_tokens are counted as too long and not tokenised.
         """
         batch: list[tuple[int, Any]] = []
         num_characters = 0
@@ -235,7 +244,11 @@ class _FileScan:
             yield batch
 
     def _texts(self) -> Iterator[tuple[int, Any]]:
-        """Number (without `first`) and text of each readable row."""
+        """Yield (number, text) of each readable row; numbers start at 0 in this file.
+
+        Blank lines are skipped, unreadable ones recorded as bad rows. Every line goes into the
+        digest.
+        """
         for number, line in enumerate(self.file.lines()):
             self.digest.update(line)
             self.num_lines = number + 1
@@ -252,7 +265,7 @@ class _FileScan:
             yield from enumerate(texts, start)
 
     def _texts_in(self, line: bytes) -> list[Any]:
-        """The texts of a line; DataError if one of them cannot be used."""
+        """Return the texts of a line, one per batch row; DataError if one cannot be used."""
         row = row_of(line, self.source)
         result = []
         for each in range(self._encoder.num_texts(row)):
@@ -260,7 +273,7 @@ class _FileScan:
         return result
 
     def _measure(self, texts: list[tuple[int, Any]]) -> None:
-        """Tokenise texts and record which are good, too long or empty."""
+        """Tokenise texts and record each: good with its length, too long, or bad (no tokens)."""
         all_ids = self._encoder.ids([text for _, text in texts])
         for (number, _), ids in zip(texts, all_ids):
             if not ids:
@@ -278,13 +291,16 @@ class _FileScan:
         if len(self._bad) >= self._cfg.max_bad_rows + _SHOWN:  # enough to report: stop reading
             raise self._bad_rows_error("at least ")
 
-    def _bad_rows_error(self, how: str) -> DataError:
-        """Error for too many bad rows, with the first of them. how: a prefix of their number."""
+    def _bad_rows_error(self, prefix: str) -> DataError:
+        """Return the DataError for too many bad rows, which lists the first five.
+
+        prefix: words before their number, such as "at least ".
+        """
         lines = self.bad_rows()[:_SHOWN]
         more = len(self._bad) - _SHOWN
         lines += [f"... and {more} more"] if more > 0 else []
         return DataError(
-            f"{self.file.path}: got {how}{len(self._bad)} unreadable rows, expected at most "
+            f"{self.file.path}: got {prefix}{len(self._bad)} unreadable rows, expected at most "
             f"{self._cfg.max_bad_rows} (data.max_bad_rows); fix or remove them, correct "
             f"data.prompt_column, or raise data.max_bad_rows\n  " + "\n  ".join(lines)
         )
@@ -307,10 +323,11 @@ class PromptSource:
         self._encoder = encoder_of(load_tokenizer(data.tokenizer_path), data)
 
     def read_rows(self, numbers: Sequence[int]) -> TensorDict:
-        """Columns of the rows with these numbers, in this order.
+        """Read the rows with these numbers from the files and encode them, in this order.
 
-        The columns are `prompts` (ragged int64), `row` (text) and those of this kind of rows
-        (`encode`). Raises DataError if the file has changed.
+        The columns are `prompts` (ragged int64), `row` (the other fields as JSON) and those of this
+        kind of rows (`encode`). Raises DataError if the file has changed since the scan, so that a
+        row cannot be read, is empty or is too long.
         """
         rows = [self._row(number) for number in numbers]
         columns = self._encoder.columns([text for text, _ in rows])
@@ -325,7 +342,10 @@ class PromptSource:
         return batch
 
     def _row(self, number: int) -> tuple[Any, str]:
-        """The encoder's text of a row, and the row's other fields as JSON."""
+        """Return the encoder's text of a row, and the row's other fields as JSON.
+
+        DataError if the line can no longer be encoded, as the file has changed since the scan.
+        """
         facts, file = self._file_of(number)
         line_number, text_number = divmod(number - facts.first, self._texts_per_line)
         (line,) = file.read([line_number])

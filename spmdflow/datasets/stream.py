@@ -65,7 +65,11 @@ class PromptOrder:
         return min(epochs.number for epochs in self._epochs)
 
     def next_rows(self) -> list[int]:
-        """Take the prompts_per_step row numbers of the next step."""
+        """Take the prompts_per_step row numbers of the next step and move on.
+
+        One file is read in its order, across epochs. In a mixture, the source of each number is
+        drawn by weight, seeded with (seed, step), and gives the next row of its own order.
+        """
         if len(self._epochs) == 1:
             return self._epochs[0].take(self._prompts_per_step)
         self._step += 1
@@ -75,7 +79,7 @@ class PromptOrder:
         return [epochs.take(1)[0] for epochs in drawn]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the identity of the stream; plain data."""
+        """Return the position and the identity of the stream as plain data, for a checkpoint."""
         files = [epochs.state_dict() for epochs in self._epochs]
         state = self._identity() | {"has_own_orders": all(each.name for each in self._epochs)}
         if len(files) == 1:
@@ -85,8 +89,9 @@ class PromptOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the saved position; CheckpointError if it belongs to another stream.
 
-        A state of an earlier version continues in that version's order, in which all sources and
-        streams had the same permutation, so no row is lost or repeated within an epoch.
+        The files' content, number of rows, seed, shuffle and weights must be the same; paths may
+        differ. A state of an earlier version continues in that version's order, in which all
+        sources and streams had the same permutation, so no row is lost or repeated within an epoch.
         """
         for key, mine in self._identity().items():
             if state.get(key) != mine:
@@ -101,7 +106,11 @@ class PromptOrder:
             epochs.load_state_dict(saved)
 
     def _identity(self) -> dict[str, Any]:
-        """Everything that the order depends on. The path is not part of it: files may be moved."""
+        """Return everything that the order depends on, as plain data.
+
+        The path is not part of it, because files may be moved. Weights are there for a mixture
+        only.
+        """
         weights = {}
         for file in self._report.files:
             weights[file.name] = file.weight
@@ -125,7 +134,10 @@ class _Epochs:
         self.load_state_dict({"epoch": 0, "position": 0})
 
     def take(self, count: int) -> list[int]:
-        """Take the next `count` row numbers, across epochs if necessary."""
+        """Take the next `count` row numbers and move on, across epochs if necessary.
+
+        At the end of an epoch the rows are shuffled again for the next one.
+        """
         rows: list[int] = []
         while len(rows) < count:
             next_rows = self._order[self._position : self._position + count - len(rows)]
@@ -140,7 +152,11 @@ class _Epochs:
         return {"epoch": self.number, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved epoch and position."""
+        """Go to a saved epoch and position, and make the order of that epoch.
+
+        With shuffle it is a permutation seeded with (seed, epoch, name), otherwise the order of the
+        file.
+        """
         self.number = int(state["epoch"])
         self._position = int(state["position"])
         self._order: list[int] = self._rows.tolist()
@@ -151,7 +167,10 @@ class _Epochs:
 
 
 def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:
-    """The first num_prompts good rows of a file of held-out prompts; None: all of them."""
+    """Return the numbers of the first num_prompts good rows of a held-out file; None: of all.
+
+    DataError if there are fewer.
+    """
     if num_prompts is not None and num_prompts > len(report.rows):
         got = f"{len(report.rows)} usable prompts"
         expected = f"at least {num_prompts} (data.eval_prompts)"

@@ -36,7 +36,12 @@ class TimeLimit:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], T]) -> T:
-        """The function's result; OutOfTime if it was stopped. Calls must not be nested."""
+        """Call the function and return its result; OutOfTime if it took more than `seconds`.
+
+        CPU time of this thread counts. The first call starts a daemon thread, which raises
+        OutOfTime in the thread of a function that is too slow. Calls must not be nested in one
+        thread.
+        """
         thread = threading.get_ident()
         with self._lock:
             self._ends[thread] = time.thread_time() + self.seconds
@@ -52,7 +57,10 @@ class TimeLimit:
                 self._ends.pop(thread, None)
 
     def _watch(self) -> None:
-        """Stop functions that exceed their limit, as long as the process lives."""
+        """Loop of the daemon thread: every 0.5 s, raise OutOfTime in threads past their limit.
+
+        It is raised again after each further second of CPU time, as long as the function goes on.
+        """
         while True:
             time.sleep(_LOOK_EVERY_SECONDS)
             with self._lock:

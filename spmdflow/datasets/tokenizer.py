@@ -29,7 +29,11 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 @lru_cache
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a local folder, one object per folder; ConfigError if there is none."""
+    """Return the tokenizer of a local folder; the same object for the same path (cached).
+
+    ConfigError if the folder has no tokenizer, or one that transformers cannot read without the
+    folder's own code. Downloads nothing.
+    """
     folder = Path(path)
     if not any((folder / name).is_file() for name in _FILES):
         got = "a folder without one" if folder.is_dir() else "no such folder"
@@ -62,7 +66,10 @@ def eos_token_id(tokenizer: Any) -> int:
 
 
 def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids, with special tokens that the tokenizer adds before a text but not those after."""
+    """Return the token ids of each text, as for a prompt that generation continues.
+
+    Special tokens that the tokenizer adds before a text are included, those after it are not.
+    """
     if not texts:
         return []
     rows = tokenizer(texts, verbose=False).input_ids  # over-long ones are counted, not warned of
@@ -71,11 +78,12 @@ def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """The most characters that one token can represent; None if there is no known limit.
+    """Return the most characters of a text that one token can stand for; None if unlimited.
 
-    Byte-level BPE and BPE with byte fallback have a limit. There is none if an unknown word is one
-    token whatever its length, or if the tokenizer drops white space. White space that a special
-    token swallows (lstrip, rstrip) is not counted.
+    It is the longest vocabulary entry, times 4 if the normalizer composes characters (NFC). Only
+    byte-level BPE and BPE with byte fallback have a limit: otherwise an unknown word is one token
+    whatever its length. There is none if the tokenizer drops characters, such as white space. White
+    space that a special token swallows (lstrip, rstrip) is not counted.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "BPE":
@@ -97,7 +105,10 @@ _COMPOSED = 4
 
 
 def _steps_of(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer of the library `tokenizers`, as it saves them."""
+    """Return the steps of a normalizer or pre-tokenizer of the library `tokenizers`, as saved.
+
+    None has no steps; a part that is no sequence is one step.
+    """
     if part is None:
         return []
     saved = json.loads(part.__getstate__())
@@ -106,7 +117,11 @@ def _steps_of(part: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_characters(step: dict[str, Any]) -> bool:
-    """Whether a step drops no characters, so that all of them are in tokens."""
+    """Return whether a step drops no characters, so that all of them end up in tokens.
+
+    A replacement must be at least as long as the text that it replaces. Unknown kinds count as
+    dropping.
+    """
     kind = step["type"]
     if kind == "Replace":
         return "String" in step["pattern"] and len(step["content"]) >= len(
@@ -118,9 +133,9 @@ def _keeps_characters(step: dict[str, Any]) -> bool:
 
 
 def reencode(tokenizer: Any, other: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Decode rows of ids with `tokenizer` and encode the texts with `other`.
+    """Decode rows of ids with `tokenizer` and encode the texts with `other`; return its ids.
 
-    `other` adds its special tokens. An empty text becomes its end-of-sequence token.
+    `other` adds its special tokens. A row that would have no ids becomes its end-of-sequence token.
     """
     if not rows:
         return []
@@ -136,7 +151,10 @@ def template_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _num_trailing(tokenizer: Any) -> int:
-    """Number of tokens (such as an end-of-sequence) that the tokenizer adds after every text."""
+    """Return how many tokens (such as an end-of-sequence) the tokenizer adds after a text.
+
+    Measured on the text "a", whose ids are looked for in those with special tokens; 0 if not found.
+    """
     bare = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
     for start in range(len(full) - len(bare) + 1):
@@ -154,7 +172,12 @@ _CUT = "\ufffd"
 def response_texts(
     tokenizer: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> list[str]:
-    """The text of each response when it follows its prompt; all are decoded in one batch."""
+    """Return the text of each response as it follows its prompt, decoded in one batch.
+
+    Only the last 16 tokens of a prompt are decoded with it; the whole prompt where these do not
+    suffice. If the prompt's text is no prefix of the whole text even then, the response is decoded
+    alone.
+    """
     texts = _texts_after(tokenizer, [prompt[-_CONTEXT:] for prompt in prompts], responses)
     unknown = []
     for index, text in enumerate(texts):
@@ -173,10 +196,11 @@ def response_texts(
 def token_lengths(
     tokenizer: Any, rows: Sequence[Sequence[int]], texts: Sequence[str]
 ) -> list[list[int]]:
-    """For each token of each row (ids), the number of characters of the row's text that it shows.
+    """Return for each token of each row how many characters of the row's text it shows.
 
     Each row's numbers sum to the length of its text. A special token shows 0 characters, and so
     does a part of a character that a later token completes.
+    rows: token ids. texts: their decoded texts.
     """
     ids = list(dict.fromkeys(each for row in rows for each in row))
     decoded = tokenizer.batch_decode([[each] for each in ids], clean_up_tokenization_spaces=False)
@@ -188,7 +212,11 @@ def token_lengths(
 
 
 def _shown_lengths(pieces: Iterable[str], text: str) -> list[int]:
-    """For each piece (a token decoded alone), the number of characters of text that it shows."""
+    """Return for each piece (a token decoded alone) how many characters of `text` it shows.
+
+    A piece is looked for near the end of what earlier ones show. It counts from there to its own
+    end; 0 if it is empty or not found. The last piece also gets the rest of the text.
+    """
     lengths = []
     at = 0
     hidden = 0
@@ -222,10 +250,11 @@ class StopStrings:
         """Most tokens that a string can span: each holds at least one byte of it."""
 
     def first_ends(self, rows: Sequence[tuple[list[int], list[int], int]]) -> list[int | None]:
-        """For each row, the response's length up to the token that completed a string, or None.
+        """Return for each row the response's length up to the token that completed a stop string.
 
-        rows: (prompt, response, number of response tokens that were checked before). All texts are
-        first decoded in one batch.
+        None where no string is complete. All texts are first decoded in one batch, and only those
+        with a string in them are searched token by token.
+        rows: (prompt, response, number of response tokens that were checked before).
         """
         windows = []
         for prompt, response, known in rows:
@@ -252,9 +281,11 @@ class StopStrings:
         return result
 
     def ends(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """Whether the last token of response completed a string.
+        """Return whether the last token of a response completed a stop string.
 
-        The tokens before it must not have completed one, so call this after each token.
+        The end of the response is decoded, as many tokens as a string can span, and searched. So
+        the tokens before the last must not have completed one: call this after each token. A
+        special token has no text and completes none. The response must not be empty.
         """
         if response[-1] in self._special:
             return False
@@ -271,9 +302,10 @@ class StopStrings:
 def _texts_after(
     tokenizer: Any, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
 ) -> list[str | None]:
-    """The text that the tokens `after` add to those `before`, for each row; None if unknown.
+    """Return for each row the text that the tokens `after` add to the tokens `before`.
 
-    Prompts that several samples share are decoded once.
+    It is the decoded whole without the decoded `before`; None if the whole does not start with
+    that. Equal rows of `before`, which several samples share, are decoded once.
     """
     heads = list(dict.fromkeys(map(tuple, before)))
     both = []
@@ -285,7 +317,10 @@ def _texts_after(
 
 
 def _remove_prefix(head: str, text: str) -> str | None:
-    """text without `head`, which may lack an incomplete last character; None if it does not fit."""
+    """Return `text` without `head` in front; None if it does not start with it, or head is empty.
+
+    Incomplete characters (U+FFFD) at the end of head may be missing in text.
+    """
     for shown in (head, head.rstrip(_CUT)):
         if shown and text.startswith(shown):
             return text[len(shown) :]
@@ -293,7 +328,7 @@ def _remove_prefix(head: str, text: str) -> str | None:
 
 
 def _decode(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Decode rows without special tokens, in one batch if the tokenizer has a fast backend."""
+    """Return the texts of rows of ids, without special tokens, in one batch."""
     rows = list(map(list, ids))
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         texts: list[str] = backend.decode_batch(rows, skip_special_tokens=True)

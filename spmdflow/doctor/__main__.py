@@ -27,7 +27,10 @@ CANNOT_RUN = 1
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run all checks and print their report; returns 0 if a run on the CPU can work, else 1."""
+    """Run all checks and print their report. Return 0 if a run on the CPU can work, otherwise 1.
+
+    A run can work if no check is in state `bad`; warnings and absent extras do not count.
+    """
     parser = argparse.ArgumentParser(
         prog="spmdflow doctor", description="What works here, and what is missing for what."
     )
@@ -73,7 +76,11 @@ def can_run(checks: Sequence[Check]) -> bool:
 
 
 def checks_text(checks: Sequence[Check]) -> str:
-    """The report: a line of state, name and result for each check, its advice, and a verdict."""
+    """Return the report: state, name, result and advice of each check, and a verdict.
+
+    A check is one line, and its advice another. Checks are grouped under their topic. The verdict
+    names all `bad` checks or, if there are none, the absent extras.
+    """
     lines = []
     for topic, members in groupby(checks, lambda check: check.topic):
         lines.append(topic)

@@ -30,7 +30,12 @@ _STORE_SECONDS = 5
 
 
 def check_addresses() -> list[Check]:
-    """Whether a port can be bound on loopback and on the address that other nodes would use."""
+    """Check that a port can be bound on loopback and on the addresses that other nodes would use.
+
+    These are the address of the host name and that of the route to other networks, unless they are
+    loopback. Only a loopback failure is BAD. A host name without such an address, or no route, is a
+    warning, as only several nodes need them.
+    """
     checks = [_check_port("loopback", "127.0.0.1", BAD)]
     host = socket.gethostname()
     named = ""
@@ -54,7 +59,10 @@ def check_addresses() -> list[Check]:
 
 
 def _outside_address() -> str | None:
-    """This node's address on its route to other networks; None if it has no such route."""
+    """Return this node's address on its route to other networks; None if it has no such route.
+
+    The route is looked up with a UDP socket. Nothing is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_NO_ROUTE, 9))
@@ -64,7 +72,10 @@ def _outside_address() -> str | None:
 
 
 def _check_port(name: str, address: str, otherwise: str) -> Check:
-    """Whether a port of the address can be bound and connected to; state `otherwise` if not."""
+    """Check that some free port of the address can be bound and connected to within five seconds.
+
+    otherwise: the state if it cannot.
+    """
     try:
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
@@ -76,7 +87,12 @@ def _check_port(name: str, address: str, otherwise: str) -> Check:
 
 
 def check_run_dir(folder: Path) -> list[Check]:
-    """Whether `folder` is writable, its free space, and whether several nodes can share it."""
+    """Check that `folder` is writable, its free space, and whether several nodes can share it.
+
+    If it does not exist, its nearest parent that exists is checked, by creating and removing a
+    file. Not writable is BAD, and then the only line. Less than 5 GiB free is a warning. The file
+    system's type says whether nodes can share it, such as nfs or lustre.
+    """
     wanted = folder.absolute()
     existing = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
     try:
@@ -106,7 +122,11 @@ def check_run_dir(folder: Path) -> list[Check]:
 
 
 def file_system(folder: Path) -> str:
-    """Type of the file system of a folder, such as ext4; "unknown" if no mount is listed for it."""
+    """Return the type of a folder's file system, such as ext4; "unknown" if no mount is listed.
+
+    The deepest mount point in /proc/self/mountinfo that contains the folder counts, of equal ones
+    the last.
+    """
     best = -1
     kind = "unknown"
     for line in _read_or_empty("/proc/self/mountinfo").splitlines():
@@ -120,7 +140,7 @@ def file_system(folder: Path) -> str:
 
 
 def check_system() -> Check:
-    """Whether this is Linux. Every rank uses its epoll, signals and /proc."""
+    """Check that this is Linux, otherwise BAD. Every rank uses its epoll, signals and /proc."""
     system = platform.system()
     advice = "use Linux, or a container"
     system_version = f"{system} {platform.release()}"
@@ -128,7 +148,11 @@ def check_system() -> Check:
 
 
 def check_limits() -> list[Check]:
-    """Limits of this process: open files, locked memory, shared memory, threads and memory."""
+    """Check limits of this process: open files, locked memory, shared memory, threads and memory.
+
+    Fewer than 1024 open files and a /dev/shm below 1 GiB are warnings; the others only inform. The
+    limit of threads is the lower one of ulimit -u and of the cgroup.
+    """
     files, locked, processes = (
         resource.getrlimit(kind)[0]
         for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
@@ -152,7 +176,7 @@ def check_limits() -> list[Check]:
 
 
 def _check_shared_memory() -> Check:
-    """The size of /dev/shm; a warning if it is absent or smaller than 1 GiB."""
+    """Return a line with the size of /dev/shm; a warning if it is absent or smaller than 1 GiB."""
     advice = "vLLM and NCCL may need more; docker run --shm-size=8g"
     try:
         total = shutil.disk_usage("/dev/shm").total
@@ -163,7 +187,10 @@ def _check_shared_memory() -> Check:
 
 
 def _check_memory() -> Check:
-    """The available memory, and the cgroup's limit if there is one."""
+    """Return a line with the available memory, and the cgroup's limit if there is one.
+
+    It is never a warning.
+    """
     lines = dict(line.split(":", 1) for line in _read_or_empty("/proc/meminfo").splitlines())
     available = int(lines.get("MemAvailable", "0 kB").split()[0]) * 1024
     text = f"{available / _GIB:.1f} GiB available"
@@ -174,7 +201,11 @@ def _check_memory() -> Check:
 
 
 def check_environment(variables: Mapping[str, str]) -> list[Check]:
-    """Environment variables that change how a run behaves. variables: such as os.environ."""
+    """Return lines about environment variables that change how a run behaves. None is a warning.
+
+    They are OMP_NUM_THREADS, the Hugging Face cache and the models in it, HF_HUB_OFFLINE, and
+    whether SPMDFLOW_SECRET is set (not its value). variables: such as os.environ.
+    """
     threads, secret = (variables.get(name) for name in ("OMP_NUM_THREADS", "SPMDFLOW_SECRET"))
     home = variables.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(variables.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
@@ -193,7 +224,10 @@ def check_environment(variables: Mapping[str, str]) -> list[Check]:
 
 
 def _cgroup_limit(name: str) -> int:
-    """The lowest limit of this name in this process's cgroup and its parents; -1 if none is set."""
+    """Return the lowest limit of this name in this process's cgroup and its parents; -1: none.
+
+    Reads cgroup version 2 files such as memory.max; "max" is no limit.
+    """
     path = next(
         (
             line[3:]
@@ -229,7 +263,10 @@ def _limit_text(number: int) -> str:
 
 
 def check_devices() -> list[Check]:
-    """Torch's build, devices and backends, and a TCPStore; one BAD line if torch is missing."""
+    """Check torch's build, cores, GPUs, communication backends, and a TCPStore.
+
+    If torch cannot be imported, one BAD line is returned.
+    """
     try:
         torch: Any = import_module("torch")
         dist: Any = import_module("torch.distributed")
@@ -249,7 +286,11 @@ def check_devices() -> list[Check]:
 
 
 def _check_gpus(torch: Any, cuda: str | None) -> Check:
-    """The GPUs that torch sees; a warning if torch was built for GPUs and sees none."""
+    """Return a line with the number, name and memory of the GPUs that torch sees.
+
+    It is a warning if torch was built for GPUs and sees none. cuda: the version of CUDA or ROCm
+    that torch was built for; None: for CPUs only.
+    """
     if torch.accelerator.is_available():
         count = torch.accelerator.device_count()
         kind = torch.accelerator.current_accelerator()
@@ -263,7 +304,11 @@ def _check_gpus(torch: Any, cuda: str | None) -> Check:
 
 
 def _check_backends(dist: Any, *, own: Any) -> list[Check]:
-    """Whether torch has gloo and the default backend of the accelerator `own`, if not None."""
+    """Check that torch has gloo and the default backend of the accelerator `own`, if there is one.
+
+    A missing backend is BAD, and so is a torch without torch.distributed, which is then the only
+    line.
+    """
     if not dist.is_available():
         advice = "install a torch that was built with it"
         return [Check("devices", "distributed", BAD, "torch has no torch.distributed", advice)]
@@ -278,7 +323,10 @@ def _check_backends(dist: Any, *, own: Any) -> list[Check]:
 
 
 def _check_store(dist: Any) -> Check:
-    """Whether a TCPStore works on loopback; torchrun --standalone uses one to connect the ranks."""
+    """Check that a TCPStore on loopback returns what was set; BAD if it does not.
+
+    torchrun --standalone uses one to connect the ranks.
+    """
     try:
         limit = timedelta(seconds=_STORE_SECONDS)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)

@@ -34,7 +34,12 @@ BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
 def check_packages() -> list[Check]:
-    """Checks of Python, of each requirement of the base installation, then of each extra."""
+    """Check Python, each requirement of the base installation, imports, then each extra.
+
+    If spmdflow is not installed, or the package `packaging` is missing, versions cannot be
+    compared, and only one warning and the check of imports are returned. A wrong Python version is
+    BAD. Extras that NEEDED_FOR does not name are omitted.
+    """
     advice = "versions cannot be compared; pip install "
     try:
         distribution = metadata.distribution(PROJECT)
@@ -68,7 +73,10 @@ def check_packages() -> list[Check]:
 
 
 def _requirements_of(requirements: list[Any], extra: str) -> Iterator[Any]:
-    """Requirements that an extra adds here; extra "": those of the base installation."""
+    """Yield the requirements that an extra adds on this node; for extra "", the base ones.
+
+    A requirement belongs to an extra if its marker is true on this node only with that extra.
+    """
     for item in requirements:
         plain = item.marker is None or item.marker.evaluate({"extra": ""})
         if plain is not bool(extra) and (plain or item.marker.evaluate({"extra": extra})):
@@ -88,7 +96,10 @@ def _is_tested_version(item: Any) -> bool:
 
 
 def _check_base(item: Any) -> Check:
-    """Whether a requirement of the base installation is met; BAD if the package is missing."""
+    """Check a requirement of the base installation: BAD if it is missing.
+
+    Another version than required is a warning.
+    """
     version = _version(item.name)
     wanted = str(item.specifier)
     if version is None:
@@ -101,7 +112,7 @@ def _check_base(item: Any) -> Check:
 
 
 def _check_import() -> Check:
-    """Whether all modules that a run needs can be imported."""
+    """Import the modules that a run needs; BAD, with the error, if one cannot be imported."""
     try:
         import_module("spmdflow.controller.script")
         import_module("spmdflow.plan.comparison")
@@ -113,7 +124,11 @@ def _check_import() -> Check:
 
 
 def _check_foreign() -> list[Check]:
-    """One BAD line for each installed package of BUILT_FOR_TORCH that cannot be imported."""
+    """Import torchvision, torchaudio and torchcodec; one BAD line for each that fails.
+
+    Packages that are not installed are skipped. A failing one was built for another torch, and
+    makes transformers fail.
+    """
     checks = []
     for name in BUILT_FOR_TORCH:
         if (version := _version(name)) is None:
@@ -128,7 +143,10 @@ def _check_foreign() -> list[Check]:
 
 
 def _check_extra(name: str, items: list[Any]) -> Check:
-    """Whether an extra's packages are installed (else ABSENT), and in tested versions."""
+    """Check an extra's packages: ABSENT if one is not installed, a warning for an untested version.
+
+    The advice says what the extra is for, and how to install it.
+    """
     install = f"pip install 'spmdflow[{name}]'"
     versions = {}
     for item in items:

@@ -48,8 +48,9 @@ class ChatClient:
         self._disconnect()
 
     async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """The assistant's reply to the messages; EndpointError if the request is refused.
+        """Return the assistant's reply to the messages; EndpointError if the request is refused.
 
+        The reply is the message of the first choice, such as {"role": "assistant", "content": ...}.
         fields: further fields of the request (any JSON values).
         """
         body = {"model": self._model, "messages": messages, **fields}
@@ -58,7 +59,12 @@ class ChatClient:
         return message
 
     async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON response to a POST; EndpointError for a status other than 200."""
+        """Return the JSON response to a POST of `body`; EndpointError for a status other than 200.
+
+        Uses the open connection or opens one, and closes it if the response asks for that. One
+        request at a time. The response must have a content-length.
+        route: path below the base URL, such as chat/completions.
+        """
         data = json.dumps(body).encode()
         head = [f"POST {self._path}/{route} HTTP/1.1", f"host: {self._host}:{self._port}"]
         head += [f"authorization: Bearer {self._key}", "content-type: application/json"]
@@ -76,7 +82,7 @@ class ChatClient:
         return answer
 
     async def _connect(self) -> asyncio.StreamWriter:
-        """The connection, which is opened if there is none."""
+        """Return the connection; open a new one if there is none or the endpoint closed it."""
         if self._writer is None or self._reader.at_eof():
             self._disconnect()
             self._reader, self._writer = await asyncio.open_connection(self._host, self._port)

@@ -27,7 +27,12 @@ async def episode(
     task: str = "chain_sum",
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Pose one problem and return reasoning-gym's score of the reply, in [0, 1]."""
+    """Pose one problem and return reasoning-gym's score of the reply, in [0, 1].
+
+    row: "seed" selects the problem; "task" overrides `task`. The answer is the text after the last
+    "<answer>" of the reply, "" without one. Returns score, accuracy (1.0 if the score is 1) and the
+    answer.
+    """
     data, entry = _problem(str(row.get("task", task)), int(row["seed"]))
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
     ask = [{"role": "user", "content": entry["question"] + _FORM}]

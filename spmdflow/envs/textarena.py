@@ -27,7 +27,12 @@ async def episode(
     num_players: int = 1,
     max_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Play one game. If the context is full it ends early, with the reward so far (0)."""
+    """Play one game and return its score, the first player's reward, and the number of turns.
+
+    All players are the policy, each with a separate conversation. If the context is full or the
+    turns are used up, the game ends early with score 0; any other EndpointError is raised.
+    row: "game" overrides `game`; "seed" seeds it, by default a checksum of the prompt.
+    """
     seed = int(row.get("seed", zlib.crc32(str(row.get("prompt", "")).encode())))
     noise = _Noise(seed)
     with noise:
@@ -59,7 +64,11 @@ async def episode(
 
 
 def _new_part(messages: list[dict[str, Any]], observation: str) -> str:
-    """The observation without the text that the player was shown before."""
+    """Return the observation without the text that the player was shown before.
+
+    This is cut only if the observation begins with all earlier user messages, joined. If nothing
+    new would be left, the complete observation is returned.
+    """
     shown = ""
     for message in messages:
         shown += str(message["content"]) if message["role"] == "user" else ""

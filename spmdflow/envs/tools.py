@@ -37,7 +37,10 @@ async def episode(
 ) -> float:
     """Run a conversation until a reply calls no tool, or for max_calls replies.
 
-    Returns the class's get_reward().
+    Returns the class's get_reward(), as a float. A full context or too many turns also end the
+    conversation; any other EndpointError is raised. The reply that calls no tool goes to the
+    class's answer(text), if it has one.
+    tools: "path/file.py:Class" or "module:Class". row: goes to the class's reset.
     """
     toolbox = find_function(tools, "tools")()
     opening = toolbox.reset(**row)
@@ -64,7 +67,12 @@ async def episode(
 
 
 async def _call_tool(toolbox: Any, function: dict[str, Any]) -> str:
-    """Call a tool; return its result, or its error, as text."""
+    """Call a tool of the toolbox, which may be async, and return its result as text.
+
+    function: {"name": ..., "arguments": JSON text}. Any exception, also of wrong arguments, is
+    returned as "error: ...". So is a name that is not a public method, or is reset, get_reward or
+    answer.
+    """
     name = function["name"]
     if name.startswith("_") or name in _NOT_TOOLS or not callable(getattr(toolbox, name, None)):
         return f"error: no tool {name!r}"
@@ -76,7 +84,11 @@ async def _call_tool(toolbox: Any, function: dict[str, Any]) -> str:
 
 
 def schemas_of(cls: type) -> list[dict[str, Any]]:
-    """OpenAI tool schemas of the public methods, from their signatures and docstrings."""
+    """Return OpenAI tool schemas of a class's public methods, from their signatures and docstrings.
+
+    reset, get_reward and answer are omitted. A parameter's type is that of its annotation (int,
+    float, bool, list, dict), otherwise string. It is required if it has no default.
+    """
     schemas = []
     for name, method in inspect.getmembers(cls, inspect.isfunction):
         if name.startswith("_") or name in _NOT_TOOLS:

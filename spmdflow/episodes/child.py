@@ -44,7 +44,11 @@ _NUMBER: ContextVar[int | None] = ContextVar("episode", default=None)
 
 
 def main(socket_fd: int, stack_fd: int) -> None:
-    """Runs episodes until the pool's end of the socket is closed."""
+    """Runs episodes until the pool's end of the socket is closed.
+
+    Sets up this process first (see `open_channel`). stack_fd: where the stack is written on
+    request. A child that an environment forks exits when it would enter the event loop.
+    """
     channel = open_channel(socket_fd, stack_fd)
     forks = _Forks(channel.fileno())
     with asyncio.Runner(
@@ -71,7 +75,10 @@ class _Forks:
         self._number = _NUMBER.get()
 
     def leave_if_forked(self) -> None:
-        """Reports the fork to the pool and exits, if this process is a forked child."""
+        """Reports the fork to the pool and exits with status 1, if this process is a forked child.
+
+        Does nothing in the original process.
+        """
         if os.getpid() == self._own_pid:
             return
         with contextlib.suppress(OSError):
@@ -95,7 +102,9 @@ class _UnsharedSelector(selectors.DefaultSelector):
 async def _serve(channel: Any, forks: _Forks) -> None:
     """Reads messages from the pool and runs an episode for each call, until the socket is closed.
 
-    channel: a socket. It stays blocking until the event loop takes it over.
+    First loads the environment and sends {"ready": ...}; if that fails, sends the cause and
+    returns. Episodes run at the same time, each as a task; {"cancel": number} cancels a running
+    one. channel: a socket. It stays blocking until the event loop takes it over.
     """
     reader, writer = await asyncio.open_connection(sock=channel, limit=_MOST_LINE_BYTES)
 
@@ -128,7 +137,13 @@ def _drop_task(running: dict[int, asyncio.Task[None]], number: int, _: object) -
 async def _run(
     function: Environment, number: int, call: dict[str, Any], tell: Callable[..., None]
 ) -> None:
-    """Runs one episode and reports its end, whatever the environment does."""
+    """Runs one episode, and sends {"ended": number} with its scores or the cause of its failure.
+
+    If the environment returned None, the message has neither. Every exception of the environment is
+    a failure, also SystemExit and a cancelled task; so are an invalid score and running longer than
+    `seconds`. call: "seconds", "row" and the environment's keyword arguments; "seconds" and "row"
+    are removed from it.
+    """
     _NUMBER.set(number)
     seconds = call.pop("seconds")
     row = call.pop("row")
@@ -147,10 +162,11 @@ async def _run(
 
 
 def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
-    """The environment of that name, with its keyword arguments bound.
+    """Returns the environment of that name, with the keyword arguments in `arguments` bound.
 
-    ConfigError if it is missing, is not a coroutine function or has other parameters. Errors that
-    the user's module raises on import are not caught.
+    ConfigError if it is missing, is not a coroutine function, or cannot be called with a row,
+    base_url, model, api_key and these arguments. Errors that the user's module raises on import are
+    not caught.
     """
     function = find_function(name, SETTING)
     if not inspect.iscoroutinefunction(function):

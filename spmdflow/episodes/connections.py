@@ -60,7 +60,12 @@ class Connections:
         return connection, _close_oldest(self._strangers, self._most_strangers)
 
     def claim(self, connection: ClientConnection, name: str) -> bool:
-        """Assigns a connection to the episode that sent a request. False if that has too many."""
+        """Assigns a connection to the episode with the id `name`, whose request arrived over it.
+
+        Returns False, and changes nothing, if the episode has its maximum number of connections.
+        Otherwise the connection leaves the group that it was in and loses its deadline. True also
+        if it belongs to the episode already.
+        """
         if connection.episode == name:
             return True
         own = self._of_episode.setdefault(name, {})
@@ -73,14 +78,20 @@ class Connections:
         return True
 
     def end_episode(self, name: str) -> None:
-        """Makes the connections of an episode idle, so that others may use them."""
+        """Makes the connections of an episode idle, so that other episodes may use them.
+
+        If there are then too many idle connections, the oldest are closed.
+        """
         for connection in self._of_episode.pop(name, {}):
             connection.episode = None
             self._idle[connection] = None
         _close_oldest(self._idle, self._most_idle)
 
     def drop(self, connection: ClientConnection) -> None:
-        """Removes a connection, because it was closed or its owner changes."""
+        """Removes a connection from all groups, without closing it.
+
+        It was closed elsewhere, or another episode will own it.
+        """
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
         if connection.episode is not None:
@@ -93,9 +104,12 @@ class Connections:
                 connection.close()
 
 
-def _close_oldest(group: dict[ClientConnection, None], most: int) -> bool:
-    """Closes the oldest connections of a group above the limit. Returns whether any was closed."""
-    surplus = list(group)[: max(0, len(group) - most)]
+def _close_oldest(group: dict[ClientConnection, None], limit: int) -> bool:
+    """Closes and removes the oldest connections of a group until `limit` are left.
+
+    Returns whether any was closed.
+    """
+    surplus = list(group)[: max(0, len(group) - limit)]
     for connection in surplus:
         del group[connection]
         connection.close()

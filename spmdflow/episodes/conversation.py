@@ -47,10 +47,11 @@ class AppendOnlyTemplate:
     def tail(
         self, before: str, messages: list[Message], index: int, tools: list[Any] | None
     ) -> str:
-        """The text that the template renders after the reply messages[index].
+        """Returns the text that the template renders after the reply messages[index].
 
-        before: the text of the messages before it. NotAppendOnly if that text or the reply does not
-        appear unchanged in the rendered conversation.
+        The conversation is rendered with a placeholder as the reply; the result is the text after
+        it. before: the text of messages[:index]. NotAppendOnly if that text or the reply does not
+        appear unchanged in the rendered conversation; a reply with tool calls is not compared.
         """
         stand_in = [*messages]
         stand_in[index] = {"role": "assistant", "content": _STAND_IN}
@@ -71,7 +72,12 @@ class AppendOnlyTemplate:
         index: int,
         tools: list[Any] | None,
     ) -> None:
-        """NotAppendOnly unless the rendered text begins with `before` and the reply."""
+        """NotAppendOnly unless the rendered text begins with `before` and the reply.
+
+        White space between the two is ignored. The error reports the first message that the
+        template renders differently once later ones follow, at the latest the reply
+        messages[index].
+        """
         if rendered.startswith(before) and rendered[len(before) :].lstrip().startswith(reply):
             return
         turn = index + 1
@@ -88,9 +94,11 @@ class AppendOnlyTemplate:
 
 
 def check_template(chat: ChatTemplate) -> None:
-    """ConfigError unless the chat template is append-only. The error states the turn that changes.
+    """Checks that the chat template is append-only; a tokenizer without a template passes.
 
-    Tested with a conversation of three turns, and with thoughts if the template supports them.
+    ConfigError with the turn that changes, or if the text after a reply is encoded differently
+    alone than within the conversation. Tested with a conversation of three turns, and with thoughts
+    if the template has "</think>".
     """
     tokenizer = chat.tokenizer
     if not tokenizer.chat_template:
@@ -129,11 +137,13 @@ def reply_of(
     raw: str = "",
     read_calls: CallReader | None = None,
 ) -> Message:
-    """The assistant's message: its text, and tool calls if tools were offered.
+    """Returns the assistant's message: its text and, if tools were offered, its tool calls.
 
     Tool calls are parsed by `read_calls`, from the text with special tokens (raw), if it is given;
     otherwise by the tokenizer's response template, if it has one; otherwise in the form
-    <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+    <tool_call>{"name": ..., "arguments": ...}</tool_call>. A message with calls has the text
+    outside of them as its content (None if empty), and ids call_0, call_1, ... Without calls, the
+    content is `text`.
     """
     message: Message = {"role": "assistant", "content": text}
     if not tools:
@@ -171,7 +181,11 @@ def reply_of(
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:
-    """The tool calls in a text. If one of them is not JSON with a name, the text has no calls."""
+    """Returns the tool calls in a text, as dicts with "name", in order; [] if there are none.
+
+    A call is <tool_call>{"name": ..., "arguments": ...}</tool_call>. If one of them is not JSON or
+    has no name, the text has no calls.
+    """
     calls = []
     for match in _CALL.finditer(text):
         try:
@@ -191,8 +205,11 @@ def _as_json(arguments: object) -> str:
 
 
 def to_template_messages(messages: list[Message]) -> list[Message]:
-    """The messages in the form that templates expect: text parts joined, call arguments as
-    objects."""
+    """Returns copies of the messages in the form that chat templates expect.
+
+    Text parts are joined to one text, and missing content becomes "". Arguments of tool calls
+    become objects. The role developer becomes system. Other keys stay, unless their value is None.
+    """
     result = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None}
@@ -209,7 +226,10 @@ def to_template_messages(messages: list[Message]) -> list[Message]:
 
 
 def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a tool call with its arguments as an object; unchanged if they are not JSON."""
+    """Returns a copy of a tool call whose arguments are parsed from JSON; {} if they are empty.
+
+    Arguments that are not JSON stay texts. A missing type becomes "function".
+    """
     function = dict(call.get("function", {}))
     try:
         function["arguments"] = json.loads(function.get("arguments") or "{}")

@@ -115,7 +115,10 @@ class RareWarning:
         self._num_omitted = 0
 
     def warn(self, text: str) -> None:
-        """Logs the text, or counts it if the last warning was too recent."""
+        """Logs the text, unless the last warning is less than a minute old; then only counts it.
+
+        The next warning that is logged reports the number that were omitted.
+        """
         now = time.monotonic()
         if now < self._next:
             self._num_omitted += 1
@@ -174,7 +177,11 @@ class Endpoint:
         self._thread.start()
 
     def open(self, number: int, recorder: Recorder) -> tuple[str, dict[str, str]]:
-        """Registers a new episode. Returns its id, and the arguments of its environment."""
+        """Registers an episode. Returns its id, and its base_url, model and api_key.
+
+        Id and key are random; the three values are the arguments of the environment. number: the
+        episode's number in GenerationRequest and EpisodeFault.
+        """
         name = secrets.token_urlsafe(24)
         episode = self._episodes[name] = _RunningEpisode(number, name, recorder)
         self._owners[episode.key] = episode
@@ -182,7 +189,10 @@ class Endpoint:
         return name, {"base_url": url, "model": MODEL, "api_key": episode.key}
 
     def forget(self, name: str) -> None:
-        """Ends an episode. Its later requests are refused."""
+        """Ends an episode: later requests with its id are refused, and its connections become idle.
+
+        Does nothing for an unknown id.
+        """
         episode = self._episodes.pop(name, None)
         if episode is not None:
             del self._owners[episode.key]
@@ -199,7 +209,10 @@ class Endpoint:
         self._waker.close()
 
     def _run(self) -> None:
-        """Runs the event loop until `close`, then cancels what is left of it."""
+        """Runs the event loop until `close` stops it, then closes port and connections.
+
+        Pending tasks are cancelled and awaited.
+        """
         self._loop.run_forever()
         self._server.close()
         self._connections.close_all()
@@ -219,7 +232,11 @@ class Endpoint:
             self._waker.send(b".")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves the requests of one connection until it is closed."""
+        """Serves the requests of one connection, one after another, until it is closed.
+
+        Returns without an error if the client disconnects, misses its deadline or does not speak
+        HTTP. Warns, at most once a minute, if this connection displaced an unidentified one.
+        """
         connection, is_full = self._connections.admit(writer.transport.abort, self._loop.time())
         if is_full:
             self._stranger_warning.warn(
@@ -240,7 +257,12 @@ class Endpoint:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
-        """Answers one request. Returns whether the connection stays open."""
+        """Reads and answers one request. Returns whether the connection stays open.
+
+        A Refusal becomes an answer with its status; the connection then closes for the codes in
+        _CLOSES, without an episode, or if the episode has too many refused requests. It also closes
+        if the client asks for it. Errors of reading (deadline, end of the stream) are raised.
+        """
         async with asyncio.timeout_at(connection.deadline):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = [*head[0].split(" "), "", ""][:3]
@@ -268,7 +290,12 @@ class Endpoint:
         return stays_open and fields.get("connection", "").lower() != "close"
 
     async def _read_body(self, reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
-        """The body of a request. Refusal if it has no valid size or is too large."""
+        """Reads and returns the body of a request; b"" without a content-length.
+
+        Refusal with code "unread" if it has a transfer-encoding (status 411), an invalid
+        content-length (400) or more than 4 MiB (413). A body that is too large is read first, up to
+        64 MiB, so that the client receives the reason.
+        """
         if "transfer-encoding" in fields:
             raise Refusal("got no content-length, expected one", status=411, code="unread")
         size = fields.get("content-length", "0")
@@ -288,7 +315,12 @@ class Endpoint:
         raise Refusal(f"got {got}, expected {expected}; send less", status=413, code="unread")
 
     def _find_episode(self, name: str, authorization: str) -> _RunningEpisode:
-        """The episode with this id. Refusal if there is none, or if the key is that of another."""
+        """Returns the running episode with the id `name`, unless the key is wrong.
+
+        Refusal (404) if there is no such episode, or (401) if the key is unknown or another
+        episode's. A request without a key is accepted. A refusal counts against the episode that
+        owns the key, and is logged.
+        """
         key = authorization.removeprefix("Bearer ").strip()
         episode = self._episodes.get(name)
         owner = self._owners.get(key)
@@ -315,8 +347,10 @@ class Endpoint:
             )
 
     def _count_refusal(self, episode: _RunningEpisode | None, err: Refusal) -> bool:
-        """Counts a refused request. Returns whether the client may send more; if not, its episode
-        ends."""
+        """Counts a refused request of an episode. Returns whether the client may send more.
+
+        The 100th one ends the episode: an EpisodeFault goes to the inbox. False without an episode.
+        """
         if episode is None:
             return False
         episode.refused += 1
@@ -333,7 +367,13 @@ class Endpoint:
         body: bytes,
         reader: asyncio.StreamReader,
     ) -> tuple[bytes, str]:
-        """(body, content type) of the answer to a request. Refusal if it cannot be answered."""
+        """Returns (body, content type) of the answer; Refusal if the request cannot be answered.
+
+        route is models, models/..., chat/completions or completions (404 otherwise). The latter two
+        need POST (405) and at most 16 requests under way (429); their replies are generated one
+        after another per episode. An error that an invalid request causes becomes a Refusal (400).
+        Any other error is reported by `_report_unexpected`.
+        """
         if route.startswith("models"):
             entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmdflow"}
             listed = {"object": "list", "data": [entry]}
@@ -362,7 +402,10 @@ class Endpoint:
             episode.under_way -= 1
 
     def _report_unexpected(self, episode: _RunningEpisode, err: Exception) -> Refusal:
-        """Logs an error that no request should cause, and ends its episode. Returns the Refusal."""
+        """Logs an error that no request should cause, and ends its episode by an EpisodeFault.
+
+        Returns the Refusal for the client, with status 500.
+        """
         what = f"{type(err).__name__}: {err}"
         logger.error("episodes: a request failed with %s", what, exc_info=err)
         cause = f"made a request that failed in the endpoint with {what}"
@@ -373,7 +416,12 @@ class Endpoint:
     async def _generate(
         self, episode: _RunningEpisode, chat: bool, body: bytes, reader: asyncio.StreamReader
     ) -> tuple[bytes, str]:
-        """Has a reply generated, and records it if the client is still connected."""
+        """Has a reply generated and recorded, and returns (body, content type) of the answer.
+
+        A GenerationRequest goes to the inbox, and its reply is awaited. _Disconnected, without
+        recording, if the request was aborted or the client has disconnected meanwhile. Refusal if
+        the request is invalid or does not fit the episode. _NotAdded if the generator rejects it.
+        """
         ask = parse_request(json.loads(body), chat=chat, warned_fields=self._warned_fields)
         turn = episode.recorder.begin(ask)
         future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
@@ -410,7 +458,10 @@ class Endpoint:
 
 
 def _parse_path(path: str) -> tuple[str, str]:
-    """(id, the part after /v1/) of a path. Refusal for any other path."""
+    """Returns (ID, ROUTE) of a path /episodes/ID/v1/ROUTE; Refusal (404) for any other path.
+
+    A query (?...) is ignored. ROUTE may contain slashes.
+    """
     parts = path.partition("?")[0].strip("/").split("/")
     if len(parts) < 4 or parts[0] != "episodes" or parts[2] != "v1":
         expected = "/episodes/ID/v1/..."

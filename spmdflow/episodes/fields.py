@@ -57,11 +57,14 @@ class Refusal(Exception):
         self.code = code
 
 
-def _shorten(text: str, most: int) -> str:
-    """The text, or its beginning and end if it has more than `most` letters."""
-    if len(text) <= most:
+def _shorten(text: str, max_letters: int) -> str:
+    """Returns the text, or its beginning and end if it has more than `max_letters` letters.
+
+    The two parts have max_letters // 2 letters each and are joined by " ... ".
+    """
+    if len(text) <= max_letters:
         return text
-    half = most // 2
+    half = max_letters // 2
     return f"{text[:half]} ... {text[-half:]}"
 
 
@@ -83,9 +86,12 @@ class Ask:
 
 
 def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
-    """A request from its JSON body. Refusal if it cannot be answered as requested.
+    """Returns the Ask for the JSON body of a request; Refusal if it cannot be met as it stands.
 
-    warned_fields: ignored fields that were logged; grows.
+    chat: it must have messages, otherwise a prompt (a text or token ids). max_tokens and
+    max_completion_tokens must be equal, if both are given, and positive. stop: one text or several,
+    not empty. tool_choice "none" drops the tools. Unknown fields are ignored, with one warning
+    each. warned_fields: names of fields that were logged; names are added.
     """
     if not isinstance(body, dict):
         raise Refusal(f"got a body that is {type(body).__name__}, expected a JSON object")
@@ -132,7 +138,11 @@ def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:
 
 
 def _refuse_contradictions(body: Mapping[str, Any]) -> None:
-    """Refusal if a field has a value that contradicts what is recorded."""
+    """Refusal if a field asks for something that is not recorded.
+
+    Allowed, apart from None: n and best_of 1, echo false, suffix "", response_format {"type":
+    "text"}, and tool_choice required, auto or none.
+    """
     allowed: dict[str, tuple[Any, ...]] = {
         "n": (None, 1),
         "best_of": (None, 1),
@@ -177,7 +187,12 @@ class Reply:
 
 
 def write_answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[bytes, str]:
-    """(body, content type) of an answer: JSON, or a stream of events."""
+    """Returns (body, content type) of an answer in OpenAI's form for chats or completions.
+
+    JSON or, if ask.stream, server-sent events: one with the complete reply, one with the reason why
+    it ended, one with the token counts if ask.with_usage, then [DONE]. Log-probabilities and token
+    ids are included if requested. number: id of the answer.
+    """
     chat = bool(ask.messages)
     kind = "chat.completion" if chat else "text_completion"
     head = {"id": number, "object": kind, "created": int(time.time()), "model": model}
@@ -215,7 +230,10 @@ def write_answer(ask: Ask, reply: Reply, *, number: str, model: str) -> tuple[by
 
 
 def _log_probs(ask: Ask, reply: Reply) -> dict[str, Any]:
-    """The log-probabilities of a reply, in the form of a chat or of a completion."""
+    """Returns the log-probability and text of each token of a reply.
+
+    For a completion {"tokens", "token_logprobs"}, for a chat {"content": [one dict per token]}.
+    """
     numbers = reply.drawn.log_probs.tolist()
     if not ask.messages:
         return {"tokens": reply.pieces, "token_logprobs": numbers}

@@ -54,7 +54,11 @@ class _Process(WorkerProcess):
         self.send({"functions": [[term.function, dict(term.arguments)]]})
 
     def accepts(self, message: dict[str, Any]) -> bool:
-        """Whether the process may send this message now."""
+        """Returns whether the process may send this message now; otherwise it is to blame.
+
+        "ended" is for a running episode, with valid scores or a cause, if any. "forked" is always
+        accepted; "refused", "broken" and "ready" only before the process is ready.
+        """
         if "ended" in message:
             is_known = isinstance(message["ended"], int) and message["ended"] in self.running
             is_scored = "scores" not in message or are_scores(message["scores"])
@@ -112,8 +116,12 @@ class EnvironmentPool:
         return len(self._calls)
 
     def start_waiting(self, enter: Callable[[int], dict[str, str]]) -> None:
-        """Starts waiting episodes where a process has room. enter(number): arguments of its
-        environment."""
+        """Starts waiting episodes, in the order of the queue, where a process has room.
+
+        A ready process runs at most concurrency // num_processes episodes, and at least 1. An
+        episode that must run alone gets a process without others. enter(number): arguments of its
+        environment; called when the episode starts.
+        """
         room = max(1, self._concurrency // self._num_processes)
         for process in self._processes:
             while self._waiting and process.ready and len(process.running) < room:
@@ -131,11 +139,13 @@ class EnvironmentPool:
     def advance(
         self, seconds: float, *, wake: int, faults: Callable[[], Mapping[int, str]]
     ) -> list[EndedEpisode]:
-        """Waits for at most this long, or until a process or the file descriptor `wake` is
-        readable. Returns the episodes that have ended.
+        """Waits for messages of the processes and returns the episodes that have ended.
 
-        faults(): episodes to end, with causes. It is called after the processes are read, so that
-        an episode that fails because it is ended reports this cause.
+        Waits at most `seconds`, or until the file descriptor `wake` is readable; the list may be
+        empty. A process that has ended, sent something invalid or exceeded a limit is killed; see
+        `_lose_process`. faults(): episodes to end, with causes. It is called after the processes
+        are read, so that an episode that fails because it is ended reports this cause. ConfigError
+        or RewardError if the environment cannot be loaded.
         """
         poll = select.poll()
         for process in self._processes:
@@ -169,7 +179,10 @@ class EnvironmentPool:
         self._kill(list(self._processes))
 
     def _fail(self, number: int, cause: str) -> None:
-        """Cancels a running episode and records the cause."""
+        """Cancels an episode if it is running, and records the cause of its failure.
+
+        It ends when its process reports that; the first recorded cause counts.
+        """
         for process in self._processes:
             if number in process.running:
                 process.send({"cancel": number})
@@ -185,7 +198,12 @@ class EnvironmentPool:
             self._processes.remove(process)
 
     def _record(self, process: _Process, message: dict[str, Any]) -> None:
-        """Handles a message from a process. An error of the environment's import is raised."""
+        """Handles a message of a process that `accepts` has accepted.
+
+        "ended" ends the episode, "forked" fails the one that forked, and "ready" marks the process
+        as ready. Raises ConfigError for "refused" (an unsuitable environment) and RewardError for
+        "broken" (its module raised an error).
+        """
         name = self._term.function
         if "ended" in message:
             process.running.pop(message["ended"], None)
@@ -203,8 +221,11 @@ class EnvironmentPool:
             process.ready = True
 
     def _blame_fork(self, process: _Process, number: object) -> None:
-        """Fails the episode whose forked child returned to the event loop. The child has exited
-        itself."""
+        """Fails the running episode `number`, whose forked child returned to the event loop.
+
+        The child has exited on its own. Logs a warning instead if no such episode runs in the
+        process.
+        """
         cause = (
             "forked, and its child went on as well (end the child with os._exit(0), or start a "
             "program with asyncio.create_subprocess_exec)"
@@ -215,7 +236,11 @@ class EnvironmentPool:
             logger.warning("environment %r %s", self._term.function, cause)
 
     def _end_episode(self, number: int, scores: dict[str, Any] | None, cause: str) -> None:
-        """Adds an episode to those that have ended. Does nothing if it has ended before."""
+        """Adds an episode to self._ended; does nothing if it has ended before.
+
+        A cause recorded by `_fail` replaces `cause`. With a cause, the scores are dropped, and the
+        text gets the environment's name, the row and the traceback.
+        """
         call = self._calls.pop(number, None)
         if call is None:
             return
@@ -230,7 +255,12 @@ class EnvironmentPool:
         self._ended.append(EndedEpisode(number, None if cause else scores, cause))
 
     def _lose_process(self, process: _Process, what: str) -> None:
-        """Kills a process. Its only episode fails; if it has several, each is run again alone."""
+        """Kills a process, handles its episodes, and starts a new process.
+
+        Its episode fails with the cause `what` and the stack if it was the only one or had to run
+        alone. Otherwise each is queued again, to run alone. RewardError if the process was not
+        ready: the environment's module could not be imported.
+        """
         stack = process.stack()
         where = stack and f"\nIt was there (innermost call first):\n{stack}"
         self._kill([process])

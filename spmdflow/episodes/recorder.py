@@ -112,8 +112,14 @@ class Recorder:
         """Number of turns that have started."""
 
     def begin(self, ask: Ask) -> Turn:
-        """The turn of a request, which extends a segment or starts one. Refusal if it does not
-        fit."""
+        """Returns the turn of a request, which extends a segment or starts a new one.
+
+        Refusal after max_turns turns, for a new segment unless may_fork is set or there is none
+        yet, for unknown token ids, or without room for a reply: the first prompt may have
+        max_prompt_tokens, and all tokens after it max_new_tokens. The turn's max_new_tokens is the
+        room, or ask.max_tokens if that is less. Counts the turn; nothing else is recorded before
+        `finish`.
+        """
         if self.num_turns >= self._limits.max_turns:
             raise Refusal(
                 f"got request {self.num_turns + 1} of an episode, expected at most "
@@ -161,9 +167,13 @@ class Recorder:
     def finish(
         self, ask: Ask, turn: Turn, drawn: VersionedResponse
     ) -> tuple[Message, VersionedResponse, str]:
-        """Records a reply. Returns its message, the response up to a stop string, and why it ended.
+        """Records a reply. Returns (message, response, reason why it ended).
 
-        drawn: all tokens that were generated.
+        drawn: all tokens that were generated. Tokens after the one that completes a stop string are
+        dropped, and the message's text ends before the stop string. reason: "tool_calls" if the
+        message has calls, "stop" after an end token or a stop string, otherwise "length". A segment
+        that grows is replaced by a new object, which has the new ids (mask False) and the reply
+        (mask True).
         """
         tokens = drawn.tokens.tolist()
         reason = "length"
@@ -214,7 +224,13 @@ class Recorder:
         return max(self.segments, key=lambda segment: segment.num_sampled, default=None)
 
     def _match_chat(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
-        """(segment that a chat extends or None, its new ids, its text)."""
+        """Returns (segment that a chat extends or None, its new ids, its rendered text).
+
+        A segment fits if it has the same tools and its messages, with the last reply, are the first
+        messages of the chat. Segments with most messages come first. Refusal if there is no chat
+        template, or if the template changes earlier turns and may_fork is not set. None: the ids
+        are those of the complete chat. None too if no message follows the reply.
+        """
         if not self._tokenizer.chat_template:
             raise Refusal("got messages, but the tokenizer has no chat template; use completions")
         messages = to_template_messages(ask.messages)
@@ -236,7 +252,12 @@ class Recorder:
         return None, self._template.ids(text), text
 
     def _match_completion(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
-        """(segment that a prompt extends or None, its new ids, its text)."""
+        """Returns (segment that a prompt extends or None, its new ids, its text).
+
+        A prompt of token ids must begin with the segment's ids. A prompt of text must begin with
+        the text of a segment of completions. The longest segment that fits is chosen. None: the new
+        ids are those of the complete prompt.
+        """
         for segment in sorted(self.segments, key=lambda each: -len(each.ids)):
             size = len(segment.ids)
             if isinstance(ask.prompt, list):
@@ -250,7 +271,11 @@ class Recorder:
         return None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt
 
     def _ids_after_reply(self, segment: Segment, tail: str) -> list[int]:
-        """Ids of the text after a reply, without the end token if the model sampled it."""
+        """Returns the token ids of `tail`, the text after the segment's last reply; [] for no text.
+
+        If the reply ends with an end token, that token's text at the start of tail is dropped,
+        because the token is already recorded.
+        """
         last = segment.tokens[-1]
         if last in self._ends:
             end = self._tokenizer.decode([last])
@@ -272,7 +297,10 @@ def _is_equal(recorded: Message, repeated: Message) -> bool:
 
 
 def _comparison_key(message: Message) -> tuple[Any, ...]:
-    """The parts of a message that must be equal."""
+    """Returns (role, stripped text, [(name, arguments)] of the tool calls) of a message.
+
+    Two messages are equal if these are.
+    """
     (plain,) = to_template_messages([message])
     calls = []
     for call in plain.get("tool_calls") or ():
@@ -284,7 +312,10 @@ def _comparison_key(message: Message) -> tuple[Any, ...]:
 
 
 def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the first stop string. Clients do not see stop strings."""
+    """Returns the text before the first stop string in it, or the complete text without one.
+
+    Clients do not see stop strings.
+    """
     positions = []
     for string in stop:
         if string in text:

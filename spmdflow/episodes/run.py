@@ -109,8 +109,12 @@ class EpisodeRunner:
         sampling: Sampling,
         seed_of_turn: Callable[[int, int], int],
     ) -> list[int]:
-        """Adds episodes to the end of the queue, or to its front if they are greedy. Returns their
-        numbers."""
+        """Queues one episode per row and returns their numbers, which are equal on all ranks.
+
+        Greedy episodes go to the front of the queue, others to its end. Only the replica's first
+        rank runs environments; all ranks must call this with the same arguments. seed_of_turn(row
+        index, turn): seed of a reply.
+        """
         numbers = [next(self._numbers) for _ in rows]
         for index, number in enumerate(numbers):
             self._seeds_of_episode[number] = sampling, partial(seed_of_turn, index)
@@ -121,8 +125,12 @@ class EpisodeRunner:
     def finish(
         self, numbers: Sequence[int], *, greedy: bool = False, strict: bool = False
     ) -> list[Episode]:
-        """Continues all episodes until these have ended. Results are numbered by index in
-        `numbers`."""
+        """Steps all episodes until these have ended, and returns their results in order.
+
+        All ranks of the replica call it together and get the same results. Result i has number i.
+        strict: stop at the first failure of any episode; results of episodes that have not ended
+        are missing. The generator forgets the caches of these conversations.
+        """
         leader = self._leader
         self.run_until(
             lambda: leader is None or leader.have_ended(numbers, strict=strict), greedy=greedy
@@ -136,8 +144,10 @@ class EpisodeRunner:
     def run_until(self, is_over: Callable[[], bool], *, greedy: bool = False) -> None:
         """Generates replies for the episodes until is_over() is true on the replica's first rank.
 
-        greedy: for greedy episodes, otherwise for all others. While those have no requests, it
-        steps the other kind, whose episodes may occupy the worker processes.
+        All ranks of the replica call it together. Before each step the first rank broadcasts which
+        requests are new or aborted and which episodes have ended; every rank then steps the
+        generator. greedy: step greedy episodes, otherwise all others. While those have no requests,
+        the other kind is stepped, whose episodes may occupy the worker processes.
         """
         leader = self._leader
         requests = self._requests
@@ -150,8 +160,8 @@ class EpisodeRunner:
             for request in changes.aborted:
                 requests.abort(request)
             requests.forget(changes.ended)
-            for number, prompt, turn, most in changes.added:
-                request = requests.add(self._request_of_turn(number, prompt, turn, most))
+            for number, prompt, turn, max_new_tokens in changes.added:
+                request = requests.add(self._request_of_turn(number, prompt, turn, max_new_tokens))
                 if leader:
                     leader.confirm_added(request)
             if changes.done:
@@ -179,18 +189,24 @@ class EpisodeRunner:
         if self._leader:
             self._leader.close()
 
-    def _request_of_turn(self, number: int, prompt: list[int], turn: int, most: int) -> Request:
+    def _request_of_turn(
+        self, number: int, prompt: list[int], turn: int, max_new_tokens: int
+    ) -> Request:
         """The generator's request for a turn of an episode."""
         sampling, seed_of = self._seeds_of_episode[number]
         return Request(
             prompt=torch.tensor(prompt, dtype=torch.int64),
             seed=seed_of(turn),
-            sampling=replace(sampling, max_new_tokens=most),
+            sampling=replace(sampling, max_new_tokens=max_new_tokens),
             conversation=number,
         )
 
     def _check(self, draw: GenerationRequest) -> None:
-        """Raises the error that adding the request would raise, before any rank receives it."""
+        """Raises the error that adding the request would raise, before any rank receives it.
+
+        ColumnError for no tokens or a token id beyond the vocabulary, ConfigError if it is too
+        long.
+        """
         request = self._request_of_turn(draw.number, draw.ids, draw.turn, draw.max_new_tokens)
         known = range(self._limits.vocab_size)
         foreign = []
@@ -211,7 +227,11 @@ class EpisodeRunner:
         return StepChanges(*self._broadcast(mine))
 
     def _broadcast(self, mine: Any) -> Any:
-        """The value that the first rank passes: plain data of any size (collective)."""
+        """Returns the first rank's value on every rank of the replica (collective).
+
+        mine: a sequence of plain data on the first rank, None on all others. The result is a list,
+        except for a replica of one rank, which returns `mine` unchanged.
+        """
         if self._replica.size == 1:
             return mine
         group = self._replica.group(self._replica.ranks, "gloo")
@@ -261,9 +281,11 @@ class _ReplicaLeader:
         self._pool.begin(rows, first=first)
 
     def collect_changes(self, is_over: Callable[[], bool], *, idle: bool) -> StepChanges:
-        """Starts waiting episodes, and collects new requests and ended episodes.
+        """Starts waiting episodes; returns new requests, aborted requests and ended episodes.
 
-        Waits for something new if `idle` is set and is_over() is false.
+        Waits up to 1 s for something new if `idle` is set and is_over() is false. A request is
+        dropped if its episode has ended, and fails with the error of `check` if it is invalid. Each
+        change is returned once. done: is_over() after that.
         """
         self._pool.start_waiting(self._open_episode)
         seconds = _IDLE_SECONDS if idle and not is_over() else 0.0
@@ -292,8 +314,10 @@ class _ReplicaLeader:
         return StepChanges(added, aborted, ended_episodes, is_over())
 
     def _read_inbox(self, new_requests: list[GenerationRequest]) -> dict[int, str]:
-        """Appends the requests of running episodes to `new_requests`. Returns episodes to end ->
-        cause."""
+        """Empties the endpoint's inbox: returns running episodes to end -> cause.
+
+        Appends all generation requests to `new_requests`, in order.
+        """
         with suppress(BlockingIOError):
             self._endpoint.wake.recv(1 << 16)
         causes = {}
@@ -319,8 +343,10 @@ class _ReplicaLeader:
         return (strict and self._fails) or self._episodes.keys() >= set(numbers)
 
     def take_results(self, numbers: Sequence[int]) -> list[Episode]:
-        """Removes and returns the results of these episodes, as far as they have ended, numbered by
-        index."""
+        """Removes and returns the results of these episodes; those that have not ended are skipped.
+
+        The number of a result is its episode's index in `numbers`.
+        """
         results = []
         for index, n in enumerate(numbers):
             results.append((index, self._episodes.pop(n, None)))
@@ -345,15 +371,22 @@ class _ReplicaLeader:
         self._endpoint.close()
 
     def _open_episode(self, number: int) -> dict[str, str]:
-        """Opens an episode at the endpoint, again if its process was lost. Returns its
-        arguments."""
+        """Opens an episode at the endpoint with a new recorder; returns what its environment gets.
+
+        These are base_url, model and api_key. If the episode was open (its process was lost), it is
+        closed first and starts from scratch.
+        """
         self._close_episode(number)
         self._recorders[number] = self._new_recorder()
         self._names[number], arguments = self._endpoint.open(number, self._recorders[number])
         return arguments
 
     def _close_episode(self, number: int) -> None:
-        """Closes an episode at the endpoint, and aborts its requests."""
+        """Closes an episode at the endpoint and aborts its requests that are in the generator.
+
+        Their clients are told with done(None). Records both for the next `collect_changes`. Does
+        nothing if the episode is not open.
+        """
         if number in self._names:
             self._endpoint.forget(self._names.pop(number))
             self._ended.append(number)
@@ -364,7 +397,11 @@ class _ReplicaLeader:
                 draw.done(None)
 
     def _record_end(self, ended: EndedEpisode) -> None:
-        """Closes an episode that has ended, and stores its result."""
+        """Closes an episode that has ended, and stores its result in self._episodes.
+
+        The result has the segment with the most sampled tokens, or an empty one. scores is None if
+        nothing was sampled. A failure is remembered for strict runs.
+        """
         self._close_episode(ended.number)
         recorder = self._recorders.pop(ended.number)
         segment = recorder.longest() or Segment([])

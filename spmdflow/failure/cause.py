@@ -66,7 +66,10 @@ class Failure:
     """Seconds since 1970 on the node that noticed it."""
 
     def sentence(self) -> str:
-        """Rank, what it was running and the cause."""
+        """Return "rank 3, actor.update_actor (call 12, compute lane): <cause>".
+
+        Without a label it is "rank 3: <cause>".
+        """
         if self.label:
             call = f", {self.label} (call {self.number}, {self.lane} lane)"
         else:
@@ -75,9 +78,12 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains the others.
+    """Return the failure that explains the others.
 
-    failures: at least one, in order of arrival.
+    A death comes before a stopped process, and both before all other kinds. Among equals, the first
+    to arrive is returned. The death or stop of a rank that has reported another failure before
+    counts as one of the other kinds, because the rank left on purpose. failures: at least one, in
+    order of arrival.
     """
 
     def priority(index: int) -> tuple[int, int]:
@@ -100,7 +106,10 @@ def failure_record(cause: Failure, others: Iterable[Failure]) -> dict[str, Any]:
 
 
 def run_failed(cause: Failure) -> RunFailed:
-    """The error that a failed session raises, with the failed rank's traceback as a note."""
+    """Return the RunFailed for a cause, with its record and the failed rank's traceback as a note.
+
+    The message is "run failed: " and the sentence of the cause. Raises nothing.
+    """
     error = RunFailed(f"run failed: {cause.sentence()}", failure_record(cause, ()))
     if cause.traceback:
         error.add_note(f"on rank {cause.rank}:\n{cause.traceback}")
@@ -108,7 +117,10 @@ def run_failed(cause: Failure) -> RunFailed:
 
 
 def write_failure(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON. A full disk or a missing folder is logged, never raised."""
+    """Write a record to path as JSON, replacing an older file.
+
+    An OSError (full disk, missing folder) is logged and never raised; the partial file is removed.
+    """
     try:
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     except OSError as err:
@@ -118,9 +130,11 @@ def write_failure(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def print_report(cause: Failure, others: Sequence[Failure], path: Path | None) -> None:
-    """Print one block on stderr: the cause, the lines of the user's code, and where more is.
+    """Print one block on stderr: the cause, the script's line, the user's part of the traceback.
 
-    path: of failure.json. None if it was not written because RUN_DIR no longer belongs to this run.
+    Then up to three other causes with their ranks, and where the full tracebacks are. Nothing
+    happens if stderr is closed. path: of failure.json; None if it was not written because RUN_DIR
+    no longer belongs to this run.
     """
     lines = ["", "=" * 88, f"RUN FAILED: {cause.sentence()}"]
     if cause.line:
@@ -155,7 +169,11 @@ def call_within(seconds: float, function: Callable[[], object]) -> None:
 
 
 def _to_plain(failure: Failure) -> dict[str, Any]:
-    """A failure as JSON data, with role and method as two keys and the time as ISO 8601 text."""
+    """Return a failure as JSON data, as in failure.json.
+
+    The label becomes "role" and "method" (split at the last point), the number "call", and the time
+    a local ISO 8601 text.
+    """
     fields = asdict(failure)
     role, _, method = fields.pop("label").rpartition(".")
     fields["call"] = fields.pop("number")
@@ -168,7 +186,10 @@ _WHILE = "while "
 
 @contextlib.contextmanager
 def error_context(activity: str) -> Iterator[None]:
-    """Add "while <activity>" to each SpmdflowError that leaves the context."""
+    """Add the note "while <activity>" to each SpmdflowError that leaves the context.
+
+    The same error is raised. Other exceptions are not changed.
+    """
     try:
         yield
     except SpmdflowError as err:
@@ -177,7 +198,10 @@ def error_context(activity: str) -> Iterator[None]:
 
 
 def error_contexts(err: BaseException) -> list[str]:
-    """What `error_context` added to an error, innermost first."""
+    """Return the notes that `error_context` added to an error, innermost first, each with "while ".
+
+    Empty if there are none. They are recognised by that first word.
+    """
     contexts = []
     for note in getattr(err, "__notes__", ()):
         if note.startswith(_WHILE):

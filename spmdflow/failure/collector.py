@@ -68,9 +68,10 @@ class FailureCollector:
         self.add(self._with_calls(kind, rank, cause))
 
     def add_death(self, rank: int, cause: str) -> None:
-        """Add the death of rank, with the calls that it was running.
+        """Add the death of rank, with the calls that it was running, unless it is known.
 
-        If its death is known, only a cause that says merely that its connection was lost changes.
+        A known death keeps its cause, unless that only says that the connection was lost: then the
+        new cause replaces it.
         """
         death = self._with_calls("death", rank, cause)
         for index, failure in enumerate(self.failures):
@@ -85,9 +86,10 @@ class FailureCollector:
         self.add_of_rank("interrupt", rank, "Ctrl-C (SIGINT) came again: stopped at once")
 
     def add_endless_message(self, rank: int) -> None:
-        """Add that rank sent a message without end, on a connection that is closed now.
+        """Add the failure of a rank that sent a message without end.
 
-        If rank is not of this run, log a warning instead.
+        Its connection is closed already. The kind of the failure is "exception". If rank is not one
+        of this run (-1), a warning is logged instead.
         """
         text = f"sent more than {MAX_MESSAGE_BYTES >> 20} MiB as parts of one message"
         if rank in self.peers.processes:
@@ -114,7 +116,12 @@ class FailureCollector:
         return all(failure.kind == "script" for failure in self.failures)
 
     def add_stopped_ranks(self, now: float) -> None:
-        """Add stopped ranks that owe a reply, because they explain why others are late."""
+        """Add a failure of kind "stopped" for each stopped rank that owes a reply.
+
+        They explain why others are late. A rank is stopped if its process is, by a signal or
+        debugger. If the cause so far is a deadline, a rank that missed three heartbeats counts as
+        stopped too. There must be a failure already.
+        """
         is_late = first_cause(self.failures).kind == "deadline"
         silent_seconds = SILENT_BEATS * self.settings.beat_seconds if is_late else float("inf")
         for rank in sorted(self._calls.owing()):
@@ -127,10 +134,11 @@ class FailureCollector:
         return [failure.rank for failure in self.failures if failure.kind == "stopped"]
 
     def write_cause(self) -> tuple[Failure, Path | None]:
-        """Write failure.json. Returns the cause, and the path of the file.
+        """Write failure.json; return (the cause, the path of the file).
 
-        Before, add to each failure the script's line and the rank's line. The path is None if
-        nothing was written because RUN_DIR no longer belongs to this run.
+        First replaces `failures` by copies with the script's line and the rank's line. Path None:
+        nothing was written, because RUN_DIR no longer belongs to this run. Errors of the disk are
+        logged.
         """
         self.failures = [self._with_lines(failure) for failure in self.failures]
         cause = first_cause(self.failures)
@@ -141,7 +149,12 @@ class FailureCollector:
         return cause, path
 
     def _with_calls(self, kind: str, rank: int, cause: str) -> Failure:
-        """A failure of rank that names the calls which it was running, or its last one."""
+        """Return a `Failure` of rank that names the call which it was running.
+
+        If it runs calls in several lanes, the first (compute, transfer, files) is named, and the
+        second one is appended to the cause. If it runs none, the cause says "while idle after <its
+        last call>".
+        """
         running = self._calls.running(rank)
         if not running:
             return Failure(kind, rank, f"{cause}, while idle {self._calls.last(rank)}".rstrip())
@@ -153,7 +166,12 @@ class FailureCollector:
         return Failure(kind, rank, cause + also, call.label, call.number, call.lane)
 
     def _with_lines(self, failure: Failure) -> Failure:
-        """The failure with the script's line that made its call, and the line of its rank."""
+        """Return a copy of the failure with the script's line of its call and the rank's line.
+
+        The line that the rank was running comes from its stacks file if the kind is stopped or
+        deadline and `where` is empty, and from its last heartbeat if the kind is death. Unchanged
+        if the rank is not running the failure's call any more.
+        """
         for call in self._calls.running(failure.rank):
             if (call.number, call.lane) == (failure.number, failure.lane):
                 where = failure.where

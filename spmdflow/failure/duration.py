@@ -53,7 +53,12 @@ class DurationHistory:
         """Number of calls, and seconds of each rank without waiting for others. Both decay."""
 
     def add_call(self, key: Key, durations: Mapping[int, CallDuration]) -> None:
-        """Remember a finished call. durations: by rank."""
+        """Add the durations of a finished call, by rank, to the history of its kind.
+
+        The longest of them is kept for the last 10 calls. The seconds that each rank did not wait
+        for others are summed; sums and number of calls are halved once they cover more than 20
+        calls, and restart from 0 if the call has other ranks than before.
+        """
         self._longest[key].append(max(each.seconds for each in durations.values()))
         num_calls, busy = self._busy.get(key, (0.0, {}))
         if busy.keys() != durations.keys():
@@ -66,7 +71,10 @@ class DurationHistory:
         self._busy[key] = decay * num_calls + 1.0, seconds
 
     def medians(self) -> dict[Key, float]:
-        """Median seconds of each kind of call. The slowest rank of a call counts."""
+        """Return the median seconds of the last 10 calls of each kind: (label, phase) -> seconds.
+
+        A call counts with its slowest rank.
+        """
         result = {}
         for key, longest in self._longest.items():
             result[key] = median(longest)
@@ -78,16 +86,21 @@ class DurationHistory:
         return max(REPORT_SECONDS, REPORT_FACTOR * median(longest) if longest else 0.0)
 
     def limit_or_none(self, key: Key) -> float | None:
-        """Seconds after which a call counts as hung; None after too few calls of its kind."""
+        """Return the seconds after which a call counts as hung: 20 medians, but at least 600 s.
+
+        None if fewer than 3 calls of its kind have finished.
+        """
         longest = self._longest.get(key, ())
         if len(longest) < MIN_CALLS:
             return None
         return max(LIMIT_SECONDS, LIMIT_FACTOR * median(longest))
 
     def slow_rank_or_none(self, key: Key) -> tuple[int, float, float] | None:
-        """The rank that delays recent calls: (rank, its busy seconds, median of the others').
+        """Return the rank that delays recent calls: (rank, its busy seconds, the others' median).
 
-        Busy seconds are those of all recent calls in which a rank did not wait for other ranks.
+        Busy seconds: those in which a rank did not wait for other ranks, summed over recent calls.
+        The busiest rank is slow if it has at least 1.5 times the others' median, and at least 10 s
+        more. Otherwise None, as with fewer than 2 ranks or 3 calls.
         """
         num_calls, busy = self._busy.get(key, (0.0, {}))
         if len(busy) < 2 or num_calls < MIN_CALLS:

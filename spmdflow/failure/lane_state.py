@@ -46,10 +46,13 @@ class LaneState:
 def lane_state_of(
     thread: int, until: CodeType | None, *, with_line: bool = True
 ) -> LaneState | None:
-    """What a thread is doing inside the function with the code `until` (None: inside all frames).
+    """Return what a thread is doing inside the function with code `until`; None if it is not in it.
 
-    None if the thread is not inside that function. The line is the innermost one of the user's
-    code. If there is none, it is the innermost one outside torch.distributed.
+    until None: inside any function. The kind is "in a collective" if the innermost frame is in
+    torch.distributed or its line has ".wait(", "waiting for rows" if a frame is in a wait of the
+    row store, otherwise "running". The line, "file:line in function: text", is the innermost one of
+    the user's code, otherwise the innermost outside torch.distributed. with_line=False: return only
+    the kind, which is faster.
     """
     innermost = sys._current_frames().get(thread)
     inside: list[FrameType] = []  # innermost first
@@ -90,9 +93,10 @@ def _text(frame: FrameType) -> str:
 
 @lru_cache(maxsize=512)
 def _line(file: str, number: int) -> str:
-    """One line of a source file; empty if it cannot be read.
+    """Return one line of a source file (numbers from 1), stripped; "" if it cannot be read.
 
-    linecache would keep each file that a sample ever hit, which adds up to megabytes.
+    Does not put the file into linecache, which would keep each file that a sample ever hit,
+    megabytes in all. Cached for 512 lines.
     """
     if file in linecache.cache:  # this includes code without a file
         return linecache.getline(file, number).strip()
@@ -105,9 +109,13 @@ def _line(file: str, number: int) -> str:
 
 
 def find_blocking_ranks(states: Mapping[int, LaneState]) -> tuple[list[int], str]:
-    """The ranks that a call waits for, and the reason in words.
+    """Return the ranks that a call waits for, and the reason in words; ([], "") if it is queued.
 
-    No ranks if the call waits for rows or is queued. states: of all ranks of the call.
+    states: of all ranks of the call. The first rule that applies decides: stopped ranks; silent
+    ranks; none, if a rank waits for rows or is queued; of the ranks that run code, the smallest
+    group at one line; if some have finished and others are in a collective, the smaller set (on a
+    tie the finished ones); of the ranks in collectives, the smallest group at one line, or all if
+    two groups tie.
     """
     kinds: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
@@ -144,7 +152,10 @@ def find_blocking_ranks(states: Mapping[int, LaneState]) -> tuple[list[int], str
 
 
 def _minority(ranks: list[int], states: Mapping[int, LaneState]) -> list[int]:
-    """The smallest group of ranks that are at the same line; all ranks if two groups tie."""
+    """Return the smallest group of ranks whose states have the same text (line).
+
+    If the two smallest groups are of equal size, return all `ranks`.
+    """
     lines: dict[str, list[int]] = {}
     for rank in ranks:
         lines.setdefault(states[rank].text, []).append(rank)
@@ -155,7 +166,7 @@ def _minority(ranks: list[int], states: Mapping[int, LaneState]) -> list[int]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Text such as "rank 3" or "ranks 0-2, 5". ranks: in ascending order."""
+    """Return ascending ranks as text: "rank 3", "ranks 0-2, 5"; "rank " if there are none."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:

@@ -41,10 +41,10 @@ _SHUTDOWN_NAMES = (
 
 
 def die_with_launcher() -> int | None:
-    """Let the kernel end this process when its parent ends. Returns the parent's pid.
+    """Let the kernel kill this process when its parent ends; return the parent's pid.
 
-    None if the parent has ended already, so that another process has adopted this one. Called by
-    the main thread as early as possible.
+    None if the parent has already ended, so that another process has adopted this one: the parent
+    changed meanwhile or cannot be a launcher. The main thread calls it as early as possible.
     """
     parent = os.getppid()
     _set_death_signal(signal.SIGKILL)
@@ -62,9 +62,10 @@ def launched_seconds(pid: int) -> float:
 
 
 def shutdown_seconds(pid: int) -> float:
-    """Seconds from a signal to a rank's torchrun until torchrun kills its ranks.
+    """Return the seconds from a signal to a rank's torchrun until torchrun kills its ranks.
 
-    Infinite if the rank was not started by torchrun.
+    The default is 30; torchrun's environment variables and its option --shutdown-timeout change it
+    (the option wins). inf if torchrun did not start the rank.
     """
     agent = _agent_of(pid)
     if agent == pid:
@@ -86,7 +87,11 @@ def shutdown_seconds(pid: int) -> float:
 
 
 def _agent_of(pid: int) -> int:
-    """Pid of the torchrun above a rank, or of the rank itself if torchrun did not start it."""
+    """Return the pid of the torchrun agent above a rank; pid itself if torchrun did not start it.
+
+    Goes up to the first ancestor without TORCHELASTIC_RUN_ID in its environment, past any wrappers.
+    It stops where an environment cannot be read.
+    """
     parent = parent_of(pid)
     with contextlib.suppress(OSError):
         while parent and f"{AGENT_MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
@@ -106,11 +111,11 @@ def _set_death_signal(number: int) -> None:
 
 
 def _can_be_launcher(pid: int) -> bool:
-    """Whether pid is an agent (a Python program) or a wrapper that an agent started.
+    """Return whether pid may be torchrun's agent (a Python program) or a wrapper that it started.
 
-    Orphans are adopted by process 1 or by the nearest "subreaper", such as `systemd --user`, which
-    is neither. In a container, an agent may be process 1 itself. Process 1 of another user cannot
-    be inspected and does not count.
+    A wrapper has TORCHELASTIC_RUN_ID in its environment. Others, such as `systemd --user`, are
+    processes that adopt orphans. If it cannot be inspected: true unless it is process 1 or has
+    ended.
     """
     process = Path(f"/proc/{pid}")
     try:

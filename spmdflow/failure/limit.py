@@ -34,7 +34,12 @@ class Limit:
 
 
 def limit_of(call: WatchedCall, history: DurationHistory) -> Limit:
-    """The limit of a call. history: the durations of earlier calls."""
+    """Return the time limit of a call, and the reason for it in words.
+
+    The call's own limit_seconds if it is set. Otherwise 3600 s for operations other than `BOUNDED`,
+    and for calls of which fewer than 3 have finished. Otherwise 20 medians of earlier calls of its
+    kind, at least 600 s. history: durations of earlier calls.
+    """
     if call.limit_seconds is not None:
         return Limit(call.limit_seconds, "the limit that is set")
     operations = set()
@@ -64,11 +69,11 @@ class Heartbeat:
 def computing_seconds(
     start: float, heartbeat: Heartbeat | None, now: float, *, is_silent: bool
 ) -> float:
-    """How long a rank has computed in a call that it began at start.
+    """Return how long a rank has computed in a call that it began at `start`.
 
-    Only time until the last heartbeat counts, because the rank may have waited for rows since.
-    heartbeat: None if none has arrived since the call began. is_silent: whether the rank sends no
-    heartbeats any more. Then all time counts.
+    heartbeat.at - start - heartbeat.row_seconds, at least 0. Time after the last heartbeat does not
+    count, because the rank may have waited for rows since. 0 if none has arrived during the call
+    (None). is_silent: the rank sends no heartbeats any more; then `now` replaces heartbeat.at.
     """
     until = start if heartbeat is None else heartbeat.at
     row_seconds = 0.0 if heartbeat is None else heartbeat.row_seconds

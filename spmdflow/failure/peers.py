@@ -50,17 +50,21 @@ class Peers:
         self._ended: dict[int, str] = {}
 
     def watch(self, waiter: DescriptorWaiter) -> None:
-        """Let waiter return when a process of this node ends."""
+        """Let waiter return when another process of this node ends.
+
+        Opens a pidfd for each, which `unwatch` closes. Processes that have ended already are
+        skipped.
+        """
         for rank in self._others:
             if (pidfd := self.processes[rank].pidfd_or_none()) is not None:
                 self._pidfds[pidfd] = rank
                 waiter.watch(pidfd)
 
     def unwatch(self, waiter: DescriptorWaiter, ready: Collection[int] | None = None) -> bool:
-        """Stop watching processes. Returns whether there were any.
+        """Stop watching processes and close their pidfds; return whether there were any.
 
-        ready: readable descriptors; only their processes, which have ended, are unwatched. None:
-        all are.
+        ready: readable descriptors; only the processes of these, which have ended, are unwatched.
+        None: all are.
         """
         pidfds = []
         for pidfd in self._pidfds:
@@ -73,14 +77,17 @@ class Peers:
         return bool(pidfds)
 
     def note_message(self, rank: int, now: float) -> None:
-        """Note that a message or heartbeat of rank arrived."""
+        """Record that a message of rank arrived at `now`.
+
+        Logs it if the rank's silence had been warned about, so that it can be warned about again.
+        """
         self._last_message[rank] = now
         if rank in self._warned:
             self._warned.discard(rank)
             logger.warning("rank %d sends heartbeats again", rank)
 
     def remaining_ranks(self) -> list[int]:
-        """Ranks that have not sent BYE, including this one."""
+        """Return the ranks that have not sent BYE, including this process's own."""
         ranks = []
         for rank in self.processes:
             if rank not in self.left:
@@ -88,7 +95,12 @@ class Peers:
         return ranks
 
     def ended_ranks(self) -> dict[int, str]:
-        """How the process ended, by rank, for ranks that ended without BYE."""
+        """Return rank -> how its process ended, for other ranks that ended without BYE.
+
+        Looks at processes of this node, and remembers the first answer. Ranks of other nodes are
+        included if `add_end` reported them. "process 123 killed by SIGKILL", or "ended (signal or
+        status unknown)".
+        """
         for rank in self._others:
             process = self.processes[rank]
             if rank not in self._ended and process.has_ended():
@@ -101,7 +113,7 @@ class Peers:
         self._ended.setdefault(rank, how)
 
     def unreachable_ranks(self, probe: Callable[[int], bool]) -> list[int]:
-        """Ranks of other nodes that were connected, and to which probe fails now."""
+        """Return ranks of other nodes that were connected, have not left, and fail probe(rank)."""
         unreachable = []
         for rank in self._others:
             is_connected = rank not in self.left and rank not in self.missing
@@ -119,7 +131,11 @@ class Peers:
             self._last_message[rank] += seconds
 
     def warn_about_silence(self, now: float) -> None:
-        """Log one warning for each rank that has been silent for `heartbeat_seconds`."""
+        """Log a warning for each other rank that has been silent for more than `heartbeat_seconds`.
+
+        A rank is warned about again only after it has sent a message (`note_message`). Ranks that
+        have left are skipped.
+        """
         for rank in self._others:
             silent = self.silence(rank, now)
             if silent > self._heartbeat_seconds and rank not in self._warned | self.left:
@@ -132,9 +148,10 @@ class Peers:
                 )
 
     def stop_reason_or_none(self, rank: int, now: float, *, silent_seconds: float) -> str | None:
-        """Why rank counts as stopped; None if it does not.
+        """Return why rank counts as stopped, in words; None if it does not.
 
-        silent_seconds: silence after which another rank counts as stopped.
+        It does if its process is stopped by a signal or debugger, or if it is another rank that has
+        been silent for more than silent_seconds.
         """
         process = self.processes[rank]
         silent = self.silence(rank, now)
@@ -145,7 +162,7 @@ class Peers:
         return None
 
     def nodes(self) -> dict[int, int]:
-        """The node of each rank, as the number of the first rank on it."""
+        """Return rank -> its node, identified by the lowest rank on that node."""
         first_ranks: dict[str, int] = {}
         nodes = {}
         for rank, process in sorted(self.processes.items()):
@@ -153,7 +170,7 @@ class Peers:
         return nodes
 
     def neighbours(self, rank: int) -> dict[int, Process]:
-        """The processes on the node of rank, by rank."""
+        """Return rank -> process for all ranks on the node of `rank`, including itself."""
         node = self.processes[rank].node
         processes = {}
         for other, process in self.processes.items():
@@ -162,7 +179,11 @@ class Peers:
         return processes
 
     def kill(self, ranks: Collection[int]) -> None:
-        """Kill those of ranks that run on this node, after they had time to write their stacks."""
+        """Send SIGKILL to the processes of `ranks` that run on this node, and log each.
+
+        First it makes them write their stacks, continues stopped ones, and waits 0.3 s if any is
+        alive. Ranks that are unknown, on other nodes or have ended are skipped.
+        """
         processes = {}
         for rank in ranks:
             if rank in self.processes:
@@ -178,7 +199,7 @@ class Peers:
                 logger.error("sent SIGKILL to rank %d (process %d)", rank, process.pid)
 
     def local_survivors(self) -> list[int]:
-        """Other ranks of this node whose process has not ended."""
+        """Return the other ranks of this node whose process has not ended."""
         survivors = []
         for rank in self._others:
             process = self.processes[rank]

@@ -54,9 +54,10 @@ class Process:
         return self.node == node_identity()
 
     def state(self) -> str | None:
-        """R, S, D (alive), T or t (stopped), Z (zombie). None if it is gone or on another node.
+        """Return the letter of its state in /proc: R, S, D (alive), T or t (stopped), Z (zombie).
 
-        "?" if this process cannot read it, for example because it has no free descriptors.
+        None if it is gone, on another node, or its pid belongs to another process now. "?" if /proc
+        cannot be read, for example because this process has no free descriptors.
         """
         if not self.is_local():
             return None
@@ -74,7 +75,10 @@ class Process:
         return self.state() in ("T", "t")
 
     def describe(self) -> str:
-        """The process and its state in words."""
+        """Return such as "process 12 is sleeping (state S)", "process 12 is on another node".
+
+        "process 12 has an unknown state" if it has ended or cannot be read.
+        """
         state = self.state()
         if state in STATES:
             known = f"is {STATES[state]} (state {state})"
@@ -87,9 +91,11 @@ class Process:
         return self.is_local() and self.state() in (None, "Z", "X")
 
     def end_cause_or_none(self, seconds: float = 0.0) -> str | None:
-        """How it ended, such as "killed by SIGKILL". None once its parent has read the status.
+        """Return how it ended: "killed by SIGKILL" or "exited with status 1"; None if not known.
 
-        Waits up to seconds for it to end. (Its connections close a moment earlier.)
+        Waits up to `seconds` for it to end, because a process closes its connections a moment
+        earlier. The status is known only while it is a zombie of this node, until its parent has
+        read it.
         """
         until = time.monotonic() + seconds
         while self.is_local() and not self.has_ended() and time.monotonic() < until:
@@ -102,9 +108,9 @@ class Process:
         return None
 
     def pidfd_or_none(self) -> int | None:
-        """A descriptor that becomes readable when the process ends; None if it has ended.
+        """Return a descriptor that becomes readable when the process ends; the caller closes it.
 
-        The caller closes it.
+        None if it has ended, is on another node, or cannot be opened.
         """
         if self.has_ended() or not self.is_local():
             return None
@@ -129,7 +135,10 @@ class Process:
         return self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> bool:
-        """Send a signal. False if the process has ended or is on another node."""
+        """Send a signal; return whether it was sent.
+
+        False if the process has ended, is on another node, or may not be signalled.
+        """
         if not self.is_local() or self.has_ended():
             return False
         try:
@@ -140,7 +149,7 @@ class Process:
 
 
 def parent_of(pid: int) -> int | None:
-    """Pid of the parent of a process of this node; None if there is no such process."""
+    """Return the pid of the parent of a process of this node; None if there is no such process."""
     fields = _stat_fields(pid)
     if fields:
         return int(fields[1])
@@ -164,9 +173,10 @@ def describe_status(status: int) -> str:
 
 @cache
 def node_identity() -> str:
-    """A text of the boot id, machine id, pid namespace and host name of this process.
+    """Return a text that is equal for processes of one node that share its table of pids.
 
-    Nodes that were restored from one snapshot share the boot id and may share the machine id.
+    Boot id, machine id (if there is one), pid namespace and host name, with "/" between them;
+    cached. Nodes that were restored from one snapshot share the boot id and maybe the machine id.
     """
     texts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
@@ -176,7 +186,10 @@ def node_identity() -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """Pids of all processes below pid, nearest first."""
+    """Return the pids of all processes below pid, breadth first; [] if there are none.
+
+    pid itself is not included.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
@@ -188,9 +201,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def leave(status: int) -> None:
-    """End this process and everything it started now, whatever its threads are doing.
+    """Kill all descendants with SIGKILL and exit this process at once; never returns.
 
-    Errors on the way, such as a /proc that cannot be read, do not prevent that.
+    Does not wait for threads and runs no exit handlers. stdout and stderr are flushed for up to 0.5
+    s. Errors on the way, such as a /proc that cannot be read, do not prevent the exit.
     """
     try:
         flusher = threading.Thread(target=_flush, daemon=True)  # a full pipe must not block
@@ -210,7 +224,7 @@ def _flush() -> None:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third (state) on. None if there is no such process.
+    """Return the fields of /proc/<pid>/stat from the third (state) on; None without such a process.
 
     OSError if the file cannot be read for another reason.
     """

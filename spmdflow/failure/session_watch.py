@@ -57,11 +57,12 @@ class SessionWatch:
         self._close_by = now + _CLOSE_SECONDS
 
     def on_signal(self, rank: int, number: int, now: float) -> None:
-        """Act on one of `STOP_SIGNALS` that rank received.
+        """Act on one of `STOP_SIGNALS` that rank received: ask the script to stop, or end the run.
 
-        SIGTERM either follows the failure of another rank, or is a request to stop. The other
-        signals are requests to stop. A second Ctrl-C ends the run at once. (After a second Ctrl-C,
-        torchrun sends SIGTERM.)
+        SIGINT and SIGHUP ask the script to save and stop. A second Ctrl-C of a rank, more than 1 s
+        after its first, ends the run at once (failure "interrupt"); so does SIGTERM after a Ctrl-C,
+        because torchrun sends it after a second Ctrl-C. Any other SIGTERM becomes a request to stop
+        after 2 s, unless a failure that explains it becomes known before.
         """
         first = self._interrupted.get(rank)
         if first is not None and (
@@ -78,16 +79,21 @@ class SessionWatch:
             self._request_stop(STOP_SIGNALS[number], is_key=is_key)
 
     def _on_sigterm(self, rank: int, now: float) -> None:
-        """Start the time after which SIGTERM is a request to stop."""
+        """Let SIGTERM become a request to stop in 2 s, unless a failure becomes known before.
+
+        Only the first SIGTERM counts, and none after a request to stop. Logs it.
+        """
         if not self._term_seen and not self.stop_requested:
             self._term_seen = True
             self._stop_at = now + _SIGTERM_SECONDS
             logger.warning("rank %d received SIGTERM", rank)
 
     def _request_stop(self, by: str, *, is_key: bool = False) -> None:
-        """Ask the script to save and end. Only the first request counts, and none after a failure.
+        """Set stop_requested, so that the script saves and ends.
 
-        by: the signal, for the log. is_key: whether it was Ctrl-C.
+        Logs the signal and what on_stop() returns. Does nothing if it is set already or if there is
+        a failure. by: the signal, for the log. is_key: whether it was Ctrl-C, for which the log
+        says that another one stops at once.
         """
         if self.stop_requested or self._collector.failures:
             return
@@ -101,9 +107,11 @@ class SessionWatch:
         self._probe_until = now + _PROBE_SECONDS
 
     def check(self, now: float, probe: Callable[[int], bool]) -> None:
-        """Check all time limits and processes once. Adds failures, and logs silent ranks.
+        """Check all time limits and processes of the session once; add failures to the collector.
 
-        probe(rank) sends something to rank, and returns whether that was possible.
+        A failure is added if ranks are not connected in time, have died, or have not left in time
+        after CLOSE. Logs silent ranks. Requests a stop 2 s after SIGTERM. probe(rank) sends
+        something to rank, and returns whether that was possible.
         """
         if now > self.start_by:
             self.start_by = float("inf")
@@ -130,9 +138,10 @@ class SessionWatch:
         )
 
     def _check_deaths(self, now: float, probe: Callable[[int], bool]) -> None:
-        """Add the death of each rank that has ended or whose connection is lost.
+        """Add the death of each rank whose process has ended or whose connection is lost.
 
-        While the session closes, only if its BYE does not arrive in time.
+        Connections to other nodes are probed only for 3 s after one was lost. While the session
+        closes, a rank counts as dead only after 1 s, because its BYE may not have been read yet.
         """
         gone = self._peers.ended_ranks()
         if now < self._probe_until:

@@ -39,7 +39,10 @@ class Signals:
         return self
 
     def take(self) -> set[int]:
-        """The signals that arrived since the last call."""
+        """Return the numbers of the signals that arrived since the last call, and consume them.
+
+        Signals that were ignored before the session are not included. Does not wait.
+        """
         arrived: set[int] = set()
         with contextlib.suppress(BlockingIOError):
             arrived.update(os.read(self.descriptor, 4096))

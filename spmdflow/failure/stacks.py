@@ -42,7 +42,11 @@ def dump_stacks(path: Path, header: str, owns_folder: Callable[[], bool] = lambd
 
 
 def _write(path: Path, header: str, owns_folder: Callable[[], bool]) -> None:
-    """Write the files of `dump_stacks`, in a thread of its own."""
+    """Append header and all stacks to path, and write NCCL's flight recorder next to it.
+
+    Runs in the thread of `dump_stacks`. Nothing is written if owns_folder() is false. OSError and
+    RuntimeError are ignored.
+    """
     with contextlib.suppress(OSError, RuntimeError):
         if not owns_folder():
             return
@@ -56,10 +60,11 @@ def _write(path: Path, header: str, owns_folder: Callable[[], bool]) -> None:
 
 
 def line_in_stacks(path: Path) -> str:
-    """The line that the compute lane ran in the last stacks of path, as "file:line in function".
+    """Return the line of the compute lane in the last stacks of path: "file:line in function".
 
-    The user's own line if one was running. If the lane was idle, the line of the script. Empty if
-    the file has no such stack.
+    The user's innermost line, otherwise the innermost of all. If the compute lane waits for a
+    command, the line of the script's thread instead. "" if the file is missing or has no such
+    stack.
     """
     lines = {}
     with contextlib.suppress(OSError):
@@ -82,9 +87,10 @@ def line_in_stacks(path: Path) -> str:
 
 @contextlib.contextmanager
 def stacks_on_signal(path: Path) -> Iterator[None]:
-    """Within the context, STACKS_SIGNAL appends the stacks to path.
+    """Within the context, STACKS_SIGNAL makes this process append its stacks to path.
 
-    The file is opened at the start, and removed at the end if it is empty.
+    Works while C code holds the interpreter. The file is opened at the start, and removed at the
+    end if it is empty. If it cannot be opened, the context does nothing.
     """
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):

@@ -110,7 +110,11 @@ class StallWatch:
         self._heartbeats[rank] = now, [LaneActivity(*fields) for fields in activities or ()]
 
     def end_call(self, sent: OpenCall, now: float) -> None:
-        """Remember the durations of a call that all ranks have answered. Report a slow rank."""
+        """Record the durations of a call that all ranks have answered, and warn about a slow rank.
+
+        Also restarts the clock of idle time. A slow rank (`slow_rank_or_none`) is logged once in
+        600 s for each label.
+        """
         self._report_at.pop(sent.ticket, None)
         self._idle_since = now
         self._report_idle_at = REPORT_SECONDS
@@ -134,7 +138,13 @@ class StallWatch:
         )
 
     def check(self, now: float) -> None:
-        """Report calls that take long, and end the run for those that take too long."""
+        """Report calls that take long, and end the run for those that take too long.
+
+        At most once a second. A call is reported after `report_after`, then each time its duration
+        has doubled; an idle session after 60 s, then 120 s, ... If 10 s passed since the last
+        check, this process was stopped, and that time is not counted for calls, silence and idle
+        time.
+        """
         gap = now - self._last_check
         if gap < _CHECK_SECONDS:
             return
@@ -162,14 +172,23 @@ class StallWatch:
             )
 
     def last_line(self, rank: int, call: WatchedCall, now: float) -> str:
-        """The line of rank in a call at its last heartbeat, and when that was; empty if unknown."""
+        """Return the line of rank in a call at its last heartbeat, and how long ago that was.
+
+        The text is "file:line in function: text (3 s before)"; "" if its last heartbeat does not
+        mention the call.
+        """
         activity = self._activity_or_none(rank, call)
         if activity is None:
             return ""
         return f"{activity.line} ({now - self._heartbeats[rank][0]:.0f} s before)"
 
     def status(self, now: float) -> dict[str, Any]:
-        """The content of RUN_DIR/status.json: plain data, with times in seconds since 1970."""
+        """Return the content of RUN_DIR/status.json: plain data, with times in seconds since 1970.
+
+        Process and silence of every rank, the open calls in words and as numbers, median and last
+        end of each kind of call, and the ranks that were reported as slow in the last 600 s. If no
+        call runs, the script's line.
+        """
         wall = time.time()
         medians = self._history.medians()
         ranks = {}
@@ -210,7 +229,11 @@ class StallWatch:
     # ---- what ranks are doing
 
     def _seconds(self, sent: OpenCall, now: float) -> float:
-        """How long all ranks that have not replied have computed in a call (failure/limit.py)."""
+        """Return how long a call has computed: the minimum over all ranks that have not replied.
+
+        0 while one of them is queued. Waits for rows do not count (failure/limit.py,
+        computing_seconds).
+        """
         seconds = []
         for rank in sent.call.commands.keys() - sent.replies.keys():
             start = self._calls.start_or_none(rank, sent.ticket)
@@ -231,7 +254,10 @@ class StallWatch:
         return self._peers.silence(rank, now) > SILENT_BEATS * self._settings.beat_seconds
 
     def _activity_or_none(self, rank: int, call: WatchedCall) -> LaneActivity | None:
-        """What the last heartbeat of rank says about a call; None if nothing."""
+        """Return the part of rank's last heartbeat about a call; None if there is none.
+
+        It is found by the call's number and lane.
+        """
         if rank not in self._heartbeats:
             return None
         for activity in self._heartbeats[rank][1]:
@@ -240,14 +266,19 @@ class StallWatch:
         return None
 
     def _states(self, sent: OpenCall, now: float) -> dict[int, LaneState]:
-        """What each rank of a call is doing."""
+        """Return rank -> what it is doing in a call, for all ranks of the call."""
         states = {}
         for rank in sent.call.commands:
             states[rank] = self._state(rank, sent, now)
         return states
 
     def _state(self, rank: int, sent: OpenCall, now: float) -> LaneState:
-        """What a rank of a call is doing, as far as its replies, heartbeats and process show."""
+        """Return what a rank is doing in a call, from its replies, its process and its heartbeats.
+
+        The first that applies: "done" if it has replied, "stopped", "silent" (three heartbeats
+        missing), "queued", "running" at an unknown line if its last heartbeat does not mention the
+        call, otherwise what that heartbeat says.
+        """
         if rank in sent.answered_at:
             seconds = sent.durations[rank].seconds
             ago = now - sent.answered_at[rank]
@@ -274,7 +305,11 @@ class StallWatch:
     # ---- reports
 
     def _describe(self, sent: OpenCall, seconds: float, now: float) -> list[str]:
-        """A call in words: its duration, what its ranks are doing, and which it waits for."""
+        """Return parts of a text: how long a call has run, what its ranks do, which it waits for.
+
+        Ranks that do the same are one part. The usual duration is the median of its kind. The last
+        part is the script's line, if known.
+        """
         call = sent.call
         states = self._states(sent, now)
         groups = dict[str, list[int]]()
@@ -294,7 +329,12 @@ class StallWatch:
         return parts
 
     def _report(self, sent: OpenCall, seconds: float, now: float, *, is_first: bool) -> None:
-        """Log one line about a call. The first time, all ranks write their stacks."""
+        """Log one warning about a call that takes long.
+
+        The first time, all ranks also write their stacks. The first warning also has the call's
+        limit and where the stacks are. Stopped and silent ranks are asked for their stacks by a
+        signal.
+        """
         parts = self._describe(sent, seconds, now)
         if is_first:
             limit = limit_of(sent.call, self._history)
@@ -311,7 +351,13 @@ class StallWatch:
     # ---- ends of the run
 
     def _check_limit(self, sent: OpenCall, seconds: float, now: float) -> None:
-        """End the run if a call has reached its limit, or if one of its ranks stays stopped."""
+        """End the run if a call has reached its limit, or if one of its ranks stays stopped.
+
+        seconds: how long the call has computed. A call at its limit may go on while all its ranks
+        are in collectives and an earlier call runs (`_may_wait_for_others`). With
+        run.call_seconds=null, a rank that owes a reply and has been stopped for 75 s ends the run
+        too.
+        """
         limit = limit_of(sent.call, self._history)
         if seconds >= limit.seconds:
             cause = f"not finished within {limit.seconds:.4g} s ({limit.reason})"
@@ -324,10 +370,10 @@ class StallWatch:
                 self._fail(self._failure_of(sent, cause, now))
 
     def _check_waits_for_rows(self, now: float) -> None:
-        """End the run if calls wait for rows and no other call has run for long.
+        """End the run if calls have long waited for rows while no call runs that can make them.
 
-        A wait for rows is bounded by the limit of the call that produces them. If no call runs,
-        nothing else bounds it.
+        The limit is run.call_seconds, or 600 s if it is null, plus three heartbeat intervals. Such
+        a wait has no other limit, because a wait for rows does not count against a call's own.
         """
         waiting = list(self._calls.open.values())
         if not waiting or any(self._is_running(sent, now) for sent in waiting):
@@ -346,7 +392,11 @@ class StallWatch:
             self._fail(self._failure_of(waiting[0], cause, now))
 
     def _is_running(self, sent: OpenCall, now: float) -> bool:
-        """Whether a call neither waits for rows nor is queued on any rank."""
+        """Return whether a rank of a call runs code, or none waits for rows or is queued.
+
+        A rank without a recent heartbeat about the call counts as running. Ranks that have replied
+        do not count.
+        """
         kinds = set()
         for rank in sent.call.commands.keys() - sent.answered_at.keys():
             activity = self._activity_or_none(rank, sent.call)
@@ -364,10 +414,11 @@ class StallWatch:
         return is_silent and self._peers.processes[rank].is_stopped()
 
     def _may_wait_for_others(self, sent: OpenCall, now: float, *, limit_passed: float) -> bool:
-        """Whether all ranks of a call are in collectives, perhaps with ranks of a running call.
+        """Return whether all ranks of a call are in collectives while another open call runs code.
 
-        limit_passed: when the call reached its limit. Only running calls that were sent before that
-        count, so that their limits bound the wait.
+        They may wait for a rank of that call. Only calls that were sent before limit_passed, the
+        time at which this call reached its limit, count, so that the limits of these calls bound
+        the wait.
         """
         if {state.kind for state in self._states(sent, now).values()} != {PEERS}:
             return False
@@ -379,7 +430,12 @@ class StallWatch:
         return False
 
     def _failure_of(self, sent: OpenCall, cause: str, now: float) -> Failure:
-        """The failure of the rank that the other ranks of a late call wait for."""
+        """Return the failure for a late call; it blames the first rank that the others wait for.
+
+        Its kind is "stopped" if that rank is stopped, otherwise "deadline". If no rank can be
+        blamed (`find_blocking_ranks`), it is the first that has not replied. If the blamed rank has
+        finished the call, `where` is a line at which another one waits.
+        """
         states = self._states(sent, now)
         call = sent.call
         ranks, reason = find_blocking_ranks(states)
@@ -404,7 +460,7 @@ class StallWatch:
 
 
 def _script_line() -> str:
-    """The line that the script's thread runs; empty if there is no such thread."""
+    """Return the line that the script's thread ("controller") runs; "" without such a thread."""
     for thread in threading.enumerate():
         if thread.name == "controller" and thread.ident is not None:
             state = lane_state_of(thread.ident, None)

@@ -54,7 +54,12 @@ class StartWatch:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _run(self) -> None:
-        """Watch the ranks until `end`, or until one dies; then report it and end this process."""
+        """Watch the other ranks of this node until `end`; if one dies, report it and exit.
+
+        A rank that exited with status 0 or 2 has reported its own end. After SIGTERM, which is
+        blocked, this process ends with status 143 if no death is seen within 1 s. If `end` is
+        called before that, the signal is sent again, for the session to handle.
+        """
         terminated = float("inf")
         while True:
             self._add_ranks()
@@ -81,7 +86,11 @@ class StartWatch:
             os.close(descriptor)
 
     def _add_ranks(self) -> None:
-        """Watch children of the agent that have become ranks since the last call."""
+        """Begin to watch children of torchrun's agent that have RANK in their environment.
+
+        Skips this process and those that are watched already. Children that have ended or cannot be
+        read are ignored.
+        """
         known = {process.pid for _, process in self._ranks.values()} | {os.getpid()}
         for entry in Path(f"/proc/{self.launcher}/task").glob("*/children"):
             with contextlib.suppress(OSError):
@@ -96,9 +105,10 @@ class StartWatch:
                         self._poll.register(descriptor, select.POLLIN)
 
     def _may_write(self, at_end: contextlib.ExitStack) -> bool:
-        """Whether RUN_DIR belongs to this start: rank 0 of this node holds its lock, or nobody.
+        """Return whether this process can lock RUN_DIR, or rank 0 of this launch has locked it.
 
-        If nobody does, this process holds the lock until at_end.
+        Then it may write there. If it can lock RUN_DIR, at_end releases the lock. The holder is of
+        this launch if its process runs on this node and has the same parent, torchrun's agent.
         """
         assert self.run_dir is not None
         try:
@@ -111,9 +121,10 @@ class StartWatch:
         return True
 
     def _claim(self, path: Path) -> None:
-        """Create path for this process to write.
+        """Create an empty file at path, which this process will write.
 
-        FileExistsError if another rank of this start has created it. An older file is removed.
+        FileExistsError if another rank of this launch has created it. A file left by an earlier
+        launch, modified before this watch began, is removed first.
         """
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < self._start:
@@ -121,7 +132,12 @@ class StartWatch:
         path.touch(exist_ok=False)
 
     def _report(self, rank: int, cause: str) -> None:
-        """Write and print a death, unless another rank has done so. Ends this process."""
+        """Write a rank's death to RUN_DIR/failure.json, print it, and exit with status 1.
+
+        If another rank of this launch has written that file, it only ends the process. If RUN_DIR
+        belongs to another run, it only prints. Waits up to 20 s until run_dir is known, and gives
+        up if it stays unknown; waits 3 s before the exit. Never returns.
+        """
         until = time.monotonic() + _SETTINGS_SECONDS
         while self.run_dir is None:
             time.sleep(0.05)

@@ -55,7 +55,12 @@ class StatusFile:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        """Write each state that is put, until `close`. Disk errors are ignored."""
+        """Write each state to status.json until None arrives (from `close`), then remove the file.
+
+        Replaces the file atomically. After each write, a file "stacks-wanted" in RUN_DIR is removed
+        and on_wanted() called. Nothing happens while RUN_DIR belongs to another run. Disk errors
+        are ignored.
+        """
         new = self._path.with_suffix(".new")
         while (state := self._states.get()) is not None:
             with contextlib.suppress(OSError):

@@ -19,10 +19,10 @@ _NUM_LINES = 3
 
 
 def own_traceback(err: BaseException) -> str:
-    """The lines of err's traceback in the user's code.
+    """Return the lines of err's traceback in the user's code, as text.
 
-    If there are none, the last three lines. For a SpmdflowError then nothing, because its message
-    says what to do.
+    If there are none: the last three frames, or "" for a SpmdflowError, whose message says what to
+    do. See `is_own`.
     """
     frames = traceback.extract_tb(err.__traceback__)
     own_frames = []
@@ -36,9 +36,10 @@ def own_traceback(err: BaseException) -> str:
 
 @cache
 def is_own(file: str) -> bool:
-    """Whether a source file is the user's: it belongs to no library and not to spmdflow.
+    """Return whether a source file is the user's: in no library, and not in spmdflow.
 
-    The bundled algorithm scripts count as the user's.
+    The bundled scripts (spmdflow/algos) count as the user's. Libraries are the standard library,
+    site-packages and dist-packages, and code without a file ("<string>"). Cached.
     """
     if file.startswith(_BUNDLED):
         return True

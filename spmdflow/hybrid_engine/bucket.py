@@ -65,7 +65,11 @@ class Bucket:
         return self.messages_of(self.moves)
 
     def messages_of(self, moves: Iterable[tuple[str, Iterable[Move]]]) -> tuple[Message, ...]:
-        """The messages of some of the moves, in the order in which every rank starts them."""
+        """Returns the messages of some moves, in the order in which every rank starts them.
+
+        Moves with equal source and destinations become parts of one message, in the given order.
+        The messages are sorted by (source, destinations).
+        """
         parts: dict[tuple[int, tuple[int, ...]], list[BoxPart]] = {}
         for name, some in moves:
             for move in some:
@@ -101,10 +105,12 @@ class TensorPlan(NamedTuple):
 def chunk_moves(
     moves: Sequence[Move], column_of_rank: Mapping[int, int], limit: int
 ) -> list[Chunk]:
-    """Groups moves into few chunks, taking destinations in turn.
+    """Groups the moves of a tensor into few chunks, and returns them.
 
-    No rank packs or receives more than a quarter of `limit` elements (or one row) per chunk, so
-    that buckets fill up. column_of_rank: column of `Chunk.load` for each rank.
+    Moves are first cut into complete rows. Each piece goes into the first chunk where no rank then
+    packs or receives more than limit / 4 elements (or one row), so that buckets fill up. The pieces
+    of the sources are mixed, so that a chunk has several sources and destinations. column_of_rank:
+    column of `Chunk.load` for each rank.
     """
     most = max(1, limit // 4)
     sent: dict[int, list[Move]] = {}
@@ -136,20 +142,28 @@ def chunk_moves(
     return [Chunk(tuple(chunk), load) for chunk, load in chunks]
 
 
-def _cut_rows(move: Move, most: int) -> Iterator[Move]:
-    """Cuts a move into complete rows of at most `most` elements (or one row)."""
-    if move.box.size <= most or not move.box.bounds:
+def _cut_rows(move: Move, max_elements: int) -> Iterator[Move]:
+    """Cuts a move along dimension 0 into moves of at most `max_elements` elements, or one row.
+
+    A move that is small enough, or of a scalar, is yielded as it is.
+    """
+    if move.box.size <= max_elements or not move.box.bounds:
         yield move
         return
     (first, last), *inner = move.box.bounds
-    height = max(1, most * (last - first) // move.box.size)
+    height = max(1, max_elements * (last - first) // move.box.size)
     for start in range(first, last, height):
         box = Box(((start, min(start + height, last)), *inner))
         yield Move(move.source, box, move.destinations)
 
 
 def pack_buckets(tensors: Mapping[str, TensorPlan], limit: int) -> Iterator[Bucket]:
-    """Buckets in the order of the model. Relayed moves follow once they fill a bucket."""
+    """Packs the chunks of all tensors into buckets, and yields these in the order of `tensors`.
+
+    Per bucket, no rank packs or receives more than `limit` elements, unless a single chunk does. A
+    tensor's relayed moves wait until the bucket with its last chunk has been yielded. They follow
+    in buckets of their own, once they fill one, or at the end.
+    """
     chunks = ((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks)
     waiting: NamedChunks = []
     for some in _fill_buckets(chunks, limit):
@@ -170,8 +184,11 @@ def _make_bucket(some: NamedChunks, *, relayed: bool = False) -> Bucket:
 
 
 def _fill_buckets(chunks: Iterable[tuple[str, Chunk]], limit: int) -> Iterator[NamedChunks]:
-    """Runs of chunks in which no rank packs or receives more than `limit` elements, at least one
-    each."""
+    """Yields runs of consecutive chunks for one bucket each.
+
+    In a run no rank packs or receives more than `limit` elements in total; a single chunk may
+    exceed it.
+    """
     some: NamedChunks = []
     load: Any = 0
     for name, chunk in chunks:

@@ -18,11 +18,11 @@ from spmdflow.workers.engine import TrainEngine
 
 
 def sync_mode(cfg: Any, layout: Layout) -> str:
-    """The mode that rollout.weights of an actor's settings means here: blocks, flat, copy or
-    adapter.
+    """Returns how weights reach the generator: blocks, flat, copy or adapter.
 
-    auto means blocks where they apply, otherwise copy. On devices, the plan has already replaced
-    auto. ConfigError if blocks or flat is set and does not apply.
+    The setting is rollout.weights of an actor's settings (cfg). auto becomes blocks if trainer and
+    generator can share their weights (`_obstacle`), otherwise copy. On devices, the plan has
+    already replaced auto. ConfigError if the setting is blocks or flat and they cannot.
     """
     setting = cfg.rollout.weights
     if setting in ("copy", "adapter"):
@@ -40,7 +40,11 @@ def sync_mode(cfg: Any, layout: Layout) -> str:
 
 
 def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:
-    """The storage that trainer and generator will share; None if each has its own."""
+    """Returns the storage that trainer and generator will share; None if each has its own.
+
+    There is none in the modes copy and adapter. Otherwise it is over the ranks of this rank's
+    micro_dp group, and flat in the mode flat.
+    """
     if mode in ("copy", "adapter"):
         return None
     layout = context.layout
@@ -59,7 +63,11 @@ def hybrid_of(
     *,
     storage: SharedStorage | None,
 ) -> WeightSync:
-    """The weight sync of this trainer and generator. Collective over the pool."""
+    """Builds the weight sync of this trainer and generator; all ranks of the pool call it together.
+
+    With a shared storage this is a SharedSync, whose generator must be a VllmGenerator, otherwise a
+    BoxSync.
+    """
     every = cfg.rollout.verify_every
     if storage is not None:
         assert isinstance(generator, VllmGenerator)
@@ -76,7 +84,11 @@ def hybrid_of(
 
 
 def _obstacle(cfg: Any, layout: Layout) -> str | None:
-    """Why trainer and generator cannot share weights, or None."""
+    """Returns why trainer and generator cannot share weights, or None if they can.
+
+    Both must have the same layout of weights in memory and the same dtype, without virtual pipeline
+    stages, and each generation replica must be inside one training replica.
+    """
     if not engine_kind(cfg.engine.kind).shares_storage:
         return f"engine.kind={cfg.engine.kind} stores weights in another layout than generation"
     if not generator_kind(cfg.rollout.generator).shares_storage:

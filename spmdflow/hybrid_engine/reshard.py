@@ -82,7 +82,10 @@ class ReshardPlan:
         return (BoxPart(name, box) for name, by_rank in self.local for box in by_rank.get(rank, ()))
 
     def messages_of(self, rank: int) -> list[tuple[Message, ...]]:
-        """For each bucket, the messages that a rank sends or receives, in order."""
+        """Returns, for each bucket, the messages that `rank` sends or receives, in order.
+
+        The tuple of a bucket without any is empty.
+        """
         own: dict[int, list[Move]] = {}
         for _, moves in (pair for bucket in self.buckets for pair in bucket.moves):
             if id(moves) not in own:
@@ -95,7 +98,7 @@ class ReshardPlan:
         return messages
 
     def moves(self) -> Iterator[tuple[Move, int]]:
-        """Every distinct move, and for how many tensors it is made."""
+        """Yields every distinct move, with the number of tensors that it is made for."""
         moves_of_tensors = []
         for bucket in self.buckets:
             for _, moves in bucket.moves:
@@ -162,7 +165,13 @@ def plan_reshard(
 
 
 def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
-    """Candidate scopes, smallest first. generation: the same layout, or that of a separate pool."""
+    """Returns the candidate scopes for `plan_reshard`, smallest first: name -> groups of ranks.
+
+    If training and generation have the same layout, these are micro_dp, replica and shard if
+    generation nests in training, or only shard if the weights have several complete copies. The
+    last one is always the pool: all ranks of both layouts. generation: the same layout, or that of
+    a separate pool.
+    """
     pool = [tuple(sorted({*training.ranks, *generation.ranks}))]
     several = training.shard_size < training.dp_size
     if training != generation or not (training.nests or several):
@@ -212,10 +221,11 @@ def plan_copies(
     node_of: NodeOf | None = None,
     rank: int | None = None,
 ) -> Copies:
-    """The plan from a policy's layout to its generator's, which may be the same.
+    """Plans the copies from a policy's layout to its generator's, which may be the same layout.
 
-    cfg: the actor's settings (Any: a role's dataclass). itemsize: of rollout.dtype. node_of, rank:
-    see `plan_reshard`.
+    If the architecture has adapters, only their tensors are copied. cfg: the actor's settings (Any:
+    a role's dataclass). itemsize: bytes per element of rollout.dtype. node_of, rank: see
+    `plan_reshard`.
     """
     trained = training_tables(architecture, training, kind=cfg.engine.kind)
     generates = generation_tables(architecture, generation, engine=cfg.rollout.generator)
@@ -245,8 +255,10 @@ def sent_architecture(cfg: Any) -> Architecture:
 
 
 def moved_boxes(boxes: BoxesByRank) -> BoxesByRank:
-    """All boxes or, if there are adapters, only theirs: the generator has read the other weights
-    from the model's folder."""
+    """Returns only the boxes of adapters, if any rank has one; otherwise all boxes.
+
+    With adapters, the generator has read the other weights from the model's folder.
+    """
     if not any(map(is_adapter, chain.from_iterable(boxes.values()))):
         return boxes
     result = {}
@@ -269,8 +281,11 @@ def boxes_of(tables: RankTables) -> BoxesByRank:
 
 
 def boxes_by_name(blocks: Iterable[tuple[str, object, Box]]) -> dict[str, Boxes]:
-    """A rank's boxes by tensor name, from its live blocks. Equal boxes are one object, also if
-    pickled."""
+    """Returns tensor name -> a rank's boxes of that tensor, from its live blocks.
+
+    Boxes without elements are omitted. Tensors with equal boxes share one tuple, also after
+    pickling.
+    """
     lists: dict[str, list[Box]] = {}
     for name, _, box in blocks:
         if box.size:
@@ -310,7 +325,10 @@ def _names(need: BoxesByRank) -> Iterable[str]:
 
 
 def _distributions(have: BoxesByRank, need: BoxesByRank) -> list[_Distribution]:
-    """Groups the tensors by the boxes that ranks have and need of them."""
+    """Groups tensors for which every rank has the same boxes and needs the same boxes.
+
+    The groups, and the names in each, are in the order of `_names(need)`.
+    """
     sides: list[list[tuple[Mapping[str, Sequence[Box]], list[int]]]] = []
     for side in (have, need):
         tables: dict[int, tuple[Mapping[str, Sequence[Box]], list[int]]] = {}
@@ -332,7 +350,7 @@ def _distributions(have: BoxesByRank, need: BoxesByRank) -> list[_Distribution]:
 
 
 def _is_available(distribution: _Distribution, group: tuple[int, ...]) -> bool:
-    """Whether the ranks of a group have everything that they need."""
+    """Returns whether the ranks of a group together have every box that one of them needs."""
     available = frozenset(distribution.have[rank] for rank in group if rank in distribution.have)
     wanted = set()
     for rank in group:
@@ -349,7 +367,10 @@ def _covers(available: frozenset[Boxes], wanted: Boxes) -> bool:
 def _nodes(
     need: BoxesByRank, group: tuple[int, ...], node_of: NodeOf | None
 ) -> tuple[int, ...] | None:
-    """The node of each rank, numbered within the group. None if all need the same boxes."""
+    """Returns the node of each rank of a group, numbered from 0 in order of appearance.
+
+    None if node_of is None, or if all ranks of the group need the same boxes.
+    """
     first = need.get(group[0])
     if node_of is None or all(need.get(r) is first or need.get(r) == first for r in group):
         return None
@@ -363,7 +384,10 @@ def _plan_tensor(
     nodes: Sequence[tuple[int, ...] | None],
     limit: int,
 ) -> TensorPlan:
-    """The plan of one tensor over all groups, from the plan of each group."""
+    """Returns the plan of one tensor, from the plans of all groups, with global ranks.
+
+    nodes: for each group, see `_nodes`. limit: elements that a rank packs or receives per bucket.
+    """
     rounds: tuple[list[Move], list[Move]] = ([], [])
     local: dict[int, Boxes] = {}
     for group, its_nodes in zip(groups, nodes, strict=True):
@@ -387,9 +411,10 @@ def _plan_tensor(
 def _plan_group(
     have: tuple[Boxes, ...], need: tuple[Boxes, ...], nodes: tuple[int, ...] | None
 ) -> tuple[Moves, Moves, Mapping[int, Boxes]]:
-    """(moves, relayed moves, local boxes) in one group, with ranks as indices into it.
+    """Returns (moves, relayed moves, boxes that stay on their rank) in one group.
 
-    Cached, because the groups of different replicas need the same plan.
+    Ranks are indices into the group. Without nodes, nothing is relayed. Cached, because the groups
+    of different replicas need the same plan.
     """
     available, needed = (dict(enumerate(side)) for side in (have, need))
     if nodes is None:

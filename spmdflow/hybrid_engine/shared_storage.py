@@ -62,11 +62,12 @@ class SharedStorage:
         """Flat tensor of each member. A peer's may have no memory."""
 
     def adopt(self, ddp: Any, names: Mapping[Tensor, str]) -> None:
-        """Moves a Megatron DDP model's parameters into this rank's row, before its optimizer
-        exists.
+        """Allocates all rows, and moves a Megatron DDP model's parameters into this rank's row.
 
-        With the distributed optimizer, the row has the layout of Megatron's own buffer, which then
-        is the row. Otherwise parameters follow one another.
+        Called once, before the model's optimizer exists; all ranks of the group call it together.
+        With the distributed optimizer, the row has the layout of Megatron's own buffer and, unless
+        rows are flat, is that buffer. Otherwise parameters follow one another. names: Megatron's
+        local name of each parameter.
         """
         (buffer,) = ddp.buffers  # one dtype, no experts
         locations = dict[str, Location]()
@@ -96,10 +97,11 @@ class SharedStorage:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocates the rows. Collective over the group.
+        """Exchanges the facts of all rows and allocates the rows (collective over the group).
 
-        locations, size: of this rank's row. own: its tensor, if rows are separate and it exists
-        already.
+        Sets self.rows and self.values. Flat rows are views of one tensor (members, longest row) of
+        zeros. Separate rows are new and uninitialized, except for this rank's if `own` is given.
+        locations, size: of this rank's row.
         """
         row = Row(self._stage, size, locations)
         self.rows = [row] if self._group is None else all_gather_plain(row, self._group)
@@ -121,11 +123,12 @@ class SharedStorage:
         return self.values[member][start : start + torch.Size(shape).numel()].view(shape)
 
     def fill(self, *, gathers: bool | None = None) -> int:
-        """Fetches the peers' rows and returns the bytes received. Collective over the group.
+        """Fetches the peers' rows and returns the bytes received (collective over the group).
 
-        gathers: fetch flat rows, including padding, with one in-place all-gather; None: unless on
-        gloo. Otherwise every member broadcasts its row in place, which on gloo is faster and needs
-        no temporary.
+        Reallocates freed rows first. Every member broadcasts its row in place. gathers: fetch flat
+        rows with one in-place all-gather instead, including padding; None: unless on gloo, where
+        broadcasts are faster and need no temporary. Separate rows are always broadcast. Returns 0
+        without peers.
         """
         if self._group is None:
             return 0
@@ -146,7 +149,10 @@ class SharedStorage:
         return sum(values.nbytes for values in self.values) - self.values[self.own].nbytes
 
     def free(self) -> bool:
-        """Frees the memory of the peers' rows if possible. True: they must be filled again."""
+        """Frees the memory of the peers' rows. Returns whether they must be filled again.
+
+        Does nothing and returns False for flat rows and without peers.
+        """
         if self._group is None or self._is_flat:
             return False
         for member, values in enumerate(self.values):
@@ -155,7 +161,11 @@ class SharedStorage:
         return True
 
     def _repoint(self, names: Mapping[Tensor, str], buffer: Any) -> None:
-        """Makes parameters, Megatron's buffer and its buckets use the rank's own row."""
+        """Makes the parameters, Megatron's buffer and its buckets use this rank's own row.
+
+        The parameters' values are copied into the row, unless they are there already. A buffer
+        without param_data is left alone.
+        """
         row = self.values[self.own]
         old = buffer.param_data
         for parameter, name in names.items():

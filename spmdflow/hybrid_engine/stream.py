@@ -56,8 +56,11 @@ class GroupWire:
         self._scope = next((group for group in plan.groups if rank in group), (rank,))
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
-        """Broadcasts where a process group of exactly a message's ranks exists. The others are sent
-        point to point, as one batch over the group of the scope."""
+        """Starts all transfers of this rank, and returns the works to wait for.
+
+        A message is broadcast if a process group of exactly its ranks exists. The others are sent
+        point to point, as one batch over the group of the scope.
+        """
         works: list[dist.Work | None] = []
         batch: list[dist.P2POp] = []
         scope = self._groups.get_or_none(self._scope)
@@ -106,9 +109,10 @@ class WeightStream:
         self._alone = alone_bytes // dtype.itemsize
 
     def run(self, source: Iterable[Block], target: Iterable[Block]) -> int:
-        """Writes all weights that this rank needs. Returns the bytes received.
+        """Writes all weights that this rank needs into `target`. Returns the bytes received.
 
-        source, target: its live views, or none. All ranks of a group of the plan run together.
+        Boxes that the rank has are copied first, then the buckets are exchanged in order. source,
+        target: its live views, or none. All ranks of a group of the plan run together.
         WeightSyncError if a message does not arrive in time.
         """
         reader = Blocks(source)
@@ -129,7 +133,12 @@ class WeightStream:
     def _exchange(
         self, bucket: list[_Transfer], staging: Tensor, reader: Blocks, writer: Blocks
     ) -> int:
-        """Sends and receives the messages of a bucket. Returns the bytes received."""
+        """Sends and receives the messages of a bucket. Returns the bytes received.
+
+        Messages without live values use consecutive parts of `staging`: the sender packs them from
+        `reader`, or from `writer` if they are relayed, and the receiver writes them to `writer`
+        when all have arrived.
+        """
         transfers: list[tuple[Message, Tensor]] = []
         arrived: list[tuple[Message, Tensor]] = []
         used = received = 0
@@ -155,8 +164,12 @@ class WeightStream:
     def _transfers(
         self, messages: Iterable[Message], reader: Blocks, writer: Blocks
     ) -> Iterator[_Transfer]:
-        """This rank's messages, split in the same way at both ends: large boxes first, each
-        alone."""
+        """Yields this rank's messages, split in the same way at both ends.
+
+        Each box of at least self._alone elements is a message of its own, with its live values if
+        they can be sent or received in place, otherwise None. The small boxes of a message follow
+        together, with None.
+        """
         for message in messages:
             view = writer.view if message.relayed else reader.view
             view = view if message.source == self._rank else writer.sole_view
@@ -178,7 +191,10 @@ class WeightStream:
         return None
 
     def _wait(self, work: dist.Work, transfers: Sequence[tuple[Message, Tensor]]) -> None:
-        """Waits for a message. WeightSyncError if it does not arrive in time."""
+        """Waits for one work of a bucket. WeightSyncError if it does not end within the limit.
+
+        transfers: those of the bucket, whose tensors and ranks are in the error.
+        """
         try:
             work.wait(self._limit)
         except RuntimeError as err:
@@ -269,10 +285,10 @@ class WholeTensors:
         return sum(stream.plan.received_bytes(rank) for _, stream in self._chunks)
 
     def run(self, source: Iterable[Block]) -> Iterator[tuple[str, Tensor]]:
-        """(name, complete tensor) of the tensors that this rank wants, in order.
+        """Yields (name, complete tensor) of each tensor that this rank wants, in order.
 
-        source: this rank's live views, or none. All ranks run together, to the end.
-        WeightSyncError if a message does not arrive in time.
+        All ranks run together, and each must consume the iterator to its end. source: this rank's
+        live views, or none. WeightSyncError if a message does not arrive in time.
         """
         blocks = list(source)
         for chunk, stream in self._chunks:

@@ -80,10 +80,11 @@ class WeightSync:
         return self._generator.weights_version != self._engine.weights_version
 
     def sync(self) -> dict[str, Metric]:
-        """Brings all weights to the generator. All ranks of the engine call it.
+        """Brings all weights to the generator; all ranks of the engine call it together.
 
-        WeightSyncError if a tensor does not fit or arrive, or if a hash differs. The generator then
-        counts as never synced.
+        Returns metrics. Compares the hashes of all tensors in the first sync of this object and in
+        every verify_every-th one (0: never). WeightSyncError if a tensor does not fit or arrive, or
+        if a hash differs. The generator then counts as never synced.
         """
         start = time.perf_counter()
         version = self._engine.weights_version
@@ -107,7 +108,10 @@ class WeightSync:
         }
 
     def generate(self, prompts: Tensor, sampling: Sampling, seeds: Sequence[int]) -> TensorDict:
-        """See Generator.generate. WeightSyncError while needs_sync is true."""
+        """Generates on weights of the current version; see Generator.generate.
+
+        WeightSyncError while needs_sync is true.
+        """
         if self.needs_sync:
             version = self._generator.weights_version
             if version == NEVER:
@@ -152,7 +156,10 @@ class BoxSync(WeightSync):
         )
 
     def _plan(self, node: int, rank: int) -> ReshardPlan:
-        """Gathers the boxes that every rank has and needs, and plans the copies (collective)."""
+        """Gathers the boxes that every rank has and needs, and plans the copies (collective).
+
+        WeightSyncError if trainer and generator have different tensors or shapes.
+        """
         layout = self._engine.layout
         own_boxes = (
             boxes_by_name(self._engine.blocks()),
@@ -176,7 +183,10 @@ class BoxSync(WeightSync):
         )
 
     def _move(self, version: int) -> int:
-        """See WeightSync._move."""
+        """Copies the boxes, and gives the generator this version. Returns the bytes received.
+
+        These include what this rank received to merge adapters.
+        """
         gathered = self._engine.gathered_bytes
         received = self._stream.run(self._engine.blocks(), self._generator.blocks())
         self._generator.renew(version)
@@ -251,7 +261,12 @@ class _CrossPoolCopy:
         self._source = training.ranks[0]
 
     def _broadcast_header(self, header: Sequence[int] = ()) -> list[int]:
-        """Broadcasts the policy's header from its first rank: version, whether hashed, hashes."""
+        """Broadcasts the header from the policy's first rank, and returns it (collective).
+
+        All ranks of both pools call it together. The header is [version, 1 if hashes follow, hash
+        of each tensor as int64]. header: its beginning on the policy's ranks, padded with zeros;
+        only the first rank's counts. Empty on the generator's.
+        """
         numbers = torch.zeros(2 + len(self._names), dtype=torch.int64, device=self._device)
         if header:
             numbers[: len(header)] = torch.tensor(header)
@@ -272,7 +287,11 @@ class WeightSender(_CrossPoolCopy):
         self._count = 0
 
     def send(self) -> dict[str, Metric]:
-        """Sends the header and all boxes. All ranks of policy and generator call it together."""
+        """Sends the header and all boxes; all ranks of policy and generator call it together.
+
+        The header has the tensors' hashes in the first call and every verify_every-th after it (0:
+        never). Returns metrics.
+        """
         header = [self._engine.weights_version]
         if self._every > 0 and self._count % self._every == 0:
             hashes = self._engine.shard_hashes(self._dtype)
@@ -296,7 +315,11 @@ class WeightReceiver(_CrossPoolCopy):
         self._generator = generator
 
     def receive(self) -> dict[str, Metric]:
-        """Overwrites the generator's weights. WeightSyncError if a hash differs."""
+        """Overwrites the generator's weights, while the policy's ranks `send`. Returns metrics.
+
+        The generator gets the policy's version. If the header has hashes, they are compared;
+        WeightSyncError if one differs, and the generator then counts as never synced.
+        """
         started = time.perf_counter()
         generator = self._generator
         version, verify, *hashes = self._broadcast_header()
@@ -316,7 +339,11 @@ class WeightReceiver(_CrossPoolCopy):
 def _shards_of(
     storage: SharedStorage, layout: Layout, architecture: Architecture
 ) -> dict[str, list[Tensor]]:
-    """Views by vLLM's parameters, in tensor-parallel order, as `rollout.vllm_blocks` reads them."""
+    """Returns vLLM parameter -> views of the training shards, in tensor-parallel order.
+
+    A tensor that every rank has completely gives one view, from this rank's own row if that has it.
+    The last stage's copy of a tied embedding is skipped if the group has the first stage.
+    """
     has_first = any(row.stage == 0 for row in storage.rows)
     views: dict[str, list[Tensor]] = {}
     for member, row in enumerate(storage.rows):
@@ -351,7 +378,10 @@ def _check_same_model(have: BoxesByRank, need: BoxesByRank) -> None:
 
 
 def _shapes_of(boxes: BoxesByRank) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, from the boxes of all ranks together."""
+    """Returns the shape of each tensor: the largest end of its boxes in each dimension.
+
+    boxes: those of all ranks, which together cover every tensor.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, box in ((n, box) for table in boxes.values() for n in table for box in table[n]):
         ends = tuple(stop for _, stop in box.bounds)
@@ -372,7 +402,10 @@ def _verify(generator: Generator, expected: Mapping[str, int], version: int) -> 
 
 
 def compare_hashes(expected: Mapping[str, int], actual: Mapping[str, int], version: int) -> None:
-    """WeightSyncError with the first tensor whose hash differs between trainer and generator."""
+    """WeightSyncError with the first tensor, by name, whose hash differs or that one side lacks.
+
+    version: of the weights, for the error.
+    """
     names = sorted(expected.keys() | actual.keys())
     wrong = []
     for name in names:

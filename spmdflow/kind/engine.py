@@ -138,10 +138,11 @@ class Kinds(Registry[Kind]):
     """Kinds by name, the built-in ones first. The first one is the default."""
 
     def register_kind(self, kind: Kind) -> Callable[[Class], Class]:
-        """Decorator of a kind's class, or of its "module:Class".
+        """Return a decorator that registers a kind's class, or its "module:Class", under kind.name.
 
-        Every rank runs it when it imports the script. A module may register its own name again;
-        ConfigError if the name belongs to another module.
+        The decorator returns what it was given. The registered kind is a copy with `implementation`
+        set. Every rank runs it when it imports the script. A module may register its own name
+        again; ConfigError if the name belongs to another module.
         """
 
         def add(implementation: Class) -> Class:
@@ -181,7 +182,10 @@ def engines_with_adapters() -> tuple[str, ...]:
 
 
 def engines_of(worker_class: str) -> tuple[str, ...]:
-    """Names of the engines of one family, the one registered last (the default) first."""
+    """Return the names of the engines whose worker_class is this, newest registration first.
+
+    The first one is the default of the family.
+    """
     names = []
     for name, kind in _ENGINES.items():
         if kind.worker_class == worker_class:
@@ -195,7 +199,11 @@ def option_names() -> tuple[str, ...]:
 
 
 def options_doc() -> str:
-    """Help text: every option, followed by the engines that have it unless all have it."""
+    """Return the help text of engine.options: "NAME: DOC" of every option, joined by "; ".
+
+    The engines that have it follow in parentheses, unless all have it. The sentence is that of the
+    last engine with the option.
+    """
     texts = []
     for name in option_names():
         having = []

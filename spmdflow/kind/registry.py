@@ -38,10 +38,10 @@ class Registry(dict[str, T]):
         return lambda function: self.add(name, function, function)
 
     def add(self, name: str, entry: T, implementation: Reference) -> T:
-        """Register and return an entry. A module may register its own name again.
+        """Store an entry under a name and return it. A module may replace an entry of its own.
 
-        implementation: the object behind the entry. ConfigError if the name belongs to another
-        module than the implementation's.
+        implementation: the object behind the entry, or its "module:name". ConfigError if another
+        module than the implementation's has registered the name.
         """
         module = home_of(implementation)
         owner = self.modules.setdefault(name, module)
@@ -54,7 +54,12 @@ class Registry(dict[str, T]):
         return entry
 
     def find(self, name: str, *, key: str = "") -> T:
-        """The entry of that name; ConfigError with the choices. key: setting to report instead."""
+        """Return the entry of that name; ConfigError with the choices if there is none.
+
+        An unknown name is looked up among the installed entry points of the group, and added if
+        found.
+        key: the setting to report in the error, instead of the registry's own.
+        """
         if self._group and name not in self:
             installed = _entry_points(self._group)
         else:
@@ -82,7 +87,7 @@ register_tracker = TRACKERS.register
 
 
 def resolve(reference: Reference) -> Any:
-    """The object itself; imports the module of a "module:name"."""
+    """Return the object itself, or the one that "module:name" names; imports that module."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")

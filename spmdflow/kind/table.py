@@ -202,7 +202,12 @@ def optimizers_doc() -> str:
 
 
 def optimizer_kind(name: str, *, key: str = "optimizer.name") -> OptimizerKind:
-    """The facts of an optimizer; ConfigError with the setting and the choices."""
+    """Return the facts of an optimizer by the name of its class in torch.optim.
+
+    ConfigError for any other name, with the choices and, for some classes of torch, why they are
+    none.
+    key: the setting to report.
+    """
     if name not in OPTIMIZERS:
         got = ", ".join(filter(None, (name, _NOT_ELEMENTWISE.get(name))))
         expected = "a class of torch.optim that steps each element by its own gradients: "

@@ -162,9 +162,11 @@ class Model:
     """The model on the same ranks whose weights it uses; empty: it has its own."""
 
     def rows_at(self, tokens: int) -> float:
-        """Most rows of `tokens` tokens in one forward pass.
+        """Return the most rows of `tokens` tokens in one forward pass, at least 1.
 
-        It can be fractional for packed rows, as tokens is a mean and packing fills the pass.
+        This is micro_batch_tokens / tokens, rounded down unless rows are packed. For packed rows it
+        can be fractional, as tokens is a mean and packing fills the pass. It is micro_batch_rows if
+        micro_batch_tokens is None.
         """
         limit = self.engine.micro_batch_tokens
         if limit is None:
@@ -283,7 +285,13 @@ class Strategy:
 def strategies_on(
     model: Model, pool_sizes: Sequence[int], hardware: Hardware
 ) -> tuple[np.ndarray, Strategy]:
-    """(pool sizes, strategies): all strategies of a model on these pools, sorted by pool size."""
+    """Return all strategies of a model on these pools, as (pool sizes (V,), arrays (V,)).
+
+    They are sorted by pool size. tp * pp (and shard_size, if set) and gen_tp * gen_pp divide the
+    size, and dp is size / (tp * pp). If the layout is searched, pp is at most the pool's number of
+    nodes; a trained model of an engine that divides models is then tried with and without
+    recomputation, unless its options choose one.
+    """
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
     engine = model.engine
     recomputes: tuple[int, ...] = (int(model.trained and "recompute" in engine.options),)
@@ -311,7 +319,11 @@ def strategies_on(
 
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
-    """Tensor-parallel sizes inside a node that the model's heads allow."""
+    """Return the tensor-parallel sizes that a model allows inside a node, ascending.
+
+    They divide the attention heads, are at most gpus_per_node, and divide the kv heads or are a
+    multiple of them.
+    """
     heads = model.shape.num_heads
     kv_heads = model.shape.num_kv_heads
     result = []
@@ -322,7 +334,10 @@ def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:
 
 
 def pipeline_sizes(num_layers: int) -> list[int]:
-    """Numbers of stages whose busiest stage has fewer layers than with any smaller number."""
+    """Return the useful numbers of stages, ascending: 1, and each that shrinks the busiest stage.
+
+    The busiest stage has ceil(num_layers / stages) layers: for 5 layers [1, 2, 3, 5].
+    """
     layers = []
     for stages in range(1, num_layers + 1):
         layers.append(-(-num_layers // stages))
@@ -330,7 +345,12 @@ def pipeline_sizes(num_layers: int) -> list[int]:
 
 
 def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int]]:
-    """(tp, pp) pairs that a model may train with; ConfigError for an impossible fixed one."""
+    """Yield the (tp, pp) pairs that a model may train with.
+
+    (1, 1) for a data-parallel engine; the layout if it is fixed; otherwise all pairs of
+    `tensor_sizes` and `pipeline_sizes` that `layouts` allows. Raises ConfigError for a fixed tp
+    that does not divide the heads, or for more stages than layers.
+    """
     engine = model.engine
     if not engine.facts.cuts_model:
         yield 1, 1
@@ -353,7 +373,12 @@ def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int
 def _generation_sizes(
     model: Model, tp: int, pp: int, hardware: Hardware
 ) -> Iterator[tuple[int, int]]:
-    """(gen_tp, gen_pp) pairs that a model may generate with under tp and pp; (0, 0): none."""
+    """Yield the (gen_tp, gen_pp) pairs that a model may generate with if it trains with tp and pp.
+
+    (0, 0) without a rollout, (1, 1) for a generator that does not divide models, the layout if it
+    is fixed, and (tp, pp) for a separate generator. With a data-parallel engine, every tensor size
+    with one stage. Otherwise gen_tp divides tp, and gen_pp is 1 or pp.
+    """
     rollout = model.rollout
     if rollout is None:
         yield 0, 0

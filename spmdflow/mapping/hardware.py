@@ -112,7 +112,10 @@ class Hardware:
         return self.network_bandwidth * self.network_efficiency
 
     def with_node(self, gpus_per_node: int) -> Hardware:
-        """The same hardware with another number of devices per node."""
+        """Return the same hardware with another number of devices per node.
+
+        Raises ConfigError if it is below 1.
+        """
         if gpus_per_node < 1:
             got = f"{gpus_per_node} devices a node"
             do = "give the number of processes of a node"
@@ -128,7 +131,11 @@ _ENTRY = "{value: ..., source: ...}"
 
 
 def load_hardware(name: str | Path) -> Hardware:
-    """A packaged file by name, or the file at a path. ConfigError if it cannot be used."""
+    """Return the hardware of a packaged file (a100_80gb, h100, h200, cpu) or of a file path.
+
+    Raises ConfigError if there is no such file, if it is not YAML, if a coefficient is missing or
+    unknown, or if a value is out of range.
+    """
     path = FOLDER / f"{name}.yaml" if str(name) in HARDWARE else Path(name)
     if not path.is_file():
         expected = f"one of {', '.join(HARDWARE)} or a YAML file"
@@ -156,7 +163,12 @@ def load_hardware(name: str | Path) -> Hardware:
 
 
 def _read_coefficient(key: str, entry: Any, path: Path) -> float:
-    """The value of a coefficient; converts text like 312e12. ConfigError for anything else."""
+    """Return the value of a coefficient as a float; text such as 312e12 is converted.
+
+    Raises ConfigError unless `entry` is {value, source} with a source, and the value is a finite
+    positive number: at most 1 for *_efficiency and *_fraction, and 0 only for reserved_bytes and
+    *_seconds.
+    """
     if not isinstance(entry, Mapping) or set(entry) != {"value", "source"} or not entry["source"]:
         got = f"{key} {entry!r} in {path}"
         raise ConfigError.of("hardware", got, _ENTRY, "say where the value is from")

@@ -40,7 +40,10 @@ LOGIT_BYTES = 8
 
 
 def resident_bytes(model: Model, cut: Strategy) -> Parts:
-    """Bytes that a model keeps on a rank between calls, without the parts in host memory."""
+    """Return the bytes that a model keeps on a rank between calls, by part.
+
+    A part in host memory (engine.moved) counts as 0.
+    """
     moved = model.engine.moved
     parts = state_bytes(model, cut)
     result = {}
@@ -50,7 +53,10 @@ def resident_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def visiting_bytes(model: Model, kind: Kind, cut: Strategy) -> Parts:
-    """Bytes of offloaded parts that are loaded for a call, or for a generation's weight sync."""
+    """Return the bytes of offloaded parts that are loaded for a call, by part.
+
+    Training loads all of them, inference and a generation's weight sync only the parameters.
+    """
     moved = []
     for part in model.engine.moved:
         if kind == "train" or part == "parameters":
@@ -60,7 +66,14 @@ def visiting_bytes(model: Model, kind: Kind, cut: Strategy) -> Parts:
 
 
 def state_bytes(model: Model, cut: Strategy) -> Parts:
-    """Bytes of one rank's weights, optimizer and, if it persists, gradient buffer."""
+    """Return the bytes of one rank's parameters, gradient buffer and optimizer, wherever they are.
+
+    Trained weights have 4 bytes if the engine stores float32, otherwise the compute dtype; the
+    optimizer then has a float32 copy in addition to its float32 moments. Parts that the engine
+    shards are divided by the ranks of a shard. Gradients count (float32) only if their buffer
+    persists. A separate generator has only weights in its own dtype. A model that uses another's
+    weights has nothing.
+    """
     engine = model.engine
     sharding = model.engine.sharding
     local = local_parameters(model, cut)
@@ -89,8 +102,10 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> Parts:
-    """Bytes of a call in addition to all residents; a generation without KV cache and weight
-    sync."""
+    """Return the bytes that a call needs in addition to what is kept between calls, by use.
+
+    A generation's are without its KV cache and the weight sync before it.
+    """
     if kind == "generate":
         return _generation_bytes(model, workload, cut)
     parts = pass_bytes(model, workload, cut, trains=kind == "train")
@@ -98,7 +113,11 @@ def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> P
 
 
 def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
-    """Bytes of a weight sync in addition to all residents; there is no KV cache yet."""
+    """Return the bytes that a weight sync needs in addition to what is always kept, by use.
+
+    These are the generator's own weights, the gather buffer and parameters that are loaded for it.
+    With adapters and rollout.weights=copy, merged weights are added. There is no KV cache yet.
+    """
     parts = _generation_bytes(model, workload, cut)
     coming = {}
     for name in ("generation_weights", "gather"):
@@ -119,10 +138,11 @@ def save_bytes(model: Model, cut: Strategy) -> Parts:
 
 
 def generator_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
-    """Bytes of the generator's own weights during any other call on its ranks.
+    """Return the bytes of the generator's own weights during any other call on its ranks.
 
-    Training frees them, except with `flat`, whose addresses must not change, and if only adapters
-    are sent.
+    They are 0 without a rollout. Training frees them unless rollout.weights is `flat`, whose
+    addresses must not change, or `adapter`.
+    kind: of the other call.
     """
     rollout = model.rollout
     if rollout is None or (kind == "train" and rollout.weights not in KEPT_WHILE_TRAINING):
@@ -133,13 +153,14 @@ def generator_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
 def pool_memory(
     members: Sequence[tuple[Model, Strategy]], dataflow: Dataflow, hardware: Hardware
 ) -> dict[str, dict[str, float]]:
-    """Bytes of a pool's rank in each phase, by use: phase -> use -> bytes.
+    """Return the bytes of a pool's rank in each phase, by use: phase -> use -> bytes.
 
     A phase is a call (`model.method`), the weight sync before a generation on the trainer's ranks
     (`model.sync`), or the checkpoint of a trained model (`model.save`). The residents of all
     members add up, and each phase adds its own needs. A generation's KV cache has its
-    `kv_cache_bytes`, whether or not it fits, or else the rest of the usable memory. Of calls with
-    the same title, such as a greedy and a sampled generation, the largest counts.
+    `kv_cache_bytes`, whether or not it fits; without these, it gets the rest of the usable memory
+    (negative if there is none). Of calls with the same title, such as a greedy and a sampled
+    generation, the largest counts.
     """
     resident = reduce(add_parts, (resident_bytes(model, strategy) for model, strategy in members))
     pool = {model.name: (model, strategy) for model, strategy in members}
@@ -177,9 +198,10 @@ def pool_memory(
 
 
 def least_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
-    """Least KV cache of one rank: the size that is set, or else for `min_batch_size` sequences.
+    """Return the bytes of the least KV cache of one rank with which a placement fits.
 
-    If the replica has fewer sequences, then for all of them.
+    This is the size that is set, or room for `min_batch_size` sequences, or for all sequences of a
+    replica if it has fewer.
     """
     assert model.rollout is not None, model.name
     if model.rollout.kv_cache_bytes is not None:
@@ -204,11 +226,13 @@ def offload_seconds(model: Model, kind: Kind, cut: Strategy, hardware: Hardware)
 
 
 def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
-    """Bytes of a generation: buffers, and weights (Table 2: at the peak M/(t_g p_g), no copies).
+    """Return the bytes of a generation by use: weights, gather buffer, activations, logits.
 
-    A pass needs a layer's input, the residual and attention's result, and the largest of: gate, up
-    and their product; that product, the network's result and its sum over ranks; queries, keys,
-    values and attention's result, with its sum over ranks. Sampling then needs the logits.
+    The generator's own weights are without what it reads in the trainer's storage (Table 2: at the
+    peak M/(t_g p_g)). A prefill pass of at most PREFILL_TOKENS needs a layer's input, the residual
+    and attention's result, and the largest of: gate, up and their product; that product, the
+    network's result and its sum over ranks; queries, keys, values and attention's result, with its
+    sum over ranks. Sampling then needs the logits.
     """
     rollout = model.rollout
     shape = model.shape
@@ -233,7 +257,12 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
 
 
 def _separate_weights(model: Model, cut: Strategy) -> Array:
-    """Bytes of generation weights that are not in the trainer's storage."""
+    """Return the bytes of generation weights that are not in the trainer's storage.
+
+    All of M/(t_g p_g), or what exceeds the trainer's M/(t p) if generator and trainer share storage
+    (rollout.weights flat or blocks, with an engine that can). 0 for a separate generator, whose
+    weights are its state.
+    """
     rollout = model.rollout
     shape = model.shape
     assert rollout is not None, model.name

@@ -43,11 +43,13 @@ def find_mapping(
     unit: int | None = None,
     keep: int = 10,
 ) -> Ranking:
-    """The fastest placements of a dataflow on num_ranks ranks (paper Algorithm 1).
+    """Return the fastest placements of a dataflow on num_ranks ranks (paper Algorithm 1).
 
-    unit: pool sizes are multiples of it; None: whole nodes if there are several, or else single
-    ranks. keep: most placements to return. ConfigError if nothing fits, with an estimate of the
-    number of ranks that would.
+    At most one placement for each partition of the models into pools. Raises ConfigError if nothing
+    fits, with an estimate of the number of ranks that would.
+    unit: pool sizes are multiples of it. None: a node, if num_ranks is a larger multiple of it,
+    otherwise a single rank.
+    keep: most placements to return.
     """
     started = time.perf_counter()
     node = int(hardware.gpus_per_node)
@@ -85,9 +87,9 @@ class _PartitionSearch:
         self.ideal = {block: Options(o.sizes // unit, o.costs) for block, o in ideal.items()}
 
     def best(self, keep: int) -> list[Choice]:
-        """The best choice of the `keep` best partitions, the best first.
+        """Return the best choice of each of the `keep` best partitions, best first.
 
-        Ties are broken by fewer pools, then by order.
+        Ties are broken by fewer pools, then by the order of the sets of models. [] if nothing fits.
         """
         bounds = []
         for blocks in partitions(len(self.table.dataflow.models)):
@@ -104,7 +106,12 @@ class _PartitionSearch:
     def _search_partition(
         self, blocks: tuple[ModelSet, ...], worst: float
     ) -> tuple[float, Choice] | None:
-        """The exact best choice of one partition; None if it costs more than `worst`."""
+        """Return (seconds, choice) of the best choice of one partition, exactly.
+
+        None if it costs more than `worst`, or nothing fits. First the pool sizes that are best by
+        the ideal costs (lower bounds) are computed exactly. Unless they reach the bound, all sizes
+        that could still be cheaper follow.
+        """
         planning.debug(
             "placement: searching the best pools for %s", " | ".join(map(self._block_title, blocks))
         )
@@ -130,7 +137,12 @@ class _PartitionSearch:
     def _search_sizes(
         self, blocks: tuple[ModelSet, ...], sizes: Sequence[Sequence[int]], worst: float
     ) -> tuple[float, Choice] | None:
-        """The best choice from the exact fronts of these pool sizes (in units)."""
+        """Return (seconds, choice) of the best choice from the exact fronts of these pool sizes.
+
+        None if a set of models fits on none of its sizes, or if the best choice costs more than
+        `worst`.
+        sizes: for each block, in units.
+        """
         options = []
         origins = []
         alone = len(blocks) == 1
@@ -162,7 +174,11 @@ class _PartitionSearch:
 
 
 def _memory_error(dataflow: Dataflow, hardware: Hardware, num_ranks: int, unit: int) -> ConfigError:
-    """The error for models that do not fit, with an estimate of the ranks that would be enough."""
+    """Return the error for models that do not fit, with an estimate of the ranks that suffice.
+
+    The number of ranks is doubled until a placement fits, up to 2^14. If none does, the error asks
+    for more memory instead.
+    """
     world = num_ranks + unit
     while world <= _LARGEST_WORLD:
         table = CostTable(dataflow, hardware, range(unit, world + 1, unit))

@@ -45,7 +45,10 @@ from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
 
 
 def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
-    """Bytes at the peak of an update (`trains`) or of a forward call."""
+    """Return the bytes at the peak of an update (`trains`) or of a forward call, by use.
+
+    The peak is the largest of a few moments of the pass. Residents are not included.
+    """
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
     layer = _layer_memory(model, rows, workload.tokens, cut)
@@ -70,7 +73,10 @@ def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool)
 
 
 def largest(moments: Sequence[Parts], cut: Strategy) -> Parts:
-    """The moment with the most bytes, for each strategy."""
+    """Return the moment with the most bytes in total, by use, for each strategy.
+
+    A use that this moment lacks is 0. Of equal moments the first counts.
+    """
     zero = 0.0 * cut.dp
     which = np.argmax([total(moment) + zero for moment in moments], axis=0)
     names = dict.fromkeys(name for moment in moments for name in moment)
@@ -105,7 +111,13 @@ class _Layer:
 
 
 def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Layer:
-    """Bytes of one layer for a micro-batch of `rows` rows of `length` tokens."""
+    """Return the bytes of one layer for a micro-batch of `rows` rows of `length` tokens.
+
+    `saved` are the norms' inputs, queries, keys, values and mixed values, and the feed-forward
+    network's copies, as in the table at the top of this file. Everything except the hidden states
+    is divided over tp ranks; with sequence parallelism these are, too. In float32, attention
+    repeats keys and values for all heads, and packed rows need one more copy of the queries.
+    """
     shape = model.shape
     facts = model.engine.facts
     size = model.engine.element_bytes
@@ -136,10 +148,11 @@ def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Lay
 
 
 def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[Parts], float]:
-    """(moments, gathered bytes at the head) of a forward call of an engine that gathers units.
+    """Return (moments, gathered bytes at the head) of a forward that gathers units.
 
     The moments are: gathering the first layer, gathering a later one, and running it. An untrained
-    model on one rank copies weights to where they are used. All others need a buffer.
+    model on one rank copies weights to where they are used. Sharded weights of any other model need
+    buffers to gather into in addition.
     """
     unit, root, all_gathered = _units(model)
     size = model.engine.element_bytes
@@ -156,7 +169,10 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
 
 
 def _units(model: Model) -> tuple[float, float, float]:
-    """Numbers of weights: of a layer, outside all layers, and of the model if all stay gathered."""
+    """Return numbers of weights: of a layer, outside all layers, and of the whole model.
+
+    The last is 0 unless weights are sharded and stay gathered for the whole pass.
+    """
     shape = model.shape
     sharding = model.engine.sharding
     root = shape.num_parameters - shape.num_layers * shape.layer_parameters
@@ -176,7 +192,10 @@ class _TrainedWeights:
 
 
 def _count_trained(model: Model) -> _TrainedWeights:
-    """How many weights of each part have gradients: all, or only the adapters."""
+    """Return how many weights of each part have gradients: all, or only the adapters.
+
+    Adapters are spread evenly over the layers. A scalar head counts as 0.
+    """
     shape = model.shape
     if model.adapters:
         return _TrainedWeights(model.adapters / shape.num_layers, 0.0, 0.0, model.adapters)
@@ -188,8 +207,12 @@ def _count_trained(model: Model) -> _TrainedWeights:
 def _update_of_units(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """Moments of an update: backward of the head, of the last two layers and of the first; the last
-    reduction; the optimizer step."""
+    """Return the moments of an update of an engine that gathers units (FSDP2), each by use.
+
+    They are: backward of the head, of the last layer, of the one before it, and of the first; the
+    last reduction; the optimizer step. With several micro-batches, gradients of earlier ones are
+    kept in float32: sharded or, if they are reduced only with the last micro-batch, whole.
+    """
     shape = model.shape
     sharding = model.engine.sharding
     size = model.engine.element_bytes
@@ -238,7 +261,10 @@ def _update_of_units(
 def _update_of_plain(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """Moments of an update: backward of the head, the last layer and the first; optimizer step."""
+    """Return the moments of an update of a plain float32 module on one rank, each by use.
+
+    They are: backward of the head, of the last layer and of the first; the optimizer step.
+    """
     layers = model.shape.num_layers
     trained = _count_trained(model)
     unit = GRADIENT_BYTES * trained.layer
@@ -258,7 +284,11 @@ def _update_of_plain(
 def _update_of_stages(
     model: Model, layer: _Layer, logits: Array, num_micro: Array, cut: Strategy
 ) -> list[Parts]:
-    """Moments of an update: backward of the first stage, loss of the last, optimizer step."""
+    """Return the moments of an update of a pipeline engine, each by use.
+
+    They are: backward of the first stage with min(m, p) micro-batches in flight (more with virtual
+    stages), loss of the last stage, optimizer step.
+    """
     parts = model.engine.virtual_size
     first = cut.pp
     if parts > 1:  # forward passes of the first stage's chunks before its first backward
@@ -277,7 +307,7 @@ def _update_of_stages(
 
 
 def _head_bytes(model: Model, tokens: Array, cut: Strategy, *, trains: bool) -> Array:
-    """Bytes of the head over the response tokens.
+    """Return the bytes of the head over `tokens` response tokens; 0 for a scalar head.
 
     These are the hidden states and two float32 copies of a block of logits, or three for the
     entropy that a policy reports of its forward call. Backward adds the gradients of the hidden

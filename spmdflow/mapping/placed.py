@@ -99,7 +99,7 @@ class Placed:
         return stage, *self.limit_of(stage)
 
     def limit_of(self, stage: str) -> tuple[str, str, str]:
-        """(pool, call, cause): the largest part of a stage's slowest pool."""
+        """Return (pool, call, cause) of a stage: its slowest pool, longest call, largest part."""
         pool = max(self.pools, key=lambda one: one.stage_seconds.get(stage, 0.0))
         calls = {}
         for n, e in pool.estimates.items():
@@ -118,14 +118,22 @@ class Placed:
         return next(pool for pool in self.pools if role in pool.roles)
 
     def to_config(self) -> dict[str, dict[str, list[Any]]]:
-        """The value of the setting `placement`: pool name -> roles and ranks."""
+        """Return the value of the setting `placement`: pool name -> roles and ranks.
+
+        A pool is named by its roles, such as actor+critic.
+        """
         config: dict[str, dict[str, list[Any]]] = {}
         for pool in self.pools:
             config["+".join(pool.roles)] = {"roles": list(pool.roles), "ranks": list(pool.ranks)}
         return config
 
     def engine_overrides(self) -> dict[str, str]:
-        """Settings that give every role its layout, such as actor.engine.layout=t2p1."""
+        """Return the settings that give every role its layout, such as actor.engine.layout -> t2p1.
+
+        Roles that generate also have rollout.layout, and roles that recompute
+        engine.options=[recompute]. A separate generator has only the rollout.layout of the model
+        whose weights it uses.
+        """
         overrides = {}
         for pool in self.pools:
             for role, strategy in pool.strategies.items():
@@ -144,9 +152,11 @@ class Placed:
 def call_seconds(
     call: ModelCall, model: Model, cut: Strategy, hardware: Hardware, *, kv_bytes: float = 0.0
 ) -> CallSeconds:
-    """Seconds of one call (paper Appendix C), including offloading but not the transition.
+    """Return the seconds of one call by cause (paper Appendix C), without the weight transition.
 
-    kv_bytes: cache of one rank in a generation; ConfigError if no sequence fits into it.
+    The copies of offloaded parts are included. A call with fixed_seconds has only these. Raises
+    ConfigError if a generation has no room for one sequence.
+    kv_bytes: cache of one rank in a generation.
     """
     workload = call.workload
     notes = tuple[str, ...]()
@@ -198,7 +208,11 @@ def assemble(
     sizes: Sequence[int],
     rows: Sequence[np.ndarray],
 ) -> Placed:
-    """A placement from entries of a table. Pools have consecutive ranks, the largest pool first."""
+    """Return a placement from entries of a table.
+
+    Pools have consecutive ranks from 0 on, the largest pool first.
+    blocks, sizes, rows: of each pool, its models, its number of ranks and its models' entries.
+    """
     pools: list[PlacedPool] = []
     for number in sorted(range(len(blocks)), key=lambda number: (-sizes[number], blocks[number])):
         start = sum(len(pool.ranks) for pool in pools)
@@ -214,7 +228,11 @@ def place_pool(
     choices: Sequence[tuple[Model, Strategy]],
     ranks: Sequence[int],
 ) -> PlacedPool:
-    """A pool of models with these strategies, with predictions, whether or not they fit."""
+    """Return a pool of models with these strategies and its predictions, whether or not they fit.
+
+    A model's first generation includes the weight transition. Raises ConfigError only if a
+    generation has no room for one sequence.
+    """
     members = {}
     for model, strategy in choices:
         members[model.name] = (model, strategy)
@@ -246,7 +264,10 @@ def place_pool(
 
 
 def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
-    """A placement of these pools, with the seconds of its stages."""
+    """Return a placement of these pools.
+
+    A stage lasts as long as its slowest pool, and the step is the sum of its stages.
+    """
     stages = {}
     for stage in dataflow.stages:
         stages[stage] = max(pool.stage_seconds[stage] for pool in pools)
@@ -260,10 +281,11 @@ def placed_of(dataflow: Dataflow, pools: Sequence[PlacedPool]) -> Placed:
 
 
 def explain(ranking: Ranking, *, count: int = 10) -> str:
-    """Text: the verdict, and a line for each of the best `count` placements.
+    """Return a text: the verdict, and two lines for each of the best `count` placements.
 
-    A line has the ratio to the best, seconds of a step, pools, seconds of each stage, the limiting
-    stage, call and cause, and where the placement loses most against the best.
+    The first line has the ratio to the best, seconds of a step, pools, seconds of each stage, the
+    limiting stage, call and cause, and where the placement loses most against the best. The second
+    has the layout and offloaded parts of each role.
     """
     best = ranking.best[0]
     num_models = sum(len(pool.roles) for pool in best.pools)
@@ -281,7 +303,10 @@ def explain(ranking: Ranking, *, count: int = 10) -> str:
 
 
 def reason(placed: Placed, best: Placed) -> str:
-    """Text: where a placement loses most against the best, and what it gains elsewhere."""
+    """Return where a placement loses most seconds against the best, and what it gains elsewhere.
+
+    "the same" if no stage is slower.
+    """
     losses = {
         stage: seconds - best.stage_seconds.get(stage, 0.0)
         for stage, seconds in placed.stage_seconds.items()
@@ -296,7 +321,11 @@ def reason(placed: Placed, best: Placed) -> str:
 
 
 def _verdict_text(ranking: Ranking) -> str:
-    """Text: the best placement and its lead, or a tie."""
+    """Return the best placement and its lead over the next, or a tie.
+
+    Several placements within 1 % of the best are a tie. Other texts say that there is one model, or
+    that only one placement fits.
+    """
     best = ranking.best[0]
     equals = []
     for placed in ranking.best:
@@ -314,7 +343,7 @@ def _verdict_text(ranking: Ranking) -> str:
 
 
 def _placement_line(number: int, placed: Placed, best: Placed) -> str:
-    """The line of a placement; see `explain`."""
+    """Return the first line of a placement in `explain`. number: its place in the ranking."""
     stages = ", ".join(f"{name} {seconds:.3g}" for name, seconds in placed.stage_seconds.items())
     stage, _, call, cause = placed.limit
     why = f"limit: {cause} of {call} in {stage}"

@@ -2,7 +2,7 @@
 
 The parameters and the optimizer of each model with an open residency are kept on the device or
 offloaded. Gradients are freed without a copy, together with other parts or alone. Combinations are
-simulate in the order of the seconds of their copies, until no later one can be better. The best one
+simulated in order of the seconds of their copies, until no later one can be better. The best one
 fits in every phase, and has the least time for copies over the host's link plus generation with the
 KV cache that it leaves room for.
 """
@@ -73,8 +73,11 @@ def choose_residency(
     open_models: Collection[str],
     shares: Mapping[str, Share],
 ) -> Residency:
-    """The best residency of one pool; if none fits, the one with the lowest peak.
+    """Return the best residency of one pool; if none fits, the one with the lowest peak.
 
+    The best one fits and has the fewest seconds of copies plus generation. Combinations are
+    simulated by rising copy seconds, until the copies alone (with generation at an unlimited cache)
+    take as long as the best one.
     open_models: models whose parts may be offloaded; the others keep the residency of their engine.
     shares: cache sizes of generating models without a fixed one.
     """
@@ -99,7 +102,11 @@ def _sort_key(residency: Residency) -> tuple[float, float]:
 
 
 def offload_variants(model: Model, cut: Strategy) -> list[Model]:
-    """Variants of a model, one for each choice of offloaded parts, as in `choose_residency`."""
+    """Return variants of a model, one for each set of offloaded parts, the empty set first.
+
+    Parts are the parameters, unless generation reads them, and the optimizer. A gradient buffer is
+    freed in every variant. Only the model itself if engine.may_move is False.
+    """
     if not model.engine.may_move:
         return [model]
     parts = []
@@ -140,7 +147,12 @@ class _Pool:
     shares: Mapping[str, Share]
 
     def combinations(self) -> Iterator[tuple[float, Moved]]:
-        """(seconds of copies in a step, offloaded parts) of each combination."""
+        """Yield (seconds of copies in a step, offloaded parts) of each combination.
+
+        Parameters and optimizers of the open models are combined, at most the ten largest. If there
+        are gradient buffers, every combination frees them all, too, and offloading nothing at all
+        is one more.
+        """
         parts = []
         gradients = []
         for name in self.open:
@@ -161,7 +173,13 @@ class _Pool:
                 yield self._copy_seconds(moved), (*moved, *gradients)
 
     def simulate(self, moved: Moved, copy_seconds: float) -> Residency:
-        """Memory and seconds of one combination."""
+        """Return the memory and seconds of one combination of offloaded parts.
+
+        A cache in `shares` gets its share of the free memory, at most for its most rows. The
+        combination fits if every phase does, and every such cache has room for min_batch_size
+        sequences or, if fewer, for its most rows. Generation counts in `seconds` only if it fits.
+        copy_seconds: of this combination.
+        """
         members = []
         for name in self.members:
             members.append(self._offload_parts(name, moved))
@@ -187,8 +205,12 @@ class _Pool:
         return Residency(moved, caches, fits, peak, copy_seconds, seconds)
 
     def generation_seconds(self, caches: Mapping[str, float]) -> float:
-        """Seconds of all generations of a step. caches: sizes by model, of caches without a fixed
-        one."""
+        """Return the seconds of all generations of a step.
+
+        A cache of a model that is not in `caches` has its fixed size. A generation with neither is
+        skipped, as it takes the same time in all combinations.
+        caches: bytes by model.
+        """
         seconds = 0.0
         for call in self._generations():
             model, cut = self.members[call.model]
@@ -207,7 +229,10 @@ class _Pool:
         return (call for call in self.dataflow.calls if call.model in self.members)
 
     def _max_cache_bytes(self, call: ModelCall, share: Share) -> float:
-        """Bytes of a cache for the most rows that the share allows."""
+        """Return the bytes of a cache for the most rows that the share allows; inf without a limit.
+
+        Each row may waste a block of 16 tokens. At least 64 MiB.
+        """
         if share.most_rows is None:
             return float("inf")
         model, cut = self.members[call.model]
@@ -216,7 +241,7 @@ class _Pool:
         return max(float(rows), LEAST_BYTES)
 
     def _copy_seconds(self, moved: Moved) -> float:
-        """Seconds of the copies of these parts in a step."""
+        """Return the seconds of all copies of these parts between device and host in a step."""
         seconds = 0.0
         for call in self._calls():
             if call.model in {name for name, _ in moved}:
@@ -225,7 +250,11 @@ class _Pool:
         return seconds
 
     def _offload_parts(self, name: str, moved: Moved) -> tuple[Model, Strategy]:
-        """A member with these parts offloaded."""
+        """Return a model with exactly these of its parts offloaded, and its strategy.
+
+        A model that is not open keeps its engine's residency. name: of the model. moved: of all
+        models.
+        """
         model, cut = self.members[name]
         if name not in self.open:
             return model, cut

@@ -45,10 +45,16 @@ class Options:
 
 
 def partitions(number: int) -> Iterator[tuple[ModelSet, ...]]:
-    """All set partitions of 0 .. number-1 (5, 15, 52 for 3, 4, 5), blocks by their lowest model."""
+    """Yield all set partitions of 0 .. number-1 (5, 15, 52 for 3, 4, 5).
+
+    The blocks of a partition are ordered by their lowest model, and the models of a block ascend.
+    """
 
     def extend(blocks: tuple[ModelSet, ...], model: int) -> Iterator[tuple[ModelSet, ...]]:
-        """Add the models from `model` on to the blocks in all ways."""
+        """Yield `blocks` with the models `model` .. number-1 added in all ways.
+
+        Each model joins one of the blocks or begins a new one at the end.
+        """
         if model == number:
             yield blocks
             return
@@ -60,7 +66,7 @@ def partitions(number: int) -> Iterator[tuple[ModelSet, ...]]:
 
 
 def model_sets(number: int) -> list[ModelSet]:
-    """All sets of 0 .. number-1, by size, then in order."""
+    """Return all sets of 0 .. number-1 except the empty one, by size, then in order."""
     masks = range(1, 1 << number)
     blocks = []
     for mask in masks:
@@ -73,11 +79,12 @@ def best_partitions(
     best_of: Callable[[tuple[ModelSet, ...], float], tuple[float, Found] | None],
     keep: int,
 ) -> list[tuple[float, tuple[ModelSet, ...], Found]]:
-    """(cost, partition, its choice) of at most `keep` partitions, best first.
+    """Return (cost, partition, its choice) of at most `keep` partitions, best first.
 
-    bounds: (lower bound of the cost, partition). best_of: (partition, limit) -> its exact best
-    choice, or None if that costs more than the limit. Skips partitions whose bound is above the
-    worst cost that is kept. Ties are broken by fewer pools, then by a fixed order.
+    Partitions are searched by rising bound, until a bound is above the worst cost that is kept.
+    Ties are broken by fewer pools, then by a fixed order.
+    bounds: (lower bound of the cost, partition).
+    best_of: (partition, limit) -> its exact best choice, or None if that costs more than the limit.
     """
     best_so_far: list[tuple[float, tuple[ModelSet, ...], Found]] = []
     for bound, blocks in sorted(bounds):
@@ -92,7 +99,11 @@ def best_partitions(
 
 
 def least_cost(options: Sequence[Options], size: int) -> float:
-    """A lower bound of the cost: each pool gets all devices except the others' smallest sizes."""
+    """Return a lower bound of the cost of a partition; inf if the smallest sizes do not fit.
+
+    Each pool gets all devices except the others' smallest sizes, and takes for each stage its
+    fastest option on them. The slowest pool of each stage counts, and stages add up.
+    """
     floors = [int(one.sizes.min()) for one in options]
     rest = size - sum(floors)
     if rest < 0:
@@ -107,7 +118,11 @@ def least_cost(options: Sequence[Options], size: int) -> float:
 def best_of_partition(
     options: Sequence[Options], size: int, *, worst: float = np.inf
 ) -> tuple[float, tuple[int, ...]] | None:
-    """(cost, option of each pool) of the cheapest choice; None if none costs at most `worst`."""
+    """Return (cost, index of each pool's option) of the cheapest choice on at most `size` devices.
+
+    None if no choice costs at most `worst`. A beam search first finds a cost to prune the exact
+    search with.
+    """
     floors = [int(one.sizes.min()) for one in options]
     if sum(floors) > size:
         return None
@@ -124,7 +139,11 @@ def best_of_partition(
 
 
 def possible_sizes(options: Sequence[Options], index: int, size: int, worst: float) -> Array:
-    """Sizes of one pool that could be part of a choice of at most `worst`."""
+    """Return the size of each option of pool `index` that could be in a choice of at most `worst`.
+
+    The other pools each get all devices that are left, except the smallest sizes of the others. A
+    size occurs as often as it has such options.
+    """
     one = options[index]
     others = []
     for number, other in enumerate(options):
@@ -140,7 +159,10 @@ def possible_sizes(options: Sequence[Options], index: int, size: int, worst: flo
 
 
 def select_undominated(options: Options) -> tuple[Options, Array]:
-    """(options, indices) of the options that no other dominates in size and all stages."""
+    """Return (options, indices) of the options that no other dominates in size and all stages.
+
+    Options with infinite seconds are dropped. Of equal options the first is kept.
+    """
     points = np.column_stack([options.sizes.astype(np.float64), options.costs])
     points = np.where(np.isfinite(points), points, np.inf)
     finite = np.isfinite(points).all(axis=1)
@@ -150,9 +172,10 @@ def select_undominated(options: Options) -> tuple[Options, Array]:
 
 
 def pareto(points: Array) -> Array:
-    """Indices of the rows of points (N, k) that no other row dominates; of equal rows the first.
+    """Return the indices of the rows of points (N, k) that no other row dominates, by rising sum.
 
-    Rows are visited by their sum, as only a row with a smaller or equal sum can dominate another.
+    Smaller is better; of equal rows the first is kept. Rows are visited by their sum, as only a row
+    with a smaller or equal sum can dominate another.
     """
     order = np.lexsort((*points.T[::-1], points.sum(axis=1)))
     columns = np.ascontiguousarray(points[order].T)
@@ -168,7 +191,10 @@ def pareto(points: Array) -> Array:
 
 
 def select_unbeaten(points: Array, front: Array) -> Array:
-    """Indices of the rows (N, k) that no row of a front beats: <= everywhere and < somewhere."""
+    """Return the ascending indices of the rows of points (N, k) that no row of the front beats.
+
+    A row of the front beats a point if it is <= everywhere and < somewhere, so equal points stay.
+    """
     columns = np.ascontiguousarray(points.T)
     order = np.arange(len(points))
     for row in front:
@@ -193,10 +219,13 @@ class _Front:
 def _combine_pools(
     options: Sequence[Options], size: int, bounds: list[Array], worst: float, beam: int | None
 ) -> tuple[float, list[int]] | None:
-    """(cost, option of each pool) of the cheapest choice, adding one pool after another.
+    """Return (cost, option of each pool) of the cheapest choice, adding one pool after another.
 
-    beam: keep only so many of the most promising partial choices; None: exact. None if no choice
-    costs at most `worst`.
+    None if no choice costs at most `worst` on at most `size` devices. Of equal costs the choice
+    with fewer devices is taken. Dominated partial choices are dropped, and those that would exceed
+    `worst` even with the bounds of the later pools.
+    bounds: of `_bounds_by_remaining`.
+    beam: keep only so many of the most promising partial choices; None: exact.
     """
     stages = options[0].costs.shape[1]
     zero = np.zeros(1, dtype=np.int64)
@@ -230,9 +259,10 @@ def _floor_after(options: Sequence[Options], index: int) -> int:
 
 
 def _bounds_by_remaining(options: Sequence[Options], size: int) -> list[Array]:
-    """For each pool (size + 1, stages): least costs of the later pools, by remaining devices.
+    """Return for each pool (size + 1, stages): least seconds of the later pools, by devices left.
 
-    Each later pool gets all remaining devices except the smallest sizes of the others.
+    Each later pool gets all devices that are left, except the smallest sizes of the other later
+    pools. inf where they do not fit.
     """
     by_size = [_least_by_size(one, size) for one in options]
     bounds = []
@@ -249,7 +279,10 @@ def _bounds_by_remaining(options: Sequence[Options], size: int) -> list[Array]:
 
 
 def _least_by_size(options: Options, size: int) -> Array:
-    """(size + 1, stages): least cost of a pool by the most devices it may have."""
+    """Return (size + 1, stages): the least seconds of a pool with at most so many devices.
+
+    Each stage on its own; inf where no option is small enough.
+    """
     least = np.full((size + 1, options.costs.shape[1]), np.inf)
     inside = options.sizes <= size
     np.minimum.at(least, options.sizes[inside], options.costs[inside])

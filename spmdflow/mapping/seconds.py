@@ -49,7 +49,7 @@ def total(parts: Parts) -> Array:
 
 
 def add_parts(first: Parts, second: Parts) -> Parts:
-    """The sum of two, part by part."""
+    """Return the sum of two, part by part. A part that one of them lacks counts as 0."""
     result = {}
     for name in {**first, **second}:
         result[name] = first.get(name, 0.0) + second.get(name, 0.0)
@@ -59,7 +59,14 @@ def add_parts(first: Parts, second: Parts) -> Parts:
 def pass_parts(
     model: Model, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
-    """Seconds of a training call with all its updates, or of a forward call over all rows."""
+    """Return the seconds of a training call with all its updates, or of a forward call, by cause.
+
+    One micro-batch (`_micro_batch_parts`, plus weight gathers and gradient reductions that the
+    engine does for each) is counted num_micro times, and the bubble (pp - 1) / virtual_size times.
+    An update adds once: other gathers and reductions, the optimizer and host time. With `overlap`,
+    a micro-batch's forward (a third of it) hides the gather and its backward the reduction. All
+    updates add up, and the call adds call_seconds.
+    """
     sharding = model.engine.sharding
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     parts = _micro_batch_parts(model, rows * workload.tokens, workload, cut, hw, trains=trains)
@@ -96,7 +103,11 @@ def pass_parts(
 def micro_batches(
     model: Model, workload: Workload, cut: Strategy, *, trains: bool
 ) -> tuple[Array, Array]:
-    """(rows of a micro-batch, number of micro-batches) of a forward call or of one update."""
+    """Return (rows of a micro-batch, number of micro-batches) of a rank, for a call or one update.
+
+    A rank has ceil(num_sequences * epochs / updates / dp) rows, with epochs = updates = 1 for a
+    forward call. A micro-batch has at most `Model.rows_at` of them.
+    """
     epochs, updates = (workload.num_epochs, workload.num_updates) if trains else (1, 1)
     rows = np.ceil(workload.num_sequences * epochs / updates / cut.dp)
     micro = np.minimum(model.rows_at(workload.tokens), rows)
@@ -104,8 +115,13 @@ def micro_batches(
 
 
 def local_parameters(model: Model, cut: Strategy) -> Array:
-    """Weights of a rank of the busiest stage. The first stage has the embedding, the last the
-    head."""
+    """Return the number of weights of a rank of the busiest stage.
+
+        ((weights of layers) * ceil(layers / pp) / layers + embedding) / tp
+
+    The first stage has the embedding, the last an untied head of the same size. A single stage has
+    both, so that the head is added.
+    """
     shape = model.shape
     words = shape.vocab_size * shape.hidden_size
     ends = words * (1 + (shape.head == "causal_lm" and not shape.tied))
@@ -130,7 +146,13 @@ def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
 def _micro_batch_parts(
     model: Model, tokens: Array, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
-    """Seconds of one micro-batch's passes through the busiest stage, and of sending it on."""
+    """Return the seconds of one micro-batch in the busiest stage, and of sending it on, by cause.
+
+    A layer counts once for the forward, and for training twice more for the backward (once with
+    adapters) and once for recomputation. The head counts four times in training, as the backward
+    runs it again. It is computed for response tokens only.
+    tokens: of the micro-batch.
+    """
     engine = model.engine
     shape = model.shape
     layers = np.ceil(shape.num_layers / cut.pp)
@@ -156,8 +178,12 @@ def _micro_batch_parts(
 
 
 def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array, Array]:
-    """Seconds to gather a stage's weights, to reduce-scatter its gradients, and to all-reduce those
-    of a rank's shard between the shard groups, each once."""
+    """Return the seconds of a weight gather, a gradient reduction and one between shard groups.
+
+    These are an all-gather of a stage's weights and a reduce-scatter of its float32 gradients, both
+    in the group that shares one copy, and an all-reduce of a rank's shard of the gradients with the
+    other groups (0 with one group).
+    """
     engine = model.engine
     local = local_parameters(model, cut)
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
@@ -176,7 +202,11 @@ def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, A
 def generation_parts(
     model: Model, workload: Workload, cut: Strategy, hw: Hardware, *, kv_bytes: Array
 ) -> Parts:
-    """Seconds of a generation with `kv_bytes` of cache per rank; infinite if no sequence fits."""
+    """Return the seconds of a generation with `kv_bytes` of cache per rank, by cause.
+
+    The busiest replica decodes its sequences in ceil(rows / concurrency) waves of equal size, each
+    of response_tokens steps, after the prefill of all prompts. Infinite if no sequence fits.
+    """
     rows = rows_per_replica(workload, cut)
     concurrent = concurrency(model, workload, cut, kv_bytes)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -197,7 +227,11 @@ def rows_per_replica(workload: Workload, cut: Strategy) -> Array:
 
 
 def concurrency(model: Model, workload: Workload, cut: Strategy, kv_bytes: Array) -> Array:
-    """Number of sequences whose KV cache fits on a replica at once, at most those that it has."""
+    """Return how many sequences a replica decodes at once, in [0, its number of sequences].
+
+    floor(cache / bytes of a full sequence), at most max_batch_size.
+    kv_bytes: cache of a rank; a smaller rollout.kv_cache_bytes counts instead.
+    """
     rollout = _rollout(model)
     if rollout.kv_cache_bytes is not None:
         kv_bytes = np.minimum(kv_bytes, rollout.kv_cache_bytes)
@@ -215,7 +249,12 @@ def sequence_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
 
 
 def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
-    """Seconds to reshard weights from the training to the generation layout, once per step."""
+    """Return the seconds to reshard weights from the training to the generation layout once.
+
+    An all-gather in the group of ranks whose shards make one generation shard: the shard group of a
+    sharding engine, otherwise tp / gen_tp * pp / gen_pp ranks. A separate generator receives over
+    the network, which the ranks of a node share. 0 if no rank receives anything.
+    """
     received = transition_bytes(model, cut)
     if model.weights_from is not None:
         node = received * np.minimum(hw.gpus_per_node, cut.tp * cut.pp * cut.dp)
@@ -234,7 +273,12 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
 
 
 def transition_bytes(model: Model, cut: Strategy) -> Array:
-    """Bytes that each rank receives: (d_g - 1)/(t p) M (Table 2), or what it lacks elsewhere."""
+    """Return the bytes that each rank receives when weights are resharded for generation.
+
+    What it needs, M/(t_g p_g), minus its own M/(t p) (Table 2: (d_g - 1)/(t p) M) or, with sharded
+    weights, minus its share of what it needs. A separate generator receives all that it needs. M
+    counts only the adapters if only these are sent.
+    """
     rollout = _rollout(model)
     if rollout.weights == "adapter":
         sent = model.adapters
@@ -257,7 +301,11 @@ def _rollout(model: Model) -> Rollout:
 def _decode_parts(
     model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch: Array
 ) -> Parts:
-    """Seconds of one token for every sequence of a wave, by cause."""
+    """Return the seconds of one decode step of `batch` sequences on a replica, by cause.
+
+    Keys and values are read at the middle of the response. `launch` is the part of a layer's launch
+    time (longer if eager) that its compute, memory and kv_read time do not cover.
+    """
     shape = model.shape
     how = _rollout(model)
     context = workload.prompt_tokens + workload.response_tokens / 2
@@ -281,7 +329,7 @@ def _decode_parts(
 def _prefill_seconds(
     model: Model, workload: Workload, cut: Strategy, hw: Hardware, rows: Array
 ) -> Array:
-    """Seconds of all prompts of a replica, in passes of at most PREFILL_TOKENS."""
+    """Return the seconds of `rows` prompts of a replica, in passes of at most PREFILL_TOKENS."""
     shape = model.shape
     tokens = rows * workload.prompt_tokens
     passes = np.ceil(tokens / PREFILL_TOKENS)
@@ -312,9 +360,13 @@ def attention_flops(shape: Architecture, tokens: Array, context: float, tp: Arra
 def layer_pass(
     shape: Architecture, tokens: Array, context: float, tp: Array, hw: Hardware, how: Precision
 ) -> Parts:
-    """Seconds of one layer over `tokens` tokens, each attending to `context` others on average.
+    """Return the seconds of one layer over `tokens` tokens on tp ranks, by cause.
 
-    launch: launch overhead that the kernels do not hide.
+    compute: FLOPs of the matrices and of attention over their rate. memory: bytes of operands and
+    results over the memory's rate. launch: launch overhead that these two do not hide.
+    tensor_parallel: two all-reduces of the hidden states.
+    context: tokens that each token attends to on average.
+    how: the engine or rollout whose dtype is used.
     """
     hidden = shape.hidden_size
     ffn = shape.ffn_size / tp
@@ -343,7 +395,12 @@ def layer_pass(
 def head_seconds(
     shape: Architecture, tokens: Array, tp: Array, hw: Hardware, how: Precision
 ) -> Array:
-    """Seconds of the output layer over `tokens` tokens; a scalar head costs nothing."""
+    """Return the seconds of the output layer over `tokens` tokens; 0 for a scalar head.
+
+    FLOPs over their rate plus bytes of operands and results over the memory's rate, with the
+    vocabulary divided over tp ranks.
+    how: the engine or rollout whose dtype is used.
+    """
     if shape.head == "scalar":
         return 0.0 * (tokens + tp)
     inner = shape.hidden_size
@@ -373,7 +430,12 @@ def point_to_point(size: Array, crosses_nodes: Array, hardware: Hardware) -> Arr
 def _ring_seconds(
     traffic: Array, steps: Array, group: Array, per_node: Array, hw: Hardware
 ) -> Array:
-    """Seconds of a ring collective: `traffic` bytes sent by each member, in `steps` steps."""
+    """Return the seconds of a ring: each member sends `traffic` bytes in all, in `steps` steps.
+
+    The slower of link and network counts, as the groups of a node share its network. Each step adds
+    a hop inside a node or between nodes. 0 for a group of one.
+    per_node: members of the group on each node.
+    """
     nodes = np.ceil(group / per_node)
     local = traffic / hw.link_rate
     remote = traffic * (hw.gpus_per_node / per_node) / hw.network_rate

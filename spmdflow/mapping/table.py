@@ -100,8 +100,10 @@ class Front:
         return Front(*(part[index] for part in vars(self).values()))
 
     def with_model(self, entries: Entries, index: Array, costs: Array, budget: float) -> Front:
-        """All combinations with entries of one more model that fit.
+        """Return all combinations with entries of one more model that fit.
 
+        The model's entry is the last column of `entries`. A combination fits if its residents plus
+        the largest need of a call are at most `budget`.
         index: of the model's entries. costs: of these entries. budget: bytes of a rank.
         """
         count = len(index)
@@ -166,7 +168,12 @@ class CostTable:
         return CostTable(self.dataflow, self.hardware, sizes.tolist(), offloads=True)
 
     def ideal(self, block: ModelSet) -> Options:
-        """Lower bounds of a set's costs on each pool size on which it might fit."""
+        """Return lower bounds of a set's costs for each pool size on which it might fit.
+
+        No options if the set has a pair that may not share a pool, or lacks a model whose weights
+        one of its models uses. Where the set may not fit as it is, the bounds are those with
+        offloading, if parts of its models may be offloaded.
+        """
         names = set()
         for number in block:
             names.add(self.dataflow.models[number].name)
@@ -182,8 +189,10 @@ class CostTable:
         return Options(self.sizes[fits], costs[fits])
 
     def front(self, block: ModelSet, size: int, *, alone: bool = False) -> Front:
-        """The exact front of a set on one pool size.
+        """Return the exact front of a set on one pool size. It is computed once.
 
+        If the set does not fit and parts may be offloaded, it is the front with offloading, which
+        `choices` then uses, too. The front is empty if nothing fits.
         alone: whether it is the only pool; then only the sum over stages counts, and costs have one
         column.
         """
@@ -197,7 +206,10 @@ class CostTable:
         return self._fronts[key]
 
     def choices(self, block: ModelSet, size: int, entries: Array) -> list[tuple[Model, Strategy]]:
-        """The variant and the strategy of each model, for one row of a front's entries."""
+        """Return the variant and the strategy of each model, for one row of a front's entries.
+
+        block, size: as given to `front`, which must have been called before.
+        """
         table = self._offloading if (block, size) in self._offloaded else self
         result = []
         for n, entry in zip(block, entries.tolist()):
@@ -209,7 +221,10 @@ class CostTable:
         return self.hardware.usable_bytes - resident - entries.generation_bytes[index]
 
     def _ideal_costs(self, block: ModelSet) -> Array:
-        """(sizes, stages): lower bounds, infinite where the set cannot fit."""
+        """Return (sizes, stages): lower bounds of a set's seconds, infinite where it cannot fit.
+
+        Every model is at its best in each stage, while the others use their fewest resident bytes.
+        """
         costs = np.zeros((len(self.sizes), len(self.dataflow.stages)))
         for number in block:
             others = sum(
@@ -228,7 +243,10 @@ class CostTable:
         return sum(resident) + np.max(call_bytes_of_models, axis=0) <= self.hardware.usable_bytes
 
     def _lowest_peaks(self, entries: Entries) -> Array:
-        """(2, sizes): resident and peak call bytes of the strategy with the lowest peak."""
+        """Return (2, sizes): resident and peak call bytes of the strategy with the lowest sum.
+
+        inf for a pool size without any strategy.
+        """
         order = np.lexsort((entries.resident + entries.peak_call_bytes, entries.sizes))
         sizes, first = np.unique(entries.sizes[order], return_index=True)
         columns = np.searchsorted(self.sizes, sizes)
@@ -238,7 +256,10 @@ class CostTable:
         return lowest
 
     def _entries_of(self, model: Model) -> Entries:
-        """Entries of the strategies that fit if the model has its pool alone."""
+        """Return the entries of all strategies that fit if the model is alone in its pool, by size.
+
+        A table that offloads has an entry for each variant of offloaded parts.
+        """
         sizes, cut = strategies_on(model, self.sizes.tolist(), self.hardware)
         variants = offload_variants(model, cut) if self._offloads else [model]
         simulated = zip(*(self._simulate_strategies(variant, cut) for variant in variants))
@@ -255,7 +276,12 @@ class CostTable:
         return Entries(model, sizes[rows], cut.take(rows), variants, variant, *arrays)
 
     def _simulate_strategies(self, model: Model, cut: Strategy) -> tuple[Array, ...]:
-        """Costs and bytes of all strategies, in the order of the fields of `Entries`."""
+        """Return the costs and bytes of all strategies, in the order of the fields of `Entries`.
+
+        costs (strategies, stages) are without generation, but with copies of offloaded parts and
+        the weight transition, which counts in the stage of the first generation. Bytes are
+        (strategies,).
+        """
         calls = self.dataflow.calls_of(model.name)
         costs = np.zeros((len(cut.dp), len(self.dataflow.stages)))
         needed, exposed, generation, cache, full = (np.zeros(len(cut.dp)) for _ in range(5))
@@ -291,9 +317,9 @@ class CostTable:
         return costs, resident, needed, exposed, idle_weights, generation, cache, full
 
     def _least_costs(self, entries: Entries, others: Array) -> Array:
-        """(sizes, stages): least seconds over the strategies that fit.
+        """Return (sizes, stages): the least seconds over the strategies that fit; inf if none fits.
 
-        others: (sizes,) resident bytes of the other models.
+        Each stage on its own, with generation. others: (sizes,) resident bytes of the other models.
         """
         columns = np.searchsorted(self.sizes, entries.sizes)
         resident = entries.resident + others[columns]
@@ -304,7 +330,11 @@ class CostTable:
         return least
 
     def _generation_costs(self, entries: Entries, index: Array, resident: Array) -> Array:
-        """(len(index), stages): seconds of generation of some entries, given the resident bytes."""
+        """Return (len(index), stages): seconds of a model's generations with some of its entries.
+
+        The KV cache gets the usable memory that `resident`, the bytes of all residents, and the
+        generation itself leave.
+        """
         costs = np.zeros((len(index), len(self.dataflow.stages)))
         for call in self._generations(entries.model):
             stage = self.dataflow.stages.index(call.stage)
@@ -317,7 +347,7 @@ class CostTable:
         return costs
 
     def _generations(self, model: Model) -> list[ModelCall]:
-        """The simulated generation calls of a model."""
+        """Return the generation calls of a model whose seconds are simulated, not fixed."""
         calls = self.dataflow.calls_of(model.name)
         generations = []
         for c in calls:
@@ -326,7 +356,13 @@ class CostTable:
         return generations
 
     def _compute_front(self, block: ModelSet, size: int, alone: bool) -> Front:
-        """The exact front of a set: adds one model after another, generating ones last."""
+        """Return the exact front of a set: adds one model after another, generating ones last.
+
+        Dominated partial combinations are dropped. Memory counts in that comparison only if it
+        couples the models (`_is_coupled`); otherwise generation is added to each model's costs at
+        once.
+        alone: costs have one column, the sum over stages.
+        """
         generating = []
         for n in block:
             if self._generations(self.entries[n].model):
@@ -360,10 +396,12 @@ class CostTable:
         return replace(mixed.take(remaining), costs=costs[remaining], entries=picks[remaining])
 
     def _with_generation(self, mixed: Front, own: dict[int, Array]) -> tuple[Array, Array]:
-        """(costs with generation, indices of the front). own: generating model -> its entries.
+        """Return (costs with generation, indices of the front) of combinations of strategies.
 
-        Of many combinations, the most promising are simulated first. The others are simulated only
-        if they would not be dominated with the largest possible cache for each generator.
+        Of more than 4096 combinations, the 1024 most promising are simulated first. The others are
+        simulated only if they would not be dominated with the largest possible cache for each
+        generator. Costs of the remaining ones are without generation.
+        own: generating model -> its entries.
         """
         costs = mixed.costs.copy()
         if not own:
@@ -389,7 +427,10 @@ class CostTable:
         return costs, alive[pareto(costs[alive])]
 
     def _add_generation(self, mixed: Front, own: dict[int, Array], some: Array) -> Array:
-        """Costs of some combinations with the seconds of generation."""
+        """Return the costs of the combinations `some`, with the seconds of generation added.
+
+        Stages are summed first if costs have one column. own: generating model -> its entries.
+        """
         costs = mixed.costs[some]
         for number, index in own.items():
             entries = self.entries[number]
@@ -399,9 +440,10 @@ class CostTable:
         return costs
 
     def _select_entries(self, number: int, size: int) -> Array:
-        """Entries of a model on a pool size that no other entry beats in memory and all stages.
+        """Return the entries of a model on a pool size that no other entry beats.
 
-        Only entries with the same generation sizes are compared.
+        Another one beats an entry if it dominates it in memory and the seconds of all stages. Only
+        entries with the same generation sizes are compared. The result is computed once.
         """
         key = number, size
         if key not in self._useful_entries:
@@ -421,8 +463,12 @@ class CostTable:
     def _is_coupled(
         self, order: Sequence[int], generating: Sequence[int], index: dict[int, Array]
     ) -> bool:
-        """Whether a combination does not fit, or leaves a generator less cache than it could
-        use."""
+        """Return whether memory couples the models of a set, so that they must choose together.
+
+        It does if some combination does not fit, if it leaves a generator less cache than it could
+        use, or if a model has no entries.
+        order: all models. generating: those that generate. index: entries of each model.
+        """
         if not all(len(own) for own in index.values()):
             return True
         residents = sum(self.entries[n].resident[index[n]].max() for n in order)

@@ -44,13 +44,20 @@ class RowsAhead:
         self._halted = 0
 
     def begin_sequences(self, ids: Sequence[int], requests: Sequence[Request]) -> None:
-        """Adds rows, the longest prompts first. Nothing is drawn yet; saved tokens are reused."""
+        """Add rows to generate later, those with the longest prompts first. Nothing is sampled yet.
+
+        ids: the row id of each request. A row whose tokens `load` has read continues after these
+        tokens.
+        """
         for index in sorted(range(len(ids)), key=lambda row: -len(requests[row].prompt)):
             row = ids[index]
             self._numbers[row] = self._requests.add(requests[index], self._saved.pop(row, None))
 
     def finish_sequences(self, ids: Sequence[int]) -> list[VersionedResponse]:
-        """Generates until these rows have ended, and removes them."""
+        """Generate until these rows have ended, remove them, and return their responses in order.
+
+        Other unfinished rows continue meanwhile.
+        """
         numbers = [self._numbers.pop(row) for row in ids]
         while not all(number in self._ended for number in numbers):
             self._step_requests()
@@ -63,7 +70,7 @@ class RowsAhead:
         sampling: Sampling,
         seed_of_turn: Callable[[int, int], int],
     ) -> None:
-        """See `EpisodeRunner.begin`."""
+        """Add an episode for each row, with ids as their row ids. See `EpisodeRunner.begin`."""
         assert self._runner is not None, "its settings have an environment"
         self._numbers |= zip(ids, self._runner.begin(rows, sampling, seed_of_turn), strict=True)
 
@@ -73,7 +80,10 @@ class RowsAhead:
         return self._runner.finish([self._numbers.pop(row) for row in ids])
 
     def generate_until(self, halt_id: int) -> None:
-        """Generates until `halt(halt_id)`, or until every row has ended."""
+        """Generate for all unfinished rows until `halt(halt_id)`, or until every row has ended.
+
+        All ranks of the replica call it together; the halt of the replica's first rank decides.
+        """
         runner = self._runner
         if runner is not None:
             runner.run_until(lambda: self._halted >= halt_id or not runner.num_under_way)
@@ -82,21 +92,29 @@ class RowsAhead:
             self._step_requests()
 
     def halt(self, halt_id: int) -> None:
-        """Ends `generate_until(halt_id)`, or prevents it from starting. Safe in any thread."""
+        """End `generate_until` of this and all lower halt ids, or prevent it from starting.
+
+        May be called from any thread.
+        """
         self._halted = max(self._halted, halt_id)
         if self._runner is not None:
             self._runner.wake()
 
     def suspend_all(self, version: int | None = None) -> None:
-        """Takes unfinished rows out of the generator. version: of the next weights."""
+        """Take all unfinished rows out of the generator. They continue at the next generation.
+
+        version: the version of the weights that they continue with; None: it does not change.
+        """
         self._requests.suspend_all()
         if version is not None:
             self._requests.version = version
 
     def save(self, path: Path) -> Callable[[], None] | None:
-        """A function that writes all rows with their tokens so far. None: there are no rows.
+        """Suspend all rows, and return a function that writes them with their tokens so far.
 
-        Episodes are not saved, because their environments cannot be.
+        The file at `path` gets the columns rows (row ids), tokens, log_probs and versions. Rows
+        that have ended but were not taken are included. None if there are no rows, or if the rows
+        are episodes, which are not saved, because their environments cannot be.
         """
         self.suspend_all()
         if self._runner is not None or not self._numbers:
@@ -117,7 +135,10 @@ class RowsAhead:
         return partial(write_rows, path, columns, {})
 
     def load(self, paths: Iterable[Path]) -> None:
-        """Reads the rows that were saved, on any layout. They are reused when they begin again."""
+        """Read the tokens of rows that `save` wrote, from any layout.
+
+        A row continues after its saved tokens when it begins again.
+        """
         for path in paths:
             columns, _ = read_columns(path)
             rows = columns.pop("rows").values.tolist()
@@ -133,7 +154,10 @@ class RowsAhead:
         self._ended |= {ended.id: ended for ended in self._requests.step()}
 
     def _is_halted(self, halt_id: int) -> bool:
-        """Whether the replica's first rank is halted (collective)."""
+        """Return whether the replica's first rank is halted.
+
+        All ranks of the replica call it together.
+        """
         is_halted = self._halted >= halt_id
         if self._replica.size == 1:
             return is_halted

@@ -75,7 +75,12 @@ class EngineWorker(Worker):
 
     @classmethod
     def layout_of(cls, cfg: Any, ranks: tuple[int, ...]) -> Layout:
-        """Sizes from engine.layout and, for a role that generates, rollout.layout."""
+        """Return the layout of the ranks, with the sizes of cfg.engine.layout.
+
+        For a class that generates, the generation sizes are those of cfg.rollout.layout, otherwise
+        the training sizes. The dp size is the number of ranks divided by the ranks of one model
+        replica.
+        """
         sizes = training_sizes(cls.role, cfg.engine)
         generation = generation_sizes(cls.role, cfg) if cls.generates else sizes
         return Layout(
@@ -91,10 +96,12 @@ class EngineWorker(Worker):
 
     @classmethod
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
-        """The pool and the groups of every axis that the layout has.
+        """Return the ranks of each process group that the role needs, without groups of one rank.
 
-        If it is only data-parallel: shard and replicate groups, where parameters are sharded over a
-        part of the pool. Pipelines with tied embeddings: also the first with the last stage.
+        The first is the whole pool. A layout with tensor or pipeline parallelism, in training or in
+        generation, adds the groups of all its axes and, for a pipeline with tied embeddings, groups
+        of its first and last stage. A purely data-parallel layout adds shard and replicate groups
+        only if its engine shards parameters, and over a part of the pool.
         """
         if layout.dp_size == layout.generation_dp_size == layout.size:
             sharding = engine_kind(cls.bind_engine(cfg).engine.kind).sharding
@@ -112,9 +119,11 @@ class EngineWorker(Worker):
 
     @classmethod
     def bind_engine(cls, cfg: Any) -> Any:
-        """The role's settings. If engine.kind has its default, it becomes the engine of this class.
+        """Return the role's settings with an engine that this class may run on.
 
-        ConfigError if engine.kind names an engine that the class is not bound to.
+        They are returned unchanged if the class has no `engine_kinds`, or if engine.kind is one of
+        them. If engine.kind has its default value, a copy has the first of engine_kinds instead.
+        ConfigError if it has another value.
         """
         kind = cfg.engine.kind
         kinds = cls.engine_kinds
@@ -177,9 +186,13 @@ class EngineWorker(Worker):
         return self.take_steps(batch, step, prefix=prefix)
 
     def take_steps(self, batch: TensorDict, step: Step, *, prefix: str) -> dict[str, float]:
-        """Like `train`, with the caller's step function. prefix: for metric names without one.
+        """Call `step` for each mini-batch of the running call, and return metrics over the steps.
 
-        Mini-batches without an optimizer step are counted (`EMPTY`, `NONFINITE`) and not averaged.
+        Before that it tells the optimizer the position in the run. Parameters, gradients and
+        optimizer state are on the device meanwhile. A metric name without "/" gets the prefix.
+        Numbers are averaged over the mini-batches that took an optimizer step.
+        prefix/optimizer_steps counts these steps. The other mini-batches (`EMPTY`, `NONFINITE`) are
+        counted in prefix/empty_steps and prefix/nonfinite_steps, which are omitted if 0.
         """
         self._begin_update()
         before = self._steps_done
@@ -202,7 +215,11 @@ class EngineWorker(Worker):
         return metrics
 
     def close(self) -> None:
-        """Logs if the run has ended with far fewer optimizer steps than planned."""
+        """Log if the run has ended with less than 90 % of its planned optimizer steps.
+
+        Nothing is logged for an engine of another worker or without an optimizer, or if the last
+        call was not in the run's last step.
+        """
         super().close()
         optimizer = self.engine.optimizer
         if self._lender is not None or optimizer is None:
@@ -215,7 +232,11 @@ class EngineWorker(Worker):
             self._log_plan(f"the run took {optimizer.steps_done} optimizer steps")
 
     def _begin_update(self) -> None:
-        """Tells the optimizer the position of its next steps in the run."""
+        """Tell the optimizer at which step of the run its next steps are.
+
+        It also gets the number of the run's steps and the planned optimizer steps in each. The
+        learning rate follows from these. Does nothing without an optimizer.
+        """
         optimizer = self.engine.optimizer
         if optimizer is not None:
             optimizer.progress.begin_update(
@@ -232,7 +253,11 @@ class EngineWorker(Worker):
             self._log_plan(f"the run has taken optimizer step {planned + 1}")
 
     def _log_plan(self, fact: str) -> None:
-        """Logs, on the pool's first rank, a fact about the steps taken, and the plan."""
+        """Log the fact and the planned number of optimizer steps, on the pool's first rank only.
+
+        With a constant schedule it is logged as information, otherwise as a warning that also says
+        what the learning rate does.
+        """
         optimizer = self.engine.optimizer
         assert optimizer is not None
         if self.context.rank != self.context.layout.ranks[0]:
@@ -254,7 +279,11 @@ class EngineWorker(Worker):
 
     @property
     def _planned_total(self) -> int:
-        """Number of optimizer steps planned for the run. 0: unknown outside of a script's steps."""
+        """Number of optimizer steps planned for the run.
+
+        It is optimizer.total_steps or, if that is 0, the steps of the run times the planned
+        optimizer steps in each. 0 if there is no optimizer or no update of a step has begun.
+        """
         optimizer = self.engine.optimizer
         if optimizer is None or optimizer.progress.num_steps == 0:
             return 0
@@ -263,9 +292,11 @@ class EngineWorker(Worker):
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """Keeps parts of the engine on the device. Offloaded ones move back to the host on exit.
+        """Keep these parts of the engine on the device inside the with block.
 
-        An engine of another worker computes without its adapters inside.
+        Parts that the settings offload move to the device first, and back to the host on exit, also
+        after an error. If the engine belongs to another worker (cfg.shares), that worker moves its
+        parts, and forward passes inside the block run without its adapters.
         """
         if self._lender is not None:
             with self._lender.resident(*parts), self.engine.without_adapters():
@@ -279,20 +310,23 @@ class EngineWorker(Worker):
 
     @property
     def frozen_folder(self) -> Path | None:
-        """Folder of weights that are never trained: those of a model whose settings have no
-        optimizer, or those that adapters are added to. None: all weights are trained."""
+        """Folder of the weights that are never trained; None if all weights are trained.
+
+        It is cfg.model.path for a model whose settings have no optimizer, and for a model with
+        adapters, whose other weights stay as they are.
+        """
         is_whole = self._is_trained and self.engine.model.lora is None
         if is_whole:
             return None
         return Path(self.cfg.model.path)
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
-        """Copies this rank's share of parameters, moments and schedule. Returns a function that
-        writes it.
+        """Copy what this rank saves to host memory, and return a function that writes it.
 
-        Over all ranks each element is written once, bit for bit; nothing of a frozen model. If the
-        class exports its model, a Hugging Face folder is written too. A class that changes a model
-        without an optimizer must save and load it itself.
+        The function writes rank-N.safetensors into the folder, N the rank's position in the pool.
+        Each element of parameters and moments is written by exactly one rank, bit for bit, together
+        with `plain_state`. Returns None for a model whose settings have no optimizer: a class that
+        changes such a model must save and load it itself. All ranks of the pool call it together.
         """
         if not self._is_trained:
             return None
@@ -301,7 +335,12 @@ class EngineWorker(Worker):
         return partial(write_state, folder / self._file, copies, self.plain_state())
 
     def export_state(self, saved: Path, folder: Path, wait: Callable[[list[Path]], None]) -> None:
-        """If the class exports its model, writes this rank's files of a Hugging Face folder."""
+        """Write this rank's files of a Hugging Face folder to folder/hugging_face.
+
+        They are made from the rank-N.safetensors that all ranks write to `saved`; wait(paths) waits
+        for these. Does nothing if the class does not export its model, if the model is not trained,
+        or if this rank has no file to write.
+        """
         index = self._group_rank
         count = self.context.layout.size
         if not self.exports or not self._is_trained:
@@ -316,7 +355,12 @@ class EngineWorker(Worker):
 
     @any_layout
     def load_state(self, folder: Path) -> None:
-        """Restores what `save_state` wrote, on any layout. CheckpointError for another model."""
+        """Restore what `save_state` wrote, whatever layout it was written on.
+
+        Sets parameters, moments, the number of optimizer steps and the schedule, then calls
+        `load_plain`. CheckpointError if a tensor is missing, additional or of another shape than in
+        the model. Does nothing for a model whose settings have no optimizer.
+        """
         if not self._is_trained:
             return
         files = StateFiles(folder, index=self._group_rank, count=self.context.layout.size)
@@ -349,7 +393,12 @@ class EngineWorker(Worker):
 
     @cached_property
     def _model(self) -> dict[str, Any]:
-        """What a Hugging Face folder of the model needs in addition to weights."""
+        """Return what an export needs besides weights, as JSON data: config, dtype and source.
+
+        source is the absolute path of the model's folder. With adapters there is also lora: their
+        settings, in which the target all-linear is replaced by the sorted names of the layers that
+        have one.
+        """
         model = self.engine.model
         dtype = str(self.engine.dtype).removeprefix("torch.")
         config = json.loads(json.dumps(dict(model.config)))
@@ -364,7 +413,7 @@ class EngineWorker(Worker):
 
     @property
     def _shapes(self) -> dict[str, list[int]]:
-        """Shape of each trained tensor, as JSON data."""
+        """Shape of each trained tensor by Hugging Face name, as a list of numbers (JSON data)."""
         shapes = {}
         for name, shape in self.engine.trained_shapes.items():
             shapes[name] = list(shape)
@@ -395,9 +444,10 @@ class EngineWorker(Worker):
 
 
 def _lender_of(cfg: Any, context: WorkerContext) -> EngineWorker | None:
-    """The worker of this rank whose engine cfg.shares names. None: the role has its own engine.
+    """Return the worker of this rank that cfg.shares names, whose engine the role uses.
 
-    ConfigError if that worker has not been spawned yet.
+    None if cfg has no such name, and the role builds its own engine. ConfigError if that worker has
+    not been spawned on this rank, or has no engine.
     """
     name = getattr(cfg, "shares", None)
     lender = context.workers.get(name) if name is not None else None
@@ -412,7 +462,10 @@ def _lender_of(cfg: Any, context: WorkerContext) -> EngineWorker | None:
 
 
 def axis_groups(layout: Layout, axes: Sequence[str]) -> list[tuple[int, ...]]:
-    """The pool and the groups of some axes, each once, without groups of a single rank."""
+    """Return the ranks of the pool, followed by the groups of these axes.
+
+    Each group occurs once. Groups of a single rank are dropped, also the pool.
+    """
     groups = [layout.ranks]
     for axis in axes:
         groups += layout.axis_groups(axis)

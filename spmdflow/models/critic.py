@@ -30,7 +30,10 @@ class CriticWorker(EngineWorker):
         writes=("values",),
     )
     def compute_values(self, batch: TensorDict) -> TensorDict | None:
-        """values (ragged float32): the critic's output one position before each response token."""
+        """Return values (ragged float32): the output one position before each response token.
+
+        None before the last pipeline stage.
+        """
 
         def values(output: ScalarOutput, micro: MicroBatch) -> dict[str, Tensor]:
             return {"values": micro.spread(output.at(micro.predicting))}
@@ -62,7 +65,10 @@ class CostCriticWorker(CriticWorker):
         writes=("cost_values",),
     )
     def compute_cost_values(self, batch: TensorDict) -> TensorDict | None:
-        """cost_values (ragged float32): the output one position before each response token."""
+        """Return cost_values (ragged float32): the output one position before each response token.
+
+        None before the last pipeline stage.
+        """
         columns = self.compute_values(batch)
         if columns is None:
             return None
@@ -75,7 +81,11 @@ class CostCriticWorker(CriticWorker):
         minibatches=True,
     )
     def update_cost_critic(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps."""
+        """Do as `update_critic`, with cost_values as values and cost_returns as returns.
+
+        Takes one optimizer step for each mini-batch. The metrics are means over the steps, and
+        their names get the prefix "cost_".
+        """
         known = ("prompts", "responses", "response_mask", *VALID)
         shared_columns = {}
         for name in known:

@@ -58,7 +58,7 @@ _MOST_LOGGED = 3
 
 
 def check_environment(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
-    """ConfigError unless the settings name an environment."""
+    """Raise ConfigError unless cfg has rollout.episode and its environment can be found."""
     episode = getattr(cfg.rollout, "episode", None)
     if not isinstance(episode, EpisodeConfig):
         do = "declare actor: AgentActorConfig in the settings, as GRPOAgentConfig does"
@@ -67,7 +67,11 @@ def check_environment(label: str, cfg: Any, arguments: Mapping[str, Any]) -> Non
 
 
 def requests_of(generator: Generator, model_path: str, what: str) -> ResumableRequests:
-    """Requests of a generator. ConfigError if it does not support requests, which `what` needs."""
+    """Return an empty queue of requests for a generator; responses end at the model's end tokens.
+
+    ConfigError if the generator does not support requests. what: the method that needs them, for
+    the error.
+    """
     if not isinstance(generator, RequestGenerator):
         got = type(generator).__name__
         do = "choose another actor.rollout.engine"
@@ -94,13 +98,13 @@ class EpisodeWorker(Worker):
     def run_episodes(
         self, batch: TensorDict, *, greedy: bool = False, prefix: str = "reward"
     ) -> TensorDict:
-        """One episode of the environment for each row, and its score.
+        """Run one episode of the environment for each row, and return its tokens and its score.
 
         The environment gets the row's fields, and `prompt`: the text of its prompt. prompts: the
         first prompt of the policy. responses: all later tokens. response_mask: False for tokens
         that the policy did not sample; their rollout_log_probs are 0. valid (B,): False where the
         episode failed or the environment returned None; then the score is nan, and the mask False.
-        num_turns (B,): number of replies. tool_calls: those of each reply, as JSON: [[[name,
+        num_turns (B,): number of replies. tool_calls: the calls of each reply, as JSON: [[[name,
         arguments]], ...]. RewardError if too many episodes failed (rollout.episode.on_error).
         greedy: take the likeliest tokens. prefix: of the score's metrics.
         """
@@ -121,7 +125,10 @@ class EpisodeWorker(Worker):
 
     @staticmethod
     def episode_rows(batch: TensorDict) -> list[dict[str, Any]]:
-        """The `row` argument of the environment, for each row."""
+        """Return the `row` argument of the environment for each row.
+
+        It is the JSON object in the column row, plus "prompt", the text of the prompt.
+        """
         result = []
         for row, text in zip(batch["row"], batch["prompt_text"], strict=True):
             result.append(json.loads(row) | {"prompt": text})
@@ -130,8 +137,12 @@ class EpisodeWorker(Worker):
     def episode_columns(
         self, batch: TensorDict, episodes: list[Episode], prefix: str
     ) -> TensorDict:
-        """Reports the episodes of a call and returns their columns. RewardError if too many
-        failed."""
+        """Report the metrics of a call's episodes, and return their columns (see `run_episodes`).
+
+        The first 3 failures are logged. RewardError for the first failure with on_error=raise,
+        otherwise if a larger fraction than max_failed_fraction failed over all ranks. All ranks of
+        the pool call it.
+        """
         causes = []
         for episode in episodes:
             if episode.cause:
@@ -144,9 +155,11 @@ class EpisodeWorker(Worker):
         return self._columns(batch, episodes)
 
     def open_episodes(self) -> None:
-        """Starts the environments, if the settings have some. The generator must exist already.
+        """Create the episode runner, which starts the environments. Needs the generator.
 
-        ConfigError if the tokenizer's chat template must be append-only and is not.
+        Sets `requests` and `_runner`. Does nothing if the settings have no environment. ConfigError
+        if the generator does not support requests, or if episode.segments is "one" and the
+        tokenizer's chat template is not append-only.
         """
         cfg = self.cfg.rollout
         if not isinstance(getattr(cfg, "episode", None), EpisodeConfig):
@@ -180,7 +193,10 @@ class EpisodeWorker(Worker):
         raise NotImplementedError
 
     def request_generator(self, method: str) -> RequestGenerator:
-        """Like `fresh_generator`. ConfigError, with the method, if it does not support requests."""
+        """Return `fresh_generator()` if it supports requests, otherwise raise ConfigError.
+
+        method: the calling method, for the error.
+        """
         generator = self.fresh_generator()
         if not isinstance(generator, RequestGenerator):
             kind = type(generator).__name__
@@ -195,10 +211,10 @@ class EpisodeWorker(Worker):
             self._runner.close()
 
     def _turn_seed(self, call: Command, index: int, turn: int) -> int:
-        """Seed of a reply, from (seed, step, row id, generation, turn), never from a rank.
+        """Return the seed of a reply: a hash of (run seed, step, row id, generation, turn).
 
-        index: of the row in the call that began it. Held-out rows have the same seeds at every
-        step.
+        It does not depend on the rank. index: position of the row in the call that began it.
+        Held-out rows use step 0, so their seeds are the same at every step.
         """
         assert call.generation is not None, "registered with draws=True"
         row = int(call.row_ids[index])
@@ -211,7 +227,13 @@ class EpisodeWorker(Worker):
         return bool(self.cfg.rollout.episode.on_error == "raise")
 
     def _report_episodes(self, episodes: list[Episode], prefix: str, first_failure: str) -> None:
-        """Reports metrics of the episodes. RewardError if too many failed, over all ranks."""
+        """Report mean score, score terms, failures, token counts, turns and forks of the episodes.
+
+        All ranks of the pool call it together, with any number of episodes. RewardError, on the
+        first rank with a failed episode, if a larger fraction than episode.max_failed_fraction
+        failed over all ranks. Episodes without a score because the environment returned None count
+        as episodes/left_out, not as failures. first_failure: text for the error.
+        """
         scored = []
         for episode in episodes:
             if episode.scores is not None:
@@ -244,7 +266,12 @@ class EpisodeWorker(Worker):
         )
 
     def _columns(self, batch: TensorDict, episodes: list[Episode]) -> TensorDict:
-        """The columns of `run_episodes`. A row without a score has one masked token."""
+        """Return the columns of `run_episodes`, and token_versions (ragged int32).
+
+        A row without a score gets the score nan, its original prompt, and a response of one
+        end-of-sequence token with mask False and log-probability 0. token_versions is -1 at tokens
+        that were not sampled.
+        """
         tokenizer = load_tokenizer(self.cfg.rollout.tokenizer_path)
         device = self.context.device
         own = rows_of(batch["prompts"])
@@ -268,7 +295,7 @@ class EpisodeWorker(Worker):
         lengths = torch.tensor([len(episode.tokens) for episode in filled], dtype=torch.int64)
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            """One ragged column of all episodes, from the field `name`."""
+            """Concatenate the field `name` of all episodes to a ragged column on the device."""
             values = []
             for episode in filled:
                 for value in getattr(episode, name):

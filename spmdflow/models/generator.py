@@ -53,11 +53,11 @@ from spmdflow.worker_api.worker import WorkerContext, any_layout
 
 
 def row_seeds(context: WorkerContext, call: Command) -> list[int]:
-    """A seed for each row of a call, from (seed, step, row id, generation), never from a rank.
+    """Return a seed for each row of a call: a hash of (run seed, step, row id, generation).
 
-    generation: number of earlier generations from the row in this step; omitted if 0. Held-out
-    rows have the same seeds at every step, so that evaluations differ only by their weights.
-    ProtocolError if the method is not registered with draws=True.
+    It does not depend on the rank. generation: how many times the row was generated before in this
+    step; omitted from the hash if 0. Held-out rows use step 0, so evaluations differ only by their
+    weights. ProtocolError if the method is not registered with draws=True.
     """
     if call.generation is None:
         raise ProtocolError(
@@ -80,7 +80,11 @@ def row_seeds(context: WorkerContext, call: Command) -> list[int]:
 
 
 def check_sampling(label: str, cfg: Any, arguments: Mapping[str, Any]) -> None:
-    """ConfigError if arguments of `generate_sequences` are outside the bounds of the settings."""
+    """Raise ConfigError if arguments of `generate_sequences` are outside their bounds.
+
+    The bounds are those of the settings of actor.rollout. max_new_tokens must also be less than the
+    model's number of positions. Nothing is checked if no argument but greedy is given.
+    """
     if not set(arguments) - {"greedy"}:
         return  # the checks of the settings report all errors
     try:
@@ -120,7 +124,7 @@ class SamplingWorker(EpisodeWorker):
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> TensorDict:
-        """One response for each row; the result keeps the columns of the prompts.
+        """Generate one response for each row: responses, response_mask and rollout_log_probs.
 
         Rows that have a response continue it: the tokens of `tool_text` are appended (text, if the
         batch has it; response_mask False, rollout_log_probs 0), then newly sampled tokens. Columns
@@ -135,7 +139,7 @@ class SamplingWorker(EpisodeWorker):
         at the settings' temperature, as in `compute_log_prob` and `update_actor`.
 
         An actor generates with the weights of its last update, a generator with those that it
-        received last.
+        received last. The result keeps the columns of the prompts.
         """
         sampling = self.sampling.for_call(
             greedy=greedy,
@@ -156,7 +160,13 @@ class SamplingWorker(EpisodeWorker):
     def _continue_responses(
         self, batch: TensorDict, sampling: Sampling, seeds: list[int]
     ) -> TensorDict:
-        """Appends the tool text and newly sampled tokens to the response of each row."""
+        """Append the tool text and newly sampled tokens to each response that has room for them.
+
+        At most rollout.max_new_tokens in the whole response, and the call's max_new_tokens new
+        ones. Rows without room for one more token do not change, and rollout/no_room counts them.
+        Returns the columns of `RESPONSE` for all rows. ConfigError if the generator does not
+        support requests.
+        """
         if "tool_text" not in batch.keys():
             texts = [""] * len(seeds)
         else:
@@ -175,8 +185,11 @@ class SamplingWorker(EpisodeWorker):
         return turn.close(sampled)
 
     def _report_tokens(self, read_ids: Tensor, sampled: TensorDict, *, num_rows: int) -> None:
-        """Reports token counts. read_ids: ragged, tokens that the model reads for the first
-        time."""
+        """Report rollout/prompt_tokens, rollout/response_tokens and rollout/response_length.
+
+        They are the number of read_ids (ragged: tokens that the model reads for the first time), of
+        sampled tokens, and the latter per row. num_rows: rows that the mean counts.
+        """
         tokens = len(sampled["responses"].values())
         self.report(
             {
@@ -203,7 +216,10 @@ class GeneratorWorker(SamplingWorker):
 
     @classmethod
     def layout_of(cls, cfg: ActorConfig | EvaluatedConfig, ranks: tuple[int, ...]) -> Layout:
-        """rollout.layout on this pool."""
+        """Return the layout on these ranks, with the sizes of cfg.rollout.layout.
+
+        The dp size is the number of generation replicas.
+        """
         sizes = generation_sizes("actor", cfg)
         dp_size = len(ranks) // sizes.replica
         return Layout(ranks, pp_size=sizes.pp, dp_size=dp_size, tp_size=sizes.tp)
@@ -232,10 +248,11 @@ class GeneratorWorker(SamplingWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def receive_weights(self, version: int = 0) -> None:
-        """Receives the weights that the connected policy sends in the same call, and compares their
-        hashes.
+        """Receive the weights that the connected policy sends in the same call, and compare hashes.
 
-        version: of these weights. Unfinished rows continue with them.
+        All ranks of the generator and of the policy take part. version: of these weights.
+        Unfinished rows of an open queue are suspended first, and continue with the new weights.
+        ProtocolError before `open_weights` (flow.connect).
         """
         if self._receiver is None:
             raise ProtocolError(
@@ -249,10 +266,10 @@ class GeneratorWorker(SamplingWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def open_queue(self) -> None:
-        """Prepares to generate rows ahead of the steps that learn from them (flow.queue).
+        """Prepare to generate rows ahead of the steps that learn from them (flow.queue).
 
-        ConfigError for a generator that does not support requests, or draws with its own random
-        numbers.
+        ConfigError for a generator that does not support requests, or whose random numbers do not
+        belong to the row, because rows continue after the weights have changed.
         """
         if getattr(self.generator, "keeps_noise", False):
             got = self.cfg.rollout.engine
@@ -266,9 +283,11 @@ class GeneratorWorker(SamplingWorker):
 
     @register(transfer_mode="3D_ALL_MICRO_DP", reads=("prompts",), draws=True)
     def begin_sequences(self, batch: TensorDict, *, step: int) -> None:
-        """Adds rows. Later calls generate their responses.
+        """Add rows without generating them yet. Later calls generate their responses.
 
-        step: the one that learns from them. Their random numbers belong to it, whenever they begin.
+        step: the step that learns from the rows. Their seeds are those of this step, whenever they
+        are generated. Rows that were generated ahead are suspended. ProtocolError before
+        `open_queue`, WeightSyncError if the generator has no weights.
         """
         self.fresh_generator()
         call = replace(self.call, step=step)
@@ -287,10 +306,12 @@ class GeneratorWorker(SamplingWorker):
         extends=True,
     )
     def finish_sequences(self, batch: TensorDict, *, version: int) -> TensorDict:
-        """The responses of rows that began on the same ranks; columns as in `generate_sequences`.
+        """Return the responses of rows that `begin_sequences` added on the same ranks.
 
-        token_versions (ragged int32): version of the weights that drew each token. Generates for
-        all unfinished rows until these have ended. version: of the policy that learns from them.
+        Generates for all unfinished rows until these have ended. Columns as in
+        `generate_sequences`, and token_versions (ragged int32): version of the weights that each
+        token was sampled with. version: of the policy that learns from the rows; rollout/age
+        reports version - token_versions. ProtocolError before `open_queue`.
         """
         responses = self.rows_ahead.finish_sequences(self.call.row_ids.tolist())
         device = self.context.device
@@ -317,7 +338,11 @@ class GeneratorWorker(SamplingWorker):
         check=check_environment,
     )
     def begin_episodes(self, batch: TensorDict, *, step: int) -> None:
-        """Adds an episode for each row. Later calls run them. step: see `begin_sequences`."""
+        """Add an episode for each row without running it yet. Later calls run them.
+
+        step: see `begin_sequences`. ProtocolError before `open_queue`, WeightSyncError if the
+        generator has no weights.
+        """
         self.fresh_generator()
         self.rows_ahead.begin_episodes(
             self.call.row_ids.tolist(),
@@ -332,10 +357,11 @@ class GeneratorWorker(SamplingWorker):
         writes=(*EPISODE_COLUMNS, "token_versions"),
     )
     def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:
-        """The episodes of rows that began on the same ranks; columns as in `run_episodes`.
+        """Return the episodes of rows that `begin_episodes` added on the same ranks.
 
-        token_versions (ragged int32): see `finish_sequences`; -1 for tokens of the environment.
-        Continues all unfinished episodes until these have ended.
+        Continues all unfinished episodes until these have ended. Columns as in `run_episodes`, and
+        token_versions as in `finish_sequences`; -1 for tokens of the environment. version: see
+        `finish_sequences`; rollout/age counts only tokens that the policy sampled.
         """
         episodes = self.rows_ahead.finish_episodes(self.call.row_ids.tolist())
         columns = self.episode_columns(batch, episodes, "reward")
@@ -344,7 +370,10 @@ class GeneratorWorker(SamplingWorker):
         return columns
 
     def _report_ages(self, ages: Tensor) -> None:
-        """Reports the ages, in versions, of the tokens (n,) that the running step learns from."""
+        """Report mean and maximum of the ages (n,) of tokens, and the version of the weights.
+
+        An age is the policy's version minus the version that sampled the token. 0 without tokens.
+        """
         largest = Max(float(ages.max()) if len(ages) else 0.0)
         self.report({"rollout/age": Mean(float(ages.sum()), len(ages)), "rollout/age_max": largest})
         self.report({"rollout/weights_version": Max(float(self.generator.weights_version))})
@@ -370,7 +399,11 @@ class GeneratorWorker(SamplingWorker):
         return self._ahead
 
     def save_state(self, folder: Path) -> Callable[[], None] | None:
-        """Saves the rows that are generated ahead, once per replica; see RowsAhead.save."""
+        """Return a function that writes the rows generated ahead to folder/ahead-RANK.safetensors.
+
+        Only the first rank of each replica writes. None on other ranks, without an open queue, or
+        if `RowsAhead.save` has nothing to write. It suspends the rows.
+        """
         ahead = self._ahead
         context = self.context
         if ahead is None or Replica.of(context.layout, context.rank, context.groups).replica_rank:
@@ -391,13 +424,21 @@ class GeneratorWorker(SamplingWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def load_weights(self) -> None:
-        """Loads the weights of model.path, for a policy that is not trained."""
+        """Load the weights of model.path, for a policy that is not trained.
+
+        With rollout.verify_every above 0 their hashes are compared with the folder's;
+        WeightSyncError if one differs. All ranks of a replica call it together.
+        """
         verify = self.cfg.rollout.verify_every > 0
         num_tensors = take_folder_weights(self.generator, self.cfg.model.path, verify=verify)
         self.report({"rollout/weights_verified": Max(float(num_tensors > 0))})
 
     def fresh_generator(self) -> Generator:
-        """The generator with the weights that it received last. WeightSyncError if it has none."""
+        """Return the generator, with the weights that it received last.
+
+        Suspends rows that are generated ahead. WeightSyncError if it has not received or loaded
+        any.
+        """
         if self.generator.weights_version == NEVER:
             got = "a generator without weights"
             do = "connect the two with flow.connect(actor, generator) and call its "

@@ -47,7 +47,10 @@ INSTEAD = {"old_log_probs": "rollout_log_probs"}
 
 
 def _correction(settings: Any) -> tuple[Callable[..., TensorDict], dict[str, Any]] | None:
-    """How rows get rollout_weights if actor.update.correction is on; None: it is off."""
+    """Return (`compute_rollout_weights`, its settings), which is applied after `compute_log_prob`.
+
+    None if actor.update.correction is missing or its kind is "none".
+    """
     correction = getattr(settings.update, "correction", None)
     if correction is None or correction.kind == "none":
         return None
@@ -77,7 +80,11 @@ class PolicyWorker(EngineWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def send_weights(self) -> None:
-        """Send the weights to the connected generator, which receives in the same call."""
+        """Send the weights to the connected generator, which receives them in the same call.
+
+        All ranks of the policy and of the generator take part. ProtocolError before `open_weights`
+        (flow.connect). Reports the metrics of the transfer.
+        """
         if self._sender is None:
             raise ProtocolError(
                 f"{self.context.name}.send_weights: no generator is connected; write "
@@ -100,7 +107,11 @@ class PolicyWorker(EngineWorker):
 
     @register(transfer_mode="ONE_TO_ALL")
     def publish_weights(self) -> None:
-        """Send the weights to the connected server. It pauses generation meanwhile."""
+        """Send the weights to the connected server, which pauses generation meanwhile.
+
+        All ranks take part. ProtocolError before `connect_server`. Reports the metrics of the
+        transfer.
+        """
         if self._publisher is None:
             raise ProtocolError(
                 f"{self.context.name}.publish_weights: no server is connected; call "
@@ -118,9 +129,13 @@ class PolicyWorker(EngineWorker):
         followed_by=_correction,
     )
     def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """old_log_probs (ragged float32): the trainer's log-probability of each response token.
+        """Return old_log_probs (ragged float32): the trainer's log-prob of each response token.
 
-        With actor.update.correction, `compute_rollout_weights` adds rollout_weights.
+        They are at the rollout's temperature. None before the last pipeline stage. Reports
+        actor/entropy per token and, if the batch has rollout_log_probs, rollout/drift and
+        rollout/drift_max: mean and maximum of |rollout_log_probs - old_log_probs|. Both skip tokens
+        that the policy did not sample and failed rows. With actor.update.correction,
+        `compute_rollout_weights` then adds rollout_weights.
         """
         temperature = self.cfg.rollout.temperature
 
@@ -145,10 +160,11 @@ class PolicyWorker(EngineWorker):
         writes=("squared_probs",),
     )
     def compute_squared_probs(self, batch: TensorDict) -> TensorDict | None:
-        """squared_probs (ragged float32): sum_v p_v^2 of the policy where it chose each token.
+        """Return squared_probs (ragged float32): sum_v p_v^2 of the policy at each response token.
 
         For advantage.estimator=optimal_token_baseline. With q = softmax(2 z / tau) and z_y the
-        token's logit, sum_v p_v^2 = p_y^2 / q_y: two log-probabilities, no (tokens, V) tensor.
+        token's logit, sum_v p_v^2 = p_y^2 / q_y: two log-probabilities, no (tokens, V) tensor. At
+        most 1. None before the last pipeline stage.
         """
         temperature = self.cfg.rollout.temperature
 
@@ -165,10 +181,12 @@ class PolicyWorker(EngineWorker):
         writes=("pretrain_ids", "pretrain_losses"),
     )
     def compute_loss(self, batch: TensorDict) -> TensorDict | None:
-        """Cross-entropy of pre-training texts, which are the prompts of these rows.
+        """Return the cross-entropy of pre-training texts, which are the prompts of these rows.
 
-        pretrain_losses (B,): nats of each text. pretrain_ids: the texts. If rows have this column,
-        `update_actor` adds the texts' loss to its own (PPO-ptx).
+        pretrain_losses (B,): nats of each text, summed over all tokens but the first, at
+        temperature 1. pretrain_ids: the texts themselves. If a batch for `update_actor` has this
+        column, the texts' loss is added to the policy's (PPO-ptx). None before the last pipeline
+        stage. Reports actor/pretrain_loss_before, the mean per token.
         """
         texts = batch["prompts"]
         scored = self.score(
@@ -190,10 +208,13 @@ class PolicyWorker(EngineWorker):
         instead=INSTEAD,
     )
     def update_actor(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps.
+        """Take one optimizer step for each mini-batch, and return the mean metrics of these steps.
 
-        With pretrain_ids, a step also learns its samples' texts, weighted by loss.pretrain_coef.
-        Rows that failed (valid is False) are skipped.
+        With pretrain_ids, each sample's text is learnt in the same step, weighted by
+        loss.pretrain_coef. Failed rows (valid is False) do not count. If there are
+        rollout_log_probs or no old_log_probs, the first step's forwards also give the metrics of
+        the policy before the update (`PreUpdateMetrics`). ColumnError if actor.update.correction is
+        on and the batch has no rollout_weights.
         """
         if _correction(self.cfg) is not None and "rollout_weights" not in batch.keys():
             got = (
@@ -212,7 +233,12 @@ class PolicyWorker(EngineWorker):
         self.loss.before = before
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
-            """Train on one mini-batch and return its metrics. Ends the pre-update metrics."""
+            """Train on one mini-batch and return its metrics.
+
+            Also ends the collection of pre-update metrics, because the weights have changed. With
+            text rows among the samples, micro-batches are counted again, which all dp ranks do
+            together.
+            """
             if loss is not self.loss:  # text rows are among them
                 num_micro_batches = self.engine.count_micro_batches(rows)
             metrics = self.engine.train_step(rows, loss, num_micro_batches=num_micro_batches)
@@ -225,7 +251,11 @@ class PolicyWorker(EngineWorker):
         return metrics
 
     def _report_mismatch(self, batch: TensorDict, old: Tensor) -> None:
-        """Report mean and maximum of |log-prob gap| between rollout and trainer, per token."""
+        """Report rollout/drift and rollout/drift_max of this batch.
+
+        They are the mean and the maximum of |rollout_log_probs - old| over tokens that the policy
+        sampled, in rows that did not fail. The maximum is 0 without tokens.
+        """
         mask = chosen_mask(batch)
         gap = (pad(batch["rollout_log_probs"]) - pad(old)).abs() * mask
         mean = Mean(float(gap.sum()), float(mask.sum()))
@@ -251,9 +281,10 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self.open_episodes()
 
     def adopter(self) -> Callable[..., None] | None:
-        """The function that moves the weights to storage shared with the generator, or None.
+        """Return the function that moves the weights to storage shared with the generator.
 
-        Decides how weights are synced, and sets `_mode` and `_storage` accordingly.
+        None if trainer and generator have separate weights. Sets `_mode` (how weights reach the
+        generator: blocks, flat, copy or adapter) and `_storage`.
         """
         self._mode = sync_mode(self.cfg, self.context.layout)
         self._storage = storage_of(self._mode, self.context)
@@ -272,9 +303,11 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         return super().plain_state() | more
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
-        """Load the state, and sync the generator if it was synced when the state was saved.
+        """Restore whether the generator has the trainer's weights, and the number of syncs.
 
-        So the first step after a resume reports the metrics that it would have reported.
+        Syncs the generator now if it was synced when the state was saved, otherwise marks it as
+        never synced. So the first step after a resume reports the metrics that it would have
+        reported.
         """
         self.generator.weights_version = NEVER
         if plain.get("is_synced"):
@@ -283,7 +316,11 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self.hybrid.num_syncs = plain.get("num_syncs", 0)
 
     def fresh_generator(self) -> Generator:
-        """The generator with current weights. Syncs it first if an update has changed them."""
+        """Return the generator with the trainer's current weights.
+
+        If an update has changed them, the weights are synced first and the sync's metrics reported,
+        which all ranks of the actor do together.
+        """
         if self.hybrid.needs_sync:
             with self.resident("parameters"):
                 self.report(self.hybrid.sync())
@@ -297,7 +334,10 @@ class ActorWorker(SamplingWorker, PolicyWorker):
             yield
 
     def make_room(self, *, trains: bool) -> None:
-        """Free the KV cache, and the generator's copy of the weights if a model is trained next."""
+        """Free the generator's KV cache.
+
+        trains: a model is trained next; the generator's copy of the weights is then freed too.
+        """
         super().make_room(trains=trains)
         if trains:
             self.hybrid.release()
@@ -313,7 +353,10 @@ class SupervisedWorker(EngineWorker):
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "loss_mask"), writes=("losses",))
     def compute_loss(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
-        """losses (B,): nats of each row's trained tokens. Reports the mean over tokens."""
+        """Return losses (B,): nats of each row, summed over the tokens to learn (loss_mask).
+
+        None before the last pipeline stage. Reports prefix/loss, the mean per token.
+        """
         rows = example_rows(batch)
         scored = self.score(rows, lambda output, micro: {"losses": row_losses(output, micro)})
         if scored is None:
@@ -341,7 +384,10 @@ class ReferenceWorker(EngineWorker):
         writes=("ref_log_probs",),
     )
     def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """ref_log_probs: log-probability of each response token, at the settings' temperature."""
+        """Return ref_log_probs (ragged float32): log-probability of each response token.
+
+        They are of logits / cfg.temperature. None before the last pipeline stage.
+        """
         temperature = self.cfg.temperature
 
         def score(output: CausalOutput, micro: MicroBatch) -> dict[str, Tensor]:

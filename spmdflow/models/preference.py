@@ -57,7 +57,11 @@ class PairWorker(EngineWorker):
     """The compared score of a sequence: its answer's log-probability, or a reward model's score."""
 
     def _score_pairs(self, rows: TensorDict) -> Tensor | None:
-        """(n, 2) float32: scores of both sequences of all n rows, given as 2n sequences."""
+        """Return the scores of both sequences of all n rows, (n, 2) float32, without gradient.
+
+        rows: 2n sequences, all first ones, then all second ones. None before the last pipeline
+        stage. All ranks call it together. The parameters are on the device meanwhile.
+        """
         with self.resident("parameters"):
             scores = self._scores(rows, self.engine.count_micro_batches(rows))
         if scores is None:
@@ -65,7 +69,10 @@ class PairWorker(EngineWorker):
         return pair_up(scores)
 
     def _scores(self, rows: TensorDict, num_micro_batches: int) -> Tensor | None:
-        """(n,) float32: scores of n sequences; None before the last pipeline stage."""
+        """Return the scores of n sequences, (n,) float32, without gradient.
+
+        None before the last pipeline stage. All ranks call it together, also those without rows.
+        """
 
         def scores(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
             return {"scores": self.score_sequence(output, micro)}
@@ -78,10 +85,12 @@ class PairWorker(EngineWorker):
     def _step_on_pairs(
         self, rows: TensorDict, slopes_of: Callable[[Tensor], Slopes]
     ) -> Mapping[str, Metric]:
-        """One step on n pairs, given as 2n sequences, after a forward without gradient.
+        """Take one optimizer step on n pairs, and return its metrics.
 
-        slopes_of: scores (n, 2) -> losses (n,) and their derivatives (2n,) by the scores. Pipeline
-        stages before the last have no loss and use zeros.
+        rows: the 2n sequences of the pairs. They are scored first, without gradient. slopes_of
+        turns these scores (n, 2) into losses (n,) and their derivatives (2n,) by the scores, which
+        are added to rows in place as pair_losses and score_slopes; `PairLoss` trains on them.
+        Pipeline stages before the last have no scores and use zeros.
         """
         forwards = self.engine.count_micro_batches(rows)
         scores = self._scores(rows, forwards)
@@ -106,7 +115,11 @@ class AnswerReferenceWorker(PairWorker):
         transfer_mode="3D_PROTO", reads=ANSWERS, optional=KINDS, writes=("ref_answer_log_probs",)
     )
     def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """ref_answer_log_probs (B, 2): nats of each row's two answers, summed over tokens."""
+        """Return ref_answer_log_probs (B, 2): log-probabilities of each row's two answers.
+
+        They are in nats, summed over the tokens to learn, at temperature 1. The second answer of a
+        labelled row is another row's. None before the last pipeline stage.
+        """
         scores = self._score_pairs(answer_rows(batch))
         if scores is None:
             return None
@@ -133,10 +146,13 @@ class PreferenceWorker(PairWorker):
 
     @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, writes=("margins",))
     def compute_preference(self, batch: TensorDict, *, prefix: str = "actor") -> TensorDict | None:
-        """margins (B,): implicit reward of chosen - rejected; of a labelled row +- its answer's.
+        """Return margins (B,): the implicit reward of the chosen minus that of the rejected answer.
 
-        Pairs report loss, accuracy (equal rewards count half), margin and both rewards; labelled
-        rows the mean rewards of both kinds and the KL estimate, which may be negative here.
+        Of a labelled row: its answer's implicit reward, negated if the answer is undesirable. Pairs
+        report loss, accuracy (equal rewards count half), margin, chosen_reward and rejected_reward.
+        Labelled rows report desirable_reward, undesirable_reward and kl, the mean log-ratio of
+        other rows' answers, which may be negative. All are means, named prefix/... None before the
+        last pipeline stage.
         """
         rows = answer_rows(batch)
         ref = batch["ref_answer_log_probs"]
@@ -166,22 +182,28 @@ class PreferenceWorker(PairWorker):
 
     @register(transfer_mode="3D_PROTO", reads=reads, optional=KINDS, minibatches=True)
     def update_preference(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps.
+        """Take one optimizer step for each mini-batch, and return the mean metrics of these steps.
 
         A step first scores its rows without gradient: both answers of pairs, for the derivatives of
-        the loss by their scores; other rows' answers for labelled rows, for the KL.
+        the loss by their scores; other rows' answers for labelled rows, for the KL. For pairs,
+        accuracy, margin and both rewards are reported as means over all pairs, from these scores
+        before each step.
         """
         if not is_pairs(batch):
             return self.take_steps(batch, self._label_step, prefix="actor")
         seen: list[dict[str, Mean]] = []
 
         def step(rows: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
-            """One step on the pairs of a mini-batch."""
+            """Take one optimizer step on the pairs of a mini-batch, and return its metrics."""
             ref = rows["ref_answer_log_probs"]
             answers = answer_rows(rows)
 
             def slopes_of(scores: Tensor) -> Slopes:
-                """Losses and their derivatives by the scores. Also collects the metrics."""
+                """Return the losses (n,) and their derivatives (2n,) by the scores (n, 2).
+
+                The derivatives of all chosen answers come first. Appends the pairs' metrics to
+                `seen`.
+                """
                 seen.append(_pair_metrics(implicit_rewards(scores, ref, self._preference)))
                 tokens = answer_tokens(answers)
                 losses, slopes = pair_losses(scores, ref, tokens, self._preference)
@@ -194,8 +216,11 @@ class PreferenceWorker(PairWorker):
         return metrics
 
     def _label_step(self, batch: TensorDict, num_micro_batches: int) -> Mapping[str, Metric]:
-        """One step on labelled rows, after the answers of other rows were scored to estimate the
-        KL."""
+        """Take one optimizer step on labelled rows with `LabelLoss`, and return its metrics.
+
+        Before it, other rows' answers are scored without gradient. Their log-ratios to the
+        reference estimate the KL (zeros before the last pipeline stage).
+        """
         ref = batch["ref_answer_log_probs"]
         rows = own_answer_rows(batch)
         other_rows = other_answer_rows(batch)
@@ -221,9 +246,10 @@ class RewardModelWorker(PairWorker):
     def compute_preference(
         self, batch: TensorDict, *, prefix: str = "reward_model"
     ) -> TensorDict | None:
-        """margins (B,): score of chosen - score of rejected.
+        """Return margins (B,): score of the chosen minus score of the rejected sequence.
 
-        Reports the mean loss, the accuracy (a pair of equal scores counts half) and the margin.
+        Reports the mean loss -log sigmoid(margin), the mean margin and the accuracy (equal scores
+        count half), named prefix/... None before the last pipeline stage.
         """
         scores = self._score_pairs(pair_rows(batch))
         if scores is None:
@@ -237,9 +263,10 @@ class RewardModelWorker(PairWorker):
 
     @register(transfer_mode="3D_PROTO", reads=("prompts", "chosen_tokens"), minibatches=True)
     def update_reward_model(self, batch: TensorDict) -> dict[str, Any]:
-        """One optimizer step for each mini-batch; metrics are means over the steps.
+        """Take one optimizer step for each mini-batch, and return the mean metrics of these steps.
 
-        A step first scores its pairs without gradient, for the derivatives of the loss by scores.
+        A step first scores its pairs without gradient, for the derivatives of the loss by the
+        scores.
         """
 
         def slopes_of(scores: Tensor) -> Slopes:
@@ -254,8 +281,10 @@ class RewardModelWorker(PairWorker):
 
 
 def preference_loss_of(cfg: Any) -> PreferenceLossConfig:
-    """The section `preference` of a policy's settings or, without one, `loss` (Any: the user's
-    class)."""
+    """Return the settings of a policy's preference loss: cfg.preference or, without it, cfg.loss.
+
+    ConfigError if they are not a PreferenceLossConfig. Any: the class of cfg is the user's.
+    """
     loss = getattr(cfg, "preference", cfg.loss)
     if not isinstance(loss, PreferenceLossConfig):
         got = f"{type(cfg).__name__}, whose loss is a {type(loss).__name__}"
@@ -266,7 +295,10 @@ def preference_loss_of(cfg: Any) -> PreferenceLossConfig:
 
 
 def _pair_metrics(rewards: Tensor) -> dict[str, Mean]:
-    """Means over pairs of implicit rewards (n, 2)."""
+    """Return the means over n pairs of accuracy, margin, chosen_reward and rejected_reward.
+
+    rewards: implicit rewards (n, 2), chosen first. A pair of equal rewards has accuracy 0.5.
+    """
     margins = rewards[:, 0] - rewards[:, 1]
     return {
         "accuracy": _mean(_accuracies(margins)),
@@ -282,7 +314,10 @@ def _accuracies(margins: Tensor) -> Tensor:
 
 
 def _add_means(metrics: list[dict[str, Mean]]) -> dict[str, Mean]:
-    """The same means over the rows of all entries."""
+    """Add up means by name: totals and weights are summed over all entries.
+
+    The names are those of the first entry. {} without entries.
+    """
     names = metrics[0] if metrics else {}
     result = {}
     for n in names:

@@ -90,13 +90,14 @@ class RewardWorker(Worker):
         early="judge",
     )
     def compute_reward(self, batch: TensorDict, *, prefix: str = "reward") -> TensorDict | None:
-        """scores (B,) float32; token_level_rewards: the score at the last response token.
+        """Return scores (B,) float32 and token_level_rewards (ragged float32) of the responses.
 
-        With per_token a row's score is the sum of its token_level_rewards: the model's, and what
-        functions add at the last token (paper Table 4: token-level or sample-level scores).
-        valid (B,) bool: False, and the score nan, where a function failed under on_error=drop.
-        RewardError if too many did. score_terms: the terms of each score, as JSON. prefix: of the
-        metrics (means over valid rows); use another one for rows outside the training batch.
+        token_level_rewards is the score at the last response token and 0 before it. With per_token
+        it is the model's reward of each token plus what functions add at the last one, and scores
+        are its sums. valid (B,) bool: False, and the score nan, where a function failed under
+        on_error=drop; RewardError if too many failed. score_terms: the terms of each score, as
+        JSON. response_text: the responses as text. prefix: of the metrics (means over valid rows);
+        use another one for rows outside the training batch. None before the last pipeline stage.
         """
         if self._model is None:
             by_model = None
@@ -147,10 +148,10 @@ class RewardWorker(Worker):
         return result_columns
 
     def judge(self, batch: TensorDict, call: Command) -> tuple[list[str], Judgement | None]:
-        """Response texts and, on the rank that calls functions, their results for each row.
+        """Return the text of each response and, on the rank that calls functions, their results.
 
-        Runs in a separate thread while models generate or score (see `register`), so it returns all
-        that it finds out and changes nothing.
+        The second value is None on other ranks and if there are no functions. Runs in a separate
+        thread while models generate or score (see `register`), so it changes no attribute.
         """
         texts = decode_responses(batch, self._tokenizer)
         if self._pool is None:
@@ -176,8 +177,10 @@ class RewardWorker(Worker):
             self._pool.close()
 
     def _weigh(self, by_model: Tensor) -> list[Result]:
-        """For each row {"score": weighted, ...}. by_model: (B,), or ragged with one score per
-        token."""
+        """Return the weighted score of each row, with its terms: {"score": weight * score, ...}.
+
+        by_model: the model's scores (B,), or ragged scores of tokens, whose sum is the row's score.
+        """
         if is_ragged(by_model):
             by_model = pad(by_model).double().sum(-1)
         result = []
@@ -186,8 +189,12 @@ class RewardWorker(Worker):
         return result
 
     def _token_rewards(self, scores: Tensor, by_model: Tensor | None, batch: TensorDict) -> Tensor:
-        """Ragged float32: the model's token rewards, with the remainder of each score at the last
-        token."""
+        """Return token_level_rewards, ragged float32, whose sums are the scores.
+
+        Without per_token: each score at the last response token. Otherwise the model's weighted
+        rewards of the tokens, to which the last token adds what the score has beyond their sum (of
+        functions).
+        """
         if by_model is None or not is_ragged(by_model):
             return put_at_last_token(scores, lengths_of(batch["responses"]).cpu())
         (unit,) = self._weigh(torch.ones(1))
@@ -199,7 +206,10 @@ class RewardWorker(Worker):
         return ragged(rewards.float(), lengths_of(by_model))
 
     def _share_judgement(self, judged: Judgement | None) -> Judgement:
-        """The judgement of the rank that called the functions, on every rank of its tp group."""
+        """Return the judgement of the rank that called the functions, on all ranks of its tp group.
+
+        The tp group calls it together. An empty judgement if there are no functions.
+        """
         if not self._has_functions:
             return Judgement(results=[])
         peers = self.context.layout.axis_group(self.context.rank, "tp")
@@ -212,7 +222,10 @@ class RewardWorker(Worker):
         return judged
 
     def _sum_up(self, judgement: Judgement, by_model: Tensor | None) -> list[Result]:
-        """Each row's score of functions and model; the same floats on every rank of the group."""
+        """Return each row's {"score": functions' score + model's weighted score, further terms}.
+
+        If there are only functions or only a model, their results are returned alone.
+        """
         model_results = [] if by_model is None else self._weigh(by_model)
         if not self._has_functions:
             return model_results
@@ -243,8 +256,10 @@ class _ModelScorer(EngineWorker):
         self._max_positions = Architecture.sizes_from_folder(folder).max_positions
 
     def scores(self, batch: TensorDict, call: Command) -> Tensor | None:
-        """(B,) scores, or ragged scores of each response token with per_token.
+        """Return the model's score of each row, (B,) float32 on the host.
 
+        With per_token it is ragged, with one score for each response token. Sets `call`. If the
+        model has its own vocabulary, the texts are encoded again and micro-batches counted again.
         None before the last pipeline stage. RewardError if a score is not finite.
         """
         self.call = call
@@ -255,7 +270,7 @@ class _ModelScorer(EngineWorker):
             self.call = replace(self.call, num_micro_batches=count)
 
         def score(output: ScalarOutput, micro: MicroBatch) -> dict[str, Tensor]:
-            """The scores of a micro-batch, per row or per response token."""
+            """Return a micro-batch's scores: of each row's last token, or of response tokens."""
             if not self.cfg.per_token:
                 return {"scores": output.at(micro.ends)}
             lengths = micro.response_lengths
@@ -279,7 +294,11 @@ class _ModelScorer(EngineWorker):
         return scores
 
     def _encode_again(self, rows: TensorDict) -> TensorDict:
-        """Each row's text in the model's own tokens, as a prompt without a response."""
+        """Encode the text of prompt and response with the model's own tokenizer.
+
+        Returns rows whose prompt is the encoded text and whose response is empty. RewardError if a
+        text has more tokens than the model has positions.
+        """
         pairs = zip(rows_of(rows["prompts"]), rows_of(rows["responses"]), strict=True)
         tokens = []
         for prompt, response in pairs:
@@ -300,7 +319,10 @@ class _ModelScorer(EngineWorker):
 
 
 def average_terms(results: list[Result]) -> dict[str, Metric]:
-    """Means of each term and of other numbers that functions returned. Errors are counted."""
+    """Return a mean for each number in the results, over the results that have it.
+
+    "score" and "answer" are omitted. "errors" are added up instead.
+    """
     names = sorted({name for result in results for name in result} - {"score", "answer"})
     metrics: dict[str, Metric] = {}
     for name in names:
@@ -313,7 +335,10 @@ def average_terms(results: list[Result]) -> dict[str, Metric]:
 
 
 def put_at_last_token(scores: Tensor, lengths: Tensor) -> Tensor:
-    """Ragged (B,): each score at the last token of its response, 0 before it."""
+    """Return a ragged column (B,) with each score at the last token of its response, 0 before it.
+
+    lengths (B,): tokens of each response. The score of an empty response is lost.
+    """
     values = torch.zeros(int(lengths.sum()))
     ends = torch.cumsum(lengths, 0)
     values[ends[lengths > 0] - 1] = scores[lengths > 0]
@@ -329,11 +354,12 @@ def count_dropped(
     key: str,
     first_failure: str,
 ) -> dict[str, Metric]:
-    """Metrics of the failed rows (False in valid, (B,)). All peers call it.
+    """Return the metrics dropped (number) and dropped_share of this rank's failed rows.
 
-    RewardError, on the first rank with a failed row, if a larger fraction than `most` of the rows
-    of this call failed, over all ranks. key: of the setting with that fraction. first_failure: of
-    this rank's rows.
+    valid (B,): False for a failed row. All ranks in peers must call it together. RewardError if a
+    larger fraction than `most` of the rows failed, over all peers; only the first peer with a
+    failed row raises it. key: the setting with that fraction. first_failure: a text about this
+    rank's rows, for the error.
     """
     counts = torch.zeros(2, len(peers))
     counts[:, peers.index(context.rank)] = torch.tensor([float((~valid).sum()), len(valid)])
@@ -358,9 +384,9 @@ class CostWorker(RewardWorker):
 
     @register(transfer_mode="3D_PROTO", reads=READS, writes=_COST_WRITES, early="judge")
     def compute_cost(self, batch: TensorDict, *, prefix: str = "cost") -> TensorDict | None:
-        """costs (B,); token_level_costs: the cost at the last response token.
+        """Return costs (B,) and token_level_costs: what `compute_reward` returns as rewards.
 
-        cost_valid (B,) bool: see `compute_reward`.
+        cost_valid (B,) bool is its column valid. None before the last pipeline stage.
         """
         rewards = self.compute_reward(batch, prefix=prefix)
         if rewards is None:

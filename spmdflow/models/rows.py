@@ -32,7 +32,11 @@ _COLUMNS = {"prompts": torch.int64, "responses": torch.int64, "response_mask": t
 
 
 def example_rows(batch: TensorDict) -> TensorDict:
-    """Complete sequences with masks -> prompts, responses and response_mask."""
+    """Cut each sequence before its first token to learn.
+
+    Returns prompts, responses and response_mask. RowError if a sequence begins with a token to
+    learn.
+    """
     return _build_rows(_cut_own_answers(batch))
 
 
@@ -42,10 +46,11 @@ def is_pairs(batch: TensorDict) -> bool:
 
 
 def answer_rows(batch: TensorDict) -> TensorDict:
-    """n rows -> 2n sequences: row i is the first answer of row i, row n + i the second one.
+    """Turn n rows of preferences into 2n sequences: all first answers, then all second answers.
 
-    Prompts, responses and response_mask; first and second: chosen and rejected, or a labelled
-    row's answer and, after the same prompt, another row's answer.
+    Row i is the first answer of row i, row n + i its second. For pairs these are the chosen and the
+    rejected sequence. For a labelled row they are its own answer and, after the same prompt,
+    another row's answer (column answers). Returns prompts, responses and response_mask.
     """
     if not is_pairs(batch):
         return _build_rows([*_cut_own_answers(batch), *_cut_other_answers(batch)])
@@ -64,7 +69,10 @@ def pair_up(x: Tensor) -> Tensor:
 
 
 def own_answer_rows(batch: TensorDict) -> TensorDict:
-    """n labelled rows -> n sequences, with their answers, labels and reference log-probs."""
+    """Return n sequences of n labelled rows: each prompt with the row's own answer.
+
+    Columns: prompts, responses, response_mask, ref_answer_log_probs and desirable.
+    """
     rows = example_rows(batch)
     rows["ref_answer_log_probs"] = batch["ref_answer_log_probs"]
     rows["desirable"] = batch["desirable"]
@@ -77,7 +85,11 @@ def other_answer_rows(batch: TensorDict) -> TensorDict:
 
 
 def pair_rows(batch: TensorDict) -> TensorDict:
-    """n pairs -> 2n sequences: row i is the chosen one of pair i, row n + i the rejected one."""
+    """Turn n pairs into 2n complete sequences: all chosen ones, then all rejected ones.
+
+    Row i is the chosen sequence of pair i, row n + i the rejected one. Each is in the column
+    prompts, with an empty response, as a reward model reads it.
+    """
     sequences = ragged_from_rows(_split_pairs(batch, "prompts"), dtype=torch.int64)
     count = sequences.shape[0]
     empty = ragged(sequences.values()[:0], torch.zeros(count, dtype=torch.int64))
@@ -85,7 +97,10 @@ def pair_rows(batch: TensorDict) -> TensorDict:
 
 
 def text_rows(texts: Tensor) -> TensorDict:
-    """Rows with the first token of each text (ragged ids) as prompt, the others as response."""
+    """Return rows with the first token of each text as prompt and the others as response.
+
+    texts: ragged ids. There is no response_mask.
+    """
     rows = rows_of(texts)
     parts = {"prompts": [row[:1] for row in rows], "responses": [row[1:] for row in rows]}
     columns = {}
@@ -95,10 +110,12 @@ def text_rows(texts: Tensor) -> TensorDict:
 
 
 def with_text_rows(batch: TensorDict, call: Command) -> tuple[TensorDict, Command]:
-    """n samples with a text each (pretrain_ids) -> 2n rows: the samples, then their texts.
+    """Append the text of each of n samples (column pretrain_ids) as a row: 2n rows, and the call.
 
-    Sample i's text is row n + i, in the same mini-batches as the sample; is_text marks it, and its
-    response_mask is False. Mini-batches have twice the rows: count their micro-batches again.
+    Row n + i is the text of sample i, and in the same mini-batches as the sample. is_text is True
+    for texts. Their response_mask is False, and the samples' other columns are 0 there. Columns
+    that are not tensors are dropped. In the returned call the mini-batches have twice the rows, but
+    the same number of micro-batches, which must be counted again.
     """
     count = batch.batch_size[0]
     texts = text_rows(batch["pretrain_ids"])
@@ -117,7 +134,10 @@ def with_text_rows(batch: TensorDict, call: Command) -> tuple[TensorDict, Comman
 
 
 def _stack(column: Tensor, below: Tensor | None, lengths: Tensor) -> Tensor:
-    """A column of the samples with one of the texts below it, or with zeros of their lengths."""
+    """Append rows of texts to a column of the samples: `below`, or zeros if it is None.
+
+    Ragged zeros get the given lengths. A dense column always gets zeros.
+    """
     if not is_ragged(column):
         return torch.cat([column, torch.zeros_like(column)])
     if below is None:
@@ -128,7 +148,10 @@ def _stack(column: Tensor, below: Tensor | None, lengths: Tensor) -> Tensor:
 
 
 def _split_pairs(batch: TensorDict, name: str) -> list[Tensor]:
-    """Both parts of each row of a column: all chosen ones, then all rejected ones."""
+    """Split each row of a column after its first chosen_tokens entries.
+
+    Returns the first parts of all rows (chosen), then the second parts of all rows (rejected).
+    """
     both = rows_of(batch[name])
     cuts = batch["chosen_tokens"].tolist()
     return [row[:cut] for row, cut in zip(both, cuts)] + [row[cut:] for row, cut in zip(both, cuts)]
@@ -139,7 +162,10 @@ def _cut_own_answers(batch: TensorDict) -> list[Sequence]:
 
 
 def _cut_other_answers(batch: TensorDict) -> list[Sequence]:
-    """Prompts of labelled rows with the answers of other rows."""
+    """Return (prompt, another row's answer, all-True mask) for each labelled row.
+
+    The other answers are in the column answers.
+    """
     answers = rows_of(batch["answers"])
     other_answers = []
     for (prompt, _, _), answer in zip(_cut_own_answers(batch), answers, strict=True):
@@ -148,7 +174,10 @@ def _cut_other_answers(batch: TensorDict) -> list[Sequence]:
 
 
 def _cut(ids: Tensor, mask: Tensor) -> Sequence:
-    """A marked sequence, cut before its first learnt token."""
+    """Cut a sequence before its first token to learn: (prompt, response, response's mask).
+
+    RowError if that is the first token, or if there is no token to learn.
+    """
     first = int(mask.int().argmax())
     if first == 0:
         raise RowError(
@@ -159,7 +188,7 @@ def _cut(ids: Tensor, mask: Tensor) -> Sequence:
 
 
 def _build_rows(sequences: Iterable[Sequence]) -> TensorDict:
-    """The columns prompts, responses and response_mask of the sequences."""
+    """Return the columns prompts, responses and response_mask of the sequences."""
     parts = list(sequences)
     columns = {}
     for part, (name, dtype) in enumerate(_COLUMNS.items()):

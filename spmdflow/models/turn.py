@@ -37,9 +37,11 @@ class ContinuedRows:
 
     @classmethod
     def of(cls, batch: TensorDict, texts: Sequence[Sequence[int]], *, most: int) -> ContinuedRows:
-        """Continues the rows that have room for at least one more token after their tool text.
+        """Select the rows whose response continues, and build their sequences for the model.
 
-        texts: ids of the tool text of each row. most: maximum number of tokens of a response.
+        A row continues if len(response) + len(tool text) < most, so that at least one more token
+        fits. Other rows stay as they are. texts: token ids of each row's tool text. most: maximum
+        number of tokens of a response.
         """
         responses = rows_of(batch["responses"])
         room = []
@@ -65,8 +67,12 @@ class ContinuedRows:
         )
 
     def close(self, sampled: TensorDict) -> TensorDict:
-        """The response columns of all rows, with tool text and sampled tokens (columns of
-        `RESPONSE`)."""
+        """Return the columns of `RESPONSE` of all rows, extended in the rows that continue.
+
+        A continued row is its earlier response, then its tool text (mask False, log-probability 0),
+        then the newly sampled tokens. Other rows do not change. sampled: the same columns of the
+        continued rows alone, in order.
+        """
         tool_ids = rows_of(self.tool_ids)
         columns = TensorDict({}, batch_size=self.before.batch_size)
         for name, entry in zip(RESPONSE, _TOOL_ENTRIES, strict=True):

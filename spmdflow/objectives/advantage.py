@@ -66,7 +66,7 @@ def compute_advantages(
     reduce: Reduce,
     report: Report,
 ) -> TensorDict:
-    """Columns advantages and returns: ragged float32, 0 at tokens that the policy did not choose.
+    """Return advantages and returns: ragged float32, 0 at tokens that the policy did not choose.
 
     The estimator gets the rewards r_t = token_level_reward_t - kl_coef * KL_t. Its advantages are
     whitened over the global batch if cfg.whiten. Rows that failed (valid is False) get 0 and are in
@@ -110,9 +110,10 @@ def _make_ragged(columns: Mapping[str, Tensor], lengths: Tensor) -> TensorDict:
 
 
 def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tensor]:
-    """Dense tensors by column name: ragged columns padded to (B, R), floats converted to float64.
+    """Return the tensor columns by name: ragged ones padded with 0 to (B, R), floats as float64.
 
-    Rows that are not valid (B,) hold zeros.
+    valid (B,): rows where it is False get zeros in every column. None: all rows are left as they
+    are.
     """
     numbers = {}
     for name, column in batch.items():
@@ -125,7 +126,7 @@ def numbers_of(batch: TensorDict, valid: Tensor | None = None) -> dict[str, Tens
 
 
 def _zero_failed_rows(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
-    """The columns with zeros in the rows that are not valid (B,)."""
+    """Return the columns with zeros, even instead of nan, in rows where valid (B,) is False."""
     result = {}
     for name, x in columns.items():
         result[name] = torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
@@ -135,10 +136,11 @@ def _zero_failed_rows(columns: Mapping[str, Tensor], valid: Tensor) -> dict[str,
 def _find_comparable_rows(
     valid: Tensor, columns: Mapping[str, Tensor], groups: RowGroups | None
 ) -> Tensor:
-    """(B,) bool: valid rows that have a baseline.
+    """Return which valid rows have a baseline, (B,) bool.
 
-    A row has none if the greedy response that it is compared with failed (baseline_scores is nan),
-    or if groups are given and all other rows of its group failed.
+    A row has none if the greedy response that it is compared with failed (baseline_scores is nan).
+    It also has none if groups are given, its group has several rows, and all others of them failed.
+    With groups, all ranks that share the batch call it together.
     """
     if "baseline_scores" in columns:
         valid = valid & ~columns["baseline_scores"].isnan()
@@ -149,7 +151,11 @@ def _find_comparable_rows(
 
 
 def weighted_kl(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfig) -> Tensor:
-    """kl_coef * KL estimate of the sampled tokens, (B, R) (Ziegler et al. 2019, eq. 2)."""
+    """Return kl_coef * KL estimate of each token, (B, R), 0 outside the mask.
+
+    The estimator is cfg.kl_estimator on old_log_probs and ref_log_probs (Ziegler et al. 2019, eq.
+    2). Zeros if kl_coef is 0, otherwise ColumnError if one of these columns is missing.
+    """
     if cfg.kl_coef == 0:
         return torch.zeros_like(columns["token_level_rewards"])
     missing = []
@@ -168,9 +174,10 @@ def weighted_kl(columns: Mapping[str, Tensor], mask: Tensor, cfg: AdvantageConfi
 def advantage_metrics(
     columns: Mapping[str, Tensor], mask: Tensor, valid: Tensor | None = None
 ) -> dict[str, Metric]:
-    """Mean reward after the KL penalty, and the KL itself if its columns are there.
+    """Return the mean reward per row and, if its columns are there, the KL (k1) to the reference.
 
-    Both are means over the valid rows (B,).
+    Names: reward/penalised_mean (rewards as passed, minus the penalty), actor/reference_kl per
+    token in the mask, actor/reference_kl_per_response. Means over rows count the valid rows (B,).
     """
     rows = float(len(mask) if valid is None else valid.sum())
     metrics: dict[str, Metric] = {
@@ -192,11 +199,13 @@ def advantage_metrics(
 def compute_safe_advantages(
     batch: TensorDict, *, multiplier: float, cfg: AdvantageConfig, reduce: Reduce, report: Report
 ) -> TensorDict:
-    """Columns advantages (reward and cost combined), returns and cost_returns, ragged float32.
+    """Return advantages (reward and cost combined), returns and cost_returns, ragged float32.
 
-    The KL to the reference is split between both signals, r_t - kl/2 and c_t + kl/2 with
-    kl = kl_coef * KL_t (ibid., appendix B). Each signal has its own GAE. The combined advantage is
-    whitened over the global batch if cfg.whiten. Reports the same metrics as `compute_advantages`.
+    The KL to the reference is split between both signals, r_t - kl/2 and c_t + kl/2 with kl =
+    kl_coef * KL_t (Dai et al. 2024, appendix B). Each signal has its own GAE. The combined
+    advantage, (A_r - multiplier A_c) / (1 + multiplier), is whitened over the global batch if
+    cfg.whiten. All are 0 at failed rows. Reports the same metrics as `compute_advantages`.
+    ColumnError if kl_coef is not 0 and a column of the KL is missing.
     """
     lengths = lengths_of(batch["response_mask"])
     # (B, R), (B,)
@@ -226,8 +235,8 @@ class LagrangeMultiplier(ResumableNumber):
     """lambda, saved and restored with the run: `flow.keep(multiplier=LagrangeMultiplier(cfg))`.
 
     ln lambda' = ln lambda + lr * lambda * (mean_cost - limit), lambda' at most cfg.largest:
-    gradient ascent on lambda J_C in ln lambda, so lambda stays positive (ibid., eq. 30). The
-    exponent is clamped to +-20.
+    gradient ascent on lambda J_C in ln lambda, so lambda stays positive (Dai et al. 2024, eq. 30).
+    The exponent is clamped to +-20.
     """
 
     def __init__(self, cfg: LagrangeConfig) -> None:
@@ -245,12 +254,12 @@ class LagrangeMultiplier(ResumableNumber):
     writes=("token_level_rewards",),
 )
 def compute_teacher_rewards(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
-    """Column token_level_rewards: r_t = log pi_teacher(y_t) - log pi(y_t), ragged.
+    """Return token_level_rewards: r_t = log pi_teacher(y_t) - log pi(y_t), ragged.
 
-    It is 0 at tokens that the policy did not choose. On samples of the policy, -r_t estimates
-    KL(pi || pi_teacher) (k1), so a policy gradient with these rewards reduces this KL: on-policy
+    It is 0 at tokens that the policy did not choose. On samples of the policy, -r_t estimates KL(pi
+    || pi_teacher) (k1), so a policy gradient with these rewards reduces this KL: on-policy
     distillation (Agarwal et al. 2024, arXiv 2306.13649; Lu and Thinking Machines 2025, "On-policy
-    distillation"). ref_log_probs are the teacher's.
+    distillation"). ref_log_probs are the teacher's, old_log_probs the policy's.
     """
     mask = pad(batch["response_mask"])
     policy, teacher = (pad(batch[name]) for name in ("old_log_probs", "ref_log_probs"))
@@ -273,9 +282,10 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int)
 def add_overlong_penalty(
     batch: TensorDict, *, cfg: OverlongConfig, max_tokens: int, reduce: Reduce, report: Report
 ) -> TensorDict:
-    """Column token_level_rewards with weight * R(y) added at each row's last token.
+    """Return token_level_rewards with weight * R(y) added at each row's last token.
 
-    Reports reward/overlong, the mean penalty over the rows that did not fail.
+    R is `overlong_penalty` of the row's length. Empty rows do not change. Reports reward/overlong,
+    the mean of weight * R(y) over the rows that did not fail.
     """
     rewards = batch["token_level_rewards"]
     lengths = lengths_of(rewards)

@@ -38,13 +38,14 @@ def mark_covariant_tokens(
     reduce: Reduce,
     report: Report,
 ) -> TensorDict:
-    """Column covariant, ragged bool: marks k of the batch's N policy tokens.
+    """Return the column covariant (ragged bool), which marks k of the batch's N policy tokens.
 
     k = max(1, covariance_share * N). C_t = (log pi(y_t) - mean log pi) (A_t - mean A), with means
-    over these N tokens. For surrogate clip_cov, k random tokens among those with C_t between
-    covariance_bounds are marked (all of them, if there are fewer than k). They are drawn from seed,
-    such as step.number. Otherwise the k tokens with the largest C_t are marked, and tokens that tie
-    with the last of them too. Reports actor/covariant_share and actor/covariance, the mean of C_t.
+    over these N tokens of all ranks. For surrogate clip_cov, k random tokens among those with C_t
+    between covariance_bounds are marked (all of them, if there are fewer than k). They are drawn
+    from seed, such as step.number. Otherwise the k tokens with the largest C_t are marked, and
+    tokens that tie with the last of them too. Failed rows have no policy tokens. Reports
+    actor/covariant_share and actor/covariance, the mean of C_t.
     """
     mask = chosen_mask(batch)
     log_probs, advantages = (pad(batch[name]).double() for name in ("old_log_probs", "advantages"))
@@ -75,10 +76,12 @@ def mark_covariant_tokens(
 
 
 def _mark_largest(x: Tensor, mask: Tensor, count: int, reduce: Reduce) -> Tensor:
-    """(B, R) bool: the `count` largest x inside the mask over all ranks, and ties with the last.
+    """Mark the `count` largest x inside the mask over all ranks: (B, R) bool.
 
-    Compares as float32. The bits of the count-th largest number are found byte by byte from
-    histograms summed over the ranks: with the sign bit flipped, numbers sort like their bits.
+    Entries that tie with the last of them are marked too. If the mask has fewer entries, all are
+    marked. Compares as float32. The bits of the count-th largest number are found byte by byte from
+    histograms summed over the ranks (four calls of reduce): with the sign bit flipped, numbers sort
+    like their bits.
     """
     bits = x.float().view(torch.int32).long() & 0xFFFFFFFF
     keys = torch.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
@@ -96,9 +99,10 @@ def _mark_largest(x: Tensor, mask: Tensor, count: int, reduce: Reduce) -> Tensor
 
 
 def _draw(groups: RowGroups, width: int, seed: int) -> Tensor:
-    """(B, width) float32 in [0, 1), a hash of seed, group, row in the group and token position.
+    """Return pseudo-random numbers in [0, 1), (B, width) float32.
 
-    The numbers are the same on every layout.
+    A number is a hash of seed, group, row in the group and token position (splitmix64), so it is
+    the same on every layout.
     """
     assert groups.position is not None, "these groups do not know the rows' positions in them"
     x = torch.full((len(groups.index), width), seed, dtype=torch.int64)

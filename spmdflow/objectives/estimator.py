@@ -98,13 +98,13 @@ def advantage(
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages, returns.
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (advantages, returns).
 
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t,
-    with V = A = 0 after the last token. Positions outside the mask (observations between the
-    policy's tokens) are no time steps: the next value and advantage skip them undiscounted, and
-    a reward there counts for the policy's previous token. All tensors are (B, R), and the results
-    are 0 outside the mask.
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t, with
+    V = A = 0 after the last token. Positions outside the mask (observations between the policy's
+    tokens) are no time steps: the next value and advantage skip them undiscounted, and a reward
+    there counts for the policy's previous token. All tensors are (B, R), and the results are 0
+    outside the mask.
     """
     advantages = torch.zeros_like(values)
     next_value = next_advantage = pending = values.new_zeros(len(values))
@@ -127,7 +127,11 @@ def _gae(samples: Samples, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 @advantage("grpo", groups=True)
 def grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
-    """A_i = (s_i - mean_G s) / (std_G s + 1e-6), std unbiased (Shao et al. 2024, section 4.1.2)."""
+    """A_i = (s_i - mean_G s) / (std_G s + 1e-6), std unbiased (Shao et al. 2024, section 4.1.2).
+
+    s_i: summed rewards of row i. G: the samples of its prompt. A prompt with one sample has A_i =
+    s_i.
+    """
     scores = samples.scores
     groups = samples.groups
     normalised = (scores - groups.means(scores)) / (_group_deviation(samples) + 1e-6)
@@ -150,7 +154,8 @@ def dr_grpo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 def rloo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = s_i - mean_{j in G, j != i} s_j = n / (n - 1) (s_i - mean_G s).
 
-    REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, eq. 6).
+    s_i: summed rewards of row i. G: the n samples of its prompt; with n = 1, A_i = s_i. REINFORCE
+    leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, eq. 6).
     """
     sizes = samples.groups.sizes()
     scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
@@ -159,9 +164,10 @@ def rloo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
 @advantage("opo", groups=True)
 def opo(samples: Samples, cfg: AdvantageConfig) -> Estimates:
-    """A_i = s_i - sum_G l_j s_j / sum_G l_j, l the policy's tokens of a row.
+    """A_i = s_i - sum_G l_j s_j / sum_G l_j, l the number of the policy's tokens of a row.
 
-    The baseline of least variance if a row's squared gradient grows with its length (Hao et al.
+    s_i: summed rewards of row i. G: the samples of its prompt; with one sample, A_i = s_i. This is
+    the baseline of least variance if a row's squared gradient grows with its length (Hao et al.
     2025, "On-policy RL with optimal reward baseline", eq. 7).
     """
     scores = samples.scores
@@ -189,10 +195,11 @@ def pass_at_k(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
 @advantage("pass_at_k_std", groups=True)
 def pass_at_k_std(samples: Samples, cfg: AdvantageConfig) -> Estimates:
-    """The advantage of `pass_at_k` / (std_G + 1e-6), std unbiased, as GRPO divides.
+    """Return the advantage of `pass_at_k` / (std_G + 1e-6), std unbiased, as GRPO divides.
 
-    With k = n only the best row has one: (max - second) / (std + 1e-6) (Tang et al. 2025, arXiv
-    2503.19595, in the form of the public implementation).
+    A prompt with one sample is not divided: A_i = s_i. With k = n only the best row has an
+    advantage: (max - second) / (std + 1e-6) (Tang et al. 2025, arXiv 2503.19595, in the form of the
+    public implementation).
     """
     gains = _gain_over_best(samples, cfg)
     several = samples.groups.sizes() > 1
@@ -205,8 +212,9 @@ def gpg(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_i = alpha (s_i - mean_G s) / F, F = 1; alpha = B / (B - M) over the global batch.
 
     M of the B rows are in groups whose scores are all equal: they have no gradient, and alpha keeps
-    the scale of the others (GPG, Chu et al. 2025, arXiv 2504.02546). A row alone in its group is
-    not among the M. Its loss is `plain` with token-mean.
+    the scale of the others (GPG, Chu et al. 2025, arXiv 2504.02546). A row alone in its group has
+    A_i = alpha s_i and is not among the M. Rows without policy tokens are in neither count. Its
+    loss is `plain` with token-mean.
     """
     sizes = samples.groups.sizes()
     counted = samples.mask.any(-1)
@@ -222,8 +230,8 @@ def gpg(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 def optimal_token_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
     """A_t = G_t - sum_G W_t G_t / sum_G W_t: a separate baseline for each of the policy's tokens.
 
-    G_t = sum_{u >= t} r_u; W_t = sum_{u <= t} w_u, w = 1 - 2 pi(y) + sum_v pi(v)^2, the squared
-    norm of the gradient of log pi(y) by the logits (squared_probs is sum_v pi(v)^2, by
+    G_t = sum_{u >= t} r_u (the returns); W_t = sum_{u <= t} w_u, w = 1 - 2 pi(y) + sum_v pi(v)^2,
+    the squared norm of the gradient of log pi(y) by the logits (squared_probs is sum_v pi(v)^2, by
     `compute_squared_probs`). With rollout_weights w is multiplied by their square. t counts the
     policy's tokens. Where no other row of the group has a token t, A_t = G_t, because with the
     row's own return as its baseline the advantage would be 0 (Li et al. 2026, arXiv 2602.07078).
@@ -246,7 +254,10 @@ def optimal_token_baseline(samples: Samples, cfg: AdvantageConfig) -> Estimates:
 
 
 def _common_width(mask: Tensor, reduce: Reduce) -> int:
-    """A power of 2, the same on every rank, not below any row's number of policy tokens."""
+    """Return a power of 2 above the largest number of policy tokens in a row, over all ranks.
+
+    All ranks call it together, and it is the same on each.
+    """
     most = int(mask.sum(-1).max()) if len(mask) else 0
     needed = torch.zeros(32, dtype=torch.float64, device=mask.device)
     needed[most.bit_length()] = 1.0
@@ -285,7 +296,10 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def _gain_over_best(samples: Samples, cfg: AdvantageConfig) -> Tensor:
-    """(B,) the A_i of `pass_at_k`; s_i where a prompt has only one sample."""
+    """Return the advantages of `pass_at_k`, (B,); s_i where a prompt has only one sample.
+
+    k is cfg.best_of, or n if that is 0, limited to 2 .. n. All ranks call it together.
+    """
     scores = samples.scores
     groups = samples.groups
     sizes = groups.sizes()
@@ -299,7 +313,10 @@ def _gain_over_best(samples: Samples, cfg: AdvantageConfig) -> Tensor:
 
 
 def _weigh_ranks(n: int, width: int, best_of: int) -> Tensor:
-    """(width,) float64: C(j, k - 2) / C(n - 1, k - 1) for rank j of n scores in ascending order."""
+    """Return C(j, k - 2) / C(n - 1, k - 1) for rank j of n scores in ascending order.
+
+    (width,) float64, 0 from j = n - 1 on. k is best_of, or n if that is 0, limited to 2 .. n.
+    """
     k = max(2, min(best_of or n, n))
     table = []
     for j in range(width):
@@ -308,7 +325,10 @@ def _weigh_ranks(n: int, width: int, best_of: int) -> Tensor:
 
 
 def _group_deviation(samples: Samples) -> Tensor:
-    """(B,) unbiased standard deviation of the group's scores; 0 for one row or equal scores."""
+    """Return the unbiased standard deviation of the scores of each row's group, (B,).
+
+    0 for a group of one row or of equal scores. All ranks call it together.
+    """
     scores = samples.scores
     groups = samples.groups
     centred = scores - groups.means(scores)

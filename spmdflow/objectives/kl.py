@@ -100,10 +100,10 @@ A = TypeVar("A", bound=AdvantageConfig)
     writes=("reference_kl",),
 )
 def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDict:
-    """Column reference_kl, (B,) float32: each response's KL to the reference in nats.
+    """Return reference_kl, (B,) float32: the KL of each response to the reference in nats.
 
-    It is the sum of k1 over the response's tokens. Reports its mean as advantage/measured_kl. A row
-    that failed has 0 and is not in the mean.
+    It is the sum of k1, log pi_old - log pi_ref, over the tokens that the policy chose. A row that
+    failed has 0. Reports advantage/measured_kl, the mean over the other rows.
     """
     mask = chosen_mask(batch)
     valid = valid_rows(batch)
@@ -152,7 +152,10 @@ class AdaptiveKL(ResumableNumber):
         self._gain = gain
 
     def update(self, mean_kl: float) -> None:
-        """Adapt the weight to the mean KL of a batch's responses in nats."""
+        """Adapt the weight to mean_kl, the mean KL of a batch's responses in nats.
+
+        value *= 1 + gain * e, e = mean_kl / target - 1 clipped to +-0.2.
+        """
         error = min(max(mean_kl / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.value *= 1 + self._gain * error
 
@@ -169,13 +172,15 @@ class AdaptiveKL(ResumableNumber):
 def compute_rollout_weights(
     batch: TensorDict, *, cfg: CorrectionConfig, reduce: Reduce, report: Report
 ) -> TensorDict:
-    """Column rollout_weights: ragged float32, 0 at tokens that the policy did not choose.
+    """Return rollout_weights: ragged float32, 0 at tokens that the policy did not choose.
 
-    With cfg.normalise the weights are divided by their mean over the tokens of all rows (over the
-    rows, for weights of sequences), so that the loss keeps its scale. Reports `mismatch_metrics`
-    and, for the weights before this division, over the policy's tokens of all rows:
-    rollout/weight_mean, weight_std, weight_max, weight_clipped (share of weights that the cap
-    changes) and weight_ess (effective share of the samples, (sum w)^2 / (n sum w^2)).
+    They are importance weights of rho_t = pi_old(y_t) / mu(y_t), by cfg.kind: `by_token`,
+    `by_sequence` or `by_mask`, with cfg.cap. With cfg.normalise they are divided by their mean over
+    the tokens of all rows (over the rows, for weights of sequences), so that the loss keeps its
+    scale. Reports `mismatch_metrics` and, for the weights before this division, over the policy's
+    tokens of all rows: rollout/weight_mean, weight_std, weight_max, weight_clipped (share of
+    weights that the cap changes) and weight_ess (effective share of the samples, (sum w)^2 / (n sum
+    w^2)).
     """
     mask = chosen_mask(batch)
     old, rollout = (pad(batch[name]).double() for name in ("old_log_probs", "rollout_log_probs"))
@@ -198,22 +203,31 @@ Weights = tuple[Tensor, Tensor]
 
 
 def by_token(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
-    """w_t = min(rho_t, C): the cap bounds the variance and biases the tokens that it changes."""
+    """Return w_t = min(rho_t, C), C the cap, and whether rho_t > C; (B, R), 0 outside the mask.
+
+    log_ratio: log rho_t, clamped to +-20. The cap bounds the variance and biases the tokens that it
+    changes.
+    """
     ratio = zero_outside(torch.exp(clamp_log_ratio(log_ratio)), mask)
     return ratio.clamp(max=cap), ratio > cap
 
 
 def by_sequence(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
-    """w = min(prod_t rho_t, C), the same at every token: the weight of the whole response."""
+    """Return w = min(prod_t rho_t, C), the same at all tokens of a response, C the cap.
+
+    Also returns where the product is above C. Both are (B, R), 0 outside the mask. log_ratio: log
+    rho_t; its sum is clamped to +-20.
+    """
     total = torch.exp(clamp_log_ratio(zero_outside(log_ratio, mask).sum(-1, keepdim=True)))
     ratio = total * mask
     return ratio.clamp(max=cap), ratio > cap
 
 
 def by_mask(log_ratio: Tensor, mask: Tensor, cap: float) -> Weights:
-    """w_t = rho_t if 1/C <= rho_t <= C, otherwise 0: a token that differs too much does not count.
+    """Return w_t = rho_t if 1/C <= rho_t <= C, otherwise 0, and where it is not; both (B, R).
 
-    Double-sided masking (IcePop, Ling Team 2025).
+    A token that differs too much does not count: double-sided masking (IcePop, Ling Team 2025).
+    log_ratio: log rho_t, clamped to +-20.
     """
     ratio = zero_outside(torch.exp(clamp_log_ratio(log_ratio)), mask)
     far = (ratio > cap) | (ratio < 1 / cap)
@@ -229,9 +243,10 @@ CORRECTIONS |= {"token": by_token, "sequence": by_sequence, "mask": by_mask}
 def _weight_metrics(
     weights: Tensor, changed: Tensor, mask: Tensor, reduce: Reduce
 ) -> dict[str, Metric]:
-    """Mean, deviation, maximum, changed share and effective sample share of the weights.
+    """Return mean, deviation, maximum, changed share and effective sample share of the weights.
 
-    All but the maximum are over the masked tokens of all ranks.
+    All but the maximum, which is this rank's, are over the masked tokens of all ranks. The
+    effective share is (sum w)^2 / (n sum w^2), 0 if all weights are 0. All ranks call it together.
     """
     parts = [mask, weights, weights.square(), changed]
     sums = reduce(torch.stack([part.double().sum() for part in parts]))
@@ -248,18 +263,21 @@ def _weight_metrics(
 
 
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Metrics of the mismatch between the trainer's pi_old and the generator's mu.
+    """Return metrics of the mismatch between the trainer's pi_old and the generator's mu.
 
     old and rollout: float64 log-probabilities (B, R), 0 outside the mask. With rho_t = pi_old(y_t)
     / mu(y_t) and l = mean_t -log of a response's token probabilities, its log-perplexity:
 
     - kl: mean of -log rho (k1 of KL(mu || pi_old)); trainer_kl: its k3 estimate
     - chi2_token: mean of rho^2 - 1; chi2_seq: mean over responses of (prod_t rho_t)^2 - 1 (the
-      chi-square divergence of pi_old from mu)
+    chi-square divergence of pi_old from mu)
     - ppl, log_ppl, trainer_ppl, trainer_log_ppl: means over responses of e^l and l
     - log_ppl_diff, log_ppl_diff_max, log_ppl_diff_min: mean, largest and smallest l_pi - l_mu
     - log_ppl_abs_diff, log_ppl_abs_diff_max: mean and largest |l_pi - l_mu|
     - ppl_ratio: mean of e^(l_pi - l_mu) ("When speed kills stability", Liu and Li 2025)
+
+    Names begin with rollout/. Responses without a masked token are omitted. Logarithms are clamped
+    to +-20 before exp.
     """
     log_ratio = clamp_log_ratio(old - rollout)
     tokens = float(mask.sum())

@@ -63,7 +63,11 @@ class CausalOutput:
         return self._terms(temperature, entropy=True)
 
     def _terms(self, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies), each (n,); the entropies are 0 unless asked for."""
+        """Return log-probabilities and entropies of the targets, each (n,) float32.
+
+        The entropies are 0 if entropy is False. Under tensor parallelism all ranks of `group` call
+        it together.
+        """
         assert temperature > 0, temperature
         rows = self.hidden.shape[-1] if self.weight is None else len(self.weight)
         words = rows if self.vocab_size is None else self.vocab_size - self.first
@@ -96,7 +100,10 @@ class ScalarOutput:
     """(m, H) float32 -> (m, 1)."""
 
     def at(self, positions: Tensor) -> Tensor:
-        """(m,) float32: values at `MicroBatch.predicting`, scores at `MicroBatch.ends`."""
+        """Return the head's output at these positions, (m,) float32.
+
+        Values are at `MicroBatch.predicting`, scores at `MicroBatch.ends`.
+        """
         hidden = self.hidden.index_select(0, positions)
         return self.head(_promote_dtype(hidden)).squeeze(-1)
 
@@ -117,7 +124,10 @@ class _Task:
     """How many of the last blocks forward saves, so that backward need not recompute them."""
 
     def blocks(self, hidden: Tensor) -> list[slice]:
-        """The range of columns of each block, in order."""
+        """Return the range of the head's columns in each block, in order, without padding columns.
+
+        A block has about `elements` logits over all tokens, and at least one column.
+        """
         size = max(1, self.elements // max(1, len(hidden)))
         if hidden.is_cpu:  # a power of 2, so that few shapes occur: see `product`
             size = 1 << (size.bit_length() - 1)
@@ -134,7 +144,10 @@ class _Task:
         return _promote_dtype(product(hidden, weight[columns].T)).div_(self.temperature)
 
     def locate_targets(self, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Index of each target in a block (0 if it is not there), and whether it is; (n, 1)."""
+        """Return the index of each target in a block, and whether it is in the block; both (n, 1).
+
+        The index is 0 where the target is not in the block.
+        """
         index = targets[:, None] - (self.first + columns.start)
         here = (index >= 0) & (index < columns.stop - columns.start)
         return torch.where(here, index, 0), here
@@ -147,11 +160,12 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, targets: Tensor, task: _Task
     ) -> tuple[Tensor, Tensor]:
-        """(n,) log-probabilities of the targets, and entropies (zeros unless task.entropy).
+        """Return log-probabilities of the targets and entropies, each (n,).
 
-        Sums over the blocks are relative to the largest logit m so far: s = sum e^(z - m) and
-        d = sum e^(z - m) (z - m), so that log sum e^z = m + log s and H = log s - d / s. Saves the
-        logits of the last blocks for backward.
+        Entropies are zeros unless task.entropy. Logits are computed in blocks of columns. Sums over
+        them are relative to the largest logit m so far: s = sum e^(z - m) and d = sum e^(z - m) (z
+        - m), so that log sum e^z = m + log s and H = log s - d / s. Saves the logits of the last
+        blocks for backward. Under tensor parallelism all ranks of the group call it together.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         sums = hidden.new_zeros(3, len(hidden), dtype=wide)  # s, d and the target's logit
@@ -188,7 +202,12 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
-        """Gradients of the hidden states and of the weight. Targets and task have none."""
+        """Return the gradients of hidden states and weight; targets and task have none.
+
+        Blocks whose logits forward did not save are recomputed. Under tensor parallelism the
+        gradient of the hidden states is summed over the group. Rows of the weight that are padding
+        get 0.
+        """
         hidden, weight, targets, normaliser, entropy, *saved = ctx.saved_tensors
         task: _Task = ctx.task
         of_log_prob, of_entropy = (x if x is None else x / task.temperature for x in grads)
@@ -230,12 +249,12 @@ def _promote_dtype(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _rebase(sums: Tensor, most: Tensor, larger: Tensor) -> Tensor:
-    """Make s and d of sums (3, n) relative to `larger` instead of `most`, in place.
+def _rebase(sums: Tensor, old_max: Tensor, new_max: Tensor) -> Tensor:
+    """Make s and d of sums (3, n) relative to a new maximum logit, in place, and return it.
 
-    Returns `larger`.
+    d += (old_max - new_max) s, then both are multiplied by e^(old_max - new_max).
     """
-    gap = most - larger
+    gap = old_max - new_max
     sums[1] += gap * sums[0]
     sums[:2] *= gap.exp()
-    return larger
+    return new_max

@@ -88,7 +88,7 @@ Reduce = Callable[[Tensor], Tensor]
 def check_returned(where: str, returned: Any, names: Sequence[str], shape: torch.Size) -> Any:
     """Check that a user's function returned one tensor of this shape for each name; return them.
 
-    Raises ProtocolError otherwise. where: the function's decorator, for the error.
+    ProtocolError otherwise. where: the function's decorator, for the error.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
     shapes = []
@@ -112,10 +112,10 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the global mask; 0 outside it.
+    """Return (x - mean) / sqrt(var + 1e-8) over the mask of all ranks; 0 outside it.
 
     mean = sum x / n and the unbiased var = sum (x - mean)^2 / (n - 1) are taken in float64 over
-    every rank (two passes). A single masked entry whitens to 0.
+    every rank (two calls of reduce). A single masked entry whitens to 0.
     """
     values = zero_outside(x, mask).double()
     count, total = reduce(torch.stack([mask.sum().double(), values.sum()]))

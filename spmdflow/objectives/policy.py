@@ -40,7 +40,12 @@ class PreUpdateMetrics:
         self._largest: list[Tensor] = []
 
     def add(self, log_probs: Tensor, entropy: Tensor, micro: Micro) -> None:
-        """Add a micro-batch to the sums. log_probs and entropy: the trainer's, (b, R), detached."""
+        """Add a micro-batch to the sums over the policy's tokens, on the device.
+
+        log_probs and entropy: the trainer's, (b, R), detached. Adds the entropy, |rollout_log_probs
+        - log_probs| if there are rollout_log_probs, and the k1 estimate of the KL if with_reference
+        and there are ref_log_probs.
+        """
         mask = micro.response_mask
         columns = micro.columns
         sums = {"tokens": mask.sum(), "rows": mask.any(-1).sum()}
@@ -56,7 +61,10 @@ class PreUpdateMetrics:
             self._sums[name] = self._sums.get(name, 0.0) + total.double()
 
     def metrics(self) -> dict[str, Metric]:
-        """The rank's metrics; empty except on the last pipeline stage."""
+        """Return this rank's metrics (see the class). Waits for the device.
+
+        {} if nothing was added, as before the last pipeline stage.
+        """
         sums = {name: float(total) for name, total in self._sums.items()}
         tokens = sums.pop("tokens", 0.0)
         rows = sums.pop("rows", 0.0)
@@ -155,10 +163,10 @@ class PolicyLoss(Loss):
         mask: Tensor,
         covariant: Tensor | None = None,
     ) -> Surrogate:
-        """The policy loss of each token; all tensors (B, R).
+        """Return the policy loss of each token, its ratio and whether it is clipped; all (B, R).
 
-        covariant: the marked tokens, which only the losses in `MARKED` read. Raises ColumnError if
-        such a loss has none, and ProtocolError if a custom loss returns something else.
+        covariant: the marked tokens, which only the losses in `MARKED` read. ColumnError if such a
+        loss has none, ProtocolError if a custom loss does not return three tensors (B, R).
         """
         arguments = (log_probs, old_log_probs, advantages, mask, self.cfg)
         if self.cfg.surrogate not in MARKED:
@@ -173,13 +181,13 @@ class PolicyLoss(Loss):
         return Surrogate(*self._terms(*arguments, covariant.bool() & mask))
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Turn the ratio's second moment into its standard deviation."""
+        """Replace actor/ratio_square by actor/ratio_std = sqrt(E[r^2] - E[r]^2), in place."""
         square = metrics.pop("actor/ratio_square")
         metrics["actor/ratio_std"] = math.sqrt(max(square - metrics["actor/ratio_mean"] ** 2, 0.0))
         return metrics
 
     def _read(self, output: CausalOutput, micro: Micro) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropy of each response token, (b, R).
+        """Return log-probabilities and entropy of each response token, (b, R), at the temperature.
 
         The entropy is None if neither the loss nor `before` needs it, and detached if only `before`
         does.
@@ -197,7 +205,10 @@ class PolicyLoss(Loss):
         totals: Mapping[str, float],
         metrics: dict[str, Tensor],
     ) -> Tensor:
-        """Aggregated entropy, 0 if it is not in the loss; adds the token mean to metrics."""
+        """Return the aggregated entropy for the loss, and add its token mean to metrics in place.
+
+        0, and no metric, if entropy_coef is 0.
+        """
         if entropy is None or self.cfg.entropy_coef == 0:
             return torch.zeros((), device=micro.response_mask.device)
         mask = micro.response_mask
@@ -211,7 +222,11 @@ class PolicyLoss(Loss):
         totals: Mapping[str, float],
         metrics: dict[str, Tensor],
     ) -> Tensor:
-        """Aggregated KL to the reference, 0 if it is not in the loss; adds it to metrics."""
+        """Return the aggregated KL to the reference, and add it to metrics as actor/kl_loss.
+
+        0, and no metric, if kl_coef is 0. ColumnError if it is not 0 and there are no
+        ref_log_probs.
+        """
         mask = micro.response_mask
         columns = micro.columns
         if self.cfg.kl_coef == 0:
@@ -231,10 +246,11 @@ class PolicyLoss(Loss):
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), each (B, R): 1/2 max((V - R)^2, (V_clip - R)^2).
+    """Return (loss, clipped), each (B, R): 1/2 max((V - R)^2, (V_clip - R)^2).
 
     V_clip = V_old + clip(V - V_old, -range, range) limits how far one update moves a value (the
-    value clipping of PPO's reference code; Huang et al. 2022, detail 9). clip_range None: no clip.
+    value clipping of PPO's reference code; Huang et al. 2022, detail 9). clipped: the clipped error
+    is the larger one. clip_range None: 1/2 (V - R)^2, never clipped.
     """
     error = (values - returns).square()
     if clip_range is None:
@@ -282,7 +298,10 @@ class ValueLoss(Loss):
         return loss, metrics
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Turn the moments of returns and errors into the explained variance."""
+        """Replace the moments of returns and errors by critic/explained_variance, in place.
+
+        1 - Var(R - V_old) / Var(R); 0 if Var(R) is at most 1e-12.
+        """
         error = metrics.pop("critic/error_square") - metrics.pop("critic/error_mean") ** 2
         spread = metrics.pop("critic/return_square") - metrics["critic/return_mean"] ** 2
         metrics["critic/explained_variance"] = 1 - error / spread if spread > 1e-12 else 0.0

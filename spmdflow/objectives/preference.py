@@ -100,9 +100,10 @@ def kto(
     kl: Tensor,
     cfg: PreferenceLossConfig,
 ) -> Tensor:
-    """w (1 - sigmoid(+-(h - beta KL))): + for desirable answers, - for others; (n,) -> (n,).
+    """Return w (1 - sigmoid(+-(h - beta KL))): + for desirable answers, - for others; (n,).
 
-    KTO (Ethayarajh et al. 2024, section 4.1). desirable: (n,) bool; kl: scalar estimate of KL(pi ||
+    h = beta (log_probs - ref_log_probs), w = cfg.desirable_weight or undesirable_weight. KTO
+    (Ethayarajh et al. 2024, section 4.1). desirable: (n,) bool; kl: scalar estimate of KL(pi ||
     pi_ref) in nats, which passes no gradient and counts as 0 if it is negative.
     """
     gain = cfg.beta * (log_probs - ref_log_probs - kl.detach().clamp(min=0))
@@ -171,10 +172,10 @@ class PairLoss(Loss):
 def score_slopes(
     chosen: Tensor, rejected: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = bradley_terry
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of pairs and their derivatives (2n,) with respect to the scores.
+    """Return the losses (n,) of pairs and their derivatives (2n,) by the scores, both detached.
 
-    Derivatives are in the order chosen, then rejected. loss: (n,), (n,) -> (n,), each pair
-    independently. The results are detached.
+    The derivatives are those of all chosen, then of all rejected scores. loss: (n,), (n,) -> (n,),
+    each pair independently.
     """
     scores = torch.cat([chosen, rejected]).detach().requires_grad_()
     with torch.enable_grad():
@@ -186,10 +187,11 @@ def score_slopes(
 def pair_losses(
     log_probs: Tensor, ref_log_probs: Tensor, tokens: Tensor, cfg: PreferenceLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of pairs and their derivatives (n, 2) with respect to log_probs.
+    """Return the losses (n,) of pairs and their derivatives (n, 2) by log_probs.
 
-    All arguments are (n, 2) with columns chosen, rejected. tokens: the number of learnt tokens of
-    each answer, by which per_token divides.
+    All tensors are (n, 2) with columns chosen, rejected. The loss is the one that cfg.name selects.
+    With cfg.per_token, log-probabilities are first divided by tokens, the number of learnt tokens
+    of each answer (at least 1). Empty results for n = 0. ConfigError for an unknown name.
     """
     if not len(log_probs):
         return log_probs.sum(-1), log_probs
@@ -220,7 +222,10 @@ class LabelLoss(Loss):
         self._cfg = cfg
 
     def denominators(self, batch: TensorDict) -> dict[str, float]:
-        """Local "rows", how many of them are "desirable", and the sum of "kl" in nats."""
+        """Return this rank's numbers of "rows", "desirable" and "undesirable" rows, and "kl".
+
+        kl is the sum of kl_log_ratios in nats. The engine sums all of them over the ranks.
+        """
         desirable = float(batch["desirable"].sum())
         rows = float(batch.batch_size[0])
         return {

@@ -69,11 +69,11 @@ def gspo(
     mask: Tensor,
     cfg: PolicyLossConfig,
 ) -> Surrogate:
-    """PPO's loss with the sequence ratio s = exp(mean_t log r_t) at every token of a row.
+    """PPO's clipped loss with the sequence ratio s = exp(mean_t log r_t) at every token of a row.
 
     GSPO-token (Zheng et al. 2025, eq. 13-14): s_t = sg[s] pi(y_t) / sg[pi(y_t)] has the value s,
-    and its gradient goes only to token t, so that advantages may differ between tokens. With
-    equal advantages it is GSPO (eq. 5), whose loss is the mean over sequences: loss.aggregation is
+    and its gradient goes only to token t, so that advantages may differ between tokens. With equal
+    advantages it is GSPO (eq. 5), whose loss is the mean over sequences: loss.aggregation is
     sequence-mean-token-mean unless it is set. Its clip ratios are small, about 3e-4.
     """
     log_ratio = zero_outside(log_probs - old_log_probs, mask)
@@ -123,9 +123,9 @@ def sapo(
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate on the ratio instead of a clip.
 
     SAPO (Gao et al. 2025, arXiv 2511.20347): tau is the first of loss.sapo_temperatures where A >
-    0, and the second, larger one elsewhere, so that tokens that lose probability fade sooner. As in
-    the paper, token losses are averaged over each sequence, then over sequences: loss.aggregation
-    is sequence-mean-token-mean unless it is set.
+    0, and the second, larger one elsewhere, so that tokens that lose probability fade sooner.
+    Nothing counts as clipped. As in the paper, token losses are averaged over each sequence, then
+    over sequences: loss.aggregation is sequence-mean-token-mean unless it is set.
     """
     ratio = torch.exp(clamp_log_ratio(log_probs - old_log_probs))
     gains, losses = ratio.new_tensor(cfg.sapo_temperatures)
@@ -170,9 +170,9 @@ def dppo_tv(
 ) -> Surrogate:
     """-sg[min(r, c)] A log pi at tokens whose probability may still move, 0 at the others.
 
-    DPPO with binary total variation (Qi et al. 2026, arXiv 2602.04879): a token is dropped where
-    pi - pi_old > clip_ratio_high and A > 0, or pi - pi_old < -clip_ratio and A <= 0. The bounds are
-    of a probability, not of a ratio. c is dual_clip, or 20.
+    DPPO with binary total variation (Qi et al. 2026, arXiv 2602.04879). With d = pi - pi_old, a
+    token is dropped where d > clip_ratio_high and A > 0, or d < -clip_ratio and A <= 0. The bounds
+    are of a probability, not of a ratio. c is dual_clip, or 20. sg: no gradient flows through it.
     """
     moved = torch.exp(log_probs) - torch.exp(old_log_probs)
     low, high = _clip_range(cfg)
@@ -188,11 +188,12 @@ def dppo_kl(
     mask: Tensor,
     cfg: PolicyLossConfig,
 ) -> Surrogate:
-    """`dppo_tv` with the KL of the binary distribution "this token or another one" (ibid.).
+    """-sg[min(r, c)] A log pi at tokens whose distribution may still move, 0 at the others.
 
-    D = KL(pi_old || pi) = p log(p / q) + (1 - p) log((1 - p + e) / (1 - q + e)), p = pi_old,
-    q = pi, e = 1e-8. A token is dropped where D > clip_ratio_high, q > p and A > 0, or
-    D > clip_ratio, q < p and A <= 0.
+    Like `dppo_tv`, but with the KL of the binary distribution "this token or another one" (Qi et
+    al. 2026): D = KL(pi_old || pi) = p log(p / q) + (1 - p) log((1 - p + e) / (1 - q + e)), p =
+    pi_old, q = pi, e = 1e-8. A token is dropped where D > clip_ratio_high, q > p and A > 0, or D >
+    clip_ratio, q < p and A <= 0.
     """
     q = torch.exp(log_probs)
     p = torch.exp(old_log_probs)
@@ -208,6 +209,10 @@ def dppo_kl(
 def _mask_far_tokens(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, far: Tensor, cfg: PolicyLossConfig
 ) -> Surrogate:
+    """Return the loss -sg[min(r, c)] A log pi, 0 where `far`, with the ratio r and far as clipped.
+
+    c is cfg.dual_clip, or 20. sg: no gradient flows through it.
+    """
     ratio = torch.exp(clamp_log_ratio(log_probs - old_log_probs))
     weight = ratio.detach().clamp(max=cfg.dual_clip or 20.0).masked_fill(far, 0.0)
     return Surrogate(-weight * advantages * log_probs, ratio, far)
@@ -224,7 +229,7 @@ def dro(
     """-(A log pi - beta / 2 (log pi - log pi_old)^2), beta = loss.dro_beta; nothing is clipped.
 
     Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107, section 3.3), per token,
-    with the policy before the update as its reference.
+    with the policy before the update as its reference. ConfigError if loss.dro_beta is not set.
     """
     if cfg.dro_beta is None:
         got = "none with loss.surrogate=dro"
@@ -248,10 +253,11 @@ def kl_cov(
     cfg: PolicyLossConfig,
     marked: Tensor,
 ) -> Surrogate:
-    """-r A, at marked tokens + covariance_kl_coef |log r| (KL-Cov, Cui et al. 2025, section 4).
+    """-r A, plus covariance_kl_coef |log r| at marked tokens (KL-Cov, Cui et al. 2025, section 4).
 
     Marked tokens have the largest covariance of log-probability and advantage, so they reduce the
-    entropy most: "The entropy mechanism of RL for reasoning LMs", arXiv 2505.22617.
+    entropy most: "The entropy mechanism of RL for reasoning LMs", arXiv 2505.22617. Nothing is
+    clipped.
     """
     gap = clamp_log_ratio(log_probs - old_log_probs)
     ratio = torch.exp(gap)
@@ -268,16 +274,21 @@ def clip_cov(
     cfg: PolicyLossConfig,
     marked: Tensor,
 ) -> Surrogate:
-    """PPO's loss, with 0 and no gradient at marked tokens (Clip-Cov, ibid.).
+    """PPO's loss, with 0 and no gradient at marked tokens (Clip-Cov, Cui et al. 2025).
 
     Marked tokens are drawn at random among those whose covariance lies in loss.covariance_bounds.
+    They count as clipped.
     """
     loss, ratio, clipped = ppo(log_probs, old_log_probs, advantages, mask, cfg)
     return Surrogate(loss * ~marked, ratio, clipped | marked)
 
 
 def _clip_ratio(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) -> Surrogate:
-    """PPO's clipped loss of each token for these ratios, with the dual clip if it is set."""
+    """Return PPO's loss of each token, max(-r A, -clip(r) A), the ratios, and which are clipped.
+
+    With cfg.dual_clip c the loss of a negative advantage is at most -c A; beyond that a token
+    counts as clipped too.
+    """
     free = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(*_clip_range(cfg))
     loss = torch.maximum(free, clipped_loss)

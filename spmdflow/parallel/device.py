@@ -17,9 +17,9 @@ _ALIGNED = 16
 
 
 def own_device() -> torch.device:
-    """The current accelerator of this process, with its index; the CPU if it has none.
+    """Return the current accelerator of this process, with its index; the CPU if it has none.
 
-    MPS is not used, because it has no float64, in which metrics are summed.
+    The CPU also replaces MPS, which has no float64, in which metrics are summed.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "mps":
@@ -33,7 +33,10 @@ def backend_of(device: torch.device) -> str:
 
 
 def to_device(column: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device, from pinned memory, so that the host does not wait."""
+    """Copy a host tensor to the device, from pinned memory, so that the host does not wait.
+
+    A tensor for the CPU is returned as it is. An empty tensor is not pinned.
+    """
     if device == CPU:
         return column
     if not column.numel():  # nothing to copy
@@ -42,7 +45,11 @@ def to_device(column: Tensor, device: torch.device) -> Tensor:
 
 
 def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy host tensors to the device in a single transfer."""
+    """Copy host tensors to the device in a single transfer, without waiting for it.
+
+    The results are views of one buffer, with the tensors' dtypes and shapes. For the CPU the same
+    tensors are returned.
+    """
     if device == CPU:
         return list(columns)
     sizes = []
@@ -51,7 +58,10 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
     joined = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
 
     def parts(packed: Tensor) -> list[Tensor]:
-        """Views of the packed bytes, one per column; `.data` for separate version counters."""
+        """Return a view of the packed bytes for each column, with the column's dtype and shape.
+
+        `.data` gives each view its own version counter.
+        """
         pairs = zip(packed.split(sizes), columns, strict=True)
         result = []
         for each, x in pairs:
@@ -64,7 +74,7 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 
 def to_host(column: Tensor) -> Tensor:
-    """A copy in pinned host memory, valid after the host has waited for the device.
+    """Return a copy in pinned host memory, valid after the host has waited for the device.
 
     A CPU tensor is returned as it is.
     """

@@ -69,9 +69,10 @@ class GroupTable:
         self._groups: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
     def make(self, specs: Iterable[GroupSpec]) -> None:
-        """Create the groups that do not exist yet (collective over the default world).
+        """Create the process groups that do not exist yet.
 
-        Groups of one rank are skipped: `get` creates them at first use.
+        All ranks of the default world call it together with the same specs in the same order,
+        members or not. Groups of one rank are skipped: `get` creates them at first use.
         """
         for spec in specs:
             if spec in self._groups or len(spec.ranks) == 1:
@@ -80,7 +81,10 @@ class GroupTable:
             self._groups[spec] = group if self._rank in spec.ranks else None
 
     def destroy(self) -> None:
-        """Destroy all groups. No operation may be running in them."""
+        """Destroy all groups and forget them. No operation may be running in them.
+
+        Also clears torch's caches of meshes that refer to the groups.
+        """
         for group in self._groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
@@ -94,11 +98,12 @@ class GroupTable:
     def get(
         self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
     ) -> dist.ProcessGroup:
-        """The group over ranks; ProtocolError if it does not exist or this rank is not in it.
+        """Return the group over ranks.
 
         backend None: the group that was created first, with the device's backend; ranks in the
         worker's host_groups also have a gloo group. A group of only this rank is created here if it
-        does not exist, without other ranks.
+        does not exist, without other ranks. ProtocolError if another group does not exist, or if
+        this rank is not in it.
         """
         ranks = tuple(ranks)
         if ranks == (self._rank,):
@@ -119,7 +124,11 @@ class GroupTable:
     def get_or_none(
         self, ranks: Iterable[int], lane: str = "compute", backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Like `get`, but None if there is no such group or this rank is not in it."""
+        """Return the first group that was created over these ranks in this lane.
+
+        backend None: with any backend. None if there is no such group or this rank is not in it.
+        Never creates a group.
+        """
         key = tuple(ranks), lane
         for spec, group in self._groups.items():
             if (spec.ranks, spec.lane) == key and backend in (None, spec.backend):
@@ -127,7 +136,7 @@ class GroupTable:
         return None
 
     def _single_rank_group(self, lane: str, backend: str) -> dist.ProcessGroup:
-        """The group of only this rank, which is created at first use."""
+        """Return the group of only this rank, and create it at first use, without other ranks."""
         spec = GroupSpec((self._rank,), lane, backend)
         group = self._groups.get(spec)
         if group is None:
@@ -140,10 +149,11 @@ class GroupTable:
         return group
 
     def reducer(self, ranks: Iterable[int]) -> Callable[[Tensor], Tensor]:
-        """Function that sums a tensor over the compute-lane group of ranks, in float64.
+        """Return a function that sums a tensor over the gloo compute group of ranks, in float64.
 
-        Every rank of the group must call the function equally often. Each gets the same bits, and
-        the argument is not changed. A single rank needs no group: its sum is its own tensor.
+        Every rank of the group must call the function equally often. Each gets the same bits, on
+        its tensor's device, and the argument is not changed. A single rank needs no group: its sum
+        is its own tensor. ProtocolError if the group does not exist.
         """
         ranks = tuple(ranks)
         if len(ranks) == 1:
@@ -165,7 +175,11 @@ class _Payload(NamedTuple):
 
 
 def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The values that the ranks of the group pass, in order: plain data, no pickle. Collective."""
+    """Return the values that the ranks of the group pass, in the group's order.
+
+    Values are plain data, encoded without pickle, and may differ in size. All ranks of the group
+    call it together.
+    """
     if dist.get_backend(group) == "gloo":
         device = torch.device("cpu")
     else:
@@ -184,9 +198,10 @@ def all_gather_plain(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def broadcast_plain(mine: Any, group: dist.ProcessGroup) -> Any:
-    """The value that the group's first rank passes: plain data of any size. Collective (gloo).
+    """Return the value that the group's first rank passes, on every rank of the group.
 
-    The other ranks pass None. The data is sent in pieces.
+    It is plain data of any size, sent in pieces of 32 MiB. The other ranks pass None. All ranks of
+    the group, which must be a gloo group, call it together.
     """
     first = dist.get_global_rank(group, 0)
     is_first = group.rank() == 0
@@ -208,7 +223,7 @@ def broadcast_plain(mine: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _forget_meshes() -> None:
-    """Drop the meshes in torch's caches of DTensor operations, and with them their groups.
+    """Clear torch's caches of DTensor operations, which refer to meshes and so to their groups.
 
     There is no public call for it. The caches compare by value, so an equal mesh of a later launch
     would get the cached one, whose groups are destroyed.

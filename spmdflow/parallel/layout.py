@@ -108,13 +108,17 @@ class Layout:
         return self.size // (self.gen_pp_size * self.gen_tp_size)
 
     def generation_replica(self, rank: int) -> int:
-        """Index of a global rank's generation replica in the pool: dp * d_g + micro_dp."""
+        """Return the index of a global rank's generation replica in the pool.
+
+        dp * d_g + micro_dp if replicas nest, otherwise the rank's position in the pool divided by
+        the size of a generation replica. ConfigError for a rank outside the pool.
+        """
         if not self.nests:
             return self.group_rank(rank) // (self.gen_pp_size * self.gen_tp_size)
         return self.coordinate(rank).dp * self.num_generation_replicas + self.micro_dp(rank)
 
     def group_rank(self, rank: int) -> int:
-        """Position of a global rank in the pool; ConfigError if it is not in it."""
+        """Return the position of a global rank in the pool; ConfigError if it is not there."""
         position = self._positions.get(rank)
         if position is None:
             expected = f"one of {_format_ranks(self.ranks)}"
@@ -123,13 +127,22 @@ class Layout:
         return position
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Training coordinate of a global rank."""
+        """Return the training coordinate of a global rank: tp fastest, then pp, then dp.
+
+        ConfigError for a rank outside the pool.
+        """
         above, tp = divmod(self.group_rank(rank), self.tp_size)
         dp, pp = divmod(above, self.pp_size)
         return Coordinate(pp, dp, tp)
 
     def generation_coordinate(self, rank: int) -> GenerationCoordinate:
-        """Generation coordinate of a global rank (the formulas of the package's docstring)."""
+        """Return the generation coordinate of a global rank.
+
+        If replicas nest, with t, p the training and t_g, p_g the generation sizes: tp_g = tp // (t
+        / t_g), pp_g = pp // (p / p_g), micro_dp = (pp % (p / p_g)) * (t / t_g) + tp % (t / t_g).
+        Otherwise the pool is divided with tp fastest, then pp, and micro_dp is the index of the
+        replica in the pool.
+        """
         if not self.nests:
             replica, inside = divmod(self.group_rank(rank), self.gen_pp_size * self.gen_tp_size)
             return GenerationCoordinate(
@@ -146,13 +159,13 @@ class Layout:
         return self.generation_coordinate(rank).micro_dp
 
     def axis_groups(self, axis: str) -> list[tuple[int, ...]]:
-        """The groups of an axis: they partition the ranks, each ascending.
+        """Return the groups of an axis as tuples of global ranks, each ascending.
 
-        Axes: tp, pp, dp; replica (tp and pp together); shard and replicate (inside dp);
-        gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a replica; the complete
-        pool if generation does not nest). Only `embedding` omits ranks: it has the first and last
-        stage. Groups are ordered by the other axes, dp slowest, gen_replica's by
-        dp * d_g + micro_dp.
+        They partition the ranks. Axes: tp, pp, dp; replica (tp and pp together); shard and
+        replicate (inside dp); gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a
+        replica; the complete pool if generation does not nest). Only `embedding` omits ranks: its
+        groups are the first and last rank of each pp group. Groups are ordered by the other axes,
+        dp slowest, gen_replica's by dp * d_g + micro_dp. ConfigError for any other axis.
         """
         if axis == "embedding":
             result = []
@@ -182,7 +195,10 @@ class Layout:
 
     @cached_property
     def _grid(self) -> np.ndarray:
-        """(replicate, shard, gen_pp, micro pp, gen_tp, micro tp) int64: global ranks."""
+        """(replicate, shard, gen_pp, micro pp, gen_tp, micro tp) int64: global ranks.
+
+        If generation does not nest, gen_pp and gen_tp have the training sizes.
+        """
         pp_size = self.pp_size
         tp_size = self.tp_size
         gen_pp, gen_tp = (self.gen_pp_size, self.gen_tp_size) if self.nests else (pp_size, tp_size)
@@ -218,7 +234,7 @@ class Layout:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number, ascending."""
+    """Return the divisors of a positive number, ascending."""
     result = []
     for small in range(1, number + 1):
         if number % small == 0:
@@ -227,7 +243,11 @@ def divisors(number: int) -> list[int]:
 
 
 def _check_sizes(layout: Layout) -> None:
-    """Raise ConfigError if the ranks or sizes of a layout are invalid."""
+    """Raise ConfigError if the ranks or sizes of a layout are invalid.
+
+    Ranks must ascend, be distinct and not negative; all sizes at least 1; pp * dp * tp the number
+    of ranks; shard_size a divisor of dp_size; gen_tp * gen_pp a divisor of the number of ranks.
+    """
     ranks = layout.ranks
     pp_size = layout.pp_size
     dp_size = layout.dp_size
@@ -257,7 +277,7 @@ def _check_sizes(layout: Layout) -> None:
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as text, shortened in the middle if there are many."""
+    """Return the ranks as text. More than 8 become "(0, 1, 2, ... 15; 16 ranks)"."""
     if len(ranks) <= 8:
         return str(tuple(ranks))
     head = ranks[:3]

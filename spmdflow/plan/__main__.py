@@ -63,7 +63,11 @@ _HERE = "command line"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Plan the script of this command line, and print the plan. Returns the exit code."""
+    """Plan the script of this command line and print the plan. Return the exit code.
+
+    0: no problems, 1: problems. ConfigError, DataError and PlanError are printed to stderr and give
+    2.
+    """
     try:
         return _plan(_parser().parse_intermixed_args(words))
     except (ConfigError, DataError, PlanError) as err:
@@ -72,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The options of the command line."""
+    """Return the parser of the command line. Its help is the docstring of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdflow.plan",
         description=__doc__,
@@ -93,7 +97,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Plan, print the plan, write the picture if wanted, and return the exit code."""
+    """Plan, print the plan, write the picture if wanted, and return 0, or 1 if there are problems.
+
+    Resolves `auto` in this order: device defaults, placement, memory. --replay takes the settings
+    from RUN_DIR/config.yaml unless a configuration is given. Warnings go to stderr. Raises
+    ConfigError for words without a script, --world below 1 or a picture that cannot be written.
+    """
     script, config, overrides = sort_words(options.words)
     if script is None:
         raise ConfigError.of(_HERE, "no SCRIPT", "one such as ppo", "--help shows the usage")
@@ -186,7 +195,7 @@ def _write_picture(report: PlanReport, path: Path) -> None:
 
 
 def _check_folder(picture: Path | None) -> None:
-    """Raise ConfigError, before any work, if a picture cannot be written there."""
+    """Raise ConfigError if the folder of a picture is missing or not writable. None: no picture."""
     if picture is not None and not (picture.parent.is_dir() and os.access(picture.parent, os.W_OK)):
         expected = "a file in a writable folder"
         do = f"create {picture.parent} or choose another folder"
@@ -194,7 +203,11 @@ def _check_folder(picture: Path | None) -> None:
 
 
 def _example(text: str) -> tuple[str, Any]:
-    """ "scores=0,1" -> ("scores", [0, 1])."""
+    """Parse an example of --assume: "scores=0,1" -> ("scores", [0.0, 1.0]).
+
+    Numbers with commas between them become a list; anything else is read as YAML. Raises
+    ConfigError without "=" or a name, or if the value is not YAML.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ConfigError.of(_HERE, f"--assume {text}", "NAME=VALUE", "write --assume scores=0,1")

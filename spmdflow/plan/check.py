@@ -35,7 +35,7 @@ _MOST_CELLS = 1 << 28
 
 
 def check_group_members(trace: Trace) -> list[Problem]:
-    """Problems with groups, which would make a rank wait for ever.
+    """Return at most five problems with groups that would make a rank wait for ever.
 
     Every rank of a model must run the model's calls. All ranks of the world must create the same
     process groups in the same order. A group that a model needs, or that a map function reduces
@@ -48,7 +48,11 @@ def check_group_members(trace: Trace) -> list[Problem]:
 
 
 def _member_errors(trace: Trace) -> Iterator[str]:
-    """Yields a message for each error of membership, in the order of the calls."""
+    """Yield a message for each error of membership, in the order of the calls.
+
+    The errors are: ranks that create different groups, a rank with a missing or surplus command,
+    and the use of a group of several ranks that no earlier call created (once for each group).
+    """
     created: set[tuple[tuple[int, ...], str]] = set()
     for call in trace.calls:
         if call.operation == "groups":
@@ -68,7 +72,12 @@ def _member_errors(trace: Trace) -> Iterator[str]:
 
 
 def _rank_errors(trace: Trace, call: Call) -> Iterator[str]:
-    """Yields a message for the first rank that lacks its command, or else has one too many."""
+    """Yield at most one message about the ranks that run a call.
+
+    It names the lowest rank that should take part and has no command. If there is none, it names
+    the lowest rank that has a command and should not take part. A call that any ranks may run has
+    no error.
+    """
     members = _members(trace, call)
     if not members:
         return
@@ -88,7 +97,11 @@ def _rank_errors(trace: Trace, call: Call) -> Iterator[str]:
 
 
 def _differing_groups(call: Call) -> Iterator[str]:
-    """Yields a message if some rank creates other groups than the first one."""
+    """Yield at most one message: for a rank that creates other groups than the call's lowest rank.
+
+    Another order of the same groups counts, too.
+    call: creates process groups.
+    """
     first = call.ranks[0]
     specs = call.commands[first]["specs"]
     for rank, command in call.commands.items():
@@ -102,7 +115,12 @@ def _differing_groups(call: Call) -> Iterator[str]:
 
 
 def _members(trace: Trace, call: Call) -> tuple[int, ...]:
-    """Ranks that must take part; empty if any ranks may."""
+    """Return the ranks that must take part in a call, ascending; () if any ranks may.
+
+    The creation of groups needs the whole world, a map function the ranks in its command, and a
+    call or spawn all ranks of the model. send_weights and receive_weights need the ranks of both
+    linked models.
+    """
     if call.operation == "groups":
         return trace.world
     if call.operation == "map":
@@ -126,7 +144,11 @@ def _members(trace: Trace, call: Call) -> tuple[int, ...]:
 
 
 def _groups_entered(trace: Trace, call: Call) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(method of the worker that should list it, ranks, backend; "": any) of each group."""
+    """Yield (worker method that should list it, ranks, backend) for each group that a call uses.
+
+    A spawn uses the groups of needed_groups (backend "": any) and of host_groups (gloo) of its
+    model. A map function uses the gloo group of its ranks. Other calls yield nothing.
+    """
     if call.operation == "spawn":
         model = trace.models[call.command["name"]]
         for ranks in model.worker_class.needed_groups(model.cfg, model.layout):
@@ -138,11 +160,11 @@ def _groups_entered(trace: Trace, call: Call) -> Iterator[tuple[str, tuple[int, 
 
 
 def check_weight_copies(copies: Copies, *, label: str) -> list[Problem]:
-    """Problems with the boxes that ranks copy to one another.
+    """Return at most five problems with the boxes that ranks copy to one another.
 
     What a rank needs of each tensor must be exactly what it has and keeps, plus what it receives
-    once. A source must have what it sends, and nothing is sent that is already there or not
-    needed. label: how messages name these copies, such as "actor to generator".
+    once. A source must have what it sends, and nothing is sent that is already there or not needed.
+    label: how messages name these copies, such as "actor to generator".
     """
     problems = []
     for text in islice(_copy_errors(copies), _SHOWN):
@@ -151,7 +173,7 @@ def check_weight_copies(copies: Copies, *, label: str) -> list[Problem]:
 
 
 def _copy_errors(copies: Copies) -> Iterator[str]:
-    """Yields a message for each wrong box.
+    """Yield a message for each wrong box of every tensor that is needed, sent or retained.
 
     Tensors with equal boxes on all ranks and the same moves are checked once.
     """
@@ -188,7 +210,10 @@ Tables = list[tuple[Mapping[str, Sequence[Box]], list[int]]]
 
 
 def _group_tables(side: BoxesByRank) -> Tables:
-    """The ranks that share one table, by table."""
+    """Return (table, ranks that share it, ascending) for each distinct table, by its lowest rank.
+
+    Two equal tables count as distinct if they are different objects.
+    """
     tables: dict[int, tuple[Mapping[str, Sequence[Box]], list[int]]] = {}
     for rank in sorted(side):
         tables.setdefault(id(side[rank]), (side[rank], []))[1].append(rank)
@@ -196,7 +221,7 @@ def _group_tables(side: BoxesByRank) -> Tables:
 
 
 def _boxes_by_rank(side: Tables, name: str) -> dict[int, Boxes]:
-    """The boxes of one tensor on each rank."""
+    """Return the boxes of tensor `name` on each rank; () on a rank whose table does not have it."""
     boxes = {}
     for table, ranks in side:
         for rank in ranks:
@@ -224,14 +249,20 @@ class _Grid:
         return np.zeros(self.shape, dtype=np.int16)
 
     def index(self, box: Box, ranks: Iterable[int]) -> tuple[slice | list[int], ...]:
-        """Index of a box on some ranks, into an array as `zeros` returns it."""
+        """Return the index of a box on some ranks, for an array as `zeros` returns it.
+
+        It has a slice of whole cells for each dimension, and a list of positions on the rank axis.
+        """
         cells = []
         for index_of_cut, (start, stop) in zip(self._index_of_cut, box.bounds, strict=True):
             cells.append(slice(index_of_cut[start], index_of_cut[stop]))
         return (*cells, [self._index_of_rank[rank] for rank in ranks])
 
     def count(self, boxes: Mapping[int, Sequence[Box]]) -> np.ndarray:
-        """How often the boxes of each rank cover each cell."""
+        """Return (cells of each dimension, ranks): how often each rank's boxes cover each cell.
+
+        A box that a rank lists twice counts twice.
+        """
         counts = self.zeros()
         ranks_of = dict[Box, list[int]]()
         for rank, own in boxes.items():
@@ -252,8 +283,11 @@ def _tensor_errors(
     rounds: Sequence[tuple[bool, Moves]],
     retained: Mapping[int, Boxes],
 ) -> Iterator[str]:
-    """Yields a message for each wrong box of one tensor.
+    """Yield a message for each wrong box of one tensor.
 
+    A source must have what it sends. A rank must receive, exactly once, what it needs and does not
+    have, and must retain exactly what it needs and has. A tensor with more than 2^28 cells times
+    ranks gets one message and is not checked.
     rounds: (whether relayed, moves) of each bucket. A relayed round sends on what arrived in the
     rounds before it.
     """
@@ -305,7 +339,7 @@ def _tensor_errors(
 
 
 def _arriving(rank: int, rounds: Sequence[tuple[bool, Moves]]) -> list[tuple[int, Box]]:
-    """(source, box) of everything that is sent to a rank."""
+    """Return (source, box) of each move to a rank, in the order of the rounds."""
     arriving = []
     for _, moves in rounds:
         for move in moves:
@@ -322,8 +356,12 @@ def _cover_text(
     arriving: Sequence[tuple[int, Box]],
     have: Mapping[int, Boxes],
 ) -> str:
-    """The message for a wrong box of one tensor on one rank. It names the edge, or every
-    candidate."""
+    """Return the message for a wrong box of one tensor on one rank.
+
+    what: the error of `find_cover_error`. A missing box is reported with every rank that could send
+    it ("?" if there is none), a box that should not have been sent with the last edge that sends
+    it.
+    """
     where = f"{box.bounds} of {name}"
     if what == MISSING:
         sources = " or ".join(map(str, _possible_sources(box, rank, have))) or "?"
@@ -343,7 +381,10 @@ def _cover_text(
 
 
 def _possible_sources(box: Box, rank: int, have: Mapping[int, Boxes]) -> list[int]:
-    """Other ranks that have all of a box; if there are none, those that have a part of it."""
+    """Return the other ranks that have all of a box, ascending.
+
+    If there are none, those that have a part of it; there may be none of these either.
+    """
     with_all = []
     with_part = []
     for peer in sorted(have):
@@ -357,11 +398,11 @@ def _possible_sources(box: Box, rank: int, have: Mapping[int, Boxes]) -> list[in
 
 
 def check_weight_shards(shards: Shards, *, label: str) -> list[Problem]:
-    """Problems with the rows of training weights that the members of a group exchange (blocks,
-    flat).
+    """Return at most five problems with the training weights that a group's members exchange.
 
-    Every rank must be in one group. The rows of a group must be exactly what each of its ranks
-    needs. label: how messages name this exchange.
+    This is the sync in modes blocks and flat. Every rank must be in exactly one group. The boxes of
+    all members of a group together must be exactly what each member needs.
+    label: how messages name this exchange.
     """
     problems = []
     for text in islice(_shard_errors(shards), _SHOWN):
@@ -370,7 +411,11 @@ def check_weight_shards(shards: Shards, *, label: str) -> list[Problem]:
 
 
 def _shard_errors(shards: Shards) -> Iterator[str]:
-    """Yields a message for each wrong box. Groups with the same tables are checked once."""
+    """Yield a message for each box that a rank does not get, or gets without needing it.
+
+    If the groups do not contain every rank exactly once, this is the only message. Groups with the
+    same tables are checked once.
+    """
     members = sorted(rank for group in shards.groups for rank in group)
     if members != sorted(shards.need):
         yield f"got groups of ranks {members}, expected {sorted(shards.need)}, each once"
@@ -393,7 +438,10 @@ def _shard_errors(shards: Shards) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def _box_differences(needed: Boxes, gathered: Boxes) -> list[tuple[str, Box]]:
-    """The first box that is missing and the first that is not needed, each with its words."""
+    """Return (words for the message, box) of the first missing and the first surplus part.
+
+    The result is empty if `needed` and `gathered` cover the same elements.
+    """
     differences = []
     for box in subtract_all(needed, gathered)[:1]:
         differences.append(("no", box))
@@ -403,7 +451,10 @@ def _box_differences(needed: Boxes, gathered: Boxes) -> list[tuple[str, Box]]:
 
 
 def shorten_numbers(numbers: Iterable[int]) -> str:
-    """Numbers in brackets; of more than eight the first four and the last."""
+    """Format numbers as "[0, 1, 2]"; more than eight as "[0, 1, 2, 3, ... 15; 16]".
+
+    The last number in the short form is how many there are.
+    """
     values = [int(number) for number in numbers]
     if len(values) <= 8:
         return str(values)

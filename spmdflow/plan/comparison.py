@@ -99,7 +99,8 @@ class Comparison:
 def compare_run(cfg: Any) -> None:
     """Write prediction.json and prediction.txt of a run that has just ended, and log their path.
 
-    It never fails a run: its own errors are logged. Any: the script's settings.
+    Also logs a warning if the row bytes of an edge differ from the plan. Never fails a run: its own
+    errors are only logged. Any: the script's settings.
     """
     try:
         run_dir = path_of(cfg.run)
@@ -117,7 +118,12 @@ def compare_run(cfg: Any) -> None:
 def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Comparison:
     """Predict a run from its record, and compare that with what the run measured.
 
-    Raises DataError if metrics.jsonl has no step. Any: the script's settings.
+    The predicted step is the last one without an evaluation, or the last one if all have one.
+    Without a readable record, only measured seconds are returned, with a note. Without known
+    hardware, seconds are not predicted; if the plan of any weights is unknown, no weight syncs are
+    compared (both noted). Raises DataError if metrics.jsonl has no step. Any: the script's
+    settings.
+    hardware: instead of run.hardware, or of this node, with the run's number of ranks per node.
     """
     measured = _median_seconds(run_dir)
     try:
@@ -157,7 +163,11 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
 
 
 def _median_seconds(run_dir: Path) -> dict[str, float]:
-    """Median seconds by method and of a step."""
+    """Return the median seconds of each method and of the whole step ("step"), from metrics.jsonl.
+
+    They are the metrics time/<name>_seconds, without the first step if there are more, and without
+    missing values. Raises DataError if there is no step after 0.
+    """
     steps = []
     for line in read_lines(run_dir / "metrics.jsonl"):
         if line["step"] > 0:
@@ -174,7 +184,10 @@ def _median_seconds(run_dir: Path) -> dict[str, float]:
 
 
 def _stages(predicted: Prediction | None, measured: Mapping[str, float]) -> tuple[StageTime, ...]:
-    """The methods that were both predicted and measured, then the step."""
+    """Return the methods that were both predicted and measured, then the whole step.
+
+    Without a prediction, only the measured step.
+    """
     if predicted is None:
         return (StageTime("step", None, measured.get("step")),)
     stages = []
@@ -186,7 +199,10 @@ def _stages(predicted: Prediction | None, measured: Mapping[str, float]) -> tupl
 
 
 def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
-    """Every edge that is planned or was counted, over all recorded steps."""
+    """Yield row bytes, planned and counted, of every edge that has either, over all recorded steps.
+
+    Edges ascend by (source, destination). A missing number is 0.
+    """
     counted = sum((Counter(replay.edges(step)) for step in replay.steps), Counter())
     planned = traced.edges
     for edge in sorted({*planned, *counted}):
@@ -194,7 +210,11 @@ def _edges(replay: Replay, traced: Trace) -> Iterator[EdgeCount]:
 
 
 def _syncs(replay: Replay, traced: Trace, weights: Sequence[WeightPlan]) -> Iterator[SyncCount]:
-    """Every step in which weights were synced, by the plan or by the run's own count."""
+    """Yield the weight syncs of every recorded step that has any, by plan or by the run's count.
+
+    planned = sum over models of (number of syncs * plan.reported). counted is the step's metric
+    rollout/synced_bytes, or 0.
+    """
     reported = {}
     for plan in weights:
         reported[plan.target] = plan.reported
@@ -209,7 +229,11 @@ def _syncs(replay: Replay, traced: Trace, weights: Sequence[WeightPlan]) -> Iter
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The tables of RUN_DIR/prediction.txt."""
+    """Return the text of RUN_DIR/prediction.txt: seconds by stage, row bytes, weight syncs, notes.
+
+    At most twelve edges are listed: those whose bytes differ or, if none does, those with the most
+    bytes. A last line has the sum over all edges.
+    """
     hardware = comparison.hardware or "no hardware"
     lines = [f"seconds of a step, predicted for {hardware} and measured", ""]
     rows: list[Sequence[object]] = [("stage", "predicted", "measured", "predicted / measured")]

@@ -48,7 +48,9 @@ class ColumnForm:
 def form_of(name: str, text: str) -> ColumnForm:
     """Parse a declaration: "float32", "int64[3]", "float32 like responses" or "text".
 
-    Raises PlanError for anything else.
+    A column is dense without "like", otherwise ragged with the lengths of prompts or responses.
+    Text is like responses unless it says otherwise, with four bytes per token. Raises PlanError for
+    anything else. name: of the column, for the message.
     """
     head, _, like = text.partition(" like ")
     dtype, _, shape = head.strip().rstrip("]").partition("[")
@@ -126,7 +128,11 @@ class Examples:
         self._declared |= {**declared, **self._overruling}
 
     def form(self, name: str) -> ColumnForm:
-        """The declared or built-in form of a column. Notes any other column in `guessed`."""
+        """Return the form of a column: declared, then built-in, then one float32 per row.
+
+        A list of example texts declares a text column like responses. A column that is neither
+        declared nor built-in is noted in `guessed`.
+        """
         declared = self._declared.get(name)
         if isinstance(declared, str):
             return form_of(name, declared)
@@ -137,7 +143,10 @@ class Examples:
         return KNOWN.get(name, UNKNOWN)
 
     def texts(self, name: str, ids: np.ndarray) -> list[str] | None:
-        """An example text for each row, or None if none is declared. Notes it as used."""
+        """Return an example text for each row id, or None if no texts are declared for the column.
+
+        Row r gets text r modulo their number. Notes the example as used.
+        """
         declared = self._declared.get(name, ())
         if not _is_texts(declared):
             return None
@@ -148,7 +157,11 @@ class Examples:
         return result
 
     def tokens(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """(n,) int64: tokens of these rows of prompts or responses. Notes the example as used."""
+        """Return (n,) int64: the tokens of the rows `ids` of prompts or responses.
+
+        The example is one number, or a list from which row r takes item r modulo its length. Notes
+        it as used. Without an example, every row has the longest length.
+        """
         declared = self._declared.get(name)
         if declared is None or isinstance(declared, str):
             return np.full(len(ids), self.longest[name], dtype=np.int64)
@@ -156,10 +169,11 @@ class Examples:
         return _in_turn(name, declared, ids).astype(np.int64)
 
     def values(self, name: str, ids: np.ndarray, stored: str = "") -> np.ndarray:
-        """(n,) float64: example values of a dense column. Notes the example as used.
+        """Return (n,) float64: example values of a dense column. Notes the example as used.
 
-        Raises PlanError if there is none. stored: the column's name before it was renamed. No row
-        fails in a dry run, so `valid` needs no example.
+        A declared example goes before a built-in one, and `name` before `stored`, the column's name
+        before it was renamed. Raises PlanError if there is none. No row fails in a dry run, so
+        `valid` and `cost_valid` are 1 without an example.
         """
         if (stored or name) in VALID:
             return np.ones(len(ids))
@@ -174,7 +188,7 @@ class Examples:
         return _in_turn(name, declared, ids)
 
     def metrics(self) -> dict[str, float]:
-        """Declared numbers by metric name. Every call returns all of them."""
+        """Return the declared numbers that are no built-in columns. Every call reports them all."""
         result = {}
         for name, value in self._declared.items():
             if isinstance(value, int | float) and name not in KNOWN:
@@ -187,9 +201,9 @@ class Examples:
         self.used.update({name: self._declared[name] for name in names if name in declared})
 
     def answer(self, label: str) -> Any:
-        """The declared result of a call "group.method"; without one, the declared metrics.
+        """Return the declared result of a call "group.method"; without one, the declared metrics.
 
-        Any: whatever the script's method returns.
+        Notes a declared result as used. Any: whatever the script's method returns.
         """
         if label in self._declared:
             self.used[label] = self._declared[label]
@@ -197,7 +211,7 @@ class Examples:
         return self.metrics()
 
     def used_text(self) -> list[str]:
-        """The examples that were used, one line each."""
+        """Return "name = value" for each example that was used, sorted by name."""
         result = []
         for name, value in sorted(self.used.items()):
             result.append(f"{name} = {value}")
@@ -214,9 +228,10 @@ def _is_texts(declared: Any) -> bool:
 
 
 def _in_turn(name: str, declared: Any, ids: np.ndarray) -> np.ndarray:
-    """(n,) the declared number for every row, or the items of a list by row id in turn.
+    """Return (n,) float64: the declared number for every row, or the items of a list in turn.
 
-    Raises PlanError for anything else. Any: what a user declared.
+    The row with id r gets item r modulo the length. Raises PlanError for anything else, or for an
+    empty list. Any: what a user declared.
     """
     if isinstance(declared, int | float):
         return np.full(len(ids), float(declared))
@@ -239,10 +254,12 @@ ASSUMED_ROWS = 1 << 12
 def scan_or_assume(
     data: DataSettings, setting: object, *, read_data: bool
 ) -> tuple[ScanReport, str]:
-    """(scan of a file or a mixture, sentence that says whether lengths are real or assumed).
+    """Return (scan of a file or a mixture, sentence that says whether lengths are real or assumed).
 
-    setting: data.train_path or data.eval_path. The file is scanned as rank 0 would scan it, unless
-    it is missing, too large, cannot be read, or read_data is False.
+    The files are scanned as rank 0 would scan them. If read_data is False, a file is missing or
+    cannot be read, or the files together exceed 4 MiB, the report instead assumes at least 4096
+    rows, all of data.max_prompt_tokens.
+    setting: data.train_path or data.eval_path.
     """
     sources = data_sources("data", setting)
     files = []

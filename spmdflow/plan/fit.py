@@ -35,7 +35,11 @@ _SAFE = 0.3
 
 
 def hardware_here(name: str | None, node_size: int, world_size: int) -> Hardware:
-    """As `hardware_of`; a device that no file describes counts as an A100 with its own memory."""
+    """Return `hardware_of(...)`, or a substitute for a device that no file describes.
+
+    The substitute is an A100 with the device's own memory, rounded down to whole GiB. A `name` that
+    is not known raises ConfigError.
+    """
     try:
         return hardware_of(name, node_size, world_size=world_size)
     except ConfigError:
@@ -61,10 +65,13 @@ def find_fit(
     *,
     examples: Mapping[str, Any] | None = None,
 ) -> list[Choice]:
-    """What a plan chooses for offload, weights, KV cache and options; cfg is left as it is.
+    """Return what a plan chooses for offload, weights, KV cache and options; cfg is left as it is.
 
-    cfg: its placement and dtypes are resolved. If a script cannot be planned, all stays on the
-    device. ConfigError if kv_cache_fraction is set then.
+    [] if the settings leave nothing open. The script is traced for two steps with rows of the
+    greatest length. Options come last, as they use the memory that the other choices leave. If a
+    script cannot be planned, nothing is offloaded and each KV cache gets a safe size; ConfigError
+    if kv_cache_fraction is set then.
+    cfg: its placement and dtypes are resolved.
     """
     if not needs_plan(cfg, on_cpu=hardware.is_cpu):
         return []
@@ -90,7 +97,10 @@ def find_fit(
 
 
 def _keep_on_device(cfg: Any, choices: Sequence[Choice]) -> list[Choice]:
-    """Nothing is offloaded where the settings leave it open and no plan has chosen it."""
+    """Return a choice `offload=[]` for each engine with offload=None that has no choice yet.
+
+    choices: those made by a plan.
+    """
     chosen = {choice.key for choice in choices}
     others = []
     for key, engine in parts_of(cfg, EngineConfig):
@@ -101,7 +111,7 @@ def _keep_on_device(cfg: Any, choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _open_caches(cfg: Any) -> dict[str, RolloutConfig]:
-    """Sections whose KV cache gets its size from the plan, by key."""
+    """Return the rollout sections whose KV cache has a fixed, unset size, by dotted key."""
     caches = {}
     for key, rollout in parts_of(cfg, RolloutConfig):
         if has_open_cache(rollout):
@@ -119,9 +129,10 @@ def _share_of(rollout: RolloutConfig) -> Share:
 def _choose_by_plan(
     traced: Trace, step: Simulated, cfg: Any, hardware: Hardware
 ) -> Iterator[Choice]:
-    """Offloaded parts, weights and KV caches of every pool whose models the plan knows.
+    """Yield choices of offloaded parts, weights and KV caches, pool by pool.
 
-    step: the seconds and memory of one step of the traced script. cfg: the traced settings.
+    Only models that can be simulated count; if there are none, nothing is chosen.
+    step: the models and calls of one step of the traced script. cfg: the traced settings.
     """
     if step.dataflow is None:
         return
@@ -137,7 +148,13 @@ def _choose_by_plan(
 def _fit_pool(
     pool: str, models: Mapping[str, TracedModel], step: Simulated, cfg: Any, hardware: Hardware
 ) -> Iterator[Choice]:
-    """The choices for the models of one pool, which share the memory of its devices."""
+    """Yield the choices for the models of one pool, which share the memory of its devices.
+
+    First rollout.weights, if it is auto and both blocks and copy are possible: the one with the
+    faster step. Then engine.offload where it is None, and kv_cache_gib of each open cache, by the
+    best residency (`choose_residency`). If nothing fits, the choices with the lowest peak are
+    yielded.
+    """
     assert step.dataflow is not None
     engines = {}
     for key, engine in parts_of(cfg, EngineConfig):
@@ -182,7 +199,11 @@ def _fit_pool(
 
 
 def _weight_transports(models: Iterable[TracedModel], dataflow: Dataflow) -> tuple[str, ...]:
-    """Values of rollout.weights to compare if it is auto and may be blocks, otherwise ("",)."""
+    """Return the values of rollout.weights to compare: ("blocks", "copy"), or ("",) for none.
+
+    They are compared if a model that trains and generates has rollout.weights=auto and blocks are
+    possible.
+    """
     for model in models:
         is_open = model.generates and not model.only_generates
         if not is_open or model.cfg.rollout.weights != AUTO:
@@ -196,7 +217,7 @@ def _weight_transports(models: Iterable[TracedModel], dataflow: Dataflow) -> tup
 def _members_with(
     transport: str, names: Iterable[str], step: Simulated, dataflow: Dataflow
 ) -> list[tuple[Model, Strategy]]:
-    """Models of one pool and their strategies, if weights reach the generator in this way."""
+    """Return (model, strategy) of each name, with rollout.weights=transport where it is open."""
     members = []
     for name in names:
         member = _with_transport(dataflow.model(name), transport)
@@ -205,9 +226,10 @@ def _members_with(
 
 
 def _with_transport(model: Model, transport: str) -> Model:
-    """The model with this value of rollout.weights, if it is one to compare.
+    """Return the model with rollout.weights=transport, if its rollout has blocks.
 
-    Layers that read the trainer's weights run outside CUDA graphs; copies need memory.
+    Any other model is returned as it is, as for an empty transport. With blocks, layers read the
+    trainer's weights and run outside CUDA graphs (eager). Copies need memory.
     """
     if not transport or model.rollout is None or model.rollout.weights != "blocks":
         return model
@@ -218,7 +240,13 @@ def _with_transport(model: Model, transport: str) -> Model:
 def _choose_options(
     traced: Trace, engines: Mapping[str, EngineConfig], hardware: Hardware
 ) -> Iterator[Choice]:
-    """Options that there is memory for in addition to what was chosen, model by model."""
+    """Yield each engine option that there is memory for, in addition to what was chosen before.
+
+    Options are tried one after another, model by model, and kept if the peak of the pool's phases
+    stays within the usable memory. Models that are not trained, or that are plain modules on one
+    rank, get none.
+    engines: engine sections by key, with the earlier choices.
+    """
     step = simulate_calls(traced, traced.in_step())
     if step.dataflow is None:
         return
@@ -250,7 +278,10 @@ def _choose_options(
 
 
 def _transport_reason(transport: str, results: Mapping[str, Residency]) -> str:
-    """Why one value of rollout.weights is better than the other one."""
+    """Return why one value of rollout.weights is better: its seconds and the other's.
+
+    If the other value does not fit, the text says so instead.
+    """
     (other,) = (name for name in results if name != transport)
     why = f"generation and copies of a step take {results[transport].seconds:.3g} s, with {other} "
     if results[other].fits:
@@ -259,7 +290,7 @@ def _transport_reason(transport: str, results: Mapping[str, Residency]) -> str:
 
 
 def _memory_reason(pool: str, best: Residency, hardware: Hardware) -> str:
-    """What a pool needs with what was chosen for it."""
+    """Return what a pool needs with its choices: peak memory, copies, whether it fits."""
     usable = hardware.usable_bytes / 1e9
     why = f"pool {pool} then needs at most {best.peak_bytes / 1e9:.1f} of {usable:.1f} GB"
     if best.copy_seconds:
@@ -270,7 +301,10 @@ def _memory_reason(pool: str, best: Residency, hardware: Hardware) -> str:
 
 
 def _cache_reason(name: str, rollout: RolloutConfig, free_bytes: float) -> str:
-    """How much of the free memory a model's KV cache gets."""
+    """Return how much of the free memory a model's KV cache gets, and for how many rows at most.
+
+    The rows are given only if kv_cache_fraction is not set.
+    """
     share = _share_of(rollout).of_free
     why = f"it is {share:g} of {free_bytes / 2**30:.1f} GiB that are free while {name} generates"
     if rollout.kv_cache_fraction is None:
@@ -279,9 +313,9 @@ def _cache_reason(name: str, rollout: RolloutConfig, free_bytes: float) -> str:
 
 
 def _choose_without_plan(cfg: Any, hardware: Hardware, cause: str) -> Iterator[Choice]:
-    """A safe size for each KV cache without one. ConfigError for one that is a share of memory.
+    """Yield a size for each KV cache without one: 0.3 of a device's usable memory.
 
-    cause: why there is no plan.
+    Raises ConfigError if kv_cache_fraction is set. cause: why there is no plan.
     """
     for key, rollout in _open_caches(cfg).items():
         if rollout.kv_cache_fraction is not None:

@@ -66,7 +66,10 @@ def write_picture(report: PlanReport, path: Path) -> None:
 
 
 def _svg(report: PlanReport) -> Iterator[str]:
-    """The lines of the picture."""
+    """Yield the lines of the SVG: title, time axis, a band for each pool with models, bars, legend.
+
+    The axis reaches from 0 to the predicted seconds of the step, or to 1 s if they are 0.
+    """
     bands: list[_Band] = []
     top = _TOP
     for name, pool in report.trace.pools.items():
@@ -97,7 +100,7 @@ def _svg(report: PlanReport) -> Iterator[str]:
 
 
 def _title(report: PlanReport) -> Iterator[str]:
-    """Two lines of text: script and ranks, then hardware, predicted seconds and tokens/s."""
+    """Yield two lines of text: script and ranks, then hardware, predicted seconds and tokens/s."""
     prediction = report.prediction
     name = Path(report.script).name
     heading = f"{name}, step {report.step} on {report.world_size} ranks"
@@ -107,7 +110,7 @@ def _title(report: PlanReport) -> Iterator[str]:
 
 
 def _frame(band: _Band) -> Iterator[str]:
-    """The outline of a pool's band, with the names of its models and its ranks."""
+    """Yield the outline of a pool's band, with the names of its models and its ranks."""
     yield (
         f'<rect x="{_LEFT}" y="{band.top}" width="{_SPACE}" height="{band.height}" fill="none" '
         f'stroke="#9a9aa5"/>'
@@ -121,7 +124,13 @@ def _frame(band: _Band) -> Iterator[str]:
 
 
 def _bars(bands: Sequence[_Band], timed: CallTime, *, scale: float) -> Iterator[str]:
-    """The bar of a call in its model's row. A map function has a bar in every pool that runs it."""
+    """Yield the bar of a call in its model's row.
+
+    A map function has a bar in every pool that runs it. A bar is at least one pixel wide. It shows
+    method and duration if they fit, otherwise the duration if that fits. Other calls, such as
+    fetches, have no bar.
+    scale: pixels of a second.
+    """
     model = timed.call.model
     method = timed.call.method
     left = _LEFT + timed.start * scale
@@ -151,7 +160,7 @@ def _bars(bands: Sequence[_Band], timed: CallTime, *, scale: float) -> Iterator[
 
 
 def _legend(top: int) -> Iterator[str]:
-    """A coloured square and a name for each kind of work."""
+    """Yield a coloured square and a name for each kind of work, from left to right."""
     at = _LEFT
     for colour, words in _COLOURS.values():
         yield f'<rect x="{at}" y="{top - 10}" width="12" height="12" fill="{colour}"/>'

@@ -54,7 +54,10 @@ class PlacementSearch:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The new value of each of these settings, by dotted key."""
+        """Return the new value of each setting that the search decided, by dotted key.
+
+        For engine.options, this is the whole list.
+        """
         engines = dict(parts_of(self.cfg, EngineConfig))
         changed: dict[str, Any] = {}
         for choice in self.choices:
@@ -67,7 +70,7 @@ class PlacementSearch:
 
 
 def search_placement(settings: Settings) -> list[Choice]:
-    """The fastest placement for a run on this kind of node; see `find_placement`."""
+    """Return the settings of the fastest placement on this kind of node; see `find_placement`."""
     world_size = settings.world_size
     hardware = hardware_of(settings.cfg.run.hardware, settings.node_size, world_size=world_size)
     search = find_placement(
@@ -84,9 +87,12 @@ def find_placement(
     *,
     examples: Mapping[str, Any] | None = None,
 ) -> PlacementSearch:
-    """The fastest placement of a script; ConfigError if none fits, or the script has no model.
+    """Return the fastest placement of a script, with pools, layouts and recomputation.
 
-    cfg is left as it is (Any: an object of the script's settings class).
+    Raises ConfigError if none fits, if no model of the script has weights, or if the script cannot
+    be planned. cfg is left as it is; the result has a changed copy (Any: an object of the script's
+    settings class).
+    examples: see `TraceSettings.examples`.
     """
     mapping = find_mapping(dataflow_of(script, cfg, examples or {}), hardware, world_size)
     best = mapping.best[0]
@@ -101,7 +107,12 @@ def find_placement(
 
 
 def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Dataflow:
-    """Models and calls of one step of a script, sizes that may be searched left open."""
+    """Return the models and calls of one step of a script, with searchable sizes left open.
+
+    A separate generator may not share a pool with any other model. Raises ConfigError if the script
+    spawns a model with an engine besides its roles, if the sizes of a model with weights are
+    unknown, or if no model has weights.
+    """
     traced = _trace_on_two_ranks(script, cfg, examples)
     roles = roles_of(cfg)
     others = []
@@ -135,7 +146,11 @@ def dataflow_of(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Da
 
 
 def _trace_on_two_ranks(script: ModuleType, cfg: Any, examples: Mapping[str, Any]) -> Trace:
-    """The script on two ranks, every size at its default."""
+    """Return a dry run of two steps on two ranks of one node, with every layout at its default.
+
+    Models are colocated, or split if the script has a separate generator. Raises ConfigError if the
+    script cannot be planned. cfg is left as it is.
+    """
     small = copy.deepcopy(cfg)
     apart = "generator" in getattr(cfg, "more_roles", ())
     small.placement = "split" if apart else "colocate"
@@ -154,7 +169,12 @@ def _trace_on_two_ranks(script: ModuleType, cfg: Any, examples: Mapping[str, Any
 
 
 def _open(model: Model, cfg: Any) -> Model:
-    """The model with the user's sizes, and None where they may be searched."""
+    """Return the model with the sizes that the user set, and None for sizes that may be searched.
+
+    A layout may be searched if it is at its default and the engine (or generator) divides models.
+    Parts may be offloaded if engine.offload is None. A generator whose KV cache grows with its rows
+    gets no fixed cache, but must decode max_batch_size rows at once (all, if not set).
+    """
     part = getattr(cfg, model.name, None) or cfg.actor
     engine = model.engine
     rollout = model.rollout
@@ -188,8 +208,12 @@ def _sizes(key: str, text: str, default: str) -> tuple[int, int] | None:
 
 
 def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
-    """Pools of all roles. A role without a simulator joins the pool that is least busy in the
-    preparation stage, or in the whole step if the script has one stage."""
+    """Return the value of the setting `placement`: pool name -> roles and ranks.
+
+    A pool is named by its roles, such as actor+critic. A role without a simulator joins the pool
+    that is least busy in the preparation stage, or in the whole step if the script has one stage.
+    Of equally busy pools it joins the one with the lowest ranks.
+    """
     if _SCORING in best.stage_seconds:
         stages = [_SCORING]
     else:
@@ -214,8 +238,11 @@ def _placement(cfg: Any, best: Placed) -> dict[str, Any]:
 
 
 def _override(cfg: Any, key: str, text: str, why: str) -> list[Choice]:
-    """The choices for a setting that the search found, as the script's own; empty: no change.
+    """Return the choices that set one size that the search found, under the script's own key.
 
+    A role without settings of its own (a separate generator) uses those of the actor, and only its
+    rollout.layout. [] if the setting must not change: the engine or generator does not divide
+    models, or the user's layout has virtual stages, which the search does not set.
     key, text: of `Placed.engine_overrides`.
     """
     role, _, name = key.partition(".")
@@ -241,7 +268,7 @@ _EACH_LINE = "each line: the best sizes and layouts for one way to share the mod
 
 
 def search_text(search: PlacementSearch) -> str:
-    """The explanation, and the settings that give the same without a search."""
+    """Return the ten best placements as text, then the settings that give the first one."""
     lines = ["placement=auto", "", f"  {_EACH_LINE}"]
     for line in explain(search.mapping, count=COUNT).splitlines():
         lines += wrap_paragraph("  " + line, "", colon="") if line.strip() else [""]
@@ -250,7 +277,11 @@ def search_text(search: PlacementSearch) -> str:
 
 
 def settings_text(search: PlacementSearch) -> list[str]:
-    """Lines to append to a command, quoted for a shell, with all ranks in full."""
+    """Return lines with the changed settings, quoted for a shell, to append to a command.
+
+    Every setting except the last is followed by a backslash. Long settings are wrapped at 100
+    columns. Lists of ranks are written in full.
+    """
     lines: list[str] = []
     for key, value in search.changed.items():
         style = {"default_flow_style": True, "sort_keys": False, "width": math.inf}

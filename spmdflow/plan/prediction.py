@@ -91,7 +91,10 @@ class Prediction:
         return 0.0
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds by method, the sum over its calls, as a run's time/<method>_seconds."""
+        """Return seconds by method, the sum over its calls, as a run's time/<method>_seconds.
+
+        Calls of evaluations and calls without a method (fetches) are omitted.
+        """
         seconds: dict[str, float] = {}
         for timed in self.calls:
             method = timed.call.method
@@ -107,8 +110,11 @@ def predict(
     *,
     weights: Sequence[WeightPlan] = (),
 ) -> Prediction:
-    """Seconds of every call of a step, and memory by pool and phase.
+    """Return the predicted seconds of every call of a step, and memory by pool and phase.
 
+    A phase that needs more than hardware.usable_bytes, or a generation whose KV cache has no room
+    for one sequence, becomes an entry of `problems` and raises nothing. The step lasts until its
+    last call ends.
     weights: `weight_plans` of the trace. For a model without a plan, or whose bytes by edge are
     unknown, the seconds of a weight sync follow the paper's formula (Table 2).
     """
@@ -137,7 +143,7 @@ def predict(
 
 
 def _counted_tokens(trace: Trace, step: Simulated) -> list[Tokens]:
-    """The tokens of the step's generations; of its updates if nothing generates."""
+    """Return the `Tokens` of each generation, or of each update if nothing generates."""
     kinds: dict[str, list[Tokens]] = {"generate": [], "train": []}
     for key, model_call in step.calls.items():
         if model_call.kind in kinds:
@@ -146,7 +152,12 @@ def _counted_tokens(trace: Trace, step: Simulated) -> list[Tokens]:
 
 
 def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, PhaseMemory]:
-    """Memory of a rank by call title. The resident states of all models of a pool add up."""
+    """Return a rank's memory in each phase, by phase title such as "actor.generate_sequences".
+
+    The resident states of all models of a pool add up. Pools without a simulated model are skipped.
+    A KV cache that would be negative counts as 0. `on_host` has the part of the pool's parameters
+    and optimizer that is not on the device during the phase.
+    """
     phases: dict[str, PhaseMemory] = {}
     for pool in dict.fromkeys(model.pool for model in trace.models.values()):
         names = []
@@ -172,7 +183,11 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
 
 
 def _memory_problem(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> Problem:
-    """The error for a phase that does not fit, with the setting that shrinks its largest part."""
+    """Return the Problem of a phase that needs more than the usable memory.
+
+    Its text ends with the setting that shrinks the largest part. If everything except the KV cache
+    fits, the KV cache counts as the largest part.
+    """
     largest = max(phase.parts, key=lambda name: phase.parts[name])
     role = phase.phase.partition(".")[0]
     cache = phase.parts.get("kv_cache", 0.0)
@@ -206,10 +221,11 @@ def _estimates(
     weights: Mapping[str, WeightPlan],
     problems: list[Problem],
 ) -> dict[Key, CallSeconds]:
-    """Seconds of each simulated call, by its index in the trace.
+    """Return the seconds of each simulated call, by the call's key.
 
-    A model's first generation includes its weight sync. A call whose memory cannot be simulated
-    adds an entry to `problems`.
+    A model's first generation includes its weight sync: by its plan in `weights`, otherwise by the
+    paper's formula. A generation whose KV cache has no room for one sequence adds an entry to
+    `problems`, and is then estimated with a practically unlimited cache.
     """
     estimates: dict[Key, CallSeconds] = {}
     synced: set[str] = set()
@@ -236,10 +252,13 @@ def _estimates(
 
 
 def weight_sync_seconds(plan: WeightPlan, hardware: Hardware) -> CallSeconds:
-    """Seconds until the busiest rank and the busiest node have received their bytes.
+    """Return the seconds of one weight sync, as the part "transition". They are 0 without edges.
 
-    The ranks of a node share its network, and a broadcast enters the node once. Latency counts one
-    hop for each source of the rank that has the most sources.
+        max(bytes of the busiest rank / link_rate, bytes entering the busiest node / network_rate)
+        + collective_base_seconds + one hop for each source of the rank that has most sources
+
+    The ranks of a node share its network, and a broadcast enters the node once. Hops cross the
+    network if any bytes enter a node.
     """
     if not plan.edges:
         return CallSeconds({"transition": 0.0})
@@ -258,7 +277,11 @@ def _schedule(
     estimates: Mapping[Key, CallSeconds],
     hardware: Hardware,
 ) -> list[CallTime]:
-    """Start and end of every call of the compute lane, as early as its ranks and rows allow."""
+    """Return start and end of every call of the compute lane, in the order of `step_calls`.
+
+    Each call starts as early as its ranks and its rows allow. Transfers delay the calls that read
+    their rows, and have no entry of their own.
+    """
     tasks = _tasks(step_calls, estimates, hardware)
     spans = timeline(tasks, node_size=hardware.gpus_per_node, cores=hardware.cores)
     calls = [call for call in step_calls if call.lane == COMPUTE]
@@ -276,7 +299,13 @@ def _schedule(
 def _tasks(
     step_calls: Sequence[Call], estimates: Mapping[Key, CallSeconds], hardware: Hardware
 ) -> list[Task]:
-    """One task for each call. It follows its ranks' earlier calls and the transfers of its rows."""
+    """Return one task for each call of the compute lane, in the order of `step_calls`.
+
+    A task follows the latest earlier task of each of its ranks. It also follows the transfers
+    listed directly before its call. A transfer takes its seconds from the end of the task that made
+    the rows, or from the start of the step if they were made before it. A call without an estimate
+    takes hardware.call_seconds. A rank is busy except in the pipeline bubble: 1 - bubble / seconds.
+    """
     transfer_seconds = _transfer_seconds(step_calls, hardware)
     last: dict[int, int] = {}
     tasks: list[Task] = []
@@ -312,9 +341,10 @@ def _tasks(
 
 
 def _transfer_seconds(step_calls: Sequence[Call], hardware: Hardware) -> dict[Key, float]:
-    """Seconds of each transfer: the busiest rank's bytes over its share of the network.
+    """Return the seconds of each transfer that moves rows between ranks, by its key.
 
-    Rows travel over gloo, between nodes and inside of them alike.
+    collective_base_seconds + bytes sent and received by the busiest rank / (network_rate / ranks of
+    a node). Rows travel over gloo, between nodes and inside of them alike.
     """
     rate = hardware.network_rate / hardware.gpus_per_node
     busy: dict[Key, Counter[int]] = {}
@@ -353,7 +383,11 @@ class _RunningTask:
     speed: float = 1.0
 
     def set_speed(self, speed: float, now: float) -> None:
-        """Run at this speed from now on. An equal speed changes nothing, not even by rounding."""
+        """Run at `speed` from the time `now` on: update the work that is left and `end`.
+
+        left -= (now - since) * old speed; end = now + left / speed. An equal speed changes nothing,
+        so that rounding cannot move `end`.
+        """
         if speed != self.speed:
             self.left -= (now - self.since) * self.speed
             self.since = now
@@ -364,8 +398,11 @@ class _RunningTask:
 def timeline(
     tasks: Sequence[Task], *, node_size: float = math.inf, cores: float = math.inf
 ) -> list[tuple[float, float]]:
-    """Start and end of every task, in their order, each as early as it may.
+    """Return (start, end) of every task, in the order of `tasks`, each as early as possible.
 
+    A task starts once `earliest` has passed and, for each (task, seconds) in `after`, that many
+    seconds have passed since the earlier task's end. While the running tasks of a node demand more
+    cores than it has, they share them evenly (`_share_cores`).
     node_size: ranks of a node, in rank order; cores: CPU cores of a node.
     """
     starts: dict[int, float] = {}
@@ -402,7 +439,11 @@ def timeline(
 
 
 def _share_cores(running: Iterable[_RunningTask], now: float, cores: float) -> None:
-    """Set the speed of every task. Tasks that demand too many cores of a node share them evenly."""
+    """Set the speed of every running task from `now` on, in place.
+
+    On a node whose tasks together demand more than `cores`, the speed is cores / demand, otherwise
+    1. A task on several nodes gets the lowest of their speeds.
+    """
     demand: dict[int, float] = {}
     for task in running:
         for node, number in task.demand.items():

@@ -40,7 +40,10 @@ Key = tuple[str, int]
 
 
 def name_of(call: Call) -> str:
-    """Label, number and line of a call, as messages name it."""
+    """Return how messages name a call, such as "actor.update_actor (call 7, line 40)".
+
+    A transfer is a "release" instead of a "call". The line is omitted if it is not known.
+    """
     line = call.line_number
     where = f", line {line}" if line else ""
     what = "release" if call.lane == TRANSFER else "call"
@@ -84,7 +87,10 @@ class TracedModel:
         return issubclass(self.worker_class, GeneratorWorker)
 
     def kind_of(self, method: str) -> Kind:
-        """Training, generation or inference."""
+        """Return train for a method with mini-batches, generate for one that writes responses.
+
+        Any other method is infer.
+        """
         spec = method_spec(self.worker_class, method)
         if spec.minibatches:
             return "train"
@@ -147,7 +153,10 @@ class Trace:
 
     @cached_property
     def consumers(self) -> Mapping[Key, Call | None]:
-        """The call whose rows each transfer brings, by the transfer's key: the next call."""
+        """The compute call that reads the rows of each transfer, by the transfer's key.
+
+        It is the next compute call in `calls`; None if there is none.
+        """
         consumers: dict[Key, Call | None] = {}
         following = None
         for call in reversed(self.calls):
@@ -164,7 +173,11 @@ class Trace:
 
 
 def models_of(calls: Sequence[Call], pools: Mapping[str, Pool]) -> dict[str, TracedModel]:
-    """The models that calls spawn; a pool that is not in `pools` is named by its ranks."""
+    """Return the models that these calls spawn, by name.
+
+    The pool of a model is the first of `pools` that has all of its ranks. If there is none, the
+    pool is named by the ranks, such as "(0, 1)".
+    """
     models = {}
     for call in calls:
         if call.operation != "spawn":
@@ -183,7 +196,11 @@ def models_of(calls: Sequence[Call], pools: Mapping[str, Pool]) -> dict[str, Tra
 
 
 def links_of(calls: Sequence[Call]) -> tuple[tuple[str, str], ...]:
-    """Pairs that `flow.connect` joins: it opens the weights of a policy, then of its generator."""
+    """Return the (policy, generator) pairs that `flow.connect` joined, in the order of the calls.
+
+    It opens the weights of a policy, then of its generator, so every two calls named open_weights
+    are a pair.
+    """
     opened = []
     for call in calls:
         if call.label.endswith(".open_weights"):
@@ -218,7 +235,11 @@ class Route:
 
 
 def row_edges(calls: Sequence[Call]) -> Iterator[TracedEdge]:
-    """Every edge between two ranks, transfer by transfer."""
+    """Yield the rows and bytes between each two ranks, transfer by transfer.
+
+    Rows that stay on their rank are omitted. The bytes of a column are its items (one for each row
+    if it is dense) times its bytes per item.
+    """
     for call in calls:
         if call.lane != TRANSFER:
             continue
@@ -234,7 +255,11 @@ def row_edges(calls: Sequence[Call]) -> Iterator[TracedEdge]:
 
 
 def routes_of(trace: Trace, edges: Iterable[TracedEdge]) -> list[Route]:
-    """Edges by producer and consumer, in the order of the transfers."""
+    """Return the sums of all edges from one call to another, in the order of the first transfer.
+
+    Bytes inside a node and between nodes are counted apart. A pair of ranks counts once in
+    num_edges.
+    """
     edges_by_pair: dict[tuple[str, str], list[TracedEdge]] = {}
     for edge in edges:
         consumer = trace.consumers[edge.release]
@@ -253,7 +278,7 @@ def routes_of(trace: Trace, edges: Iterable[TracedEdge]) -> list[Route]:
 
 
 def bytes_by_edge(edges: Iterable[TracedEdge]) -> dict[tuple[int, int], int]:
-    """Bytes by (source, destination); none of 0."""
+    """Return the total bytes by (source, destination), without pairs of 0 bytes."""
     sizes: Counter[tuple[int, int]] = Counter()
     for edge in edges:
         sizes[edge.source, edge.destination] += edge.num_bytes

@@ -77,7 +77,10 @@ class Replay:
         return dict(self._steps[step]["metrics"])
 
     def answer(self, label: str) -> Plain:
-        """What the ranks answered to the next order of that label; empty: not known."""
+        """Return what the ranks answered to the next recorded call with this label, and use it up.
+
+        {} if no answer is left. Its keys are among report, columns, values and fetched.
+        """
         left = self._answers.get(label)
         if left:
             return left.popleft()
@@ -85,7 +88,10 @@ class Replay:
 
 
 def fetched_column(answer: Plain) -> Column | None:
-    """The column that an order fetched, rows in the order of their ids; None: not known."""
+    """Return the column that a recorded call fetched, with the rows of all ranks by ascending id.
+
+    None if the answer has no fetched values.
+    """
     parts = answer.get("fetched")
     if not parts:
         return None
@@ -124,7 +130,11 @@ class RowLengths:
         """By the name of the data source."""
 
     def learn(self, number: int, label: str, commands: Commands, answer: Plain) -> bool:
-        """Store the lengths that the ranks of a run answered; True if they made columns."""
+        """Store the lengths and scan report of a run's answer; return whether it has columns.
+
+        number, label, commands: of the call. The items of a column are those of all ranks' rows, by
+        ascending id.
+        """
         if "report" in answer:
             self.scans[label.removesuffix(".scan")] = answer["report"]
         columns = answer.get("columns", {})
@@ -136,7 +146,11 @@ class RowLengths:
         return bool(columns)
 
     def of_input(self, name: str, part: Plain) -> np.ndarray | None:
-        """Items of an input's rows, aligned with the ids of its command; None: not known."""
+        """Return (n,): the items of an input's rows, in the order of its ids; None if not known.
+
+        They are not known for dense columns and for columns of a data file other than prompts and
+        loss_mask.
+        """
         if "source" not in part:
             written = self.results.get(part["result"], {}).get(name)
             if written is None or written.spec.kind == "dense":
@@ -147,7 +161,12 @@ class RowLengths:
         return self.scans[part["source"]].tokens_of(part["rows"])
 
     def tokens(self, number: int, commands: Commands) -> Tokens | None:
-        """Rows of a call and their mean tokens; None for orders without rows."""
+        """Return the number of rows of a call and their mean prompt and response tokens.
+
+        None for a call without row ids or inputs. The mean of a column is that of the rows that the
+        call writes, otherwise of the rows that it reads, each id once. If the call continues
+        responses, the tokens of the old response count as prompt.
+        """
         by_inputs = {}
         for p in commands.values():
             if p.get("ids") is not None:
@@ -174,7 +193,10 @@ class RowLengths:
 
 
 def _mean(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> float:
-    """Mean items of rows, each counted once, from (ids, items); 0 without any."""
+    """Return the mean number of items of rows given as (ids, items); a repeated id counts once.
+
+    Parts without items (None) are skipped. 0.0 if no row is left.
+    """
     known = []
     for ids, items in parts:
         if items is not None and len(ids):
@@ -186,7 +208,10 @@ def _mean(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> float:
 
 
 def unique_ids(parts: Iterable[np.ndarray | None]) -> np.ndarray:
-    """Row ids of all parts, ascending, each once; peers that hold the same rows share an array."""
+    """Return the row ids of all parts, ascending, each once. Parts that are None are skipped.
+
+    Peers that hold the same rows share an array, which is read once.
+    """
     alone = {}
     for ids in parts:
         if ids is not None:
@@ -195,9 +220,10 @@ def unique_ids(parts: Iterable[np.ndarray | None]) -> np.ndarray:
 
 
 def recorded_trace(replay: Replay) -> Trace:
-    """What a dry run with these lengths would have recorded, of the steps that were kept.
+    """Return what a dry run with these lengths would have recorded, for the steps in the record.
 
-    A pool is the ranks of its models. Lines of the script and rows of updates are not known.
+    The pool of a model is named by its ranks. Lines of the script, values that it read, and rows of
+    updates are not known. `steps` omits the evaluation before step 1.
     """
     calls: list[Call] = []
     tokens: dict[Key, Tokens] = {}
@@ -236,7 +262,10 @@ def recorded_trace(replay: Replay) -> Trace:
 
 
 def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
-    """Every transfer just before the first call that reads its rows, as a dry run has it."""
+    """Return the recorded calls with each transfer just before the first call that reads its rows.
+
+    This is the order of a dry run. Transfers whose rows no call reads come last.
+    """
     waiting = []
     for entry in entries:
         if entry["lane"] == TRANSFER:
@@ -255,7 +284,11 @@ def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
 
 
 def _reads(commands: Commands, transfer: Plain) -> bool:
-    """Whether a call reads the rows that a transfer brings; one edge is enough to tell."""
+    """Return whether a recorded call reads the rows that a recorded transfer brings.
+
+    Only the first rows that one receiver gets are looked at: that rank's command must have an input
+    with the same result, all columns and all row ids.
+    """
     received = ((rank, plain) for rank, plain in _commands(transfer).items() if plain["receives"])
     rank, brought = next(received)
     _, columns, ids, *_ = brought["receives"][0]
@@ -268,7 +301,10 @@ def _reads(commands: Commands, transfer: Plain) -> bool:
 
 
 def _commands(entry: Plain) -> dict[int, Plain]:
-    """The command of each rank in an entry of a transcript, where equal ones are stored once."""
+    """Return the command of each rank in one recorded call.
+
+    The transcript stores [ranks, command] pairs, so that ranks with equal commands share one.
+    """
     commands = {}
     for ranks, plain in entry["commands"]:
         for rank in ranks:

@@ -103,7 +103,10 @@ class PlanReport:
 
     @cached_property
     def groups(self) -> dict[GroupSpec, str]:
-        """Every process group and who asked for it first, in the order of creation."""
+        """Every process group -> the model that asked for it first, in the order of creation.
+
+        The first entry is the transfer lane's gloo group of all ranks, whose owner is "run".
+        """
         owners = {GroupSpec(self.trace.world, "transfer", "gloo"): "run"}
         for call in self.trace.calls:
             if call.operation == "groups":
@@ -113,7 +116,11 @@ class PlanReport:
         return owners
 
     def group_kinds(self) -> dict[GroupKind, list[tuple[int, ...]]]:
-        """The ranks of every group, by kind."""
+        """Return the ranks of every group, by kind: (owner, axis, lane, backend).
+
+        The axis is that of the owner's layout with the same ranks. Otherwise it is "all ranks" for
+        the owner "run", and "both pools" for a group that a model shares with another one.
+        """
         axes = {}
         for name, model in self.trace.models.items():
             axes[name] = _axes_of(model.layout)
@@ -126,7 +133,10 @@ class PlanReport:
         return ranks_of
 
     def calls(self) -> Iterator[dict[str, Any]]:
-        """The facts of every call of the step, as data, in the order of the script."""
+        """Yield the facts of every call of the step as data for JSON, in the order of the script.
+
+        rows, prompt_tokens and response_tokens are None for a call without rows.
+        """
         for timed in self.prediction.calls:
             call = timed.call
             tokens = self.trace.tokens.get(call.key)
@@ -195,7 +205,7 @@ class PlanReport:
         }
 
     def _plain_edges(self, edges: BytesByEdge) -> list[list[Any]]:
-        """Source, destination, bytes, whether they cross nodes."""
+        """Return [source, destination, bytes, whether nodes differ] of each edge, sorted."""
         node = self.trace.node_of
         result = []
         for (a, b), size in sorted(edges.items()):
@@ -203,7 +213,10 @@ class PlanReport:
         return result
 
     def lanes(self) -> dict[int, dict[str, list[Call]]]:
-        """The calls of each rank, by lane."""
+        """Return the calls of each rank by lane (compute, transfer), in the order of the script.
+
+        Ranks ascend. A rank without calls is missing.
+        """
         lanes_of: dict[int, dict[str, list[Call]]] = {}
         for call in self.step_calls:
             for rank in call.commands:
@@ -212,7 +225,10 @@ class PlanReport:
         return dict(sorted(lanes_of.items()))
 
     def _plain_order(self) -> list[dict[str, Any]]:
-        """Numbers of calls and releases. Ranks with the same numbers share one entry."""
+        """Return the numbers of the calls of each lane, as {"ranks": [...], "compute": [...], ...}.
+
+        Ranks with the same numbers share one entry.
+        """
         alike: dict[str, dict[str, Any]] = {}
         for rank, lanes in self.lanes().items():
             numbers = {}
@@ -223,7 +239,10 @@ class PlanReport:
 
 
 def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:
-    """The names of the axes that have a group, joined with commas, by group of a layout."""
+    """Return the axes of a layout by the ranks of their groups, such as (0, 1) -> "tp, gen_tp".
+
+    Groups of one rank are "single". The group of all ranks is "pool", whatever axes it has.
+    """
     names: dict[tuple[int, ...], list[str]] = {(rank,): ["single"] for rank in layout.ranks}
     for axis in _AXES:
         for ranks in layout.axis_groups(axis):
@@ -248,9 +267,12 @@ def plan(
 ) -> PlanReport:
     """Trace a script, then check its last traced step, count its bytes and predict its seconds.
 
-    Raises the PlanError of `trace`.
-
-    Any: an object of the script's settings class. choices: what `auto` was resolved to in it.
+    A script whose generator has ranks of its own is traced for at least two steps, as the first one
+    fills its pipeline. Problems are part of the report; the PlanError of `trace` is raised.
+    Python's garbage collector is off meanwhile.
+    Any: an object of the script's settings class.
+    choices: what `auto` was resolved to in it.
+    replay: the run to compare bytes with.
     """
     started = time.perf_counter()
     is_collecting = gc.isenabled()
@@ -295,7 +317,7 @@ def plan(
 
 
 def _check_settings(cfg: Any, world_size: int) -> CheckResult:
-    """The errors in the settings that every node would have. Any: the script's settings."""
+    """Check the settings for errors that every node would have. Any: the script's settings."""
     problems = []
     for problem in problems_of(cfg, world_size, here=False):
         problems.append(Problem("settings", str(problem)))
@@ -303,7 +325,10 @@ def _check_settings(cfg: Any, world_size: int) -> CheckResult:
 
 
 def _missing_here(cfg: Any, world_size: int) -> str | None:
-    """The first error in the settings that only this node has, such as a missing file."""
+    """Return the first error in the settings that only this node has, or None.
+
+    Such an error is, for example, a missing file.
+    """
     everywhere = {str(problem) for problem in problems_of(cfg, world_size, here=False)}
     for problem in problems_of(cfg, world_size):
         if str(problem) not in everywhere:
@@ -312,7 +337,7 @@ def _missing_here(cfg: Any, world_size: int) -> str | None:
 
 
 def _check_members(traced: Trace) -> CheckResult:
-    """Whether all ranks that a call or a process group needs take part in it."""
+    """Check that all ranks that a call or a process group needs take part in it."""
     calls = sum(call.lane == COMPUTE for call in traced.calls)
     planning.debug("checking the members of %d calls", calls)
     covered = f"all members enter {calls} calls and their groups"
@@ -320,7 +345,10 @@ def _check_members(traced: Trace) -> CheckResult:
 
 
 def _check_weights(weights: Sequence[WeightPlan]) -> CheckResult:
-    """Whether each rank gets every element of the weights that it lacks, once."""
+    """Check that each rank gets every element of the weights that it lacks, once.
+
+    Weights that could not be planned are a problem, too, as nothing was checked.
+    """
     problems: list[Problem] = []
     num_ranks = 0
     num_edges = 0
@@ -340,7 +368,10 @@ def _check_weights(weights: Sequence[WeightPlan]) -> CheckResult:
 
 
 def _check_bytes(traced: Trace, replay: Replay) -> CheckResult:
-    """Whether the ranks of the run counted as many bytes as are planned, edge by edge."""
+    """Check that the run counted as many row bytes as planned, on every edge of every step.
+
+    Reports at most five edges that differ.
+    """
     problems = []
     num_edges = 0
     for step in replay.steps:

@@ -38,6 +38,8 @@ class _Newest(logging.Handler):
 def show_planning(run_dir: Path | None) -> Iterator[None]:
     """Show the progress of the planning inside the `with` block once it has taken two seconds.
 
+    A thread writes the latest message of the logger PLANNING to stderr and status.json. Until the
+    block ends, that logger is at level DEBUG and does not propagate its messages.
     run_dir: locked meanwhile, and gets a status.json, unless a live run uses it.
     """
     logger = logging.getLogger(PLANNING)
@@ -61,7 +63,13 @@ def show_planning(run_dir: Path | None) -> Iterator[None]:
 
 
 def _show(newest: _Newest, over: threading.Event, run_dir: Path | None) -> None:
-    """The thread that writes the latest message to stderr and status.json until `over` is set."""
+    """Write the latest message to stderr and status.json twice a second until `over` is set.
+
+    Nothing is written if `over` is set within two seconds. On a terminal the line is overwritten
+    and removed at the end; otherwise a new line is written every ten seconds. The lock of run_dir
+    is held meanwhile; if a live run has it, only stderr is written. A run_dir created here is
+    removed again.
+    """
     began = time.monotonic()
     next_line = 0.0
     if over.wait(_FIRST_SECONDS):
@@ -96,7 +104,10 @@ def _show(newest: _Newest, over: threading.Event, run_dir: Path | None) -> None:
 
 
 def _remove_unused(run_dir: Path) -> None:
-    """Remove a folder that only the planning has used, so that a failed start leaves nothing."""
+    """Remove a folder that only the planning has used: it is empty or has only the lock file.
+
+    Any other folder stays. Errors of the file system are ignored.
+    """
     with contextlib.suppress(OSError):
         if [path.name for path in run_dir.iterdir()] == [LOCK_FILE]:
             (run_dir / LOCK_FILE).unlink()

@@ -31,9 +31,10 @@ _Rows = list[Sequence[object]]
 
 
 def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] = ()) -> Iterator[str]:
-    """Lines of a table whose first row is its head.
+    """Yield the lines of a table whose first row is its head.
 
-    Lines are cut at the width. The middle rows of a long table are replaced by their number.
+    Cells are left-aligned, in the columns `right` right-aligned. Lines are cut at 100 columns, with
+    "..." at their end. Of more than 25 rows, the first 24 and the last are shown.
     """
     cells = []
     for row in rows:
@@ -64,7 +65,10 @@ def wrap_paragraph(head: str, text: str, *, colon: str = ":") -> Iterator[str]:
 
 
 def bytes_of(size: float) -> str:
-    """1234567 -> 1.23 MB. The unit is that of the rounded number: 999999 -> 1 MB."""
+    """Format bytes with three digits and a decimal unit (B, kB, MB, GB, TB): 1234567 -> 1.23 MB.
+
+    The unit is that of the rounded number: 999999 -> 1 MB.
+    """
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= _ROUNDED_UP * factor:
             return f"{_three_digits(size / factor)} {unit}"
@@ -72,7 +76,7 @@ def bytes_of(size: float) -> str:
 
 
 def seconds_of(value: float | None) -> str:
-    """0.0123 -> 12.3 ms; None -> an empty text."""
+    """Format seconds in us, ms (from 1 ms on) or s (from 1 s on): 0.0123 -> 12.3 ms; None -> ""."""
     if value is None:
         return ""
     if value < _ROUNDED_UP * 1e-3:
@@ -89,7 +93,10 @@ def _three_digits(value: float) -> str:
 
 
 def plan_text(report: PlanReport) -> str:
-    """The whole plan as text, its sections separated by empty lines."""
+    """Return the whole plan as text, its sections separated by empty lines.
+
+    Sections without lines are omitted.
+    """
     sections = (
         _pools,
         _chosen,
@@ -110,7 +117,10 @@ def plan_text(report: PlanReport) -> str:
 
 
 def _head(report: PlanReport) -> Iterator[str]:
-    """Script, ranks, hardware, predicted speed, bytes moved, and the number of problems."""
+    """Yield script, ranks, hardware, predicted speed, bytes moved, and the number of problems.
+
+    The line of speed and bytes is omitted if no seconds are predicted.
+    """
     prediction = report.prediction
     nodes = len(set(report.trace.nodes))
     yield (
@@ -133,7 +143,7 @@ def _head(report: PlanReport) -> Iterator[str]:
 
 
 def _pools(report: PlanReport) -> Iterator[str]:
-    """Each pool with its ranks and roles, and the idle ranks."""
+    """Yield a line for each pool with its ranks and roles, then one for ranks without a pool."""
     trace = report.trace
     yield "pools"
     for name, pool in trace.pools.items():
@@ -150,7 +160,11 @@ def _chosen(report: PlanReport) -> Iterator[str]:
 
 
 def _models(report: PlanReport) -> Iterator[str]:
-    """Each worker group: class, engine, layout, pool; then adapters and shared weights."""
+    """Yield a table of the worker groups: name, class, engine, layout, pool.
+
+    The engine is given with its dtype and generator. Then follows a line for each model that trains
+    adapters or uses another model's weights.
+    """
     rows = [("model", "class", "engine", "layout", "pool")]
     for model in report.trace.models.values():
         engine = getattr(model.cfg, "engine", None)
@@ -175,7 +189,10 @@ def _models(report: PlanReport) -> Iterator[str]:
 
 
 def _calls(report: PlanReport) -> Iterator[str]:
-    """One line for each call, in the order of the script, then seconds by stage."""
+    """Yield a line for each call in the order of the script, then seconds by stage, then notes.
+
+    The last lines say which models are not predicted, and why.
+    """
     prediction = report.prediction
     rows: _Rows = [("line", "call", "ranks", "rows", "tokens", "start", "seconds", "largest part")]
     for call in report.calls():
@@ -212,7 +229,7 @@ def _calls(report: PlanReport) -> Iterator[str]:
 
 
 def _routes(report: PlanReport) -> Iterator[str]:
-    """Row bytes by writing and reading call, then the largest edges."""
+    """Yield row bytes by writing and reading call, then the five edges with the most bytes."""
     if not report.routes:
         yield "rows between ranks: none"
         return
@@ -229,7 +246,10 @@ def _routes(report: PlanReport) -> Iterator[str]:
 
 
 def _weights(report: PlanReport) -> Iterator[str]:
-    """One line for each way that weights take from a trainer to a generator."""
+    """Yield a line for each weight sync from a trainer to a generator, then the notes.
+
+    "?" stands for numbers that are not planned. Without syncs there is no line.
+    """
     if not report.weights:
         return
     yield "weights from trainer to generator"
@@ -263,7 +283,11 @@ def _weights(report: PlanReport) -> Iterator[str]:
 
 
 def _memory(report: PlanReport) -> Iterator[str]:
-    """Memory of a rank by phase and by what uses it."""
+    """Yield a table in GB: a rank's memory in each phase, in all and by use.
+
+    "+1.0h" is the size of a part that is offloaded to the host. Uses that are 0 in all phases are
+    omitted. Without a memory prediction there is no line.
+    """
     phases = report.prediction.memory
     if not phases:
         return
@@ -287,7 +311,7 @@ def _memory(report: PlanReport) -> Iterator[str]:
 
 
 def _groups(report: PlanReport) -> Iterator[str]:
-    """Process groups by kind; in small worlds each with its ranks."""
+    """Yield a table of process groups by kind. Up to 16 ranks, also the ranks of each group."""
     yield f"process groups: {len(report.groups)}"
     kinds = report.group_kinds()
     rows: _Rows = [("owner", "axis", "lane", "backend", "groups", "ranks each")]
@@ -302,7 +326,10 @@ def _groups(report: PlanReport) -> Iterator[str]:
 
 
 def _orders_by_rank(report: PlanReport) -> Iterator[str]:
-    """The calls of each rank, ranks with equal calls on one line; then each transfer's edges."""
+    """Yield the calls of each rank, ranks with equal calls on one line; then each transfer's edges.
+
+    Edges are listed up to 16 ranks, and at most 16 for each transfer.
+    """
     alike: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
     for rank, lanes in report.lanes().items():
         labels = tuple(f"{call.number} {call.label}" for call in lanes[COMPUTE])
@@ -333,7 +360,10 @@ def _orders_by_rank(report: PlanReport) -> Iterator[str]:
 
 
 def _assumption_lines(report: PlanReport) -> Iterator[str]:
-    """What the plan assumed, and the lines of the script whose effect only a run can know."""
+    """Yield what the plan assumed, and the lines of the script whose effect only a run can know.
+
+    These are lines that wait for a value, and loops that repeat their calls.
+    """
     trace = report.trace
     if trace.assumptions or trace.reads or report.missing_here:
         yield "assumed"
@@ -354,7 +384,7 @@ def _assumption_lines(report: PlanReport) -> Iterator[str]:
 
 
 def _checks(report: PlanReport) -> Iterator[str]:
-    """One line for each check: verdict, name and what it covered."""
+    """Yield a line for each check: "ok" or the number of problems, name, what it covered."""
     yield "checks"
     for check in report.checks:
         verdict = f"{len(check.problems)} wrong" if check.problems else "ok"
@@ -362,7 +392,7 @@ def _checks(report: PlanReport) -> Iterator[str]:
 
 
 def _problems(report: PlanReport) -> Iterator[str]:
-    """Every problem, numbered."""
+    """Yield every problem, numbered from 1; nothing if there is none."""
     if report.problems:
         yield "problems"
     for number, problem in enumerate(report.problems, 1):

@@ -65,9 +65,13 @@ def settings_of_run(replay: Replay, *, backend: str = "gloo") -> TraceSettings:
 def trace(
     script: ModuleType, cfg: Any, settings: TraceSettings, replay: Replay | None = None
 ) -> Trace:
-    """Run script.main(flow, cfg) dry. PlanError, with the line, for what cannot be planned.
+    """Run script.main(flow, cfg) without ranks or devices, and return the calls that it made.
 
+    Raises PlanError, with the script's line, for any error in the script or in spmdflow, and for
+    SystemExit. Other errors from outside of the script are raised as they are. The controller's log
+    lines below ERROR are off meanwhile.
     Any: an object of the script's settings class.
+    replay: a run whose lengths and values are used instead of examples.
     """
     file = str(script.__file__)
     examples = Examples(settings.examples, _longest(cfg), is_replayed=replay is not None)
@@ -123,7 +127,11 @@ def trace(
 
 
 def _locate_error(err: BaseException, line: int | None, examples: Examples) -> str:
-    """The text of a PlanError: the script's line, what it did there, what to declare or change."""
+    """Return the text of a PlanError: the script's line, what went wrong, what to change.
+
+    A metric that no call reported needs an example; an error of spmdflow has its own advice; any
+    other error is shown with the examples that were used. line: None if it is not known.
+    """
     text = str(err)
     if isinstance(err, UnknownMetric) and err.is_omitted:
         text = f"reads {err.args[0]}"
@@ -145,7 +153,10 @@ def _locate_error(err: BaseException, line: int | None, examples: Examples) -> s
 
 
 def _longest(cfg: Any) -> dict[str, int]:
-    """Most tokens of rows that the settings allow."""
+    """Return the most tokens that the settings allow: {"prompts": ..., "responses": ...}.
+
+    They are data.max_prompt_tokens and rollout.max_new_tokens, 1 without such a section.
+    """
     data = next((part for _, part in parts_of(cfg, DataSettings)), None)
     rollout = next((part for _, part in parts_of(cfg, RolloutConfig)), None)
     prompts = data.max_prompt_tokens if data else 1
@@ -178,7 +189,10 @@ class DryRun(Observer):
         self._transport.is_looking = False
 
     def end_step(self, step: StepRecord) -> None:
-        """The next step sees what a replayed run has measured."""
+        """Store the row bytes of the step, and let the transport record the script's reads again.
+
+        In a replay, the next step sees the metrics that the run measured in this step.
+        """
         if self._replay is not None:
             metrics = self._replay.metrics(step.number)
             self._caller.old_log_probs.end_step(metrics, self._caller.num_updates)
@@ -190,7 +204,11 @@ _LOOPS = (ast.While, ast.For, ast.AsyncFor)
 
 
 def _reads_of(script: ModuleType, transport: DryRunTransport) -> list[Read]:
-    """Every line that waited, once, with what it waited for; then loops that made calls."""
+    """Return every line of the script that waited for values, by line; then loops that made calls.
+
+    A line counts once, with everything that it waited for. A loop over flow.steps(...) does not
+    count, nor a loop that starts on a line that waited.
+    """
     inner = _inner_loops(Path(str(script.__file__)).read_text(encoding="utf-8"))
     read_at: dict[int, dict[str, None]] = {}
     waits = [lines for lines, _ in transport.waits]
@@ -215,7 +233,10 @@ def _encloses(loop: range, lines: Lines) -> bool:
 
 
 def _inner_loops(text: str) -> list[range]:
-    """Lines of all loops but those over the run's steps, and those that such a loop is in."""
+    """Return the lines of each loop statement (for, while, async for) in the text of a script.
+
+    Loops over flow.steps(...), and loops that contain one, are omitted.
+    """
     line_ranges = []
     for loop in ast.walk(ast.parse(text)):
         if isinstance(loop, _LOOPS) and not any(map(_is_over_steps, ast.walk(loop))):

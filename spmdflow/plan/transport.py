@@ -117,7 +117,13 @@ class DryRunTransport(ImmediateTransport):
     # The transport's surface
 
     def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
-        """Write a call down and answer it; PlanError beyond the calls of a step."""
+        """Record a call with the script's line, answer it without ranks, return its `Pending`.
+
+        Raises PlanError if the step has more calls in the compute lane than allowed. The answer
+        follows the answers of calls submitted before. A fetch is recorded in the compute lane.
+        Calls named reach and halt, which end another call early, get empty replies at once and are
+        not recorded.
+        """
         path = self.lines()
         line = path[0] if path else None
         if call.lane == COMPUTE:
@@ -141,7 +147,7 @@ class DryRunTransport(ImmediateTransport):
         return self._nodes[rank]
 
     def lines(self) -> Lines:
-        """The script's lines that are running, the innermost first; none outside of it."""
+        """Return the script's line numbers on the call stack, innermost first; () if none."""
         lines = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -151,7 +157,11 @@ class DryRunTransport(ImmediateTransport):
         return tuple(lines)
 
     def _count(self, label: str, line: int | None) -> None:
-        """Count a call of the step; PlanError if there are more than allowed."""
+        """Count one more call since the step began (before the first step: since the start).
+
+        Raises PlanError with the call's label and line if there are now more than the allowed
+        number.
+        """
         self._num_calls += 1
         if self._num_calls <= self._most_calls:
             return
@@ -164,7 +174,10 @@ class DryRunTransport(ImmediateTransport):
         raise PlanError.of(where, got, f"{what} within {self._most_calls} calls", do)
 
     def _answer(self, pending: Pending) -> None:
-        """Reply to a call as its ranks would."""
+        """Set the replies that a call's ranks would send, run its on_done, then resolve it.
+
+        If the call has rows, their number and mean lengths are stored in `tokens`.
+        """
         call = pending.call
         replies = self.answers.to(call)
         tokens = self.answers.rows.tokens(call.number, call.commands)
@@ -183,7 +196,11 @@ class _WatchedPending(Pending):
         self._transport = transport
 
     def result(self) -> Replies:
-        """The replies; notes the script's line that looks at them."""
+        """Return the replies.
+
+        If the script asks for them during a step, its lines and the call's label are added to the
+        transport's `waits`.
+        """
         if self._transport.is_looking and self._transport.step:
             path = self._transport.lines()
             if path:
@@ -205,7 +222,14 @@ class Answers:
         """Where the lengths of prompts come from."""
 
     def to(self, call: Call) -> Replies:
-        """Reply payloads by rank."""
+        """Return the payload that each rank would reply to a call.
+
+        A call or map that writes columns gets their kinds, lengths and example metrics. Another
+        call gets the value that a replayed run recorded, otherwise the declared example. scan,
+        join, fetch and transfer have answers of their own; all other operations get {}. Stores new
+        lengths in `rows` and, for a spawn, the model's worker class. A replayed run's answers to
+        one label are used up in order.
+        """
         commands = call.commands
         number = call.number
         plain = call.command
@@ -238,7 +262,12 @@ class Answers:
         return {rank: {} for rank in commands}
 
     def _scan(self, label: str, plain: Plain) -> ScanReport:
-        """The report of a data file, read once or assumed; notes where its lengths come from."""
+        """Return the scan report of the data source that `label` names, such as "train.scan".
+
+        The first request reads or assumes the file (`scan_or_assume`), stores the report in
+        `rows.scans`, and notes where its lengths come from. A report that is already known is
+        returned as it is.
+        """
         source = label.removesuffix(".scan")
         if source not in self.rows.scans:
             scanned = scan_or_assume(plain["data"], plain["path"], read_data=self._read_data)
@@ -251,7 +280,13 @@ class Answers:
     def _to_rows(
         self, number: int, commands: Commands, writes: tuple[str, ...], *, known: bool
     ) -> Replies:
-        """known: the lengths of the rows are those of a run."""
+        """Return replies to a command that writes these columns, and store the columns' lengths.
+
+        A reply has "columns": name -> [kind, items of each row], and "metrics". A rank that stores
+        no rows gets {"columns": {}}. Ranks that store the same rows (tensor-parallel peers) share
+        one reply.
+        known: whether the lengths of the rows are those of a replayed run.
+        """
         lengths = self.rows.results.setdefault(number, {})
         for name in writes:
             form = self.examples.form(name)
@@ -275,7 +310,11 @@ class Answers:
     def _column(
         self, lengths: ColumnLengths, name: str, plain: Plain, ids: np.ndarray, *, known: bool
     ) -> list[Any]:
-        """Kind and items of the rows ids of one column."""
+        """Return [kind, items of the rows `ids`] of one column; items are None if it is dense.
+
+        known: take the recorded items from `lengths`. Otherwise compute them and add them to
+        `lengths`.
+        """
         items = None
         if lengths.spec.kind != "dense":
             items = lengths.of(ids) if known else self._items(name, plain, ids)
@@ -284,7 +323,14 @@ class Answers:
         return [lengths.spec.to_plain(), items]
 
     def _items(self, name: str, plain: Plain, ids: np.ndarray) -> np.ndarray:
-        """(n,) int64: items of the rows ids of a column that the command makes of its inputs."""
+        """Return (n,) int64: the items of the rows `ids` in a column that the command writes.
+
+        The first of these that applies: the bytes of declared example texts; if the method
+        continues responses, the old response + tool text + new tokens, limited to the longest
+        response; the tokens of an input column with the same lengths (like prompts or responses);
+        new tokens. New tokens are the example's, at most the argument max_new_tokens. In the last
+        two cases, tokens are multiplied by the column's items per token.
+        """
         form = self.examples.form(name)
         texts = self.examples.texts(name, ids)
         if texts is not None:
@@ -313,9 +359,12 @@ class Answers:
     def _known_lengths(
         self, name: str, seen: Mapping[str, Plain], plain: Plain, ids: np.ndarray
     ) -> np.ndarray | None:
-        """(n,) int64: tokens of the rows ids of an input that is not dense; None: not known.
+        """Return (n,) int64: the tokens of the rows `ids` in the input column `name`, or None.
 
-        seen: parts of the command's inputs, by the names that the call sees.
+        None if the command has no such input, the column is dense, its lengths are not known, or
+        one of the rows is not among the command's rows. Items are divided by items per token,
+        rounded up.
+        seen: parts of the command's inputs, by the column names that the call sees.
         """
         form = self.examples.form(name)
         if name not in seen or form.spec.kind == "dense":
@@ -329,14 +378,21 @@ class Answers:
         return -(-items[indices] // form.items_per_token)
 
     def _goes_on(self, plain: Plain, seen: Iterable[str]) -> bool:
-        """Whether a command calls a method that goes on from responses, which become longer."""
+        """Return whether a command calls a method that continues the responses of its input.
+
+        This is a method with `extends` that writes at least one column of `seen`, its inputs.
+        """
         if plain["operation"] != "call":
             return False
         spec = method_spec(self._classes[plain["group"]], plain["method"])
         return spec.extends and not {*spec.writes}.isdisjoint(seen)
 
     def _to_join(self, number: int, commands: Commands) -> Replies:
-        """Replies to a join: kinds and lengths of the joined columns, which are remembered."""
+        """Return replies to a join of rows: "columns": name -> [kind, items of each row].
+
+        The items of the joined parts follow one another in the order of the inputs; they are None
+        for a dense column. Kinds and items are stored in `rows.results` under the join's number.
+        """
         result = self.rows.results.setdefault(number, {})
         replies: Replies = {}
         for rank, plain in commands.items():
@@ -363,7 +419,11 @@ class Answers:
         return self.rows.results[part["result"]][dict(names_in(part))[name]]
 
     def _known_items(self, name: str, part: Plain) -> np.ndarray:
-        """Items of an input's rows; of a data file's column without lengths, from the settings."""
+        """Return (n,): the items of an input's rows, in the order of its row ids.
+
+        A column without known lengths (of a data file) counts as the longest prompt the settings
+        allow.
+        """
         items = self.rows.of_input(name, part)
         if items is None:
             each = self.examples.longest[PROMPTS] * self.examples.form(name).items_per_token
@@ -373,7 +433,11 @@ class Answers:
     # Values
 
     def _to_fetch(self, commands: Commands, recorded: Column | None) -> Replies:
-        """Replies to a fetch: examples, or recorded values, those of the run that is replayed."""
+        """Return replies to a fetch: "column": the values of each rank's rows as a message.
+
+        recorded: the values of the replayed run, one row for each row id of all ranks, ascending.
+        Without it, the values are examples.
+        """
         everyone = unique_ids(plain["input"]["ids"] for plain in commands.values())
         replies: Replies = {}
         for rank, plain in commands.items():
@@ -386,7 +450,12 @@ class Answers:
         return replies
 
     def _example_column(self, part: Plain) -> Column:
-        """Example values of a stored column, under the name that the script knows."""
+        """Return example values of one stored column for the rows of a command's input part.
+
+        Dense columns: the example of the name that the script sees, repeated to the row's shape;
+        PlanError without an example. Text: the letter "x". Other ragged columns: zeros. Ragged rows
+        have the known lengths; if these are unknown, the longest that the settings allow.
+        """
         ids = part["ids"]
         ((seen, name),) = names_in(part)
         if "source" in part:
@@ -405,7 +474,10 @@ class Answers:
 
 
 def _to_transfer(call: Call) -> Replies:
-    """Bytes that would have been counted, from what each receiver is told to expect."""
+    """Return each rank's bytes sent and received, by the other rank, as ranks would count them.
+
+    They follow from what each receiver is told to expect. header_bytes is 0.
+    """
     replies: Replies = {r: {"sent": {}, "received": {}, "header_bytes": 0} for r in call.commands}
     for (source, rank), size in bytes_by_edge(row_edges([call])).items():
         replies[source]["sent"][rank] = replies[rank]["received"][source] = size

@@ -67,8 +67,9 @@ class WeightPlan:
     def with_messages(
         self, sent: Iterable[_Sent], ranks: Sequence[int], nodes: Nodes
     ) -> WeightPlan:
-        """This plan with the bytes of these messages. A message enters each node once.
+        """Return this plan with the bytes of these messages, by rank, by edge and by node.
 
+        A message enters each other node once, however many of its ranks are destinations.
         ranks: all that may receive; those without a message get 0 bytes.
         """
         received = dict.fromkeys(ranks, 0)
@@ -85,7 +86,11 @@ class WeightPlan:
 
 
 def weight_plans(trace: Trace) -> list[WeightPlan]:
-    """How weights reach every model that generates."""
+    """Return how weights reach every model that generates; empty if all are loaded from files.
+
+    A plan that ConfigError or PlanError prevents has mode "?" and the error in its note. `syncs`
+    counts the last traced step, with its evaluation.
+    """
     syncs = Counter[str]()
     if trace.steps:
         syncs = syncs_by_step(trace, ("train", "eval"))[trace.steps[-1]]
@@ -112,10 +117,11 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
 def syncs_by_step(
     trace: Trace, phases: Sequence[str] = ("train",), *, synced: Iterable[str] = ()
 ) -> dict[int, Counter[str]]:
-    """Number of weight syncs by step and by model that generates, in calls of these phases.
+    """Return the number of weight syncs by step and by generating model, in calls of these phases.
 
-    A model's first generation includes a sync, and so does the first one after an update. synced:
-    models that were synced when a checkpoint was loaded.
+    A model's first generation includes a sync, and so does the first one after an update that frees
+    its generation weights or trains it. A separate generator is synced by each receive_weights.
+    synced: models that were synced when a checkpoint was loaded.
     """
     counts: dict[int, Counter[str]] = {step: Counter() for step in trace.steps}
     fresh = set(synced)
@@ -137,7 +143,11 @@ def syncs_by_step(
 
 
 def _stale_models(trained: TracedModel, trace: Trace) -> Iterator[str]:
-    """Models whose generation weights are freed while `trained` is trained on their ranks."""
+    """Yield the models whose generation weights are freed while `trained` trains on their ranks.
+
+    These are generating trainers of the same pool in mode copy, or in mode blocks if several ranks
+    exchange weights for generation.
+    """
     for name, model in trace.models.items():
         if model.generates and not model.only_generates and model.pool == trained.pool:
             mode = sync_mode(model.settings, model.layout)
@@ -154,7 +164,10 @@ def _reply_ranks(traced: TracedModel) -> tuple[int, ...]:
 
 
 def _has_devices(trace: Trace) -> bool:
-    """Whether the ranks have devices of their own."""
+    """Return whether the ranks have devices.
+
+    They have if a process group has a backend other than gloo.
+    """
     for call in trace.calls:
         if call.operation == "groups":
             for *_, backend in call.command["specs"] or ():
@@ -164,9 +177,12 @@ def _has_devices(trace: Trace) -> bool:
 
 
 def _plan_local_sync(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> WeightPlan:
-    """The sync to a generator on the trainer's own ranks.
+    """Return the plan of a sync to a generator on the trainer's own ranks.
 
-    gathers: in mode flat, one all-gather of rows that are padded to equal length.
+    Modes copy and adapter are planned by `_plan_copy`. In modes blocks and flat, each rank sends
+    what it stores to the other ranks of its micro_dp group.
+    gathers: in mode flat, this is one all-gather, in which shorter ranks are padded to the longest
+    of the group.
     """
     cfg = traced.settings
     layout = traced.layout
@@ -200,7 +216,11 @@ def _plan_local_sync(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> Wei
 
 
 def _plan_copy(policy: TracedModel, target: TracedModel, nodes: Nodes) -> WeightPlan:
-    """The sync of modes copy and adapter: each rank receives the boxes that it needs and lacks."""
+    """Return the plan of modes copy and adapter: each rank receives what it needs and lacks.
+
+    Includes the messages for merging LoRA adapters on the policy's ranks. policy and target are the
+    same model if it generates on its own ranks.
+    """
     cfg = policy.settings
     copies = plan_copies(
         sent_architecture(cfg),
@@ -223,7 +243,11 @@ def _plan_copy(policy: TracedModel, target: TracedModel, nodes: Nodes) -> Weight
 
 
 def _merge_messages(policy: TracedModel) -> Iterator[_Sent]:
-    """Messages that bring each whole adapter matrix A, in float32, to the ranks that merge it."""
+    """Yield the messages that bring each whole adapter matrix A to the ranks that merge it.
+
+    Each rank of a shard group sends its boxes, in float32, to the ranks of the group that lack
+    them. Nothing is sent without LoRA, or if only adapters are sent (rollout.weights=adapter).
+    """
     cfg = policy.settings
     layout = policy.layout
     lora = getattr(cfg.model, "lora", None)

@@ -49,11 +49,12 @@ _BY_DEVICE = {
 def hardware_of(
     name: str | None, node_size: int | None = None, *, world_size: int | None = None
 ) -> Hardware:
-    """The named hardware; without a name, the hardware of this node.
+    """Return the named hardware; without a name, the hardware of this node.
 
-    Raises ConfigError if there is no such hardware. node_size: ranks of a node. Without it, the
-    hardware file determines it, or on CPUs the whole world is one node. A CPU file was measured for
-    a number of ranks; more ranks share its rates and memory.
+    Raises ConfigError if there is no such hardware. A CPU file was measured for a number of ranks;
+    more ranks share its rates and memory.
+    node_size: ranks of a node. Without it, the hardware file determines it, or on CPUs the whole
+    world is one node.
     """
     hardware = load_hardware(name or _local_hardware())
     if not hardware.is_cpu:
@@ -73,7 +74,10 @@ def nodes_of(world: tuple[int, ...], hardware: Hardware) -> tuple[int, ...]:
 
 
 def _local_hardware() -> str:
-    """Name of the packaged file for this node's device; raises ConfigError if there is none."""
+    """Return the name of the packaged hardware file for this node's device: "cpu" without a GPU.
+
+    Raises ConfigError if no file matches the device's name.
+    """
     kind = own_device()
     if kind == CPU:
         return "cpu"
@@ -107,7 +111,11 @@ class Simulated:
 
 
 def simulate_calls(trace: Trace, step_calls: Sequence[Call]) -> Simulated:
-    """The models and calls of one step, as far as there are simulators for them."""
+    """Return the models and calls of one step in the terms of the simulators.
+
+    A model without weights, an engine or known sizes goes to `without`, with the reason. A KV cache
+    without a fixed size gets room for the step's rows that are decoded together.
+    """
     models: dict[str, Model] = {}
     without: dict[str, str] = {}
     sources = {}
@@ -141,7 +149,12 @@ def simulate_calls(trace: Trace, step_calls: Sequence[Call]) -> Simulated:
 
 
 def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
-    """A worker group for the simulators; raises ConfigError if it has no weights or engine."""
+    """Return a worker group as a model for the simulators: sizes, engine, adapters, generator.
+
+    A separate generator has no engine; its weights stay in the generation layout and dtype. Raises
+    ConfigError if the group has no weights or no engine section.
+    weights_from: the policy of a separate generator.
+    """
     cfg = traced.settings
     layout = traced.layout
     model = getattr(cfg, "model", None)
@@ -183,7 +196,10 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """Number of parameters that adapters add; 0 without adapters or without a table of weights."""
+    """Return the number of parameters that LoRA adapters add to a whole model.
+
+    0 without adapters, or if the project has no table of weights for the architecture.
+    """
     arch = Architecture.sizes_from_folder(model.path)
     lora = getattr(model, "lora", None)
     if lora is None or arch.obstacle:
@@ -192,7 +208,11 @@ def adapter_parameters(model: ModelConfig) -> int:
 
 
 def _rollout(traced: TracedModel) -> Rollout:
-    """The generator of a worker group for the simulators."""
+    """Return the generator of a worker group for the simulators.
+
+    kv_cache_bytes is set only if the generator has a cache of fixed size and the settings give it.
+    Everything except copies runs outside CUDA graphs.
+    """
     rollout = traced.settings.rollout
     layout = traced.layout
     has_size = rollout.kv_cache_gib is not None and generator_kind(rollout.generator).fixed_cache
@@ -209,7 +229,11 @@ def _rollout(traced: TracedModel) -> Rollout:
 
 
 def _with_cache(model: Model, model_call: ModelCall, traced: TracedModel) -> Model:
-    """The model with a KV cache for all rows decoded together, unless the size is fixed."""
+    """Return the model with a KV cache for all rows that one replica decodes together.
+
+    These are its share of the call's rows, at most max_batch_size. A larger cache of an earlier
+    call stays. A generator with a cache of fixed size is returned as it is.
+    """
     rollout = model.rollout
     if rollout is None or rollout.facts.fixed_cache:
         return model
@@ -221,7 +245,12 @@ def _with_cache(model: Model, model_call: ModelCall, traced: TracedModel) -> Mod
 
 
 def _model_call_or_none(trace: Trace, call: Call, models: Mapping[str, Model]) -> ModelCall | None:
-    """A call as one of the dataflow; None if it has no simulator or no tokens."""
+    """Return a call as one of the dataflow, with its rows, mean lengths (rounded up) and updates.
+
+    None if its model has no simulator, if it has no rows or no tokens, or if a separate generator
+    only accepts rows for a later generation. All calls of a script with a separate generator share
+    the stage "step", as its pools overlap.
+    """
     tokens = trace.tokens.get(call.key)
     if call.operation != "call" or call.model not in models or tokens is None:
         return None

@@ -10,9 +10,11 @@ from typing import Any
 
 
 def exact_match(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
-    """score = (accuracy + share of right digits) / 2; accuracy = 1 for the exact answer.
+    """Return score = (accuracy + share of right digits) / 2; accuracy = 1 for the exact answer.
 
-    Digits are compared from the left. A missing or surplus digit counts as a wrong one.
+    Digits are compared from the left, without white space around the response. The share is the
+    number of equal ones divided by the length of the longer text, so a missing or surplus digit is
+    wrong.
     """
     answer = str(row["answer"])
     prediction = response.strip()

@@ -46,7 +46,12 @@ decode = json.JSONDecoder().decode
 
 
 def main(socket_fd: int, stack_fd: int) -> None:
-    """Serve until the pool's end of the socket is closed."""
+    """Load the functions, then score samples until the pool's end of the socket is closed.
+
+    Answers each function of each sample with one message. Returns early if a function cannot be
+    loaded. A child that a function forked, and that returns, reports itself and exits with status
+    1.
+    """
     channel = open_channel(socket_fd, stack_fd)
     lines = channel.makefile("rb")
     functions = _load_functions(decode(lines.readline().decode())["functions"], channel)
@@ -64,9 +69,10 @@ def main(socket_fd: int, stack_fd: int) -> None:
 
 
 def open_channel(socket_fd: int, stack_fd: int) -> socket.socket:
-    """Set this process's signals and limits, send its pid to the pool, and return the socket.
+    """Prepare this process: signals, stack dumps, memory limit, line-buffered output.
 
-    The keeper ends this process when the pool's process ends.
+    Then send {"worker": pid} to the pool and return the socket, which children do not inherit. The
+    keeper ends this process when the pool's process ends.
     """
     _set_up_signals()
     _show_stacks(stack_fd)
@@ -80,11 +86,12 @@ def open_channel(socket_fd: int, stack_fd: int) -> socket.socket:
 
 
 def _set_up_signals() -> None:
-    """Ignore SIGTERM and SIGINT, and unblock signals: the mask is inherited from the rank.
+    """Ignore SIGTERM and SIGINT in this process, and unblock all signals.
 
     A batch system may signal every process of a job and let the ranks save a checkpoint; this
-    process must go on serving meanwhile. Children of the function can be terminated: exec drops
-    the handler, and after a fork it restores the default.
+    process must go on serving meanwhile. Children of the function can be terminated: exec drops the
+    handler, and after a fork it restores the default. The mask is unblocked because a rank's is
+    inherited.
     """
     own_pid = os.getpid()
 
@@ -109,7 +116,11 @@ def _show_stacks(stack_fd: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit memory (MemoryError beyond it); make the OOM killer prefer this process to ranks."""
+    """Limit this process's data to half of the node's memory; beyond it, MemoryError.
+
+    A lower limit that is set already stays. Also makes the OOM killer pick this process before
+    ranks, if /proc may be written.
+    """
     limit = int(_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = []
@@ -124,7 +135,10 @@ def _limit_memory() -> None:
 def _load_functions(
     wanted: list[tuple[str, dict[str, Any]]], channel: socket.socket
 ) -> list[RewardFunction] | None:
-    """Load the functions and report their definitions to the pool; None if one cannot be loaded."""
+    """Load the functions in order and send {"ready": [file:line of each]} to the pool.
+
+    If one cannot be loaded, the cause is sent instead, and None is returned.
+    """
     functions = []
     for name, arguments in wanted:
         function = load_or_report(load_function, name, arguments, partial(_send, channel))
@@ -141,9 +155,10 @@ def load_or_report(
     arguments: Mapping[str, Any],
     send: Callable[[dict[str, Any]], None],
 ) -> Callable[..., Any] | None:
-    """load(name, arguments); if that fails, report the cause to the pool and return None.
+    """Return load(name, arguments); if that raises, send the cause and return None.
 
-    Adds the folder of a file to sys.path.
+    The cause is {"refused": text} for a ConfigError, otherwise {"broken": [name, text]}. Puts the
+    folder of a file "path/file.py:name" at the front of sys.path first.
     """
     source = name.rpartition(":")[0]
     if source.endswith(".py"):
@@ -157,7 +172,11 @@ def load_or_report(
 
 
 def _score_sample(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
-    """Call the function on a copy of the sample's row; return the message with its result."""
+    """Call the function on one sample; return {"scores": ...} or {"failed": why}.
+
+    The function gets a copy of the row, so that it cannot change it for the next function. It
+    failed if it raised or returned no score (`scores_of`).
+    """
     prompt, response, row = sample
     value, error = _call_catching_errors(
         function, prompt, response, copy.deepcopy(row)
@@ -173,7 +192,10 @@ def _score_sample(function: RewardFunction, sample: Sequence[Any]) -> dict[str, 
 def _call_catching_errors(
     call: Callable[..., Any], *arguments: Any
 ) -> tuple[Any, BaseException | None]:
-    """(result, None), or (None, the exception that the user's code raised, even SystemExit)."""
+    """Call the user's code; return (result, None) or (None, the exception).
+
+    Any exception is caught, even SystemExit and KeyboardInterrupt.
+    """
     try:
         return call(*arguments), None
     except BaseException as err:
@@ -181,9 +203,10 @@ def _call_catching_errors(
 
 
 def describe(err: BaseException) -> str:
-    """The error in one line, followed by its traceback, starting at the user's first frame.
+    """Return "TYPE: message" of an error, followed by its traceback from the user's first frame.
 
-    A long error is cut to the start of its first line, and a long traceback to its end.
+    The message is the first line of the error's text, of at most 4000 characters. The traceback is
+    cut to its last 4000.
     """
     frame = err.__traceback__
     while frame is not None and _is_own_frame(frame):
@@ -205,7 +228,7 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The function of that name, with its keyword arguments bound.
+    """Return the function that `name` names, with its keyword arguments bound.
 
     Raises ConfigError if it is missing or cannot be called with (prompt, response, row) and these
     arguments. Exceptions of the user's module during its import are not caught.
@@ -218,7 +241,10 @@ def load_function(name: str, arguments: Mapping[str, Any] | None = None) -> Rewa
 
 
 def find_function(name: str, key: str = "reward.function") -> Callable[..., Any]:
-    """Import "path/file.py:name" or "module:name"; ConfigError if there is no such callable."""
+    """Import "path/file.py:name" or "module:name" and return the callable.
+
+    ConfigError, with the setting `key`, if the name has another form or there is no such callable.
+    """
     source, colon, attribute = name.rpartition(":")
     if not (source and colon and attribute):
         do = "name the file or module and, after a colon, the function"
@@ -232,7 +258,10 @@ def find_function(name: str, key: str = "reward.function") -> Callable[..., Any]
 
 
 def locate_definition(function: RewardFunction) -> str:
-    """file:line where a function is defined; "" for a builtin or other code that is not Python."""
+    """Return FILE:LINE where a function is defined, behind partials and decorators.
+
+    "" for a builtin or other code that is not Python.
+    """
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -242,7 +271,11 @@ def locate_definition(function: RewardFunction) -> str:
 
 
 def _import_file(name: str, path: Path, key: str) -> ModuleType:
-    """Import a file once, as the module spmdflow_reward_<name>; ConfigError if it is missing."""
+    """Import a file as the module spmdflow_reward_<file name>; ConfigError if it is missing.
+
+    If that module has been imported from the same file, it is returned. The module is registered in
+    sys.modules before it runs.
+    """
     if not path.is_file():
         got = f"{name!r}, but there is no file {path} in {Path.cwd()}"
         raise ConfigError.of(key, got, _FORM, "correct the path")
@@ -259,7 +292,11 @@ def _import_file(name: str, path: Path, key: str) -> ModuleType:
 
 
 def _import_module(name: str, source: str, key: str) -> ModuleType:
-    """Import a module by name; ConfigError if it is missing."""
+    """Import a module by name; ConfigError if it, or a package above it, is missing.
+
+    If the module exists but lacks one that it imports itself, that ModuleNotFoundError passes
+    through.
+    """
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as err:
@@ -272,7 +309,10 @@ def _import_module(name: str, source: str, key: str) -> ModuleType:
 
 
 def _look_up_function(name: str, module: ModuleType, attribute: str, key: str) -> Any:
-    """The module's function of that dotted name; ConfigError with the choices if there is none."""
+    """Return the callable of a dotted name in a module.
+
+    ConfigError if it is missing or no callable; the message lists the functions defined there.
+    """
     function: Any = module
     for part in attribute.split("."):
         function = getattr(function, part, None)
@@ -291,7 +331,10 @@ def _look_up_function(name: str, module: ModuleType, attribute: str, key: str) -
 
 
 def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the function can be called with (prompt, response, row)."""
+    """Raise ConfigError for an async function, and if (prompt, response, row) does not fit.
+
+    arguments: keyword arguments that are passed too. A builtin without a signature passes.
+    """
     form = "fn(prompt, response, row) -> float | dict"
     if inspect.iscoroutinefunction(function):
         got = f"{name!r}, an async function"
@@ -314,11 +357,11 @@ class InvalidScore(ValueError):
 
 
 def scores_of(value: object) -> dict[str, Any]:
-    """Convert a function's result to {"score": float, ...}; InvalidScore without a finite score.
+    """Convert a function's result to {"score": float, ...}; InvalidScore if that is impossible.
 
-    Further numbers in a dict must be finite. "answer" becomes text (None: no answer): the final
-    answer, normalised so that equal answers are equal texts, for majority voting in evaluations.
-    Other entries are dropped.
+    The result is a finite number, or a dict with a finite "score". Further numbers in a dict must
+    be finite too. "answer" becomes text (None: no answer): the final answer, normalised so that
+    equal answers are equal texts, for majority voting in evaluations. Other entries are dropped.
     """
     if not isinstance(value, dict):
         return {"score": _read_number("", value)}
@@ -335,7 +378,10 @@ def scores_of(value: object) -> dict[str, Any]:
 
 
 def _read_number(label: str, value: object) -> float:
-    """The value as a finite float; InvalidScore otherwise."""
+    """Return the value as a float; InvalidScore unless it is a finite real number.
+
+    label: words before the value in the message.
+    """
     if not isinstance(value, Real):
         raise InvalidScore(f"returned {label}{_shorten(repr(value))} ({type(value).__name__})")
     try:
@@ -348,7 +394,7 @@ def _read_number(label: str, value: object) -> float:
 
 
 def _shorten(text: str) -> str:
-    """The text on one line, cut to 60 characters."""
+    """Return the text on one line; if longer than 60 characters, its first 57 and "..."."""
     text = " ".join(text.split())
     if len(text) <= 60:
         return text

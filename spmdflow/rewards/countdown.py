@@ -40,7 +40,7 @@ def score(
     use_all: bool = True,
     attempt: float = 0.1,
 ) -> dict[str, Any]:
-    """1 if the answer's expression gives the target from the numbers, each used exactly once.
+    """Score 1 if the answer's expression gives the target from the numbers, each used exactly once.
 
     attempt (0 to 1): the score of an expression with the right numbers but another value. Anything
     else scores 0. use_all=False: numbers may remain unused. accuracy is 1 or 0.
@@ -56,10 +56,11 @@ def score(
 
 
 def expression_of(response: str) -> tuple[Fraction | None, list[int]] | None:
-    """(value, numbers used) of the answer's expression; None without one, value None for x / 0.
+    """Return (value, numbers used) of the answer's expression; the value is None for x / 0.
 
-    The expression is in the last box, otherwise between <answer> tags, otherwise on the last line
-    that consists of an expression only. Text after an = is ignored.
+    None if there is no expression, or one of more than 200 characters. It is in the last box,
+    otherwise between <answer> tags, otherwise on the last line that consists of an expression only.
+    Text after an = is ignored.
     """
     part = answer_part(response)
     text = last_box(part)
@@ -74,9 +75,11 @@ def expression_of(response: str) -> tuple[Fraction | None, list[int]] | None:
 
 
 def evaluate(text: str) -> tuple[Fraction | None, list[int]]:
-    """(value, numbers in order) of "(5 * 22) - 27".
+    """Return (value, numbers in order) of an expression such as "(5 * 22) - 27".
 
-    Raises ValueError or SyntaxError if the text is not such an expression.
+    The value is an exact fraction; None if it divides by 0. Also reads LaTeX's operators, Unicode's
+    signs and square brackets; ignores what follows an =. Raises ValueError or SyntaxError if the
+    text is not such an expression.
     """
     for name, sign in _LATEX.items():
         text = text.replace(name, sign)

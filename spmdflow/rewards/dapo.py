@@ -44,9 +44,11 @@ _PATTERNS = [
 def score(
     prompt: str, response: str, row: dict[str, Any], *, column: str = "answer"
 ) -> dict[str, Any]:
-    """score = 1 if the answer equals the row's, otherwise -1; accuracy = 1 or 0.
+    r"""Return score = 1 if the answer equals the row's, otherwise -1; accuracy = 1 or 0.
 
-    answered = 1 if the response has an answer.
+    The answer follows the last "Answer:" in the response's last 300 characters, and is compared
+    after `normalise` of both. Otherwise it is in the last \boxed{...} of the last 100 characters,
+    and must equal row[column] exactly. answered = 1 if the response has an answer.
     """
     reference = str(row[column])
     end = response[-_LETTERS:]
@@ -63,7 +65,11 @@ def score(
 
 
 def normalise(answer: str) -> str:
-    """The text after the last =, without units, articles, spaces and purely visual LaTeX."""
+    """Return the text after the last =, without units, articles, spaces and purely visual LaTeX.
+
+    Of text with dollar signs, only that between the first two stays. Commas are removed if only
+    digits and commas are left.
+    """
     answer = answer.rpartition("=")[2]
     for before, after in [*_REPLACED, *((word, "") for word in _REMOVED)]:
         answer = answer.replace(before, after)

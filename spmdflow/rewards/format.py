@@ -11,9 +11,10 @@ from typing import Any
 
 
 def think_answer(prompt: str, response: str, row: dict[str, Any], *, opened: bool = False) -> float:
-    """1 for "<think>...</think> <answer>...</answer>", each tag once, with only spaces around it.
+    """Return 1 for "<think>...</think> <answer>...</answer>", otherwise 0.
 
-    The format of DeepSeek-R1-Zero (2025, table 1). opened: the prompt ends with <think>, so the
+    Each tag must be there once, with only white space before, between and after the two parts. The
+    format of DeepSeek-R1-Zero (2025, table 1). opened: the prompt ends with <think>, so the
     response starts inside it.
     """
     text = "<think>" + response if opened else response
@@ -37,10 +38,10 @@ def matches(prompt: str, response: str, row: dict[str, Any], *, pattern: str) ->
 
 
 def grade(answer: str | None, is_right: bool, *, score: float | None = None) -> dict[str, Any]:
-    """The result dict of a reward function for an answer (None: there is none).
+    """Return the result dict of a reward function: score, accuracy, answered and answer.
 
-    score: equal to accuracy by default, 1 if the answer is right and 0 otherwise. Equal answers
-    must be equal texts.
+    answer: None if there is none (answered = 0). Equal answers must be equal texts. accuracy is 1
+    if is_right, otherwise 0. score: accuracy by default.
     """
     right = float(is_right)
     answered = float(answer is not None)
@@ -52,7 +53,7 @@ _BOX_PARTS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def answer_part(text: str) -> str:
-    """The part of the text that contains the answer.
+    """Return the part of the text that contains the answer.
 
     It is the contents of the last <answer>...</answer>, otherwise everything after the last
     </think>, otherwise the complete text.
@@ -65,7 +66,10 @@ def answer_part(text: str) -> str:
 
 
 def text_after_mark(text: str) -> str | None:
-    """The rest of the line after the last ####; None without one."""
+    """Return the text after the last ####, up to its line's end; None without one.
+
+    Blank lines between are skipped.
+    """
     before, mark, behind = text.rpartition("####")
     if mark:
         return behind.strip().partition("\n")[0].strip()
@@ -73,7 +77,11 @@ def text_after_mark(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The contents of the last complete \boxed{...} with balanced braces; None without one."""
+    r"""Return the contents of the last complete \boxed{...}, stripped; None without one.
+
+    Braces must be balanced, not counting those after a backslash. Of nested boxes the outer one
+    closes last, and so counts.
+    """
     open_braces: list[int | None] = []  # start of each box's contents; None for other braces
     span = None
     for part in _BOX_PARTS.finditer(text):

@@ -36,7 +36,7 @@ def score(
     column: str = "answer",
     strict: bool = False,
 ) -> dict[str, Any]:
-    """score = accuracy = 1 if the final number equals the row's, otherwise 0.
+    """Return score = accuracy = 1 if the final number equals the row's exactly, otherwise 0.
 
     answered = 1 if the response has a final number. It follows the last ####, otherwise it is in
     the last box, otherwise it is the last number of the answer. strict: only the first two count.
@@ -50,9 +50,11 @@ def score(
 
 
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:
-    """The final number of a text, without units and currency signs; None if it has none.
+    """Return the final number of a text as an exact fraction; None if it has none.
 
-    An answer that names several different numbers, such as "42 or 43", has none.
+    It follows the last ####, otherwise it is in the last box, otherwise (unless strict) it is the
+    last number of the answer. Units and currency signs are ignored. An answer that names several
+    different numbers, such as "42 or 43", has none.
     """
     part = answer_part(text)
     marked = text_after_mark(part)
@@ -71,7 +73,11 @@ def _strip_ornaments(text: str) -> str:
 
 
 def _marked_number(text: str) -> Fraction | None:
-    """The first number of a marked answer; None if a different one is offered with it."""
+    """Return the first number of a marked answer; None if it has none.
+
+    Also None if another value is offered with it: two neighbouring numbers with "or" between them,
+    or only separators such as commas and "and".
+    """
     text = _LOOSE_SIGN.sub(r"\1", text.strip())
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
@@ -86,7 +92,11 @@ def _marked_number(text: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> Fraction | None:
-    """The last number of a text; None if a different one is offered just before it."""
+    """Return the last number of a text; None if it has none.
+
+    Also None if the number before it differs and at most 100 characters with "or" are between them,
+    such as in "42 or maybe 43".
+    """
     numbers = deque(_NUMBER.finditer(text), maxlen=2)
     if not numbers:
         return None
@@ -99,7 +109,10 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _read_number(number: str) -> Fraction | None:
-    """The exact value of a number such as 1,000, 3/4 or 3 1/2; None if it is too long or x / 0."""
+    """Return the exact value of a number such as 1,000, 3/4, 0.5 or 3 1/2.
+
+    None if it divides by 0 or has more than 100 characters.
+    """
     if len(number) > _MAX_LETTERS:
         return None
     integer, *fraction = number.replace(",", "").split()

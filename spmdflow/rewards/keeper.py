@@ -31,7 +31,11 @@ _KILL_SECONDS = 4.0
 
 
 def main(child: str, socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
-    """Start the worker process, whose module is `child`, and clean up after it. Never returns."""
+    """Become a subreaper, fork the worker process, and clean up after it. Never returns here.
+
+    The parent waits as the keeper (`_wait_and_kill`). The forked child starts a session of its own,
+    is killed if the keeper dies, and runs `main` of the module `child`.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # A batch system may signal every process of a job; the worker process unblocks what it needs.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -50,7 +54,11 @@ def main(child: str, socket_fd: int, lifeline_fd: int, stack_fd: int) -> None:
 
 
 def _wait_and_kill(worker_pid: int, lifeline_fd: int) -> None:
-    """Wait until the worker process or the pool's process ends, kill all children, and exit."""
+    """Wait until the worker process or the pool's process ends, kill all children, and exit.
+
+    The end of the pool's process is seen at its pipe, lifeline_fd. Exits as the worker ended, or
+    with status 0 if it was still running. Reaps adopted processes at least every second.
+    """
     poll = select.poll()
     poll.register(
         lifeline_fd, select.POLLIN
@@ -71,7 +79,7 @@ def _wait_and_kill(worker_pid: int, lifeline_fd: int) -> None:
 
 
 def _reap() -> dict[int, int]:
-    """Reap the children that have ended; return their wait statuses by pid."""
+    """Reap all children that have ended, without blocking; return pid -> wait status."""
     statuses: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -83,7 +91,10 @@ def _reap() -> dict[int, int]:
 
 
 def _kill_children() -> None:
-    """Kill all children, including descendants that become children by it, until there are none."""
+    """Kill all children with SIGKILL, again and again until there are none, for at most 4 s.
+
+    Grandchildren become children when their parent ends, and are killed too.
+    """
     limit = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < limit:
         children = _child_pids()
@@ -97,7 +108,10 @@ def _kill_children() -> None:
 
 
 def _child_pids() -> list[int]:
-    """Pids of this process's children, including those that have ended but were not reaped."""
+    """Return the pids of this process's children, found in /proc.
+
+    Children that have ended but were not reaped are included.
+    """
     own = str(os.getpid())
     pids = []
     for entry in Path("/proc").iterdir():
@@ -111,7 +125,11 @@ def _child_pids() -> list[int]:
 
 
 def _exit_with_status(status: int) -> None:
-    """End this process as the wait status says: with this exit code or by this signal."""
+    """End this process as a wait status says: with that exit code, or by that signal.
+
+    A signal leaves no core file. If it does not end this process, the exit code is 128 + its
+    number.
+    """
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -130,9 +148,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes of this user that have `mark` in their environment.
+    """Kill this user's processes whose environment contains `mark`, repeatedly for at most 4 s.
 
-    It cleans up after a keeper that was itself killed.
+    It cleans up after a keeper that was itself killed. Returns as soon as there are none.
     """
     limit = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < limit:
@@ -149,7 +167,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _other_pids() -> list[int]:
-    """Pids of all other processes."""
+    """Return the pids of all processes in /proc but this one."""
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

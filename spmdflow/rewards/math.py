@@ -34,7 +34,7 @@ def score(
     strict: bool = False,
     seconds: int = 3,
 ) -> dict[str, Any]:
-    r"""score = accuracy = 1 if the final answer equals the row's, otherwise 0.
+    r"""Return score = accuracy = 1 if the final answer equals the row's in meaning, otherwise 0.
 
     answered = 1 if the response has a final answer. It is in the last box (\boxed{5}, \boxed 5 or
     \fbox{5}), otherwise after the last ####, otherwise (unless strict) the library searches the end
@@ -55,7 +55,10 @@ def score(
 
 
 def answer_of(text: str) -> str | None:
-    """The final answer as $\\boxed{answer}$; None if it is missing or above 1000 characters."""
+    r"""Return the final answer as "$\boxed{answer}$": of the last box, otherwise after ####.
+
+    None if there is none, it is empty or it has more than 1000 characters.
+    """
     part = _OPEN_BOX.sub(r"\\boxed{\1}", _FRAME.sub(r"\\boxed", answer_part(text)))
     marked = last_box(part)
     if marked is None:
@@ -66,7 +69,10 @@ def answer_of(text: str) -> str | None:
 
 
 def _put_into_box(answer: str) -> str:
-    """The answer in a form that the library always parses: $\\boxed{answer}$."""
+    r"""Return "$\boxed{answer}$", a form that the library always parses.
+
+    A number such as 4e3 becomes 4 \cdot 10^{3} in it.
+    """
     scientific = _SCIENTIFIC.fullmatch(answer)
     if scientific:
         answer = rf"{scientific[1]} \cdot 10^{{{scientific[2]}}}"
@@ -79,7 +85,10 @@ def _strip_ornaments(answer: str) -> str:
 
 
 def _is_equal(reference: str, answer: str, seconds: int) -> bool:
-    """Whether the library finds both answers equal within this CPU time."""
+    """Return whether the library finds both answers equal; False after `seconds` of CPU time.
+
+    It may parse a text in several ways; one pair that is equal suffices.
+    """
     from math_verify import grader, parser, verify
 
     grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # the limit is ours
@@ -107,17 +116,18 @@ class _TimeLimitReached(BaseException):
 
 
 def _run_with_limit(seconds: float, work: Callable[[], bool]) -> bool:
-    """work(); False if it takes longer than this CPU time, so a busy machine changes no result.
+    """Return work(); False if it takes more than `seconds` of CPU time of this process.
 
-    The signal is repeated, because Python drops exceptions that are raised inside a destructor or a
-    callback of the garbage collector.
+    So other load on the node changes no result. Uses SIGPROF, only in the main thread, and restores
+    its handler. The signal is repeated, because Python drops exceptions that are raised inside a
+    destructor or a callback of the garbage collector.
     """
 
     def run() -> bool:
         return work()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """Raise _TimeLimitReached if `run` is still on the stack."""
+        """Handle SIGPROF: raise _TimeLimitReached if the interrupted stack contains `run`."""
         while frame is not None and frame.f_code is not run.__code__:
             frame = frame.f_back
         if frame is not None:  # otherwise the work is over

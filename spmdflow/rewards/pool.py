@@ -102,13 +102,14 @@ class RewardPool:
         *,
         row_ids: Sequence[int] | None = None,
     ) -> Judgement:
-        """Score samples: {"score": float, ...} for each, in order. Lengths must agree and may be 0.
+        """Score samples; return one {"score": float, ...} each, in order. There may be no samples.
 
         With several functions the score is the weighted sum, and each function's score is reported
         under the name of its term. on_error=raise: RewardError for the first failed sample. zero,
         drop: a function that failed scores 0, and every sample has "errors", the number of
-        functions that failed. row_ids identify samples in messages. Starts new processes for those
-        that have ended.
+        functions that failed (0 if none). The three sequences must have the same length. Blocks
+        until all processes have answered; processes that have ended are replaced first.
+        row_ids: identify samples in messages.
         """
         assert len(prompts) == len(responses) == len(rows), (len(prompts), len(responses))
         if row_ids is None:
@@ -152,7 +153,10 @@ class RewardPool:
             )
 
     def _replace_ended(self) -> None:
-        """Replace processes that ended between two calls. No sample counts as failed."""
+        """Replace processes that ended between two calls, with a warning for each.
+
+        No sample counts as failed. RewardError if the pool was closed.
+        """
         self._refuse_after_close()
         ended = []
         for process in self._processes:
@@ -164,7 +168,7 @@ class RewardPool:
         self._start_missing()
 
     def _refuse_after_close(self) -> None:
-        """Raise RewardError if the pool was closed."""
+        """Raise RewardError if `close` was called, as when the run ends."""
         if self._closed:
             got = "the end of its run while it scored"
             do = "see why the run ended"
@@ -176,7 +180,11 @@ class RewardPool:
             self._processes.remove(process)
 
     def _hand_out(self, work: CallQueue, samples: Sequence[Any]) -> None:
-        """Send a chunk of waiting calls to each idle process."""
+        """Send a chunk of waiting calls to each idle process.
+
+        A call's number is sample * number of functions + function. A sample's texts are sent once,
+        with the numbers of its functions.
+        """
         for process in self._processes:
             if process.idle and (numbers := work.next_chunk()):
                 calls: dict[int, list[int]] = {}  # sample -> functions: its texts are sent once
@@ -186,7 +194,11 @@ class RewardPool:
                 process.give(numbers, [(calls[sample], *samples[sample][:3]) for sample in calls])
 
     def _advance(self, work: CallQueue) -> None:
-        """Wait until processes answer, end or run out of time; record it and replace lost ones."""
+        """Wait until a process answers, ends or runs out of time, at most 0.2 s, and act on it.
+
+        Messages are recorded in `work`. A process that ended, sent what it may not send, or
+        exceeded its time is killed and replaced. Errors as in `_record` and `_replace`.
+        """
         self._wait()
         for process in list(self._processes):
             messages, end = process.advance()
@@ -204,7 +216,7 @@ class RewardPool:
                 self._replace(process, f"did not end within {self._start_seconds:g} s", work)
 
     def _wait(self) -> None:
-        """Wait until a process may have answered or run out of time."""
+        """Block until a process can be read or written, or one's time is over, at most 0.2 s."""
         poll = select.poll()
         for process in self._processes:
             poll.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
@@ -212,9 +224,11 @@ class RewardPool:
         poll.poll(max(0.0, seconds * 1000))
 
     def _record(self, process: RewardProcess, message: dict[str, Any], work: CallQueue) -> None:
-        """Apply a process's message: a result, a failure, or the end of its start.
+        """Apply a message of a process: a result, a failure, or "ready".
 
-        Raises ConfigError or RewardError if the function cannot be used at all.
+        Results and failures belong to the process's oldest pending call. Raises ConfigError or
+        RewardError if the function cannot be used at all: it is refused, its module raised, or it
+        forked and both processes returned.
         """
         if "scores" in message:
             work.scores[process.pending.popleft()] = message["scores"]
@@ -240,7 +254,11 @@ class RewardPool:
             self._definitions = message["ready"]
 
     def _replace(self, process: RewardProcess, what: str, work: CallQueue) -> None:
-        """Record the running sample as failed, requeue the others, start a new process."""
+        """Kill a process and start a new one; its running call failed, the others are requeued.
+
+        RewardError if it was still importing the module of a function.
+        what: the cause, a phrase such as "ran longer than ...".
+        """
         stack = process.stack()
         where = stack and f"\nIt was there (innermost call first):\n{stack}"
         self._kill([process])
@@ -256,7 +274,10 @@ class RewardPool:
         self._start_missing()
 
     def _collect(self, work: CallQueue, samples: Sequence[Any]) -> Judgement:
-        """Combine the results of all calls, by sample, and report the failures."""
+        """Return the combined result of each sample, and report the failures in the order of calls.
+
+        A failed call raises RewardError if on_error is raise; otherwise it scores 0 with one error.
+        """
         first_failure = ""
         for number in sorted(work.failures):
             text = self._report(number, work.failures[number], samples)
@@ -274,9 +295,11 @@ class RewardPool:
         return Judgement(results=results, first_failure=first_failure)
 
     def _report(self, number: int, cause: str, samples: Sequence[Any]) -> str:
-        """Raise a failure if on_error is raise; otherwise return its text.
+        """Return the text of a failed call; raise it as RewardError if on_error is raise.
 
-        The first failure of each kind is logged, and one in a hundred of the others.
+        Otherwise counts the error and logs the first one of each kind (function and first line of
+        the cause), and one in a hundred of the others.
+        number: of the call.
         """
         sample, function = divmod(number, len(self._terms))
         text = self._describe(cause, samples[sample], function)
@@ -291,7 +314,11 @@ class RewardPool:
         return text
 
     def _describe(self, cause: str, sample: Sequence[Any], function: int) -> str:
-        """Error text of a failed sample. It does not depend on the sample's rank or process."""
+        """Return the error text of a failed sample: cause, excerpts, the function's place, trace.
+
+        It does not depend on the sample's rank or process, so it is the same in every run.
+        sample: (prompt, response, row, row id).
+        """
         what, _, trace = cause.partition("\n")
         prompt, response, row, row_id = sample
         if self._strict:
@@ -310,7 +337,10 @@ class RewardPool:
 
 
 def _shorten(text: str) -> str:
-    """Start and end of a text that is longer than 200 characters."""
+    """Return the first and last 100 characters of a text, with " ... " between.
+
+    A text of at most 200 characters is returned unchanged.
+    """
     half = _EXCERPT_LETTERS // 2
     if len(text) <= _EXCERPT_LETTERS:
         return text
@@ -335,18 +365,25 @@ class CallQueue:
 
     @property
     def finished(self) -> bool:
-        """Whether all calls whose result matters have ended."""
+        """Whether all calls whose result matters have ended.
+
+        In strict mode these are the calls before the first failed one.
+        """
         if self._strict and self.failures:
             return all(number in self.scores for number in range(min(self.failures)))
         return len(self.scores) + len(self.failures) == self._num_samples
 
     def next_chunk(self) -> list[int]:
-        """Take call numbers for an idle worker from the queue; empty if none is waiting."""
+        """Take the next call numbers for an idle worker from the queue; [] if none is waiting.
+
+        Takes an even share of half of what waits, so that chunks shrink towards the end; at most
+        64.
+        """
         size = min(_MAX_CHUNK, -(-len(self._waiting) // (2 * self._num_workers)))
         return [self._waiting.popleft() for _ in range(size)]
 
     def fail(self, number: int, cause: str) -> None:
-        """Record a failed call. In strict mode, later calls are dropped from the queue."""
+        """Record a failed call. In strict mode, waiting calls after it are dropped."""
         self.failures[number] = cause
         self._drop_unneeded()
 
@@ -362,11 +399,11 @@ class CallQueue:
 
 
 def combine_terms(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Result:
-    """One sample's {"score": sum of weight * score, name: score of each named term, ...}.
+    """Combine the results of all functions for one sample into {"score": weighted sum, ...}.
 
-    Further numbers of the first term keep their names unless a term has that name. Those of the
-    other terms are prefixed with their term's name (format_length). "errors" add up, and the first
-    "answer" counts.
+    Each named term's score is under its name. Further numbers of the first term keep their names
+    unless a term has that name; those of the other terms are prefixed with their term's name
+    (format_length). "errors" add up, and the first "answer" counts.
     """
     assert len(terms) == len(results), (len(terms), len(results))
     names = {term.name for term in terms}

@@ -84,10 +84,11 @@ class WorkerProcess:
         return self._channel.fileno()
 
     def read(self) -> tuple[list[dict[str, Any]], str | None]:
-        """(messages received, why the process is unusable after them or None).
+        """Return (messages received, why the process is unusable or None), without blocking.
 
-        The cause is a phrase such as "ended its worker process (exit status 1)". Also sends bytes
-        that were waiting.
+        The cause is a phrase such as "ended its worker process (exit status 1)"; the messages came
+        before it. A line that is no message makes the process unusable too. Also sends bytes that
+        were waiting.
         """
         status = self._popen.poll()  # before reading: what a dead process sent is all there
         self._flush()
@@ -112,9 +113,10 @@ class WorkerProcess:
         self._flush()
 
     def stack(self) -> str:
-        """The stack of the running function, or of a crash: lines "  File ..., line ... in ...".
+        """Return the stack of the running function, or of a crash; "" if none arrives within 0.5 s.
 
-        Innermost call first; "" if none arrives within 0.5 s.
+        Sends SIGUSR1 to the worker, whose handler writes it. One line "  File ..., line ... in ..."
+        per call, innermost first, without the frames of spmdflow.
         """
         if self._worker_pid is not None and not self.ended:
             self._drop_stacks()
@@ -133,7 +135,11 @@ class WorkerProcess:
         return "\n".join(line for line in frames if line.startswith('  File "/'))
 
     def kill(self) -> None:
-        """End it and all processes that it started. Repeated calls do nothing."""
+        """End the keeper, which ends the worker and all processes that it started; wait for that.
+
+        If the keeper does not end within 5 s it is killed; if it was killed, marked processes are
+        looked for and killed. Closes the socket and the pipes. Repeated calls do nothing.
+        """
         if self._channel.fileno() < 0:
             return
         os.close(self._lifeline)  # the keeper ends them
@@ -153,7 +159,7 @@ class WorkerProcess:
             pass
 
     def _flush(self) -> None:
-        """Send waiting bytes without blocking; drop them if the process is gone."""
+        """Send waiting bytes as far as the socket takes them; drop them if the process is gone."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._channel.send(self._unsent) :]
@@ -163,7 +169,12 @@ class WorkerProcess:
             self._unsent = memoryview(b"")
 
     def _read(self) -> tuple[list[dict[str, Any]], bytes | None]:
-        """(messages received, the first line that is no message or None)."""
+        """Return (messages received, the first line that is no message or None), without blocking.
+
+        An incomplete last line is stored for the next call; one of more than 2**28 bytes counts as
+        no message. The first message that is {"worker": pid} sets the worker's pid and is not
+        returned. Reads at most 2**26 bytes.
+        """
         parts = [self._unread]
         try:
             for _ in range(_MOST_READ_BYTES // _READ_BYTES):
@@ -214,14 +225,22 @@ class RewardProcess(WorkerProcess):
         return self.ready and not self.pending
 
     def give(self, numbers: Sequence[int], calls: Sequence[Any]) -> None:
-        """Send ([function numbers], prompt, response, row) of these calls; the first starts now."""
+        """Send calls to an idle process; its time limit starts for the first of them.
+
+        numbers: of the calls, in the order of their answers. calls: ([function numbers], prompt,
+        response, row) of each sample.
+        """
         assert self.idle, self.pending
         self.pending.extend(numbers)
         self._deadline = time.monotonic() + self._sample_seconds
         self.send(calls)
 
     def accepts(self, message: dict[str, Any]) -> bool:
-        """Whether it may send this message now."""
+        """Return whether the process may send this message now, in this form.
+
+        "ready", "refused" and "broken" only before it is ready; "scores", "failed" and "forked"
+        only while a call is pending. A message has one key.
+        """
         if message.keys() == {"ready"}:
             return not self.ready and are_texts(message["ready"], self._num_functions)
         if message.keys() == {"refused"}:
@@ -237,7 +256,7 @@ class RewardProcess(WorkerProcess):
         return False
 
     def advance(self) -> tuple[list[dict[str, Any]], str | None]:
-        """Like `read`; a message also restarts the time limit, for the next call."""
+        """Read messages as `read` does; each restarts the time limit, for the next call."""
         messages, end = self.read()
         if messages:
             self._deadline = time.monotonic() + self._sample_seconds
@@ -251,7 +270,10 @@ class RewardProcess(WorkerProcess):
 
 
 def wrote_to_channel(what: object) -> str:
-    """Phrase for a process that sent something that it may not send."""
+    """Return the phrase for a process that sent something that it may not send.
+
+    It quotes the first 40 bytes. what: a line, or a message, which is written as JSON.
+    """
     data = what if isinstance(what, bytes) else json.dumps(what).encode()
     shown = data[:_SHOWN_BYTES].decode(errors="replace")
     return (
@@ -261,7 +283,10 @@ def wrote_to_channel(what: object) -> str:
 
 
 def are_scores(value: object) -> bool:
-    """Whether the value has the form of a result of `rewards.child.scores_of`."""
+    """Return whether a value is a dict with "score" whose entries are finite numbers.
+
+    The entry "answer" may also be a text or None.
+    """
     if not isinstance(value, dict) or "score" not in value:
         return False
     for name, entry in value.items():
@@ -273,7 +298,7 @@ def are_scores(value: object) -> bool:
 
 
 def _signal_name(number: int) -> str:
-    """SIGKILL, ...; the number for most real-time signals, which Python does not name."""
+    """Return a signal's name, such as SIGKILL; the number as text if Python does not name it."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -290,7 +315,7 @@ def are_texts(value: object, count: int) -> bool:
 
 
 def _message_or_none(line: bytes) -> dict[str, Any] | None:
-    """The message in a line; None if there is none."""
+    """Return the JSON object in a line; None if the line is anything else."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -301,10 +326,11 @@ def _message_or_none(line: bytes) -> dict[str, Any] | None:
 
 
 def _start_keeper(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socket.socket, int, int]:
-    """Start a keeper and its worker process, with `mark` in their environment.
+    """Start a keeper, which starts the worker process, with `mark` in their environment.
 
-    Returns (keeper, socket to the worker, pipe end whose closing kills both, pipe end to read the
-    worker's stack).
+    It has its own session, and no SPMDFLOW_SECRET. Returns (keeper, socket to the worker, pipe end
+    whose closing kills both, pipe end to read the worker's stack). OSError if it cannot be started.
+    child: module whose `main` the worker runs. mark: "NAME=value".
     """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

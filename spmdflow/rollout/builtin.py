@@ -85,7 +85,10 @@ class _Rows:
         return _Rows(*(value[rows] for value in vars(self).values()))
 
     def join(self, other: _Rows) -> _Rows:
-        """These rows followed by the other ones, both padded to the larger N."""
+        """Returns these rows followed by the rows of `other`.
+
+        `tokens` and `log_probs` (n, N + 1) are padded with zeros on the right to the larger N.
+        """
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return _Rows(
@@ -132,14 +135,21 @@ class BuiltinGenerator(RequestGenerator):
         return self._forward.max_positions
 
     def add(self, request: Request) -> int:
-        """See RequestGenerator.add."""
+        """Queues a request for the next `step` and returns its id.
+
+        Errors as in RequestGenerator.add.
+        """
         others = [row.request for row in self._live[:1]] + [r for _, r in self._waiting[:1]]
         self.admit(request, others)
         self._waiting.append((next(self._ids), request))
         return self._waiting[-1][0]
 
     def abort(self, request_id: int) -> Finished | None:
-        """See RequestGenerator.abort."""
+        """Drops a request that waits or is being decoded, and returns its tokens so far.
+
+        Returns an empty response for a request that waits, and None if there is no request with
+        this id (it has ended). The cache row is freed, not parked.
+        """
         for pair in self._waiting:
             if pair[0] == request_id:
                 self._waiting.remove(pair)
@@ -153,7 +163,10 @@ class BuiltinGenerator(RequestGenerator):
         return None
 
     def forget(self, conversations: Collection[int]) -> None:
-        """See RequestGenerator.forget."""
+        """Drops the parked rows of these conversations and compacts the KV cache.
+
+        Rows that are being decoded stay, also those of these conversations.
+        """
         parked = {}
         for r, x in enumerate(self._parked):
             if x.conversation not in conversations:
@@ -163,7 +176,13 @@ class BuiltinGenerator(RequestGenerator):
                 self._compact(parked, self._live_indices())
 
     def step(self) -> list[Finished]:
-        """See RequestGenerator.step. Draws tokens until the host's next check for ended rows."""
+        """Draws tokens for all rows and returns the responses that have ended, possibly none.
+
+        Waiting requests join first, if 1/8 of the rows are free or no row is being decoded (only in
+        the latter case if the forward pass cannot add rows). Draws one token per row on a CPU
+        without stop strings, otherwise up to 8 until the next check for ended rows. An ended row of
+        a conversation is parked. Reallocates freed weights first.
+        """
         self.wake()
         with torch.inference_mode():
             free = self._max_batch_size - len(self._live)
@@ -201,9 +220,13 @@ class BuiltinGenerator(RequestGenerator):
         return Finished(row.id, tokens.clone(), log_probs.clone())
 
     def _refill(self, free: int) -> None:
-        """Moves waiting requests into the `free` rows and computes their keys and values. Samples
-        of one prompt are prefilled once. If a conversation has a parked row, only its new tokens
-        are computed. Parked rows are evicted to make room, the oldest first."""
+        """Moves the first `free` waiting requests into the batch and computes their prompts' cache.
+
+        Requests with equal prompts are prefilled once. If a request's conversation has a parked row
+        that begins like the prompt, the row is continued and only the other tokens are computed.
+        Parked rows of other conversations are evicted to make room, the oldest first. A parked row
+        whose conversation has a new request that cannot continue it is dropped.
+        """
         admitted = self._waiting[:free]
         self._waiting = self._waiting[free:]
         turns = []
@@ -235,8 +258,12 @@ class BuiltinGenerator(RequestGenerator):
             self._prefill(waiting[chunk])
 
     def _resume_parked(self, resumed: dict[int, _LiveRow], idle: list[int]) -> None:
-        """Extends the parked rows in `resumed` by the new tokens of their requests and decodes
-        them. Of the other parked rows, only those in `idle` stay in the cache."""
+        """Continues parked rows with new requests, and drops all other parked rows except `idle`.
+
+        resumed: index of a parked row -> its new request. Only the tokens that the row does not
+        have yet are computed, and the row becomes a live one. idle: indices of the rows that stay
+        parked.
+        """
         before = self._parked
         rows = list(resumed)
         live = list(resumed.values())
@@ -262,8 +289,10 @@ class BuiltinGenerator(RequestGenerator):
             )
 
     def _prefill(self, groups: list[list[_LiveRow]]) -> None:
-        """Prefills each group's prompt once and appends one row per member to the rows being
-        decoded."""
+        """Prefills the prompt of each group once, and appends one live row per member of the group.
+
+        A group is a list of requests with equal prompts.
+        """
         source = []
         for index, group in enumerate(groups):
             for _ in group:
@@ -273,8 +302,11 @@ class BuiltinGenerator(RequestGenerator):
         self._append_rows([row for group in groups for row in group], logits)
 
     def _append_rows(self, new: list[_LiveRow], logits: Tensor) -> None:
-        """Adds rows, with the logits after their prompts, to the state of the rows being
-        decoded."""
+        """Appends new live rows to self._live, self._rows and self._logits.
+
+        logits (len(new), V): after the prompts. The rows start with no drawn tokens and running =
+        True.
+        """
         facts = []
         for r in new:
             facts.append((len(r.request.prompt), r.request.seed, r.limit, r.request.num_drawn, 0))
@@ -299,7 +331,12 @@ class BuiltinGenerator(RequestGenerator):
         self._oldest = min(row.joined_at - row.num_own_tokens for row in self._live)
 
     def _draw_tokens(self) -> Tensor:
-        """Draws one token for every row and records it in self._rows. Returns the tokens (n,)."""
+        """Draws one token for every row, also for ended ones, and returns the tokens (n,).
+
+        Writes tokens and log-probabilities into self._rows. The count of a running row grows by
+        one; an ended row overwrites the slot after its last token. A row stops running after an end
+        token, at its limit, or if its log-probability is nan. Advances the clock by one.
+        """
         rows = self._rows
         sampling = self._live[0].request.sampling
         chosen, log_probs = draw(self._logits, sampling, rows.seeds, rows.drawn + rows.counts)
@@ -313,16 +350,22 @@ class BuiltinGenerator(RequestGenerator):
         return chosen
 
     def _advance(self, chosen: Tensor) -> None:
-        """Computes self._logits after these tokens (n,). An ended row overwrites its last cache
-        slot."""
+        """Runs the forward pass on these tokens (n,) and sets self._logits (n, V) to its result.
+
+        An ended row overwrites its last cache slot.
+        """
         rows = self._rows
         positions = rows.starts + rows.counts - 1
         span = min(self._clock - self._oldest, self._slots)  # the oldest row may have ended
         self._logits = self._forward.step(chosen, positions, span)
 
     def _counts_of_ended(self, draws: int) -> dict[int, int]:
-        """Number of tokens of each row that has ended since the last check, by its index in
-        self._live. A stop string can end a row before the last token that was drawn."""
+        """Returns index in self._live -> number of response tokens, for each row that has ended.
+
+        A row has ended if it no longer runs, or if one of its last `draws` tokens completed a stop
+        string. It then ends with the first token that did so, and later tokens do not count. draws:
+        number of tokens drawn since the last check.
+        """
         rows = self._rows
         if self.stop is None and bool(rows.running.all()):
             return {}
@@ -349,8 +392,10 @@ class BuiltinGenerator(RequestGenerator):
     def _remove_rows(self, ended: dict[int, int]) -> Tensor:
         """Removes ended rows from the batch and parks those that belong to a conversation.
 
-        ended: number of tokens by index in self._live; 0 for an aborted row, which is not parked.
-        Returns the old indices of the remaining rows, in their new order.
+        ended: index in self._live -> number of response tokens; 0 for an aborted row, which is not
+        parked. A parked row has the prompt and the response without its last token, whose keys and
+        values were never computed. Returns the old indices of the remaining live rows, in their new
+        order.
         """
         parked = dict(enumerate(self._parked))
         live = self._live_indices()
@@ -368,20 +413,24 @@ class BuiltinGenerator(RequestGenerator):
                 parked[row] = ParkedRow(request.conversation, shared, ids, self._clock)
         return self._compact(parked, live)
 
-    def _live_indices(self, most: int | None = None) -> dict[int, int]:
-        """Cache row -> index in self._live, for the first `most` rows that are decoded (default:
-        all)."""
-        indices = range(len(self._live))[:most]
+    def _live_indices(self, num_rows: int | None = None) -> dict[int, int]:
+        """Returns cache row -> index in self._live, for the first `num_rows` live rows (None: all).
+
+        In the cache, the live rows follow the parked ones.
+        """
+        indices = range(len(self._live))[:num_rows]
         result = {}
         for index in indices:
             result[len(self._parked) + index] = index
         return result
 
     def _compact(self, parked: dict[int, ParkedRow], live: dict[int, int]) -> Tensor:
-        """Compacts the KV cache to these rows: parked rows first, then live rows by index.
+        """Compacts the KV cache and the state to these rows: first parked rows, then live ones.
 
-        parked, live: by cache row. Rows that need not move stay where they are. Returns the old
-        indices of the live rows, in their new order.
+        parked: cache row -> parked row. live: cache row -> index in self._live. All other rows are
+        dropped. A row keeps its index where possible; rows that move fill the gaps. Updates
+        self._parked, self._live, self._rows and self._logits. Returns the old indices of the live
+        rows, in their new order.
         """
         order = order_rows(list(parked), list(live))
         count = len(parked)
@@ -396,7 +445,10 @@ class BuiltinGenerator(RequestGenerator):
         return selection
 
     def blocks(self) -> list[Block]:
-        """Every tensor, not cut; see Generator.blocks."""
+        """Returns (Hugging Face name, live tensor, box of the complete tensor) of every weight.
+
+        Reallocates freed weights first.
+        """
         self.wake("weights")
         weights = self._forward.weights.items()
         result = []
@@ -416,7 +468,10 @@ class BuiltinGenerator(RequestGenerator):
         return read_sums({name: box_sum(x, Box.of_shape(x.shape)) for name, x in weights})
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Frees the KV cache, and the weights if `weights` is set."""
+        """Frees the KV cache and drops the parked rows; with `weights`, frees the weights too.
+
+        Once the weights are freed, weights_version is NEVER: they must be synced again.
+        """
         self._release()
         if weights and self._asleep is None:
             self._asleep = Storages(self._forward.weights.values())
@@ -439,8 +494,11 @@ class BuiltinGenerator(RequestGenerator):
 
 
 def _chunks(sizes: list[int]) -> Iterator[slice]:
-    """Slices of consecutive rows of these sizes, each of about _PREFILL_TOKENS tokens with
-    padding."""
+    """Yields slices of consecutive rows, each of about _PREFILL_TOKENS tokens including padding.
+
+    sizes: tokens of each row. A slice has at least one row. A row is added as long as the slice's
+    longest row before it, times the number of rows with it, is at most _PREFILL_TOKENS.
+    """
     start = 0
     while start < len(sizes):
         longest = 0

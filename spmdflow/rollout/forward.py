@@ -65,9 +65,11 @@ class CachedForward(Protocol):
 def forward_of(
     path: str, *, dtype: torch.dtype, device: torch.device, empty: bool
 ) -> CachedForward:
-    """The fastest forward for the model of a folder.
+    """Returns a LlamaForward if it covers the folder's model, otherwise a HuggingFaceForward.
 
-    empty: the weights may be zeros, because a sync or `take_folder_weights` fills them.
+    empty: a LlamaForward may start with zeros as weights, because a sync or `take_folder_weights`
+    fills them. A HuggingFaceForward always reads the folder. Only local files are read, and no code
+    of the folder is run.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,7 +84,11 @@ def forward_of(
 
 
 def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """The transformers module of a folder (config.json, *.safetensors), in evaluation mode."""
+    """Returns a folder's transformers model on `device`, in evaluation mode, without gradients.
+
+    The folder has config.json and *.safetensors; no code of the folder is run. Also turns off the
+    progress bars of transformers in this process.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -97,7 +103,11 @@ def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def end_tokens(path: str) -> tuple[int, ...]:
-    """Token ids that end a response; may be none. generation_config.json overrides config.json."""
+    """Returns the ids of the tokens that end a response; () if there are none.
+
+    These are eos_token_id of generation_config.json, or of config.json if the former is missing or
+    has none.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     end_ids = AutoConfig.from_pretrained(
@@ -137,8 +147,11 @@ class HuggingFaceForward:
         """Does nothing, because the cache grows on its own."""
 
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
-        """See CachedForward.prefill. Pads on the left, because sliding windows count cache
-        slots."""
+        """Starts a new KV cache with n rows, and returns the logits (n, V) after their prompts.
+
+        prompts: distinct prompts, on the host. source: index of each row's prompt. Prompts are
+        padded on the left, because sliding windows count cache slots.
+        """
         from transformers import DynamicCache
 
         ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -161,7 +174,11 @@ class HuggingFaceForward:
         return self._forward(tokens[:, None], positions[:, None])
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
-        """See CachedForward.keep. No row is parked, because it could not join the others again."""
+        """Keeps only these rows of the cache and of the attention mask, in this order.
+
+        AssertionError unless num_parked is 0: rows cannot be parked, because they could not join
+        the others again.
+        """
         assert not num_parked, num_parked
         selection = torch.tensor(rows, dtype=torch.int64, device=self._mask.device)
         self._cache.batch_select_indices(selection)

@@ -111,8 +111,11 @@ class Replica:
         return self.groups.get(ranks, backend=backend)
 
     def gather(self, values: Tensor, ranks: tuple[int, ...] = ()) -> list[Tensor]:
-        """All-gathers a tensor of one shape over these ranks (default: all), in the order of the
-        ranks."""
+        """All-gathers a tensor over these ranks (default: all); returns one tensor per rank.
+
+        The result is in the order of the ranks. The tensor has the same shape on all of them, and
+        they call this together. For a single rank, returns [values] without communication.
+        """
         ranks = ranks or self.ranks
         if len(ranks) == 1:
             return [values]
@@ -121,8 +124,12 @@ class Replica:
         return gathered
 
     def check_equal(self, what: str, facts: Callable[[], object], device: torch.device) -> None:
-        """ProtocolError unless `facts()` is equal on all ranks. Compares hashes of its repr
-        (collective)."""
+        """Checks that `facts()` is equal on all ranks of the replica; all of them call it together.
+
+        Compares an 8-byte hash of repr(facts()). ProtocolError with the ranks that differ from the
+        first one. A replica of one rank does nothing. what: names the facts in the error. device:
+        of the tensor that is gathered.
+        """
         if self.size == 1:
             return
         digest = hashlib.blake2b(repr(facts()).encode(), digest_size=8).digest()
@@ -253,9 +260,12 @@ class RequestGenerator(ABC):
         none."""
 
     def admit(self, request: Request, others: Sequence[Request]) -> None:
-        """Does the checks of `add`, and sets `stop` from the request if there are no others.
+        """Does the checks of `add`, and sets self.stop if there are no other requests.
 
-        others: some of the requests being generated; empty if there are none.
+        ColumnError for an empty prompt. ConfigError if prompt and max_new_tokens exceed the
+        context, or if the sampling settings differ from those of `others` in more than
+        max_new_tokens. others: some of the requests being generated; empty if there are none. Then
+        self.stop gets the stop strings of this request, or None if it has none.
         """
         self.check_size(request)
         size = request.sampling.max_new_tokens
@@ -272,8 +282,10 @@ class RequestGenerator(ABC):
             self.stop = StopStrings(load_tokenizer(path), stop) if stop else None
 
     def check_size(self, request: Request) -> None:
-        """ColumnError for an empty prompt, ConfigError if prompt and response exceed the
-        context."""
+        """ColumnError for an empty prompt.
+
+        ConfigError if the prompt and its max_new_tokens together exceed max_positions.
+        """
         if not len(request.prompt):
             do = "begin prompts with a bos token"
             raise ColumnError.of("generate", "a prompt of no tokens", "at least 1", do)
@@ -292,8 +304,11 @@ class RequestGenerator(ABC):
         *,
         conversations: Sequence[int] | None = None,
     ) -> TensorDict:
-        """Responses to B prompts, in their order; see Generator.generate. Starts with the longest
-        prompts.
+        """Returns the responses to B prompts in their order, as the columns of Generator.generate.
+
+        Adds all requests, the longest prompts first, and steps until all have ended. All ranks of
+        the replica call it together; ProtocolError if their prompts, seeds, settings or drawn
+        tokens differ. SpmdflowError if a log-probability is nan.
 
         limits (B,): max_new_tokens of each response, instead of sampling.max_new_tokens.
         conversations (B,): see Request; all different.
@@ -337,10 +352,11 @@ class RequestGenerator(ABC):
 def generator_of(
     cfg: RolloutConfig, model_path: str, device: torch.device, replica: Replica | None = None
 ) -> Generator:
-    """This rank's part of the generator `cfg.engine`, with the weights of model_path.
+    """Builds this rank's part of the generator that cfg.generator selects, for a model folder.
 
     replica: the ranks that generate together and their groups; None: this rank only. All of its
-    ranks build the generator together. Its weights_version is NEVER: it must be synced before the
+    ranks build the generator together. ConfigError if it has several ranks and this generator
+    cannot cut a model over ranks. weights_version is NEVER: the generator must be synced before the
     first generation. It takes no seed, because each response depends on the seed of its row.
     """
     kind = generator_kind(cfg.generator)
@@ -360,7 +376,11 @@ def generator_of(
 def check_prompts(
     prompts: Tensor, sampling: Sampling, *, seeds: Sequence[int], max_positions: int
 ) -> None:
-    """ColumnError for an empty prompt or missing seeds; ConfigError if the context is too short."""
+    """Checks a batch of prompts (ragged, B rows) before generation; B may be 0.
+
+    ColumnError unless there are B seeds and every prompt has a token. ConfigError if the longest
+    prompt and sampling.max_new_tokens together exceed max_positions.
+    """
     lengths = lengths_of(prompts)
     if len(seeds) != len(lengths):
         raise ColumnError(
@@ -389,9 +409,10 @@ def check_room(longest: int, sampling: Sampling, max_positions: int) -> None:
 
 
 def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> TensorDict:
-    """The three response columns from flat tokens and log-probs (sum of lengths,) in row order.
+    """Returns the columns responses, response_mask (all True) and rollout_log_probs, all ragged.
 
-    SpmdflowError if a log-probability is nan; see `check_drawn`.
+    tokens, log_probs: flat (sum of lengths,), the rows one after the other. SpmdflowError with the
+    row and the token if a log-probability is nan; see `check_drawn`.
     """
     if bool(log_probs.isnan().any()):
         for row, part in enumerate(log_probs.split(lengths.tolist())):
@@ -429,10 +450,12 @@ def loads_folder(model_path: str) -> bool:
 
 
 def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int:
-    """Loads the weights of `path` into a generator that has no trainer, and sets its version to 0.
+    """Loads a folder's weights into a generator that has no trainer, and sets its version to 0.
 
-    verify: compare the hash of each tensor that both know by name; WeightSyncError if one differs.
-    Returns how many were compared. All ranks of a generation replica call it.
+    Copies nothing if the generator read its folder when it was built. verify: compare the hash of
+    each of the folder's tensors, rounded to the generator's dtype, if the generator has a tensor of
+    that name; WeightSyncError if one differs. Returns the number of compared tensors. All ranks of
+    a generation replica call it together.
     """
     if not getattr(generator, "has_folder_weights", True):
         read = HuggingFaceFolder(path, Architecture.from_folder(path)).read

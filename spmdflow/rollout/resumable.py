@@ -30,7 +30,7 @@ class VersionedResponse(Finished):
 
 
 def _empty_columns() -> dict[str, Tensor]:
-    """The columns of a request without drawn tokens."""
+    """Returns the columns `tokens`, `log_probs` and `versions`, each of shape (0,)."""
     result = {}
     for name, dtype in _COLUMNS.items():
         result[name] = torch.zeros(0, dtype=dtype)
@@ -48,7 +48,11 @@ class _Row:
     """Its id in the generator. None: the generator does not have it."""
 
     def extend(self, part: Finished, version: int) -> None:
-        """Appends what the generator has drawn, with the version of its weights."""
+        """Appends drawn tokens, log-probabilities and the weights' version to `drawn`, on the host.
+
+        Sets `live` to None, because the generator no longer has the request. SpmdflowError if a
+        log-probability is nan.
+        """
         check_drawn(part.log_probs, f"a prompt of {len(self.request.prompt)} tokens")
         versions = torch.full((len(part.tokens),), version)
         new = {"tokens": part.tokens, "log_probs": part.log_probs, "versions": versions}
@@ -57,7 +61,11 @@ class _Row:
         self.live = None
 
     def remaining_request(self) -> Request:
-        """The request for the tokens that are still to be drawn."""
+        """Returns the request for the tokens that are still to be drawn.
+
+        Its prompt ends with the tokens drawn so far. max_new_tokens is lower by their number, which
+        is num_drawn. Seed and conversation are the same.
+        """
         request = self.request
         size = len(self.drawn["tokens"])
         room = request.sampling.max_new_tokens - size
@@ -96,15 +104,18 @@ class ResumableRequests:
         self._generator.check_size(request)
 
     def add(self, request: Request, drawn: Mapping[str, Tensor] | None = None) -> int:
-        """Accepts a request and returns its number. drawn: its earlier tokens, as `state` returned
-        them."""
+        """Accepts a request and returns its number.
+
+        The generator gets it in the next `step` of its kind. drawn: tokens drawn earlier, as
+        `state` returned them; None: there are none.
+        """
         number = next(self._numbers)
         self._rows[number] = _Row(request, dict(drawn) if drawn else _empty_columns())
         self._suspended.append(number)
         return number
 
     def abort(self, number: int) -> None:
-        """Drops a request. Does nothing if it has ended."""
+        """Drops a request and its tokens, also in the generator; does nothing if it has ended."""
         row = self._rows.pop(number, None)
         if row is None:
             return
@@ -123,11 +134,13 @@ class ResumableRequests:
         return all(row.request.sampling.greedy != greedy for row in self._rows.values())
 
     def step(self, *, greedy: bool = False) -> list[VersionedResponse]:
-        """Draws a few tokens for all requests of one kind. Returns those that have ended, possibly
-        none.
+        """Draws a few tokens for all requests of one kind, and returns those that have ended.
 
-        greedy: step the greedy requests, otherwise all others. The generator never has both at
-        once.
+        greedy: step the greedy requests, otherwise all others. The generator never has both: when
+        the kind changes, `suspend_all` is called first. Suspended requests of this kind are then
+        added again, oldest first, with their drawn tokens in the prompt. A request whose last token
+        is already drawn is returned instead. The result may be empty. SpmdflowError if a
+        log-probability is nan.
         """
         if greedy != self._is_greedy:
             self.suspend_all()
@@ -153,7 +166,10 @@ class ResumableRequests:
         return ended
 
     def suspend_all(self) -> None:
-        """Takes all requests out of the generator, because its weights or its cache will change."""
+        """Takes all requests out of the generator, because its weights or its cache will change.
+
+        Stores their tokens so far, with the current version. The next `step` adds them again.
+        """
         for live, number in self._live.items():
             part = self._generator.abort(live)
             assert part is not None, (live, number)

@@ -102,11 +102,13 @@ class Sampling:
         max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
     ) -> Sampling:
-        """A copy with the settings that a call overrides. None keeps the setting.
+        """Returns a copy with the settings of one call.
 
-        The recorded log-probabilities stay those of the policy at the settings' temperature, which
-        the trainer recomputes and optimizes: a call changes how tokens are chosen, not the policy
-        whose probabilities are recorded.
+        None keeps temperature, top_p, top_k and max_new_tokens. greedy and stop are always
+        replaced: None means no stop strings. The recorded log-probabilities stay those of the
+        policy at the settings' temperature (policy_temperature), which the trainer recomputes and
+        optimizes: a call changes how tokens are chosen, not the policy whose probabilities are
+        recorded. ConfigError for an invalid value, such as an empty stop string.
         """
         is_list = isinstance(stop, list | tuple) and all(isinstance(x, str) and x for x in stop)
         if stop is not None and not is_list:
@@ -129,11 +131,13 @@ class Sampling:
 def draw(
     logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Chosen tokens (B,) int64 and their log-probabilities (B,) float32.
+    """Draws one token per row, and returns tokens (B,) int64 and log-probabilities (B,) float32.
 
-    logits (B, V) any float dtype; seeds (B,) int64, one per row; positions (B,) int64, the token's
-    position in its response. The log-probability is log softmax(logits / policy_temperature) over
-    the whole vocabulary, independent of temperature, top-k, top-p and greedy.
+    logits (B, V) any float dtype; seeds (B,) int64; positions (B,) int64, the token's position in
+    its response. Inverts the cumulative distribution of softmax(logits / temperature), truncated by
+    top-k and top-p, at `uniform(seed, position)`; greedy: argmax. The log-probability is log
+    softmax(logits / policy_temperature) over the whole vocabulary, independent of temperature,
+    top-k, top-p and greedy.
     """
     if sampling.greedy:
         tokens = logits.argmax(-1)
@@ -162,10 +166,11 @@ def scale(logits: Tensor, temperature: float) -> Tensor:
 
 
 def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The first tokens (B,) whose cumulative probability exceeds u times the total; the totals.
+    """Returns each row's first token with a cumulative probability above u * total, and the totals.
 
-    probs (B, V) float32, u (B,) float64 in (0, 1). Searches blocks of tokens, then the block; sums
-    over blocks and within a block are float64. A token of probability 0 is never chosen.
+    probs (B, V) float32, u (B,) float64 in (0, 1) -> tokens (B,) int64, totals (B,) float64.
+    Searches blocks of 256 tokens first, then within the block; sums over blocks and within a block
+    are float64. A token of probability 0 is never chosen.
     """
     size = probs.shape[-1] - probs.shape[-1] % _BLOCK
     sums = probs[:, :size].unflatten(-1, (-1, _BLOCK)).sum(-1)
@@ -188,10 +193,11 @@ def invert(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def truncate(scaled: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """(B, V): -inf outside the k likeliest and then outside the nucleus (Holtzman et al. 2020).
+    """Returns (B, V): -inf outside the k likeliest tokens, and outside the nucleus of top_p.
 
-    The nucleus is the shortest run of likeliest tokens that reaches top_p of the probability
-    that remains after top-k. The likeliest token always stays.
+    The nucleus (Holtzman et al. 2020) is the shortest run of likeliest tokens that reaches top_p of
+    the probability that remains after top-k. The likeliest token always stays. Returns `scaled`
+    itself if there is nothing to truncate: top_p is 1, and top_k is 0 or at least V.
     """
     limited = 0 < top_k < scaled.shape[-1]
     if not limited and top_p == 1:
@@ -218,7 +224,10 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """SplitMix64's finaliser in place on int64; every input bit moves every output bit."""
+    """Applies SplitMix64's finaliser to `bits` (int64) in place, and returns them.
+
+    Every input bit affects every output bit.
+    """
     scratch = torch.empty_like(bits)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
         torch.bitwise_right_shift(bits, shift, out=scratch)

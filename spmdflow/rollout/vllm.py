@@ -104,7 +104,12 @@ class VllmGenerator(RequestGenerator):
                     parameter.zero_()
 
     def _attach(self, cfg: RolloutConfig) -> None:
-        """Looks up the engine's internal parts and replaces its sampler with `RowSampler`."""
+        """Looks up the engine's internal parts and replaces its sampler with a `RowSampler`.
+
+        Sets self._core, self._runner, self._sampler and self._adapter (None unless syncs bring
+        adapters). On later pipeline stages, also makes the input buffers if vLLM has not made them.
+        ConfigError if a part that is read by name is missing.
+        """
         client = self._llm.llm_engine.engine_core
         if hasattr(client, "_finalizer"):  # absent in 0.27; it would end the default process group
             client._finalizer.detach()
@@ -134,7 +139,12 @@ class VllmGenerator(RequestGenerator):
         return int(self._runner.max_model_len)
 
     def add(self, request: Request) -> int:
-        """See RequestGenerator.add."""
+        """Passes a request to vLLM and returns its id; errors as in RequestGenerator.add.
+
+        vLLM gets temperature 0 because RowSampler draws the tokens; with keeps_noise it gets
+        temperature, top_p and top_k. A response ends at an end token of the folder or at
+        max_new_tokens.
+        """
         requests = self._sampler.requests
         sampling = request.sampling
         self.admit(request, list(requests.values())[:1])
@@ -167,7 +177,7 @@ class VllmGenerator(RequestGenerator):
         return number
 
     def abort(self, request_id: int) -> Finished | None:
-        """See RequestGenerator.abort."""
+        """Drops a request from vLLM and returns its tokens so far; None if it has ended."""
         if request_id not in self._sampler.requests:
             return None
         self._llm.llm_engine.abort_request([str(request_id)])
@@ -175,7 +185,13 @@ class VllmGenerator(RequestGenerator):
         return self._sampler.take(request_id, len(drawn))
 
     def step(self) -> list[Finished]:
-        """See RequestGenerator.step. Runs one engine step, or several if there are stop strings."""
+        """Runs one engine step, and returns the responses that have ended, possibly none.
+
+        With stop strings, runs up to 8 steps and then checks the new text of every request. A
+        request that completed a stop string ends with that token: vLLM aborts it, and later tokens
+        are dropped. If no request is left, steps that async scheduling has started are finished.
+        Wakes weights and cache first.
+        """
         self.wake()
         engine = self._llm.llm_engine
         requests = self._sampler.requests
@@ -208,11 +224,11 @@ class VllmGenerator(RequestGenerator):
         return finished
 
     def share(self, shards: Shards, *, tp_size: int, vocab_multiple: int) -> None:
-        """Makes the model read the trainer's shards from now on. vLLM's own weights are freed for
-        good.
+        """Makes the model read the trainer's shards from now on, and frees vLLM's own weights.
 
-        shards: see rollout.vllm_blocks. tp_size, vocab_multiple: the trainer's. The generator
-        counts as never synced until `mark_shared`. ConfigError if the shards do not fit.
+        These are freed for good. shards: see rollout.vllm_blocks. tp_size, vocab_multiple: the
+        trainer's. weights_version is NEVER until `mark_shared`. ConfigError if the shards do not
+        fit.
         """
         replica = self.replica
         self._reading = install(
@@ -246,9 +262,11 @@ class VllmGenerator(RequestGenerator):
         self.weights_version = version
 
     def hashes(self) -> dict[str, int]:
-        """Hashes of the complete tensors that the replica's layers read, without padding.
+        """Returns Hugging Face name -> hash of each complete tensor that the replica's layers read.
 
-        WeightSyncError if ranks that hold the same part have different values.
+        All ranks of the replica call it together. Padding does not count. WeightSyncError if ranks
+        with the same part have different values, or if vLLM has lost the policy's adapter;
+        weights_version is then NEVER. Reallocates freed weights first.
         """
         self.wake("weights")
         try:
@@ -260,8 +278,11 @@ class VllmGenerator(RequestGenerator):
             raise
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Frees the KV cache, and the weights if `weights` is set. Weights are not freed if they
-        are the trainer's, or if syncs bring adapters only."""
+        """Frees the KV cache; with `weights`, frees the weights too.
+
+        weights_version is then NEVER. Weights are not freed if they are the trainer's, or if syncs
+        bring adapters only. Parts that are already asleep are skipped.
+        """
         if "kv_cache" not in self._asleep:
             self._free("kv_cache", self._runner.kv_caches, [])
         if weights and not self._shared and self._adapter is None:
@@ -270,9 +291,10 @@ class VllmGenerator(RequestGenerator):
                 self._free("weights", self.model.parameters(), self.model.buffers())
 
     def _free(self, part: WakePart, tensors: Iterable[Tensor], preserved: Iterable[Tensor]) -> None:
-        """Frees the memory of one part until `wake`.
+        """Frees the memory of one part, and records it in self._asleep until `wake`.
 
-        tensors: of that memory. preserved: tensors whose values are restored.
+        tensors: all tensors whose memory is freed; `wake` sets them to zero. preserved: tensors in
+        the same memory of a GPU whose values `wake` restores. On a CPU, those are not freed.
         """
         memory: Storages | SleepingMemory
         if self._on_cpu:
@@ -283,7 +305,11 @@ class VllmGenerator(RequestGenerator):
         self._asleep[part] = memory
 
     def wake(self, part: WakePart | None = None) -> None:
-        """Undoes `sleep`: freed weights are zeros, and the cache is empty."""
+        """Reallocates what `sleep` has freed: one part, or weights and cache if part is None.
+
+        Weights are then zeros until a sync, and the cache is empty. Does nothing for a part that is
+        awake.
+        """
         for name in ("weights", "kv_cache"):
             if name in self._asleep and part in (None, name):
                 self._asleep.pop(name).restore()
@@ -291,8 +317,10 @@ class VllmGenerator(RequestGenerator):
                     self._reset_prefixes()
 
     def close(self) -> None:
-        """Frees the engine and its private group, never the trainer's groups. Another can then be
-        built."""
+        """Shuts the engine down and frees its memory and its private process group.
+
+        The trainer's groups stay. A new engine can then be built in this process.
+        """
         if not self._on_cpu:
             self.wake()  # vLLM would otherwise unmap sleeping memory a second time
         module = import_module("vllm.v1.engine.core")
@@ -322,7 +350,11 @@ class BatchSampledVllm(VllmGenerator):
         *,
         conversations: Sequence[int] | None = None,
     ) -> TensorDict:
-        """See Generator.generate. The responses depend on all rows and seeds together."""
+        """Returns responses drawn with vLLM's own random numbers; see Generator.generate.
+
+        torch is seeded with the hash of all seeds, so each response depends on all rows and seeds
+        together. torch's random states are restored afterwards.
+        """
         devices = [] if self._on_cpu else [self.device]  # not all devices that this process sees
         with torch.random.fork_rng(devices):  # ranks of a replica must draw from equal states
             torch.manual_seed(hash(tuple(seeds)))

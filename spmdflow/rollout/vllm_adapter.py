@@ -27,9 +27,11 @@ _ID = 1
 
 
 def engine_arguments(lora: LoRAConfig, table: ShardTable) -> dict[str, Any]:
-    """Arguments of vllm.LLM for adapters. ConfigError if the adapter rank is too large.
+    """Returns the arguments of vllm.LLM that allocate one slot for the policy's adapters.
 
-    table: vLLM's tensors of a rank.
+    max_lora_rank is the smallest rank that vLLM supports and that is at least lora.rank;
+    ConfigError above 512. lora_target_modules are the last names of the vLLM layers that have an
+    adapter. table: vLLM's tensors of a rank.
     """
     size = next((size for size in _RANKS if size >= lora.rank), None)
     if size is None:
@@ -66,14 +68,18 @@ class PolicyAdapter:
             buffer.zero_()
 
     def check(self) -> None:
-        """WeightSyncError unless vLLM has the adapter in its slot."""
+        """WeightSyncError unless vLLM's one adapter slot contains the policy's adapter."""
         slots = walk(self._manager, "lora_index_to_id")
         if slots != [_ID]:
             do = "set actor.rollout.weights=auto and report this message"
             raise WeightSyncError.of("vLLM's adapter", f"slots {slots}", f"the policy's, {_ID}", do)
 
     def views(self, table: ShardTable) -> dict[str, Tensor]:
-        """Hugging Face name -> live A or B of this rank. table: vLLM's tensors of weights."""
+        """Returns Hugging Face name -> live view of this rank's A (rank, in) or B (out, rank).
+
+        A fused vLLM layer gives one pair for each of its parts. vLLM's buffers are padded to a
+        larger rank; the views leave the padding out. table: vLLM's tensors of weights.
+        """
         views: dict[str, Tensor] = {}
         for name in _adapted_names(self.adapters, table):
             layer = self._manager.modules[_layer_of(name)]

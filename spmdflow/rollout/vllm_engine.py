@@ -53,8 +53,13 @@ holds: kv_cache_memory_bytes determines the size of the cache."""
 
 
 def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
-    """Builds a vllm.LLM for this rank's part of the replica. All ranks of the replica call it
-    together."""
+    """Builds this rank's vllm.LLM of the replica; all ranks of the replica call it together.
+
+    Some functions of vLLM are replaced while it is built: pipeline stages are divided as in the
+    weight tables, and on a CPU layers keep plain weights. Compilation and CUDA graphs are off on a
+    CPU and where the model reads the trainer's shards. The weights are random ("dummy") unless
+    `keeps_folder` is true.
+    """
     import vllm
 
     replica = groups.replica
@@ -100,7 +105,7 @@ def keeps_folder(cfg: RolloutConfig, model_path: str) -> bool:
 
 
 def _adapter_arguments(cfg: RolloutConfig, model_path: str, replica: Replica) -> dict[str, Any]:
-    """Arguments of vllm.LLM for adapters; empty if syncs do not bring adapters."""
+    """Returns the arguments of vllm.LLM for adapters; {} unless rollout.weights is adapter."""
     if cfg.weights != "adapter" or cfg.lora is None:
         return {}
     table = stock_table(Architecture.from_folder(model_path), replica, replica.replica_rank)
@@ -141,9 +146,12 @@ class RowSampler(nn.Module):
                 module.use_all_gather = True  # each rank draws, from the whole vocabulary's logits
 
     def forward(self, logits: Tensor, sampling_metadata: Any) -> Any:
-        """vLLM's SamplerOutput for logits (B, V), in the row order of the runner's batch.
+        """Returns vLLM's SamplerOutput for logits (B, V), in the row order of the runner's batch.
 
-        Records the tokens and their log-probabilities in the tables.
+        Writes each token and its log-probability into the tables if its position equals the row's
+        number of recorded tokens. Other draws (within a prompt, or of a row that vLLM computes a
+        second time) are not recorded. With keeps_noise, vLLM's sampler chooses the tokens,
+        otherwise `draw`.
         """
         names = self._runner.input_batch.req_ids
         assert len(names) == len(logits), (len(names), tuple(logits.shape))
@@ -166,7 +174,11 @@ class RowSampler(nn.Module):
         return self._output(sampled_token_ids=tokens.int()[:, None], logprobs_tensors=None)
 
     def _arrange(self, names: list[str]) -> None:
-        """Sets table rows, seeds and prompt lengths (B,) for vLLM's new batch."""
+        """Stores vLLM's new batch: request names, and (4, B) facts on the device in self._facts.
+
+        The facts are table row, seed, prompt length and num_drawn. A request that is new gets a
+        free row of the tables.
+        """
         params = (self._runner.requests[name].sampling_params for name in names)
         numbers = [param.extra_args["number"] for param in params]
         requests = [self.requests[number] for number in numbers]
@@ -180,8 +192,11 @@ class RowSampler(nn.Module):
         self._facts = torch.tensor(facts, device=self._counts.device).T
 
     def _free_row(self, width: int) -> int:
-        """A table row that no request uses, with at least this many columns. The tables grow as
-        needed."""
+        """Returns the first table row that no request uses, with its count reset to 0.
+
+        The tables get twice as many rows if none is free, and more columns if they have fewer than
+        `width`.
+        """
         size = len(self._counts)
         used = set(self._rows.values())
         free = next(row for row in range(size + 1) if row not in used)
@@ -195,7 +210,10 @@ class RowSampler(nn.Module):
         return free
 
     def tokens_so_far(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The tokens of some requests so far; an empty list for a request without a row."""
+        """Returns the recorded tokens of each of these requests; [] for one without a table row.
+
+        vLLM has not scheduled such a request yet. Waits for the device.
+        """
         row_of_number = [self._rows.get(number, -1) for number in numbers]
         rows = []
         for row in row_of_number:
@@ -209,7 +227,10 @@ class RowSampler(nn.Module):
         return result
 
     def take(self, number: int, size: int) -> Finished:
-        """Removes a request and returns its first `size` tokens."""
+        """Removes a request and returns its first `size` tokens and their log-probabilities.
+
+        Empty if vLLM has not scheduled the request yet.
+        """
         del self.requests[number]
         row = self._rows.pop(number, None)
         if row is None:  # vLLM has not scheduled it yet

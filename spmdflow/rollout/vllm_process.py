@@ -66,7 +66,12 @@ class Groups:
         self._alone = own.get((dist.get_rank(),), backend="gloo")
 
     def install(self) -> None:
-        """Fills vLLM's parallel state."""
+        """Sets the global coordinators in vLLM's parallel state to groups of this replica.
+
+        All ranks of the replica call it together. World, tp and pp get the replica's groups; the
+        axes that always have one rank (_DP, ...) get a group of this rank alone. _ETP is the
+        coordinator of tp, and the number of nodes is 1.
+        """
         replica = self.replica
         state = _state()
         state._WORLD = self._coordinator("world", replica.ranks)
@@ -86,7 +91,12 @@ class Groups:
             dist.destroy_process_group(self._alone)
 
     def _coordinator(self, name: str, ranks: tuple[int, ...]) -> Any:
-        """vLLM's coordinator of some ranks, built on our device group and host group."""
+        """Returns a vLLM coordinator over some ranks, built on existing process groups.
+
+        vLLM creates a device group and a host group with dist.new_group, which is replaced
+        meanwhile so that it returns ours: nccl (gloo on a CPU) and gloo over the ranks, or for one
+        rank the group of this rank alone. AssertionError if vLLM did not take both.
+        """
         process_groups = [self._alone, self._alone]
         if len(ranks) > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -106,7 +116,11 @@ class Groups:
 
 
 def release(*_: Any, **__: Any) -> None:
-    """Replaces vLLM's cleanup, which would destroy the default process group."""
+    """Destroys vLLM's own communicators and sets its global coordinators to None.
+
+    Replaces vLLM's cleanup, which would destroy the default process group. All arguments are
+    ignored.
+    """
     state = _state()
     for name in _ALL:
         communicator = getattr(getattr(state, name, None), "device_communicator", None)
@@ -132,7 +146,11 @@ def executor_class(groups: Groups) -> type:
         supports_pp = True
 
         def _init_executor(self) -> None:
-            """Installs our groups before vLLM initializes its worker."""
+            """Installs our groups, then lets vLLM initialize its worker without groups of its own.
+
+            With several pipeline stages, sets vLLM's backend to external_launcher: the last stage
+            then broadcasts its logits to the others.
+            """
             groups.install()
             if replica.pp_size > 1:  # the last stage then broadcasts its logits to the others
                 self.vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
@@ -143,8 +161,12 @@ def executor_class(groups: Groups) -> type:
             return "env://", replica.replica_rank, device.index or 0
 
         def determine_available_memory(self) -> list[int]:
-            """Memory for the KV cache such that all ranks of the replica get equally many
-            blocks."""
+            """Returns [bytes for the KV cache]; all ranks of the replica get equally many blocks.
+
+            This is the smallest memory of any rank, times this rank's layers, divided by the most
+            layers of any rank. All ranks of the replica call it together; a single rank keeps
+            vLLM's number.
+            """
             memory = super().determine_available_memory()
             if replica.size == 1:
                 return memory
@@ -189,7 +211,7 @@ def preserve_process_state(*, own_variables: str) -> Iterator[None]:
 
 @contextmanager
 def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets owner.name to value inside the block."""
+    """Sets owner.name to value inside the block; the old value is restored even after an error."""
     stock = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -199,10 +221,11 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def keep_caches_apart(device: torch.device) -> None:
-    """Gives each device its own folder of vLLM's compile cache. Call it before an engine is built.
+    """Gives each device its own folder of vLLM's compile cache, by setting VLLM_CACHE_ROOT.
 
-    Compiled code belongs to one device, but vLLM's cache distinguishes engines by rank only, and
-    the ranks of every replica count from 0.
+    The folder is VLLM_CACHE_ROOT/HOSTNAME-INDEX. Call this before an engine is built. Compiled code
+    belongs to one device, but vLLM's cache distinguishes engines by rank only, and the ranks of
+    every replica count from 0.
     """
     root = import_module("vllm.envs").VLLM_CACHE_ROOT
     leaf = f"{socket.gethostname()}-{device.index}"
@@ -226,7 +249,10 @@ class SleepingMemory:
         self._preserved = [(tensor, tensor.cpu()) for tensor in preserved]
 
     def free(self) -> None:
-        """Frees the memory. The addresses stay valid."""
+        """Releases the memory of all allocations with the tag; the tensors' addresses stay valid.
+
+        Waits for the device first. Allocations that are already asleep are skipped.
+        """
         unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
         torch.accelerator.synchronize()
         for allocation in _allocator().pointer_to_data.values():
@@ -250,8 +276,9 @@ def _allocator() -> Any:
 def trim_weights() -> None:
     """Makes vLLM's sleep-mode allocator release the memory of freed weights.
 
-    Their blocks return to a private pool, which torch keeps as long as the pool exists. The
-    allocator has one pool of weights up to vLLM 0.30, and a list of pools in later versions.
+    Their blocks return to a private pool, which torch keeps as long as the pool exists. Segments of
+    the pool in which nothing is allocated are unmapped, unless they are asleep. The allocator has
+    one pool of weights up to vLLM 0.30, and a list of pools in later versions.
     """
     unmap = import_module("vllm.device_allocator.cumem").unmap_and_release
     allocator = _allocator()

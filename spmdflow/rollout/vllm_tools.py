@@ -20,11 +20,11 @@ arguments)."""
 
 
 def vllm_call_reader(name: str, tokenizer: Any) -> CallReader:
-    """A reader of replies that uses the parser which `vllm serve --tool-call-parser` has by this
-    name.
+    """Returns a reader of tool calls that uses vLLM's tool parser of this name.
 
-    tokenizer: from transformers. ConfigError if there is no such parser, or the tokenizer lacks its
-    tokens.
+    The names are those of `vllm serve --tool-call-parser`. tokenizer: from transformers.
+    ConfigError if vLLM is not installed, if there is no such parser, or if the tokenizer lacks its
+    tokens. Random states and environment variables are as before.
     """
     with preserve_process_state(own_variables="VLLM_"):
         import_vllm(KEY, otherwise=f"{KEY}=null")
@@ -43,7 +43,10 @@ def vllm_call_reader(name: str, tokenizer: Any) -> CallReader:
             raise ConfigError.of(KEY, got, "a parser for its tokens", do) from err
 
     def read(text: str, tools: list[Any]) -> tuple[str, list[dict[str, Any]]]:
-        """See CallReader."""
+        """Returns (text outside of calls, calls as {"name": ..., "arguments": ...}).
+
+        Without a call, returns the unchanged text and [].
+        """
         messages = [{"role": "user", "content": ""}]
         request = protocol.ChatCompletionRequest(messages=messages, tools=tools)
         parsed = parser(tokenizer, request.tools).extract_tool_calls(text, request)

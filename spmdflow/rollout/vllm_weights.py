@@ -70,11 +70,13 @@ def combine_hashes(
     ranks: Sequence[int],
     gather: Callable[[Tensor], Sequence[Tensor]],
 ) -> dict[str, int]:
-    """Hashes of complete tensors from the hashes of each rank's boxes, every box counted once.
+    """Returns the hash of every complete tensor: the sum of its boxes' hashes modulo 2**64.
 
-    own: this rank's hashes. slots_of_ranks: the boxes of each rank, in the order of ranks. gather:
-    int64 values of one rank to those of all, a collective. WeightSyncError if two ranks have
-    different values of the same box.
+    Every box counts once, also if several ranks have it; WeightSyncError if their values differ. A
+    tensor of `names` without boxes gets 0.
+
+    own: this rank's hashes. slots_of_ranks: the boxes of each rank, in the order of ranks.
+    gather: collective from this rank's int64 values to those of all ranks.
     """
     slots = sorted(frozenset().union(*slots_of_ranks))
     mine = torch.tensor([to_signed(own.get(slot, 0)) for slot in slots])
@@ -125,10 +127,11 @@ def stock_table(arch: Architecture, replica: Replica, replica_rank: int) -> Shar
 def read_stock_weights(
     model: Any, model_path: str, replica: Replica, adapter: PolicyAdapter | None = None
 ) -> Reading:
-    """The `Reading` of vLLM's own parameters and, if there is one, of the adapter.
+    """Returns the `Reading` of vLLM's own parameters and, if there is one, of the adapter.
 
-    ConfigError if the model is cut over ranks and its family has no table, or if vLLM has other
-    tensors than the table states.
+    Boxes come from the weight table of the model's family. Without a table, the complete tensors
+    are found by the modules' attributes (`hugging_face_views`); ConfigError if there are several
+    ranks or an adapter. ConfigError too if vLLM has other tensors than the table states.
     """
     try:
         arch = Architecture.from_folder(model_path)

@@ -180,7 +180,12 @@ class Pending:
         return not self._latch.locked()
 
     def result(self) -> Replies:
-        """Wait for the replies; RunFailed if the run fails. The limits of calls bound the wait."""
+        """Wait for the replies of all ranks and return them: rank -> reply payload.
+
+        Raises the RunFailed that was given to `fail`, or the one that `wait` (of the constructor)
+        raises when the session is over. There is no timeout of its own: the time limits of calls
+        bound the wait.
+        """
         if self._latch.locked():
             self._wait(self)
         if self._failure is not None:
@@ -192,7 +197,11 @@ class Pending:
         return CallRecord(self.call, self.result())
 
     def run_on_done(self) -> None:
-        """Run what was to be done with the replies, and forget it: it keeps rows alive (once)."""
+        """Call on_done(replies), at most once; do nothing without an `on_done`.
+
+        Drops the reference to `on_done` first, because it keeps rows alive. Exceptions of `on_done`
+        are passed on.
+        """
         on_done = self._on_done
         self._on_done = None
         if on_done is not None:
@@ -230,10 +239,12 @@ class CallRecord:
         return [self.replies[rank] for rank in self.call.reply_ranks]
 
     def to_line(self) -> dict[str, Any]:
-        """The record for RUN_DIR/calls.jsonl: what was called, where, when and on what.
+        """Return the record as a dict for one line of RUN_DIR/calls.jsonl.
 
-        ranks: first and last of each range. start, end: seconds since the epoch, of the first rank
-        that began and the last that ended, each by its own clock.
+        ranks: the first and the last rank of each range, [[0, 3], [6, 7]]. start: of the first rank
+        that began, end: of the last rank that ended, in seconds since the epoch by that rank's own
+        clock; longest_seconds: of the slowest rank. These three are missing if no reply has a span.
+        received_bytes: sum over all ranks; missing if 0.
         """
         call = self.call
         spans = [reply["span"] for reply in self.replies.values() if "span" in reply]
@@ -280,7 +291,11 @@ class Ledger:
         """Label and number of what a rank answered last."""
 
     def send(self, ticket: int, pending: Pending, *, now: float) -> None:
-        """Note that a call was sent to its ranks."""
+        """Record that a call was sent at `now`: add it to `open` and to each of its ranks' queues.
+
+        Sets pending.ticket and pending.sent_at. `open` is by ticket, and there is one queue per
+        rank and lane.
+        """
         pending.ticket = ticket
         pending.sent_at = now
         self.open[ticket] = pending
@@ -296,7 +311,12 @@ class Ledger:
         now: float,
         duration: CallDuration | None = None,
     ) -> Pending | None:
-        """Note an answer, the next that its lane owes; returns the call once all have answered."""
+        """Record a rank's reply; return the call if it was the last missing reply, otherwise None.
+
+        Stores payload, duration (default: 0 s) and arrival time in the `Pending`. A call whose
+        ranks have all replied is removed from `open`. AssertionError if the ticket is not the
+        oldest unanswered one in this lane of this rank.
+        """
         pending = self.open[ticket]
         call = pending.call
         lane = (rank, call.lane)
@@ -318,7 +338,11 @@ class Ledger:
         return ""
 
     def running(self, rank: int) -> list[Call]:
-        """What rank is running, as far as is known: at most one call per lane."""
+        """Return the oldest unanswered call of each lane of a rank (compute, transfer, files).
+
+        Lanes run their calls in order, so these calls are running, unless their commands are still
+        on their way. Empty if the rank is idle.
+        """
         calls = []
         for lane in (COMPUTE, TRANSFER, FILES):
             tickets = self._owed.get((rank, lane))
@@ -327,7 +351,11 @@ class Ledger:
         return calls
 
     def start_or_none(self, rank: int, ticket: int) -> float | None:
-        """When rank began a call (time.monotonic()); None if others come first there."""
+        """Return the time.monotonic() at which a rank began an open call; None if it is queued.
+
+        A call begins when it is sent, or when its lane of that rank answers the call before it,
+        whichever is later. Also None if the rank has already answered it.
+        """
         pending = self.open[ticket]
         lane = rank, pending.call.lane
         tickets = self._owed.get(lane)
@@ -336,14 +364,18 @@ class Ledger:
         return max(pending.sent_at, self._free_since.get(lane, 0.0))
 
     def shift(self, seconds: float) -> None:
-        """This process was stopped for so long: that does not count."""
+        """Add `seconds`, during which this process was stopped, to all start times of open calls.
+
+        So the stop does not count as run time of the calls. Changes sent_at of every open call in
+        place.
+        """
         for pending in self.open.values():
             pending.sent_at += seconds
         for lane in self._free_since:
             self._free_since[lane] += seconds
 
     def owing(self) -> set[int]:
-        """Ranks that owe an answer."""
+        """Return the ranks that have not answered at least one call that was sent to them."""
         ranks = set()
         for (rank, _), tickets in self._owed.items():
             if tickets:
@@ -406,7 +438,11 @@ class ImmediateTransport:
         self.say_stop: Callable[[], str] = lambda: "saving and stopping"
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run function after everything submitted before."""
+        """Run function now, or at the end of the queue if a posted function is running.
+
+        The outermost call of `post` runs the whole queue before it returns. An exception leaves
+        that call and drops the functions that are still queued.
+        """
         self._queue.append(function)
         if self._is_running:
             return
@@ -446,7 +482,11 @@ class InprocTransport(ImmediateTransport):
         return 0
 
     def _run(self, pending: Pending) -> None:
-        """Run the operations of a call, then hand over the replies."""
+        """Run a call's operation for rank 0 in this thread, then `on_done`, then mark it as done.
+
+        An exception of the operation or of `on_done` is passed on to the caller. ProtocolError for
+        an unknown operation; AssertionError for a command to another rank than 0.
+        """
         call = pending.call
         replies = {}
         for rank, payload in call.commands.items():
@@ -460,17 +500,23 @@ class InprocTransport(ImmediateTransport):
 
 @contextlib.contextmanager
 def stop_on_signals(transport: InprocTransport) -> Iterator[None]:
-    """Within the context signals ask the script to save and end after its step, as under torchrun.
+    """Let SIGTERM, SIGINT and SIGHUP set transport.stop_requested while the context is active.
 
-    A second Ctrl-C is a KeyboardInterrupt. A signal that was ignored before stays so. Only a main
-    thread may handle signals; in another one nothing changes.
+    The script reads that flag after each step, then saves and ends, as under torchrun. The first
+    Ctrl-C restores Python's handler, so that the second one raises KeyboardInterrupt. Signals that
+    the process ignores stay ignored. At the end the previous handlers are restored. Does nothing
+    outside the main thread, because only the main thread can set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """Ask the script to stop after its step; a second Ctrl-C interrupts at once."""
+        """Signal handler: set transport.stop_requested, and log the signal and what happens next.
+
+        For Ctrl-C it also restores Python's own handler, so that the next Ctrl-C raises
+        KeyboardInterrupt.
+        """
         again = ""
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)

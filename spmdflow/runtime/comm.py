@@ -137,9 +137,11 @@ class Comm:
         self._send(Kind.REPLY, [ticket, payload, duration])
 
     def fail(self, failure: Failure) -> None:
-        """End the run: report the failure to the controller, then leave as it says (any thread).
+        """Report a failure to the controller, which then ends the run (any thread).
 
-        Without an answer this process ends on its own.
+        The controller answers with ABORT or UNWIND, on which the comm thread acts. Without an
+        answer, this process ends on its own after 5 s, or after 1 s if the controller is stopped. A
+        failure after the session has been unwound is only logged at debug level.
         """
         if self.cause is not None:
             logger.debug("after the end: %s", failure.sentence())
@@ -160,7 +162,11 @@ class Comm:
         self._waiter.wake()
 
     def _send(self, kind: Kind, body: Any = None) -> None:
-        """Send an envelope to the controller (any thread)."""
+        """Send an envelope to the controller (any thread).
+
+        Wakes the comm thread if input may have arrived unnoticed meanwhile. A lock serializes the
+        threads that use the socket. MessageError if `body` is not plain data.
+        """
         data = self._endpoint.seal(kind, body)
         with self._socket:
             unnoticed = self._endpoint.send(data)
@@ -170,7 +176,12 @@ class Comm:
     # ---- the thread
 
     def _run(self) -> None:
-        """Serve the lanes until they have ended, then send BYE. An error here ends the process."""
+        """Run the comm thread: serve messages and clocks until all lanes have ended, then send BYE.
+
+        After UNWIND it also sends UNWOUND, and waits until all ranks have left their lanes. Then it
+        closes the socket. An exception is recorded as a failure, and ends this process with status
+        1.
+        """
         try:
             self._waiter.watch(self._signals.descriptor)
             while len(self._ended_lanes) < len(self._lanes):
@@ -193,7 +204,10 @@ class Comm:
                 leave(1)
 
     def _step(self) -> None:
-        """Check the clocks, handle all messages, then wait for more."""
+        """Run the periodic checks if due, handle all messages that arrived, then wait.
+
+        Waits until a descriptor is readable or the next check is due (every 0.25 s).
+        """
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_SECONDS
@@ -208,7 +222,14 @@ class Comm:
             return self._endpoint.receive()
 
     def _handle(self, data: bytes) -> None:
-        """Act on one envelope of the controller."""
+        """Decode an envelope from the controller and act on it, by its kind.
+
+        COMMAND goes to its lane, CLOSE ends the lanes (after UNWIND: says that all ranks have left
+        theirs), WELCOME gives the ranks of this node, UNWIND leaves the lanes, LOOK writes stacks,
+        ABORT ends this process, BEAT only proves that the controller lives. An envelope of another
+        run is dropped, and one that cannot be decoded ends the run. Any other one resets the clock
+        of the controller's silence.
+        """
         try:
             envelope = self._endpoint.open(data, self._controller_rank)
         except MessageError as err:
@@ -241,9 +262,11 @@ class Comm:
     # ---- watching
 
     def _notice(self, ready: list[int]) -> None:
-        """Act at once on signals, a lost connection and ended processes of this node.
+        """Act at once on a signal, a lost connection, and processes of this node that have ended.
 
-        ready: descriptors that are readable.
+        ready: the readable descriptors. A signal makes the next tick due now. A lost connection to
+        the controller is recorded as its loss. ENDED is sent to the controller for each ended rank
+        of this node; this is watched only if the controller is on another node.
         """
         if self._signals.descriptor in ready:
             self._next_tick = 0.0
@@ -258,7 +281,13 @@ class Comm:
                 self._send(Kind.ENDED, list(ended))
 
     def _tick(self, now: float) -> None:
-        """Sample the lanes, send a heartbeat if it is due, and check everything that ends a run."""
+        """Sample the lanes, send a heartbeat if due, and check everything that may end the run.
+
+        Checked are signals (reported to the controller), the end of the wait for its ABORT, the end
+        of the parent process (a failure of kind "launcher"), and the controller's end or silence.
+        If 10 s passed since the last tick, this process was stopped: that time counts neither as
+        silence of the controller nor as work of a lane.
+        """
         passed = now - self._last_tick
         self._last_tick = now
         was_stopped = passed > _FROZEN_SECONDS
@@ -284,7 +313,11 @@ class Comm:
             self._send(Kind.STOP, number)
 
     def _beat(self) -> None:
-        """Send a heartbeat with what the lanes are doing (`LaneActivity` in failure/stall.py)."""
+        """Send a heartbeat: for each lane that runs a command, the fields of a `LaneActivity`.
+
+        These are the call's number, the lane, seconds spent waiting for rows, what it is doing, its
+        line, and the state of this process in words if that is D (waits for a disk or device).
+        """
         activities = []
         process_state = Process.of(os.getpid()).state()
         for lane in self._lanes.values():
@@ -300,7 +333,8 @@ class Comm:
     def _show_stacks(self, silent: list[int], why: str) -> None:
         """Write the stacks of this process, and signal silent ranks of this node to write theirs.
 
-        Then send a heartbeat.
+        Appends to RUN_DIR/stacks-rank<k>.txt, with a header that has `why` and the running command;
+        not if RUN_DIR belongs to another run by now. Then sends a heartbeat. silent: ranks.
         """
         for rank, process in self._neighbours.processes.items() if self._neighbours else ():
             if rank in silent and rank != self._rank:
@@ -317,7 +351,13 @@ class Comm:
         return time.monotonic() - self._last_message
 
     def _check_controller(self, now: float) -> None:
-        """Leave if the controller has ended or is silent for too long. Report a long silence."""
+        """Prepare to leave if the controller's process has ended or has been silent for too long.
+
+        "Too long" is `_silence_limit`. After REPORT_SECONDS of silence, and each time it has
+        doubled, this rank writes its stacks, makes a controller on this node write its own, and one
+        rank of each node logs a warning. Does nothing on the controller's rank or once the
+        controller is lost.
+        """
         if self._is_controller or self._controller_lost:
             return
         self._was_stopped.append(self._controller.is_stopped())
@@ -343,7 +383,11 @@ class Comm:
             self._show_stacks([controller], "the controller is silent")
 
     def _silence_limit(self) -> float:
-        """Seconds for which the controller, which enforces the limits of calls, may be silent."""
+        """Return the seconds of silence after which this rank gives the controller up as lost.
+
+        run.call_seconds if it is set, but at least three heartbeat intervals. Otherwise 75 s if its
+        process is stopped, and 600 s if not.
+        """
         if self._settings.call_seconds is not None:
             return max(self._settings.call_seconds, SILENT_BEATS * self._settings.beat_seconds)
         if self._controller.is_stopped():
@@ -351,9 +395,12 @@ class Comm:
         return LIMIT_SECONDS
 
     def _lost_controller(self, how: str, *, kind: str = "death") -> None:
-        """Prepare to leave, because the controller can no longer end the run.
+        """Record that the controller is lost; this process ends 0.3 s later.
 
-        how: what happened to its process. The failure is reported on the controller's rank.
+        An ABORT that has already arrived is still read. Puts a failure of the controller's rank
+        first in the list of failures: how its process ended, and which command this rank was
+        running. how: what was noticed. kind: death or stopped. Does nothing on the controller's own
+        rank, or if the loss is already known.
         """
         if self._is_controller or self._controller_lost:
             return
@@ -374,9 +421,11 @@ class Comm:
     # ---- the end of a failed run
 
     def _unwind(self, cause: Failure) -> None:
-        """End all lanes, because the session has failed and the process continues.
+        """Leave all lanes, because the session has failed but this process continues.
 
-        CLOSE follows when the lanes of every rank have ended.
+        Lanes drop their queued commands, and a wait for rows raises `Unwound`. `stay` returns. Sets
+        `cause`. This process ends on its own if CLOSE, which follows when the lanes of all ranks
+        have ended, does not come within 15 s.
         """
         self.cause = cause
         self._failures.insert(0, cause)
@@ -387,7 +436,11 @@ class Comm:
         self._unwound.set()
 
     def _abort(self, to_kill: list[int]) -> None:
-        """Kill these ranks of this node, write the stacks, and end this process."""
+        """Kill the ranks `to_kill` of this node, write own stacks, and exit with status 1.
+
+        Never returns. This rank itself and ranks of other nodes are skipped. The exit happens even
+        if a step before it raises.
+        """
         try:
             if self._neighbours:
                 self._neighbours.kill([rank for rank in to_kill if rank != self._rank])
@@ -396,7 +449,12 @@ class Comm:
             leave(1)
 
     def _leave_on_own(self) -> None:
-        """Write the cause to a file of this rank and end this process, because no ABORT came."""
+        """Write failure-rank<k>.json, kill a controller on this node, and exit with status 1.
+
+        Called if no ABORT came in time. The cause is the first failure; if the controller is
+        stopped, that comes first. The file is not written if RUN_DIR belongs to another run by now.
+        The second rank of the run also calls show_failure in the controller's place. Never returns.
+        """
         controller = self._settings.controller_rank
         self._saw_stopped |= self._controller.is_stopped()
         is_known = self._failures[0].rank == controller and self._failures[0].kind == "stopped"
@@ -422,7 +480,11 @@ class Comm:
         self._abort([])
 
     def _failure_with_call(self, kind: str, rank: int, cause: str) -> Failure:
-        """A failure of rank that names the command which this rank is running."""
+        """Return a `Failure` of `rank` that names the command which this rank is running.
+
+        It is that of the first busy lane, in the order compute, transfer, files. If all are idle,
+        no command is named.
+        """
         for lane in self._lanes.values():
             if running := lane.running:
                 command = running[0]

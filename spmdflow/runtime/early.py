@@ -40,7 +40,11 @@ class EarlyMethods:
         self._threads: list[threading.Thread] = []
 
     def begin(self, number: int, wait: Callable[[], None], run: Callable[[], Any]) -> None:
-        """Start a thread: wait() until the rows are there, then run()."""
+        """Start a daemon thread that calls wait() until the rows are there, and then run().
+
+        `take(number)` gives the future of its result. An exception of either function becomes the
+        future's exception. Forgets threads that have ended.
+        """
         result = EarlyResult(self._arrival)
         self._results[number] = result
         thread = threading.Thread(
@@ -54,7 +58,11 @@ class EarlyMethods:
         return self._results.pop(number, None)
 
     def end(self) -> None:
-        """The session is over, workers are closed: wait until no thread is left."""
+        """Let waits for rows raise RuntimeError, and join all threads; close workers before.
+
+        DeadlineError with their names if threads have not ended UNWIND_SECONDS (10 s) after their
+        join began.
+        """
         self._arrival.end(RuntimeError("early method: the session has ended"))
         for thread in self._threads:
             thread.join(UNWIND_SECONDS)
@@ -70,7 +78,7 @@ class EarlyMethods:
             raise DeadlineError.of(where, got, expected, do)
 
     def _run(self, result: EarlyResult, wait: Callable[[], None], run: Callable[[], Any]) -> None:
-        """Wait for the rows and run; the future gets the result or the error."""
+        """Call wait(), then run(); set the future to the result or to any exception."""
         try:
             wait()
             result.set_result(run())

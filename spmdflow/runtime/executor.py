@@ -77,7 +77,11 @@ class Lane:
         self._is_over = False
 
     def put(self, command: Command | None) -> None:
-        """Append a command; None is the end (comm thread)."""
+        """Append a command to the lane's queue; None ends the lane after the commands before it.
+
+        After `unwind` it is dropped. If the command has an early method, that is started here, in a
+        thread, before the command's turn. Called by the comm thread.
+        """
         if not self._is_over:
             if command is not None and "early" in command.payload and "begin" in self.operations:
                 self.operations["begin"](dict(command.payload), command.number)
@@ -88,16 +92,21 @@ class Lane:
         return lane_state_of(self._thread, Lane.run.__code__, with_line=with_line)
 
     def sample(self, seconds: float, *, as_idle: bool = False) -> None:
-        """Count the seconds since the last sample as what the lane does now (comm thread).
+        """Add the seconds since the last sample to `waits` if the lane now waits for ranks or rows.
 
-        as_idle: they are nobody's, as those in which it waits for rows.
+        as_idle: count them as waiting for rows whatever the lane does, because this process was
+        stopped. Nothing is added while the lane is idle. Called by the comm thread.
         """
         state = self.state(with_line=False) if self.running else None
         if state is not None and (as_idle or state.kind in self.waits):
             self.waits[ROWS if as_idle else state.kind] += seconds
 
     def unwind(self) -> None:
-        """Drop commands not yet begun, except those that need all ranks; then end (comm thread)."""
+        """Drop queued commands, ignore later ones, and end the lane after the one that runs.
+
+        Commands that make process groups stay queued, because every rank of the world takes part in
+        them and would wait for this rank. Called by the comm thread.
+        """
         self._is_over = True
         with contextlib.suppress(queue.Empty):
             left = []
@@ -109,7 +118,14 @@ class Lane:
         self._commands.put(None)
 
     def run(self) -> None:
-        """Run commands in this thread until the end; what one raises ends the run."""
+        """Run the lane's commands in this thread, in order, until the None that ends it.
+
+        Each reply is sent with [seconds without waiting for rows, seconds of these in collectives].
+        An exception of an operation is reported as a failure, which ends the run; the lane then
+        waits for that end. If the process outlives it, the lane runs what `unwind` left in the
+        queue. Finally calls reporter.lane_ended. Sets `running` and `last` meanwhile. The files
+        lane lowers its CPU priority.
+        """
         is_over = False
         self._thread = threading.get_ident()
         if self.name == FILES:
@@ -150,7 +166,11 @@ def failure_of(
     lane: str | None = None,
     running: tuple[Command, float] | None = None,
 ) -> Failure:
-    """An exception as a Failure, with its traceback and what was running."""
+    """Return the `Failure` that describes an exception on a rank: type, message and traceback.
+
+    The cause also has the notes of `error_context`. KeyboardInterrupt gets the kind "interrupt"
+    whatever `kind` is. running: the command that was running and its start, or None.
+    """
     if isinstance(err, KeyboardInterrupt):
         kind = "interrupt"
     cause = f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
@@ -167,9 +187,10 @@ def failure_of(
 
 
 def stay_until(over: threading.Event, is_busy: Callable[[], bool] = lambda: False) -> None:
-    """Wait for `over`, or for the comm or io thread to end this process; end it if they do not.
+    """Wait for the event `over`; if it is not set within 60 s, end this process with status 1.
 
-    is_busy: whether something that has a limit of its own must finish first.
+    While is_busy() is true, the 60 s start again, because something with a time limit of its own
+    must finish first. Ctrl-C is ignored meanwhile. Returns only if `over` was set.
     """
     until = time.monotonic() + _LAST_RESORT_SECONDS
     while (left := until - time.monotonic()) > 0:
@@ -184,7 +205,11 @@ def stay_until(over: threading.Event, is_busy: Callable[[], bool] = lambda: Fals
 def find_operation(
     operations: Mapping[str, Operation], label: str, payload: Mapping[str, Any]
 ) -> Operation:
-    """The operation that a command names; ProtocolError naming the known ones."""
+    """Return the operation with the name payload["operation"].
+
+    ProtocolError with the known names if it is missing, no str or unknown. label: the call, for the
+    message.
+    """
     name = payload.get("operation")
     if not isinstance(name, str) or name not in operations:
         raise ProtocolError(

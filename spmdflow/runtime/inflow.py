@@ -58,10 +58,12 @@ class Inflow:
             self._ranks[descriptor] = rank
 
     def cut_endless(self, ports: set[int]) -> list[int]:
-        """Shut down connections to these ports on which no message ends. Their ranks (-1: unknown).
+        """Shut down connections on which a message never ends; return their ranks (-1: unknown).
 
-        Called each time after everything that had arrived was read. Then a connection that merely
-        has much to read has been read from before the next call.
+        A connection is shut down if at two successive checks more than _MAX_BYTES (the largest
+        message and its envelope) had arrived since its rank's last complete message. Only
+        connections to `ports` are. Call it each time after reading everything that had arrived, so
+        that one with much unread data is not mistaken. Forgets connections that are gone.
         """
         cut = []
         for descriptor, connection in list(self._connections.items()):
@@ -83,7 +85,10 @@ class Inflow:
 
 
 def _received_or_none(descriptor: int) -> int | None:
-    """Bytes that a connection has received; None if it no longer exists."""
+    """Return how many bytes a connection has received (TCP_INFO); None if it no longer exists.
+
+    Does not close the descriptor.
+    """
     with contextlib.suppress(OSError, struct.error):
         peer = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         try:
@@ -95,9 +100,10 @@ def _received_or_none(descriptor: int) -> int | None:
 
 
 def _shut_down(descriptor: int, ports: set[int]) -> bool:
-    """Shut down the connection if it is one to these ports, and return whether it was.
+    """Shut down a TCP connection whose local port is in `ports`; return whether that was done.
 
-    The descriptor may belong to something else by now.
+    False for any other descriptor, because its number may have been reused by now. The sender gets
+    a reset when the descriptor is closed. Errors of the system are ignored (False).
     """
     with contextlib.suppress(OSError):
         peer = socket.socket(fileno=descriptor)

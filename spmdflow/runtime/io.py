@@ -98,7 +98,12 @@ class Io:
         return bool(self._collector.failures)
 
     def submit(self, call: Call, on_done: OnDone | None = None) -> Pending:
-        """Send a call (any thread; from the io thread it follows what was submitted before)."""
+        """Send a call to its ranks, and return its `Pending` at once (any thread).
+
+        on_done(replies) runs under the io lock when all ranks have replied. Calls are sent in the
+        order of `submit`. RunFailed if the session has been unwound. MessageError, before anything
+        is sent, if a command is not plain data or too large.
+        """
         if self._teardown.cause is not None:
             raise RunFailed(self._teardown.cause.sentence())
         ticket = next(self._tickets)
@@ -108,7 +113,12 @@ class Io:
         return pending
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run function in the io thread, after everything submitted before."""
+        """Run function under the io lock, after everything posted before (any thread).
+
+        This thread runs it itself if the lock is free, which saves a thread switch. Otherwise the
+        thread that has the lock, or the io thread, which is woken, does it. Exceptions of function
+        end the run and are not raised here. Ignored once the session is over.
+        """
         self._inbox.append(function)
         if not self._lock.acquire(blocking=False):
             self._hub.waiter.wake()
@@ -132,7 +142,10 @@ class Io:
         stay_until(self._teardown.unwound, lambda: bool(self._ledger.open))
 
     def close(self) -> None:
-        """Wait for all calls, then end every rank's lanes. RunFailed if something fails."""
+        """Wait until no call is open, then end the lanes of all ranks and wait until all have left.
+
+        RunFailed if a failure ends the run meanwhile.
+        """
 
         def want_close() -> None:
             self._close_wanted = True
@@ -141,7 +154,11 @@ class Io:
         self._closed.result()
 
     def _encode(self, call: Call, ticket: int) -> list[tuple[int, bytes]]:
-        """(rank, message) of each command; commands that are one object are encoded once."""
+        """Return (rank, message) for each command of a call, in descending order of rank.
+
+        A payload object that several ranks share is encoded once. AssertionError if the call has no
+        commands or goes to a rank outside the session. MessageError if a payload is not plain data.
+        """
         strangers = []
         for rank in call.commands:
             if rank not in self._members:
@@ -161,7 +178,11 @@ class Io:
     # ---- the io thread
 
     def _run(self) -> None:
-        """The io thread: serve messages and clocks until the session ends, then tidy up."""
+        """Run the io thread: serve messages and clocks until the session ends, then clean up.
+
+        Closes the sockets and the status file, and forgets calls that are still open. An exception
+        is a failure of the controller: the run is ended, and this process exits with status 1.
+        """
         try:
             self._peers.watch(self._hub.waiter)
             while not self._finished:
@@ -181,7 +202,10 @@ class Io:
                 leave(1)
 
     def _step(self) -> None:
-        """One turn: clocks, calls, messages; then wait for more."""
+        """Run the periodic checks if due, handle all posted functions and messages, then wait.
+
+        Waits until a descriptor is readable or the next check is due (every 0.25 s).
+        """
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_SECONDS
@@ -191,7 +215,11 @@ class Io:
             self._notice(self._hub.waiter.wait(max(0.0, self._next_tick - time.monotonic())))
 
     def _notice(self, ready: list[int]) -> None:
-        """A lost connection or an ended process is looked at now, not at the next tick."""
+        """Make the next tick due now if a connection was lost or a process of this node has ended.
+
+        ready: the readable descriptors. After a lost connection, all connections are probed for
+        some seconds.
+        """
         lost = (not ready or self._hub.lost_descriptor in ready) and self._hub.any_lost()
         if lost:
             self._watch.on_connection_lost(time.monotonic())
@@ -199,7 +227,11 @@ class Io:
             self._next_tick = 0.0
 
     def _await(self, pending: Pending) -> None:
-        """Wait until pending is done; RunFailed if the session is over."""
+        """Wait until pending is done, because all ranks have replied or because it failed.
+
+        RunFailed if the io thread has ended without completing it. ProtocolError if called by
+        `on_done` or a posted function, which would wait for itself.
+        """
         if self._worker == threading.get_ident():
             refuse_to_wait(pending)
         is_over = False
@@ -212,7 +244,12 @@ class Io:
             is_over = not self.thread.is_alive()  # before `done`: it may resolve this and end
 
     def _work(self) -> None:
-        """Handle all calls and messages that are there."""
+        """Run all posted functions and handle received messages, under the io lock.
+
+        After each message it runs what that message posted. It handles at most 256 messages, then
+        lets the clocks run first. Exceptions become failures of the run. If `close` was called, it
+        sends CLOSE once nothing is open.
+        """
         with self._lock:
             self._call_guarded(self._work_through_inbox)
             for _ in range(_TURN_MESSAGES):
@@ -227,7 +264,10 @@ class Io:
                 self._call_guarded(self._close_if_idle)
 
     def _call_guarded(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call function; what it raises ends the run instead of the thread."""
+        """Call function; an Exception becomes a failure of kind "controller", which ends the run.
+
+        Meanwhile this thread counts as the io thread, in which waiting for a result is an error.
+        """
         outer = self._worker
         self._worker = threading.get_ident()
         try:
@@ -245,7 +285,11 @@ class Io:
     # ---- messages
 
     def _handle(self, rank: int, data: bytes) -> None:
-        """Pass on a message of a connected rank; those of others are dropped unread."""
+        """Decode a message, note that its sender is alive, and call the handler of its kind.
+
+        Messages of unknown ranks, and those other than HELLO of ranks that have not connected yet,
+        are dropped without decoding. A message of another run is dropped too.
+        """
         is_here = rank in self._members and rank not in self._peers.missing
         if not (is_here or (rank in self._members and data == self._hello)):
             return  # not even decoded
@@ -256,7 +300,12 @@ class Io:
             self._handlers[kind](rank, body)
 
     def _send(self, ticket: int, pending: Pending, messages: list[tuple[int, bytes]]) -> None:
-        """Note a call and send its commands, or let it fail if the run has ended."""
+        """Register a call under its ticket and send its commands, or fail it if the run has ended.
+
+        If the session was unwound, nothing is sent, and `pending.result` raises RunFailed. A rank
+        that cannot be reached is recorded as dead ("its connection is lost"), and the other ranks
+        still get their commands.
+        """
         if self._teardown.cause is not None:
             pending.fail(RunFailed(self._teardown.cause.sentence()))
             return
@@ -266,7 +315,11 @@ class Io:
                 self._collector.add_death(rank, CONNECTION_LOST)
 
     def _on_hello(self, rank: int, _: Any) -> None:
-        """A rank has connected; when all have, tell each who shares its node, and start."""
+        """Admit a rank that has connected; the last one starts the session.
+
+        Then each rank gets WELCOME with the ranks and processes of its node, no more connections
+        are accepted, the time limit of the start is lifted, and `met` is done.
+        """
         self._hub.admit(rank)
         self._peers.missing.discard(rank)
         if self._peers.missing or self.met.done:
@@ -281,7 +334,11 @@ class Io:
         self.met.resolve({})
 
     def _on_reply(self, rank: int, body: Any) -> None:
-        """Note a reply; with the last one of a call, run its on_done and let it be done."""
+        """Record a rank's reply; after a call's last reply, run its on_done and mark it as done.
+
+        body: [ticket, payload, fields of a `CallDuration`]. If on_done raises, the call stays
+        undone and the run ends. Replies after the session was unwound are ignored.
+        """
         ticket, payload, duration = body
         if self._teardown.cause is not None:
             return
@@ -296,7 +353,11 @@ class Io:
             pending.resolve(pending.replies)
 
     def _run_on_done(self, pending: Pending) -> bool:
-        """Run on_done; what it raises ends the run and names the call. Whether it succeeded."""
+        """Run the `on_done` of a call; return whether it succeeded.
+
+        An Exception becomes a failure of kind "controller" with the call's label, number and script
+        line, which ends the run.
+        """
         call = pending.call
         try:
             pending.run_on_done()
@@ -317,7 +378,11 @@ class Io:
     # ---- the end
 
     def _close_if_idle(self) -> None:
-        """Tell the ranks to leave, once, when no call is open and the run has not failed."""
+        """Send CLOSE to every rank, once, if no call is open and none is waiting to be sent.
+
+        Not after a failure. From then on a rank that does not leave within the time limit is a
+        failure.
+        """
         if self._close_sent or self._ledger.open or self._inbox or self._collector.failures:
             return
         self._close_sent = True
@@ -334,7 +399,7 @@ class Io:
             self._hub.send(rank, self._hub.seal(Kind.CLOSE))
 
     def _on_bye(self, rank: int, _: Any) -> None:
-        """A rank leaves; with the last one the session is over."""
+        """Record that a rank has left; after the last one `close` returns and this thread ends."""
         self._peers.left.add(rank)
         if not self._peers.remaining_ranks():
             self._finished = True
@@ -343,7 +408,12 @@ class Io:
     # ---- clocks
 
     def _tick(self, now: float) -> None:
-        """What is done every quarter second: heartbeats, the status file, limits, failures."""
+        """Do what is due every 0.25 s: heartbeats, status.json, time limits, ending a failed run.
+
+        Handles waiting messages first, because a process that was stopped has not read them. Cuts
+        connections on which a message never ends (a failure of their rank). Heartbeats and
+        status.json come every beat_seconds. Call limits are not checked any more after a failure.
+        """
         self._work()  # first: a process that was stopped has not read what came meanwhile
         with self._lock:
             for rank in self._hub.cut_endless():
@@ -368,7 +438,13 @@ class Io:
         return self._hub.send(rank, self._hub.seal(Kind.BEAT))
 
     def _end_failed_run(self, now: float) -> None:
-        """End the processes, or, where the program around the run goes on, only the session."""
+        """End the processes of a failed run, or only the session if that can be unwound.
+
+        Only the session ends if all processes are alive and the program around it continues
+        (`can_unwind`). Unwinding waits for open calls if only the script has failed. Called again
+        while ranks unwind: those that are too late become failures, after which the processes are
+        ended.
+        """
         if not self._collector.can_unwind:
             self._end_run(None)
         elif self._teardown.cause is not None:
@@ -377,7 +453,11 @@ class Io:
             self._teardown.unwind(self._pending())
 
     def _end_run(self, failure: Failure | None) -> None:
-        """Name the cause, tell every rank, end this process; failure: one to add first."""
+        """Report the cause, end the other ranks, and exit with status 1; never returns.
+
+        failure: added to the failures first, or None. The exit happens even if a step before it
+        raises.
+        """
         try:
             if failure:
                 self._collector.add(failure)

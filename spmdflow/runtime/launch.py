@@ -73,10 +73,12 @@ def start_run(
 ) -> Outcome:
     """Run `control` on the first of `ranks` (default: all), which execute its calls.
 
-    Collective over the default process group, which must exist. Ranks outside the run get their
-    `Outcome` once its groups are made. `ranks` are ascending ranks of the group (`check_ranks`).
-    A failure raises RunFailed. It ends the processes with status 1 instead if they belong to the
-    run or if one of them is lost.
+    All ranks of the default process group, which must exist, call it together. A rank of the run
+    returns when the run has ended; a rank outside helps to make the run's groups, then gets an
+    `Outcome` to wait on. `ranks` are ascending ranks of the group (`check_ranks`). A failure raises
+    RunFailed on every rank of the run. Instead it ends the processes with status 1 if they belong
+    to the run (`owns_process`) or one of them is lost. Groups, workers and threads are released in
+    either case.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -134,7 +136,11 @@ class _Membership:
     def run(
         self, main: Callable[[Transport], None], ranks: tuple[int, ...], around: Surroundings
     ) -> None:
-        """Take part in the session until its end, then release all resources."""
+        """Take part in the session until it ends, then close workers and destroy the run's groups.
+
+        All ranks of the run call it together; main(transport) runs on the first. Ranks outside the
+        run are told how it ended. SpmdflowError of the session is passed on, after telling them.
+        """
         run = self._cfg.run
         settings = SessionSettings(
             run_dir=path_of(run),
@@ -169,7 +175,11 @@ class _Membership:
         return self._state.operations()
 
     def _release(self) -> None:
-        """Close the run's workers, then destroy its groups. A second call does nothing."""
+        """Close this rank's workers, then destroy the process groups of the run.
+
+        An error while closing workers is only logged. Runs the garbage collector in between,
+        because modules still refer to groups. A second call does nothing.
+        """
         if self._state is not None:
             try:
                 self._state.close()
@@ -190,10 +200,11 @@ class _Membership:
 
 
 def run_inproc(control: Control, cfg: Any) -> int:
-    """Run `control` with everything in this process, a world of one rank. Returns exit status.
+    """Run `control` in this process, as a world of one rank, and return its exit status.
 
-    An error is written to RUN_DIR/failure.json and raised unchanged. ConfigError, before anything
-    is written, if a live run uses RUN_DIR.
+    Locks RUN_DIR, and removes failure reports of earlier starts. An exception is written to
+    RUN_DIR/failure.json, except ConfigError, and raised unchanged. ConfigError, before anything is
+    written, if a live run uses RUN_DIR.
     """
     run_dir = path_of(cfg.run)
     lock = claim_run_dir(run_dir)
@@ -205,7 +216,12 @@ def run_inproc(control: Control, cfg: Any) -> int:
 
 
 def _run_claimed(control: Control, cfg: Any, lock: RunDirLock) -> int:
-    """`run_inproc` in a RUN_DIR that this process has locked."""
+    """Do the work of `run_inproc` in a RUN_DIR that this process has locked.
+
+    Creates a gloo group of one rank unless a process group exists, and destroys it at the end.
+    SIGTERM, SIGINT and SIGHUP ask the script to stop after its step. An Exception or Ctrl-C, but
+    not ConfigError, is written to failure.json if the lock is still held, and raised again.
+    """
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -235,9 +251,11 @@ def _state(
     announce: Callable[[Any], None] | None = None,
     arrival: RowCondition | None = None,
 ) -> RankState:
-    """The workers, rows and groups of one rank, with the settings that it needs of the run.
+    """Return a new `RankState` (workers, rows and groups of one rank) with settings from `cfg.run`.
 
-    announce: as in `RankSettings`. arrival: how the compute lane waits for rows, or None.
+    lane: the gloo group of transfers, or None. announce: as in `RankSettings`. arrival: how the
+    compute lane waits for rows; None: it never waits, and missing rows are an error. The rank is
+    profiled if it is in run.profile_ranks.
     """
     run = cfg.run
     settings = RankSettings(
@@ -287,7 +305,10 @@ class Announcements:
         self._has_ended = specs is None
 
     def announce_outcome(self, status: int, failure: RunFailed | None = None) -> None:
-        """Announce how the run ended (first rank)."""
+        """Write how the run ended to the store, as JSON, for ranks outside the run (first rank).
+
+        {"status": status}, or after a failure its "text" and the fields of its record.
+        """
         if failure is None:
             outcome = {"status": status}
         else:
@@ -295,7 +316,11 @@ class Announcements:
         self._store.set(f"{self._root}/outcome", json.dumps(outcome))
 
     def make_groups(self, groups: GroupTable) -> None:
-        """Make the announced groups, until there are no more (ranks outside the run)."""
+        """Make the announced process groups, until it is announced that no more will come.
+
+        Called on ranks outside the run. Collective: all ranks of the world make the same groups in
+        the same order. Polls the store at least every 0.1 s, without a time limit.
+        """
         specs: Specs | None = []
         while specs is not None:
             groups.make([GroupSpec(tuple(ranks), lane, backend) for ranks, lane, backend in specs])
@@ -304,7 +329,7 @@ class Announcements:
             specs = json.loads(self._store.get(key))
 
     def outcome(self) -> Mapping[str, Any] | None:
-        """How the run ended; None while it is running."""
+        """Return how the run ended, as `announce_outcome` wrote it; None while it is running."""
         key = f"{self._root}/outcome"
         if not self._store.check([key]):
             return None
@@ -332,9 +357,9 @@ class Outcome:
         return self._outcome is not None
 
     def wait(self) -> int:
-        """Wait for the end of the run. Returns 0 (finished) or 3 (stopped).
+        """Wait for the end of the run, without a limit. Returns 0 (finished) or 3 (stopped).
 
-        RunFailed if the run failed.
+        RunFailed with the run's record if it failed; its note has the failed rank's traceback.
         """
         _poll_until(lambda: self.is_known, max_seconds=_END_SECONDS)
         outcome = dict(self._outcome or {})
@@ -346,9 +371,10 @@ class Outcome:
 
 
 def _poll_until(condition: Callable[[], bool], *, max_seconds: float) -> None:
-    """Wait for condition, polled at growing intervals of up to max_seconds.
+    """Call condition() until it is true; sleeps 0.01 s first, then twice as long up to max_seconds.
 
-    `Store.wait` would block the store for this rank's other threads, and warn at each timeout.
+    There is no time limit. `Store.wait` would block the store for this rank's other threads, and
+    warn at each timeout.
     """
     seconds = _FIRST_SECONDS
     while not condition():

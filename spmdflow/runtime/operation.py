@@ -95,7 +95,11 @@ class RankState:
         self._reading = threading.Lock()
 
     def operations(self) -> dict[str, Operation]:
-        """Operations by the name that commands use."""
+        """Return all operations of this rank: name -> operation(payload, number) -> reply.
+
+        Commands use these names. All operations but "begin" also free results and report times
+        (`_report_times`).
+        """
         named: dict[str, Operation] = {
             "groups": self._make_groups,
             "spawn": self._spawn,
@@ -118,10 +122,14 @@ class RankState:
         return timed | {"begin": self._begin}
 
     def _report_times(self, operation: Operation) -> Operation:
-        """The operation with more: frees results that the command lists, reports start and end."""
+        """Wrap an operation so that it frees results first and adds times to its reply (`run`)."""
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
-            """Free results, run the operation, and add times and memory to its reply."""
+            """Free plain["free"], run the operation, and add span and host_bytes to its reply.
+
+            span: (start, end) in seconds since the epoch. host_bytes: memory of this process
+            without mapped files. Afterwards it wakes threads that wait on `arrival`.
+            """
             started = time.time()
             start_seconds = time.monotonic()
             self.store.free(plain.get("free", []))
@@ -135,7 +143,12 @@ class RankState:
     # Building
 
     def _make_groups(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Make process groups; ranks outside the run hear of them first."""
+        """Make process groups; all ranks of the world make the same ones together.
+
+        plain["specs"]: (ranks, lane, backend) of each, or None if no more will come. On the rank
+        that informs ranks outside the run, it announces the specs to them first, so that they take
+        part. Existing groups are not made again.
+        """
         specs = plain["specs"]
         if self._settings.announce is not None:
             self._settings.announce(specs)
@@ -143,7 +156,11 @@ class RankState:
         return {}
 
     def _spawn(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Build this rank's worker of a model."""
+        """Construct this rank's worker of a model, and register it under plain["name"].
+
+        The first rank of the layout also logs it, and hashes the model's weights if they are
+        frozen.
+        """
         settings = self._settings
         context = WorkerContext(
             name=plain["name"],
@@ -168,7 +185,12 @@ class RankState:
         return {}
 
     def _scan(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Read a data file once; here and not on the controller, which loads no tokenizer."""
+        """Read a data file, and reply with the report on its first plain["most_rows"] good rows.
+
+        Reply: "report", and "is_whole", whether these are all. If rows are left, this rank keeps
+        the report for `_scan_more`. A rank does this and not the controller, because it needs a
+        tokenizer.
+        """
         data = plain["data"]
         report = scan(data, plain["path"], load_tokenizer(data.tokenizer_path))
         most = plain["most_rows"]
@@ -177,7 +199,10 @@ class RankState:
         return {"report": report.part(0, most), "is_whole": is_whole}
 
     def _scan_more(self, plain: Plain, number: int) -> dict[str, Any]:
-        """More rows of the file that was scanned last."""
+        """Reply with good rows `start` to `start + most_rows` of the file that was scanned last.
+
+        Forgets the report after its last row ("is_whole" is true). AssertionError if there is none.
+        """
         assert self._scanned is not None, "no file was scanned"
         stop = plain["start"] + plain["most_rows"]
         is_whole = len(self._scanned.rows) <= stop
@@ -193,14 +218,25 @@ class RankState:
     # Rows
 
     def _spec_of(self, group: str, method: str) -> MethodSpec:
-        """Facts of a worker's method, looked up once; ProtocolError if it is not registered."""
+        """Return the `MethodSpec` of a worker's method, cached by (group, method).
+
+        ProtocolError if the method does not exist or is not registered.
+        """
         key = (group, method)
         if key not in self._specs:
             self._specs[key] = method_spec(type(self._workers[group]), method)
         return self._specs[key]
 
     def _call(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Run a worker's method; store the columns that it returns, reply with its metrics."""
+        """Run a worker's method, store the columns that it returns, and reply with its metrics.
+
+        Without plain["ids"] the method gets plain["item"], if any, and the reply has its "value".
+        Otherwise it gets the rows as a TensorDict, after the other workers of this rank have freed
+        device memory (`make_room`); worker.call and worker.early_result are set for it. What a
+        method with `writes` returns is stored as result `number` for the rows plain["holds"]; None:
+        this rank stores nothing. ColumnError if the method changed its input in place, or returned
+        other columns than `writes`.
+        """
         worker = self._workers[plain["group"]]
         spec = self._spec_of(plain["group"], plain["method"])
         method = getattr(worker, plain["method"])
@@ -233,7 +269,11 @@ class RankState:
         return self._profiler.call(step, label)
 
     def _begin(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Start the early method of a call that waits its turn, in a thread (comm thread)."""
+        """Start the early method of a call in a thread, before the call's turn (comm thread).
+
+        The thread waits until the worker, the data files and all rows that other calls make are
+        here. Starts nothing if all rows come from data files. `_call` takes the result at its turn.
+        """
         parts_of_calls = []
         for part in plain["inputs"]:
             if "source" not in part:
@@ -249,7 +289,7 @@ class RankState:
             return plain["group"] in self._workers and sources <= self._sources.keys()
 
         def wait() -> None:
-            """Wait until the worker, the data and the rows are here."""
+            """Wait until worker, data files and the rows of other calls are on this rank."""
             self._arrival.wait(is_there)
             for part in parts_of_calls:
                 if self._settings.waits_for_rows:
@@ -266,7 +306,13 @@ class RankState:
         return {}
 
     def _map(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Run a map function; store the columns that it returns, reply with its metrics."""
+        """Run a map function on this rank's rows, and store its columns as result `number`.
+
+        Replies with its metrics. As far as it declares them, the function also gets `reduce`
+        (collective over plain["ranks"]), `report` and `groups`. ProtocolError if it is not marked
+        as a map function. ColumnError if it changes its input in place, returns other columns than
+        it declares, or combines ragged columns of different row lengths.
+        """
         function = find_map_function(plain["function"])  # refuses what is not marked
         spec = map_spec(function)
         metrics: dict[str, Metric] = {}
@@ -288,7 +334,12 @@ class RankState:
         return {"metrics": metrics} | kept
 
     def _join(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Rows of several results as rows of this one."""
+        """Concatenate the rows of several results, and store them as the result `number`.
+
+        The rows of plain["inputs"] are appended in order, and get the row ids plain["ids"]. All
+        inputs have the columns of the first. Waits for rows that are not here yet. Replies with the
+        spec and row lengths of each column.
+        """
         parts = [self._input(part) for part in plain["inputs"]]
         columns = {}
         for name in parts[0]:
@@ -296,9 +347,11 @@ class RankState:
         return self._put(number, plain["ids"], columns)
 
     def _batch(self, plain: Plain, unchanged: Unchanged) -> TensorDict:
-        """The rows of a command as a TensorDict in host memory; waits for transfers.
+        """Return the rows plain["ids"] as a TensorDict in host memory, with all input columns.
 
-        given: remembers the rows, to notice a method that changes them in place.
+        Waits for rows that transfers bring. Values are not copied; text columns are lists of str.
+        Ragged columns of equal row lengths share their offsets, so that they can be added and
+        compared. unchanged: remembers the columns, to detect a method that writes into them.
         """
         ids = plain["ids"]
         batch = TensorDict({}, batch_size=[len(ids)])
@@ -315,7 +368,11 @@ class RankState:
         return batch
 
     def _input(self, part: Plain) -> dict[str, Column]:
-        """The columns of a part of the inputs, by the names that the call sees; waits for rows."""
+        """Return the columns of one entry of plain["inputs"], under the names that the method sees.
+
+        Rows of a data file are read first if they are not here. Waits for rows of other calls, or
+        raises RowError if no other thread can bring them.
+        """
         if "source" in part:
             self._read_source(part)
         columns_of_result = self.store.take(
@@ -331,7 +388,10 @@ class RankState:
             self._read_missing(part)
 
     def _read_missing(self, part: Plain) -> None:
-        """Read those rows of a data file that are not in the store, and store them."""
+        """Read those rows of a data file that are not in the store, and put them there.
+
+        Only rows whose "prompts" are missing are read. DataError if the file has changed.
+        """
         result = part["result"]
         ids = part["ids"]
         lacking = np.isin(ids, self.store.missing(result, "prompts", ids))
@@ -346,7 +406,12 @@ class RankState:
     def _keep(
         self, label: str, number: int, ids: Ids, returned_columns: Any, writes: Sequence[str]
     ) -> dict[str, Any]:
-        """Store what a method returned as the rows `ids` of the result `number`."""
+        """Store what a method returned as the rows `ids` of the result `number`.
+
+        Returns a part of the reply: "columns" (`_put`) and "copied_bytes", the bytes of CPU tensors
+        that were copied. ColumnError if the columns are not exactly `writes`, or if one has a wrong
+        type or row count.
+        """
         names = sorted(returned_columns.keys()) if hasattr(returned_columns, "keys") else None
         if names != sorted(writes):
             got = type(returned_columns).__name__ if names is None else f"columns {names}"
@@ -369,7 +434,10 @@ class RankState:
         return self._put(number, ids, columns) | {"copied_bytes": copied}
 
     def _put(self, number: int, ids: Ids, columns: dict[str, Column]) -> dict[str, Any]:
-        """Store rows that were made here; the reply says what they are."""
+        """Store columns as the rows `ids` of the result `number`, and describe them for the reply.
+
+        Returns {"columns": name -> [spec as plain data, row lengths (B,) or None if dense]}.
+        """
         self.store.put(number, ids, columns)
         facts = {}
         for name, column in columns.items():
@@ -396,7 +464,12 @@ class RankState:
         return {}
 
     def close(self) -> None:
-        """Close every worker; the first error is raised after all were tried."""
+        """Write the running profile, close every worker, and end the threads of early methods.
+
+        Workers are closed in reverse order of creation and forgotten. An error of one does not
+        prevent the others: the first error is raised at the end. A second call closes no worker
+        again.
+        """
         if self._profiler is not None:
             self._profiler.close()
         errors = []
@@ -416,7 +489,10 @@ class RankState:
 
 @contextmanager
 def _explaining_lengths(label: str) -> Iterator[None]:
-    """Explain torch's error if ragged columns of different row lengths meet in one operation."""
+    """Turn torch's RuntimeError about ragged columns of different row lengths into a ColumnError.
+
+    It is recognised by "pointwise function" in its text. Other errors are passed on.
+    """
     try:
         yield
     except RuntimeError as err:

@@ -12,10 +12,11 @@ _LOWEST_PRIORITY = 19
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null as each standard stream that this process was started without.
+    """Open /dev/null as each of stdin, stdout and stderr that this process was started without.
 
-    Otherwise Python has no `sys.stdout`, the next file or socket gets the number of the closed
-    descriptor, and child processes have no such stream either.
+    Such a stream is recognised by None in `sys`. Sets sys.stdin and so on, and opens descriptors 0
+    to 2 so that child processes inherit them. Otherwise the next file or socket would get the
+    number of the closed descriptor.
     """
     missing = []
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -33,7 +34,7 @@ def open_closed_streams() -> None:
 
 
 def _is_open(descriptor: int) -> bool:
-    """Whether this process has a descriptor of this number."""
+    """Return whether this process has an open descriptor with this number."""
     try:
         os.fstat(descriptor)
     except OSError:

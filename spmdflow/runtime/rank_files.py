@@ -56,16 +56,22 @@ class RankFiles:
             self._frozen[name] = (str(folder), model_hash(folder))
 
     def _save(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Copy the state of a worker. `_write` writes it to the rank's folder."""
+        """Copy the state of worker plain["group"], for `_write` to write while training continues.
+
+        Creates the rank's folder in plain["folder"]. A worker may also write its state here at
+        once. Empty reply.
+        """
         name = plain["group"]
         rank_folder = make_rank_folder(Path(plain["folder"]), self._rank)
         self._unwritten[name] = self._workers[name].save_state(rank_folder)
         return {}
 
     def _write(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Write what `_save` copied, and the worker's exported state.
+        """Write what `_save` copied, and export the worker's model, into a checkpoint's folder.
 
-        Waits for `_save`. The reply lists the files, from which the checkpoint's manifest is made.
+        Waits for `_save`. Files are written to the rank's own folder, then fsynced and moved into
+        plain["folder"]. Replies with the host name, each file's size and hash (for the manifest),
+        and (folder, hash) of the frozen model or None. CheckpointError if the disk fails.
         """
         name = plain["group"]
         folder = Path(plain["folder"])
@@ -88,7 +94,12 @@ class RankFiles:
             self._arrival.wait_until(lambda: False, _LOOK_SECONDS)
 
     def _verify(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Read a share of a checkpoint's files. Replies with what is damaged or unreadable."""
+        """Read files of a checkpoint completely, and compare them with their sizes and hashes.
+
+        plain["files"]: name -> fields of `FileFacts`. Replies with the error text under "damage"
+        (contents differ) or "unreadable" (the file system fails); both are None if all is well.
+        Raises neither error.
+        """
         files = {}
         for name, facts in plain["files"].items():
             files[name] = FileFacts(*facts)
@@ -105,7 +116,11 @@ class RankFiles:
         return {"missing": [path for path in plain["folders"] if not Path(path).is_dir()]}
 
     def _load(self, plain: Plain, number: int) -> dict[str, Any]:
-        """Load the state of a worker. Replies with its frozen model, and whether it is synced."""
+        """Load a worker's state from a checkpoint's folder.
+
+        Replies with (folder, hash) of its frozen model, or None, and with whether its generator has
+        the trained weights ("is_synced", False for workers without that attribute).
+        """
         worker = self._workers[plain["group"]]
         worker.load_state(Path(plain["folder"]))
         is_synced = getattr(worker, "is_synced", False)

@@ -93,10 +93,13 @@ class StartRefused(ConfigError):
 def meet(
     store: Store, rank: int, settings: SessionSettings, claim: Callable[[], RunDirLock]
 ) -> Rendezvous:
-    """Exchange addresses. Called by every rank of the session.
+    """Exchange addresses and keys through the store. All ranks of the session call it together.
 
-    claim: called first, on the controller's rank. If it raises ConfigError, every rank raises
-    StartRefused. DeadlineError names the ranks that are missing.
+    The controller's rank calls claim() first, which locks RUN_DIR; then it writes the key file and
+    binds its sockets. The other ranks read the key from RUN_DIR and publish their process. If claim
+    raises ConfigError, or RUN_DIR is not shared, every rank raises StartRefused. If the
+    controller's rank fails otherwise, the other ranks raise RunFailed. DeadlineError names the
+    ranks that did not arrive within settings.start_seconds.
     """
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own
@@ -123,10 +126,11 @@ def meet(
 
 
 def _publish_errors(store: Store, prefix: str, work: Callable[[], Rendezvous]) -> Rendezvous:
-    """Return work(). What it raises is raised on the other ranks too.
+    """Return work(); publish any exception in the store before raising it, for the waiting ranks.
 
-    They wait for the controller, and this process may continue in a host program. ConfigError
-    becomes StartRefused.
+    ConfigError is raised as StartRefused, here and on the other ranks. For any other exception,
+    which is raised unchanged here, the other ranks raise RunFailed. They cannot notice it
+    otherwise, because this process may continue in a host program.
     """
     try:
         return work()
@@ -139,7 +143,11 @@ def _publish_errors(store: Store, prefix: str, work: Callable[[], Rendezvous]) -
 
 
 def _publish_refusal(store: Store, prefix: str, err: BaseException) -> None:
-    """Tell the other ranks why there is no controller to connect to."""
+    """Write into the store why there is no controller, for the ranks that wait for it.
+
+    Uses the keys that they wait for. The text is that of a SpmdflowError; any other exception is
+    described with its type. A lost store is ignored.
+    """
     text = str(err)
     if not isinstance(err, SpmdflowError):
         text = f"start: the controller's rank failed ({type(err).__name__}: {err}); see its log"
@@ -170,7 +178,13 @@ def _mix_key(key: bytes, secret: str | None) -> bytes:
 def _open_hub(
     store: Store, prefix: str, info: RankInfo, settings: SessionSettings, store_host: str | None
 ) -> Rendezvous:
-    """Create the controller's socket, bind it where the others reach it, publish the addresses."""
+    """Bind the controller's sockets where the other ranks reach them, and publish the addresses.
+
+    Waits for the `RankInfo` of all other ranks, during which the key file is in RUN_DIR. Each
+    network of ranks gets one address: loopback for this node, otherwise this node's address on the
+    route to the rank. DeadlineError for missing ranks. ConfigError if a rank cannot read the key
+    file.
+    """
     keys = {}
     for rank in settings.ranks[1:]:
         keys[rank] = f"{prefix}/info/{rank}"
@@ -203,9 +217,10 @@ def _open_hub(
 
 
 def _check_shared(settings: SessionSettings, own: RankInfo, others: dict[int, RankInfo]) -> None:
-    """Raise ConfigError that names the ranks that cannot read the key file of this process.
+    """Raise ConfigError unless all other ranks could read the key file of this process in RUN_DIR.
 
-    SpmdflowError if the store sent a rank to another file. Then RUN_DIR is not the cause.
+    It names the ranks and their nodes. SpmdflowError instead if a rank was sent to another file:
+    then another program writes to the store, and RUN_DIR is not the cause.
     """
     for rank, other in others.items():
         if other.key_name != own.key_name:
@@ -240,7 +255,10 @@ def _read(store: Store, key: str) -> Any:
 
 
 def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
-    """Wait for all keys (by rank). DeadlineError names the ranks whose keys are missing."""
+    """Wait until the store has all keys (by rank).
+
+    DeadlineError after `seconds` with the ranks whose keys are missing.
+    """
     start = time.monotonic()
     if not _arrive(store, list(keys.values()), start + seconds):
         missing = []
@@ -254,7 +272,11 @@ def _wait(store: Store, keys: Mapping[int, str], seconds: float) -> None:
 
 
 def _arrive(store: Store, keys: list[str], until: float) -> bool:
-    """Wait for keys. False on a timeout."""
+    """Wait until the store has all keys; return False if they are not there at `until`.
+
+    until: in time.monotonic(). Any error of the store counts as a timeout. True at once without
+    keys.
+    """
     try:
         if keys:
             store.wait(keys, timedelta(seconds=max(0.001, until - time.monotonic())))
@@ -271,7 +293,10 @@ def _store_host(store: Store) -> str | None:
 
 
 def _source_ip(host: str) -> str | None:
-    """This node's address on the route to host; None if only loopback. Sends nothing."""
+    """Return this node's address on the route to host; None if there is only a loopback address.
+
+    Also None if host cannot be resolved. Sends nothing: it connects a UDP socket.
+    """
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
@@ -290,7 +315,10 @@ def _own_ip() -> str:
 
 
 def _loopback() -> str:
-    """The loopback address of this node: 127.0.0.1, or ::1 if only IPv6 has one."""
+    """Return this node's loopback address: 127.0.0.1, or ::1 if only IPv6 has one.
+
+    ConfigError if neither can be bound.
+    """
     for family, address in _LOOPBACKS.items():
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind((address, 0))
@@ -306,9 +334,10 @@ _GLOO_ADDRESS_WORDS = ("to a (local) address", "Unable to find address for")
 
 
 def refusal_without_address(err: RuntimeError, interface: str) -> StartRefused | None:
-    """A better error if gloo has no address to listen on; None if err is another error.
+    """Return a clearer error if gloo found no address to listen on; None if err is another error.
 
-    interface: the value of GLOO_SOCKET_IFNAME; empty if it is not set.
+    It is recognised by parts of gloo's message. The error asks to set or unset GLOO_SOCKET_IFNAME
+    and lists this node's interfaces. interface: its value; empty if it is not set.
     """
     if not any(words in str(err) for words in _GLOO_ADDRESS_WORDS):
         return None
@@ -344,10 +373,11 @@ class StartingRank:
 
 
 def own_store(store: Store, me: StartingRank, world_size: int, *, seconds: float) -> Store:
-    """The part of store that only the ranks of this start use. Called by all of them.
+    """Return a part of the store that only the ranks of this start use. All ranks call it together.
 
-    DeadlineError names the ranks that did not arrive in time. ConfigError if ranks of two starts
-    meet.
+    Rank 0 draws a random name, the prefix of all keys, and gives it to the others. DeadlineError if
+    ranks do not arrive within `seconds`, on rank 0 with their numbers. ConfigError if ranks of one
+    node come from two torchruns.
     """
     until = time.monotonic() + seconds
     if me.rank == 0:
@@ -359,7 +389,10 @@ def own_store(store: Store, me: StartingRank, world_size: int, *, seconds: float
 
 
 def _request_name(store: Store, me: StartingRank, until: float) -> str:
-    """Request the name from rank 0, and confirm it."""
+    """Request the name of this start from rank 0, confirm it, and return it.
+
+    DeadlineError if rank 0 has not answered at the time `until`.
+    """
     _append(store, vars(me))
     answer = f"{_ROOT}/answer/{me.nonce}"
     if not _arrive(store, [answer], until):
@@ -373,9 +406,11 @@ def _request_name(store: Store, me: StartingRank, until: float) -> str:
 
 
 def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until: float) -> None:
-    """Answer requests until every rank has confirmed the name.
+    """Answer requests for the name of this start until every rank has confirmed it (rank 0).
 
-    DeadlineError names the ranks that have not confirmed it in time.
+    Requests of another torchrun on this node are not answered, and entries that no rank can have
+    written are logged. DeadlineError names the ranks that have not confirmed it at the time
+    `until`. ConfigError if ranks of two torchruns on one node confirm it.
     """
     confirmed = {me.rank: me}
     entries = _entries(store, until)
@@ -405,10 +440,10 @@ def _call_roll(store: Store, me: StartingRank, name: str, world_size: int, until
 
 
 def _entries(store: Store, until: float) -> Iterator[str]:
-    """Keys of the list that ranks append to, in the order in which they are written.
+    """Yield the keys of the entries that ranks append to the store's list, until the time `until`.
 
-    Ends at the time `until`. A rank that is killed while it writes leaves a number without an
-    entry. Such a number does not delay the entries after it.
+    Polls every 0.01 s. A rank that is killed while it writes leaves a number without an entry,
+    which does not delay the entries after it. At most 1000 new numbers are considered at a time.
     """
     awaited: list[str] = []
     num_known = 0
@@ -424,9 +459,11 @@ def _entries(store: Store, until: float) -> Iterator[str]:
 
 
 def _parse_request(data: bytes, world_size: int) -> tuple[StartingRank, str | None] | None:
-    """The rank that wrote an entry, and the name that it confirms (None if it requests one).
+    """Return (the rank that wrote an entry, the name that it confirms).
 
-    None instead of both if no rank of a run can have written the entry.
+    The name is None if the rank requests one. None instead of both if no rank of a run can have
+    written the entry: it is not JSON, has other fields or types, or its rank is outside 0 to
+    world_size - 1.
     """
     try:
         fields = json.loads(data)
@@ -442,7 +479,7 @@ def _parse_request(data: bytes, world_size: int) -> tuple[StartingRank, str | No
 
 
 def _check_origin(new: StartingRank, confirmed: dict[int, StartingRank]) -> None:
-    """Raise ConfigError unless all ranks of a node come from one torchrun."""
+    """Raise ConfigError if a confirmed rank of `new`'s node comes from another torchrun."""
     for other in confirmed.values():
         if other.node == new.node and other.origin != new.origin:
             got = f"rank {new.rank} from {new.origin} and rank {other.rank} from "

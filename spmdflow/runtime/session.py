@@ -57,18 +57,16 @@ def run_session(
 ) -> int:
     """Run main(transport) on the first rank and the operations on all ranks. Returns 0.
 
-    Collective over settings.ranks. The default process group must exist. main runs in the thread
-    "controller", and operations run in the calling thread and in the threads "transfer" and
+    All ranks of settings.ranks call it together; the default process group must exist. main runs in
+    the thread "controller", operations in the calling thread and in the threads "transfer" and
     "files". operations_of(rank, arrival) returns them; arrival is how the compute lane waits for
     rows.
 
-    The first rank creates and locks RUN_DIR before anything is written into it. ConfigError on
-    every rank if another live run has locked it, or if it is not a writable folder. DeadlineError
-    if ranks do not arrive at the rendezvous. ProtocolError outside the main thread.
-
-    Later failures end every process of the session, or raise RunFailed on every rank
-    (`SessionSettings.unwinds`). In the latter case release() is called once the lanes of this rank
-    have ended. What it closes releases ranks that wait in a collective for this one.
+    The first rank creates and locks RUN_DIR first. ConfigError on every rank if that fails.
+    DeadlineError if ranks do not arrive in time. ProtocolError outside the main thread. Later
+    failures end every process of the session, or raise RunFailed on every rank
+    (`SessionSettings.unwinds`). In the latter case release() is called once this rank has left its
+    lanes: what it closes frees ranks that wait in a collective for this one.
     """
     rank = dist.get_rank()
     assert rank in settings.ranks, (rank, settings.ranks)
@@ -80,7 +78,11 @@ def run_session(
     with contextlib.ExitStack() as at_end:
 
         def claim() -> RunDirLock:
-            """Lock RUN_DIR before anything is written there (controller's rank)."""
+            """Lock RUN_DIR until the session ends, and remove failure reports of earlier starts.
+
+            Called on the controller's rank only, before anything is written there. ConfigError if
+            RUN_DIR is in use or not writable.
+            """
             lock = claim_run_dir(settings.run_dir)
             at_end.callback(lock.release)
             remove_old_reports(settings.run_dir)
@@ -131,9 +133,10 @@ def run_session(
 
 
 def remove_old_reports(run_dir: Path) -> None:
-    """Remove failure reports of an earlier start, which would look like new ones.
+    """Remove failure.json, failure-rank*.json, stacks-* and status.json of an earlier start.
 
-    Only the process that has locked run_dir may do this. Otherwise a live run may own them.
+    They would look like new ones. A file that cannot be removed is only logged. Only the process
+    that has locked run_dir may call this, because otherwise a live run may own the files.
     """
     for pattern in ("failure.json", "failure-rank*.json", "stacks-*", STATUS_FILE):
         for path in run_dir.glob(pattern):
@@ -144,7 +147,10 @@ def remove_old_reports(run_dir: Path) -> None:
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads to end. AssertionError, with all stacks on stderr, if one does not."""
+    """Wait for all threads to end, at most 60 s each.
+
+    If one does not end, it prints all stacks on stderr and raises AssertionError.
+    """
     for thread in threads:
         thread.join(_JOIN_SECONDS)
         if thread.is_alive():
@@ -158,7 +164,10 @@ def _start_controller(
     main: Callable[[Transport], None],
     settings: SessionSettings,
 ) -> list[threading.Thread]:
-    """Start the thread of the script and the io thread, and return both."""
+    """Start the io thread and the thread "controller", which runs main(transport); return both.
+
+    processes: of all ranks, by rank.
+    """
     rank = settings.controller_rank
     silence = settings.heartbeat_seconds
     io = Io(
@@ -173,9 +182,11 @@ def _start_controller(
 
 
 def _run_script(main: Callable[[Transport], None], io: Io, rank: int) -> None:
-    """Run the controller thread: wait until all ranks are connected, run the script, close.
+    """Wait until all ranks are connected, run main(io), then close the session (controller thread).
 
-    What the script raises ends the run.
+    sys.exit() with 0 or None counts as a normal end. Any other exception is reported as a failure
+    of kind "script", which ends the run; not a RunFailed that only repeats a known failure. Then
+    this thread waits for the end of the run.
     """
     try:
         io.met.result()
@@ -196,7 +207,11 @@ def _run_lanes(
     rank: int,
     operations_of: Callable[[int, RowCondition], Mapping[str, Operation]],
 ) -> list[threading.Thread]:
-    """Run the compute lane until the controller closes. Returns the threads of the other lanes."""
+    """Start the other lanes in threads, and run the compute lane until the controller closes it.
+
+    Returns the threads. If operations_of raises, the failure is reported and the run ends; a lane
+    without operations still runs, for a process that continues.
+    """
     lanes = comm.other_lanes
     threads = []
     for lane in lanes:

@@ -63,7 +63,12 @@ class Teardown:
         return now >= self._unwind_by or not self._collector.can_unwind
 
     def unwind(self, pending: Iterable[Pending]) -> None:
-        """End the session on every rank, and fail pending results. All processes continue."""
+        """End the session on every rank, while all processes continue.
+
+        Writes failure.json, logs the cause, sends UNWIND to every rank, and lets all pending
+        results raise RunFailed. Sets `cause` and `unwound`. Ranks then have 10 s to leave their
+        lanes.
+        """
         self.cause, path = self._collector.write_cause()
         details = path or "not written, because RUN_DIR no longer belongs to this run"
         logger.error("run failed: %s; details: %s", self.cause.sentence(), details)
@@ -75,7 +80,10 @@ class Teardown:
         self.unwound.set()
 
     def check_unwinding(self, now: float) -> None:
-        """Add a failure for each rank that has not left its lanes in time."""
+        """Add a failure of kind "deadline" for each rank that has not left its lanes within 10 s.
+
+        Does nothing before that time. Such a failure makes `abort` necessary.
+        """
         if now <= self._unwind_by:
             return
         for rank in sorted(self.unwinding):
@@ -83,9 +91,12 @@ class Teardown:
             self._collector.add_of_rank("deadline", rank, cause)
 
     def abort(self, pending: Iterable[Pending]) -> None:
-        """End the processes of all other ranks, and fail pending results.
+        """End the processes of all other ranks; the caller then ends this one.
 
-        Writes and prints the cause. The caller then ends this process.
+        In this order: kills stopped ranks of this node, writes failure.json and prints the cause,
+        sends ABORT, writes this process's stacks, lets pending results raise RunFailed, calls
+        on_failure, waits for the processes to exit (kills late ones of this node), and calls
+        show_failure.
         """
         self._collector.add_stopped_ranks(time.monotonic())
         stopped = self._collector.stopped_ranks()
@@ -105,7 +116,10 @@ class Teardown:
         call_within(SHOW_SECONDS, self._settings.show_failure)
 
     def _await_exits(self) -> None:
-        """Wait for the processes to exit. Kill those of this node that do not."""
+        """Wait up to 3 s for the other ranks of this node to exit, then kill the remaining ones.
+
+        If there are ranks on other nodes, it waits at least 0.5 s, so that ABORT reaches them.
+        """
         all_here = all(process.is_local() for process in self._peers.processes.values())
         start = time.monotonic()
         while time.monotonic() - start < _EXIT_SECONDS:

@@ -120,9 +120,10 @@ class Envelopes:
         return self._prefix[kind] + encode(body)
 
     def open(self, data: bytes, sender: int) -> tuple[Kind, Any] | None:
-        """Kind and body. None (with a warning) if the envelope is not of this run.
+        """Decode an envelope into (kind, body); None, with a warning, if it is from another run.
 
-        MessageError if it cannot be decoded.
+        Only the first 10 of these are logged. MessageError for an unknown kind, or if the body
+        cannot be decoded. sender: rank, for the log.
         """
         if not data.startswith(self._run_id):
             self._num_foreign += 1
@@ -161,7 +162,11 @@ class _Socket(Envelopes):
         self.any_lost()  # libzmq signals events only after a read that returned nothing
 
     def any_lost(self) -> bool:
-        """Whether connections have ended since the last call."""
+        """Return whether a connection has ended or failed its handshake since the last call.
+
+        Reads up to 1000 events of the socket's monitor, and passes each to `_on_event`. Does not
+        wait.
+        """
         is_lost = False
         with contextlib.suppress(zmq.Again):
             for _ in range(_MAX_EVENTS):  # others may connect all the time
@@ -212,10 +217,11 @@ class Hub(_Socket):
         self.waiter.watch(self.descriptor)
 
     def bind(self, host: str) -> str:
-        """Listen on a free port of an interface. Returns the address to connect to.
+        """Listen on a free port of the interface `host` (its IP); return the address.
 
-        While too many connections are unauthenticated, new ones are dropped. The kernel of the peer
-        tries again after 1 s.
+        The address is like "tcp://10.0.0.1:4711", with IPv6 in brackets. The kernel drops new
+        connections while too many are unauthenticated; the peer's kernel then tries again after 1
+        s.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         backlog = self._max_unauthenticated
@@ -232,14 +238,22 @@ class Hub(_Socket):
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def end_listening(self) -> None:
-        """Let the kernel drop all new connections from now on, because all ranks are connected."""
+        """Drop all new connections from now on, and close the listeners.
+
+        Called when all ranks are connected. Established connections are not affected.
+        """
         self._drop_connections(True)
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
     def _on_event(self, event: int, value: int) -> bool:
-        """Count connections, and drop new ones while too many are unauthenticated."""
+        """Handle a connection event; return whether it is the end of a connection.
+
+        Counts the unauthenticated connections (accepted, without a finished handshake). Above the
+        limit, new connections are dropped until only half of the limit are left. Also registers the
+        connection for `cut_endless`. value: the connection's descriptor.
+        """
         if event == zmq.EVENT_ACCEPTED:
             self._inflow.add_connection(value)
         elif event == zmq.EVENT_DISCONNECTED:
@@ -255,7 +269,11 @@ class Hub(_Socket):
         return super()._on_event(event, value)
 
     def _drop_connections(self, drop: bool) -> None:
-        """Let the kernel drop or accept new connections. Established ones are not affected."""
+        """Make the kernel drop (drop=True) or accept new connections, with a socket filter.
+
+        Established connections are not affected. Without socket filters in the kernel it has no
+        effect.
+        """
         self._is_full = drop
         code = ctypes.create_string_buffer(_DROP_ALL)
         program = struct.pack("HP", 1, ctypes.addressof(code))
@@ -269,9 +287,9 @@ class Hub(_Socket):
         self._admitted.add(rank)
 
     def send(self, rank: int, envelope: bytes) -> bool:
-        """Queue an envelope for rank. False if it is not admitted or no longer connected.
+        """Queue an envelope for rank; return False if it is not admitted or no longer connected.
 
-        MessageError if too many messages are queued for it.
+        Does not wait. MessageError if 100,000 messages are queued for it already.
         """
         if rank not in self._admitted:
             return False
@@ -290,9 +308,10 @@ class Hub(_Socket):
         return True
 
     def receive(self) -> tuple[int, bytes] | None:
-        """The rank that sent the next message (-1: no rank of this run) and its envelope.
+        """Return (rank, envelope) of the next message; None if there is none. Does not wait.
 
-        None if there is no message.
+        The rank is -1 if the sender's identity is not a rank's or the message has several parts.
+        Counts the message for `cut_endless`.
         """
         if not _has_input(self._socket):
             return None
@@ -406,7 +425,11 @@ class Waiter:
         self._epoll.unregister(descriptor)
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait until a watched descriptor is readable, for at most seconds. Returns all such."""
+        """Wait until a watched descriptor is readable; return all readable ones.
+
+        Empty after `seconds`, or if only `wake` was called, which ends the wait early. That wake-up
+        is consumed.
+        """
         ready = []
         for descriptor, _ in self._epoll.poll(seconds):
             ready.append(descriptor)
@@ -423,7 +446,7 @@ class Waiter:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the epoll and event descriptors. `wake` does nothing afterwards."""
         with self._guard:
             self._epoll.close()
             os.close(self._wake)

@@ -101,7 +101,11 @@ class ServedModel:
         self._engine.model.load_weights(tensors)
 
     def finish_reload(self) -> None:
-        """After the last chunk: convert the loaded weights for the forward."""
+        """Convert the loaded weights for the forward pass, after the last chunk.
+
+        On a CPU, also packs again the layers that keep their weight next to its packed copy,
+        because it is shared with the embedding.
+        """
         _reload_module().finalize_layerwise_reload(self._engine.model, self.model_config)
         for _, layer in self._packed_layers():
             if (
@@ -110,10 +114,11 @@ class ServedModel:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def hashes(self, arch: Architecture) -> dict[str, int]:
-        """Hash of every whole tensor as the workers of this replica read it; collective over them.
+        """Return name -> hash of every complete tensor as this replica's workers read it.
 
-        WeightSyncError if two readers of one tensor differ. ConfigError if the weights have a form
-        that the tables do not cover (quantized, pipeline stages).
+        All workers of the replica call it together. Names are Hugging Face's. WeightSyncError if
+        two readers of one tensor differ. ConfigError if the weights have a form that the tables do
+        not cover (quantized, pipeline stages).
         """
         if self.pp_size > 1:
             got = f"a vLLM of {self.pp_size} pipeline stages"
@@ -142,7 +147,10 @@ class ServedModel:
         )
 
     def _piece_hashes(self, table: ShardTable) -> dict[Slot, int]:
-        """Hash of each piece of this worker; WeightSyncError if a tied head differs."""
+        """Return (Hugging Face name, box) -> hash of each piece that this worker reads.
+
+        WeightSyncError if a tied head has other values than the embedding.
+        """
         own = dict[Slot, int]()
         for name, tensor in self._read_weights(table):
             for piece in table[name].pieces:
@@ -158,9 +166,11 @@ class ServedModel:
         return own
 
     def _read_weights(self, table: ShardTable) -> Iterator[tuple[str, Tensor]]:
-        """(name, values that the forward reads) of each parameter of the table and of a tied head.
+        """Yield (name, values that the forward reads) of each parameter of the table.
 
-        ConfigError if a parameter has another shape, or no floating-point values.
+        Packed layers are unpacked. A tied head that has its own packed copy follows at the end,
+        under the embedding's name. Values are in the model's dtype. ConfigError if a parameter is
+        missing, has another shape, or has no floating-point values.
         """
         packed = dict(self._packed_layers())
         parameters = dict(self._engine.model.named_parameters())
@@ -219,7 +229,10 @@ def register_backend(name: str, open_receiver: OpenReceiver) -> None:
 
 
 def check_reload() -> None:
-    """ConfigError if this vLLM cannot reload whole tensors after its start."""
+    """ConfigError if this vLLM cannot reload complete tensors after its start.
+
+    It needs initialize_layerwise_reload and finalize_layerwise_reload.
+    """
     missing = missing_names({_RELOAD: ("initialize_layerwise_reload", "finalize_layerwise_reload")})
     if missing:
         got = f"a vLLM that lacks {', '.join(missing)}"
@@ -238,7 +251,11 @@ def _unknown_abstract_methods() -> list[str]:
 
 
 def _engine_class(base: Any, open_receiver: OpenReceiver) -> Any:
-    """A subclass of vLLM's WeightTransferEngine (base) that forwards its calls to a receiver."""
+    """Return a subclass of vLLM's WeightTransferEngine (base) that calls a receiver.
+
+    open_receiver: called with each init_transfer_engine; the earlier receiver is closed first. An
+    update before that raises WeightSyncError.
+    """
 
     class ReceiverEngine(base):  # type: ignore[misc]
         """Adapter from vLLM's interface to a `Receiver`."""

@@ -90,10 +90,11 @@ class Connection:
         *,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> SocketWire:
-        """Connect to all other ranks and workers; returns the open connection.
+        """Connect to all other ranks and workers; return the open connection.
 
-        store: the server store of the trainer's first rank; None on all others. meanwhile: called
-        repeatedly until the workers have connected; an exception of it ends the wait.
+        All of them call it together. First waits for all workers of the server. store: the server
+        store of the trainer's first rank; None on all others, which connect to it. meanwhile:
+        called repeatedly until the workers have connected; an exception of it ends the wait.
         WeightSyncError if a rank does not connect in time.
         """
         limit = timedelta(seconds=self.seconds)
@@ -106,7 +107,11 @@ class Connection:
         return SocketWire(store, everyone, rank=rank, address=address, seconds=self.seconds)
 
     def _await_workers(self, store: dist.Store, meanwhile: Callable[[], None]) -> None:
-        """Wait for all workers. A worker that failed never connects; only `meanwhile` knows why."""
+        """Wait until all workers have set their key in the store; calls `meanwhile` every 10 ms.
+
+        WeightSyncError with the missing workers after `seconds`. A worker that failed never
+        connects; only `meanwhile` knows why.
+        """
         end = time.monotonic() + self.seconds
         while missing := [each for each in self.workers if not store.check([f"here/{each}"])]:
             meanwhile()
@@ -136,7 +141,10 @@ class Connection:
 
 
 def check_model(connection: Connection, served: Architecture) -> None:
-    """ConfigError with the first difference between the trainer's model and the server's."""
+    """ConfigError if a fact of the server's architecture differs from the trainer's.
+
+    The error has the first fact that differs, with both values, and the names of all of them.
+    """
     mine = dict(connection.architecture)
     theirs = asdict(served)
     wrong = [name for name in theirs if theirs[name] != mine.get(name)]
@@ -196,7 +204,10 @@ class SocketWire:
             ) from err
 
     def start(self, transfers: Sequence[tuple[Message, Tensor]]) -> list[dist.Work]:
-        """Start the transfers of this rank as point-to-point messages (see stream.Wire)."""
+        """Start the transfers of this rank as point-to-point messages, and return the works.
+
+        A source sends its values to each destination; any other rank receives (see stream.Wire).
+        """
         group_rank_of = self._ranks.index
         works = []
         for message, values in transfers:
@@ -228,7 +239,7 @@ class SocketWire:
             raise self._connection_error(f"nothing from rank {source}") from err
 
     def _connection_error(self, what: str) -> WeightSyncError:
-        """The error for a connection that is missing or lost. what: its description."""
+        """Return the error for a connection that is missing or lost. what: its description."""
         got = f"{what} on rank {self._rank} of {self._ranks}"
         expected = "all of them"
         do = "look at the log of the other program, restart it and this run"
@@ -246,7 +257,11 @@ def address_towards(host: str, port: int) -> str:
 def share_address(
     address: tuple[str, int, int], group: dist.ProcessGroup, source: int, device: torch.device
 ) -> tuple[str, int, int]:
-    """Broadcast (host, port, number of workers) from the source; returns it. Collective."""
+    """Broadcast (host, port, number of workers) from the rank `source`; return it on all ranks.
+
+    All ranks of the group call it together; the others' address is ignored. AssertionError for a
+    host of more than 64 characters.
+    """
     host, *numbers = address
     assert len(host) <= _ADDRESS_BYTES, host
     facts = [*numbers, *host.encode().ljust(_ADDRESS_BYTES, b"\0")]

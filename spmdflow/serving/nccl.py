@@ -80,7 +80,11 @@ class NcclPublisher:
         )
 
     def publish(self) -> dict[str, Metric]:
-        """Send the trainer's weights to the server; all ranks of the trainer together."""
+        """Send the trainer's weights to the server; all ranks of the trainer call it together.
+
+        The first rank pauses the server before and resumes it after. Returns metrics. There is no
+        check.
+        """
         version = self._engine.weights_version
         self._server.version = str(version)
         if self._is_first:
@@ -111,7 +115,10 @@ class TrainerSource:
 
 
 def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerSource:
-    """The tensors of a trainer in rollout.dtype, on its device."""
+    """Return a source of the trainer's complete tensors on its first rank, in rollout.dtype.
+
+    The tensors are those of model.path, on the trainer's device.
+    """
     arch = Architecture.from_folder(cfg.model.path)
     layout = context.layout
     gather = WholeTensors(
@@ -149,11 +156,12 @@ def build_nccl_sender(
     *,
     dtype: Any,
 ) -> Any:
-    """vLLM's NCCL trainer engine for our tensors; each call of its `send_weights()` is one update.
+    """Return vLLM's NCCL trainer engine for our tensors; each `send_weights()` is one update.
 
-    client: an object with the four methods of VLLMWeightSyncClient. shapes: name -> shape, in the
-    order of the tensors.
-    ConfigError if the installed vLLM lacks the interface. Needs a CUDA device on every rank.
+    All ranks of the trainer build it together, each on a CUDA device; only the first rank
+    (is_sender) has rank 0. client: an object with the four methods of VLLMWeightSyncClient. shapes:
+    name -> shape, in the order of the tensors. ConfigError if the installed vLLM lacks the
+    interface.
     """
     missing = missing_names(_NAMES)
     if missing:
@@ -176,7 +184,11 @@ def build_nccl_sender(
 
 
 def build_weight_source(shapes: Mapping[str, torch.Size], tensors: Tensors, *, dtype: Any) -> Any:
-    """Our tensors as a vLLM WeightSource, the input of all of its trainer engines."""
+    """Return an object of vLLM's class WeightSource over our tensors, for its trainer engines.
+
+    Each iteration starts a new pass over `tensors`. shapes: name -> shape, in the same order.
+    dtype: of all tensors.
+    """
     transfer = import_module("vllm.distributed.weight_transfer")
 
     def describe(_: Any) -> list[Any]:

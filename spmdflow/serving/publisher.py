@@ -28,16 +28,17 @@ _BACKENDS: dict[str, type[WeightPublisher] | type[NcclPublisher]] = {
 def publisher_of(
     engine: TrainEngine, context: WorkerContext, cfg: Any, *, url: str, backend: str
 ) -> Publisher:
-    """Connect to the server; all ranks of the trainer together.
+    """Connect to the server and return its publisher; all ranks of the trainer call it together.
 
-    cfg: the actor's settings. ConfigError for an unknown backend, or for unmerged adapters.
+    backend: spmdflow or nccl, as the server was started. cfg: the actor's settings. ConfigError for
+    another backend, or if the engine has adapters that are not merged.
     """
     if backend not in _BACKENDS:
         expected = f"one of {', '.join(_BACKENDS)}"
         do = "choose the one that the server was started with"
         raise ConfigError.of("connect_server", f"backend {backend!r}", expected, do)
     if not engine.merges_adapters:
-        expected = "merged weights, which a server takes"
+        expected = "merged weights, because a server takes no adapters"
         do = "set actor.rollout.weights=auto"
-        raise ConfigError.of("connect_server", "rollout.weights=adapter", expected, do)
+        raise ConfigError.of("connect_server", "actor.rollout.weights=adapter", expected, do)
     return _BACKENDS[backend](engine, context, cfg, url)

@@ -71,7 +71,10 @@ class ConnectionReceiver:
         self._target.start_reload()
 
     def receive(self, facts: Mapping[str, Any]) -> None:
-        """Load the tensors that the trainer sends. Receives all of them even if loading fails."""
+        """Receive the header and all tensors from the trainer, and load the tensors into the model.
+
+        If loading fails, the remaining tensors are received all the same, then the error is raised.
+        """
         self._wire.share(self._header, self._connection.training.ranks[0])
         tensors = self._tensors.run(())
         try:
@@ -83,7 +86,9 @@ class ConnectionReceiver:
     def finish(self) -> None:
         """Put the weights into use, and send the verdict and the hashes to the trainer.
 
-        WeightSyncError with the first tensor whose hash differs from the trainer's.
+        The first worker's verdict counts: 1 if the weights are in use, otherwise 0. It is sent even
+        after an error. If the header asks for it, the model's hashes are compared with the
+        trainer's; WeightSyncError with the first tensor that differs.
         """
         connection = self._connection
         verdict = empty_verdict(self._connection)

@@ -85,10 +85,12 @@ class WeightPublisher:
         self._tensors = self._connection.tensors(self._rank, self._wire, self.dtype)
 
     def publish(self) -> dict[str, Metric]:
-        """Send the trainer's weights to the server; all ranks of the trainer together.
+        """Send the trainer's weights to the server; all ranks of the trainer call it together.
 
-        Returns metrics. WeightSyncError with the first tensor that differs on the server, which
-        then stays paused.
+        The server pauses before and resumes after. Hashes are compared in the first call and in
+        every verify_every-th one after it (0: never). Returns metrics. WeightSyncError with the
+        first tensor that differs on the server, or if it cannot use the weights; it then stays
+        paused.
         """
         version = self._engine.weights_version
         verify = self._every > 0 and self._count % self._every == 0
@@ -122,7 +124,8 @@ class WeightPublisher:
     def _finish(self, version: int, expected: dict[str, int] | None) -> None:
         """Make the server use the weights, and compare its hashes with the expected ones.
 
-        expected: name -> hash; None if this update is not verified.
+        All ranks call it together. expected: name -> hash; None if this update is not verified.
+        WeightSyncError if a hash differs, or if the server could not use the weights.
         """
         connection = self._connection
         verdict = empty_verdict(self._connection)

@@ -69,7 +69,11 @@ class VllmServer:
         self._request("POST", "finish_weight_update", {"weight_version": version})
 
     def _request(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The decoded JSON reply; WeightSyncError if the request fails."""
+        """Make an HTTP request and return its decoded JSON reply; {} for an empty one.
+
+        body: sent as JSON, if given. WeightSyncError if the server does not answer within the
+        limit, or with an error status or text that is not JSON.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.url}/{route}",

@@ -32,7 +32,11 @@ class CallLog:
             cut_back(self.path, last_step)
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines. Drops them once the file has max_bytes, with one warning."""
+        """Append one JSON line for each of `lines` to calls.jsonl.
+
+        Once the file has more than max_bytes (64 MiB by default), it drops all further lines; the
+        first time it warns. SpmdflowError if the disk fails.
+        """
         if self._is_full or not lines:
             return
         if self.path.exists() and self.path.stat().st_size > self._max_bytes:

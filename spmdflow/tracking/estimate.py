@@ -35,7 +35,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def reported_ks(num_samples: int) -> list[int]:
-    """The values of k reported for n samples: powers of two up to n, and n itself."""
+    """Return the values of k for n samples: powers of two up to n, and n itself, ascending.
+
+    6 samples: [1, 2, 4, 6].
+    """
     powers = []
     for exponent in range(num_samples.bit_length()):
         powers.append(1 << exponent)
@@ -43,10 +46,11 @@ def reported_ks(num_samples: int) -> list[int]:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
-    """Accuracy of the most frequent answer among the samples of one prompt (Wang et al. 2023).
+    """Return the accuracy of the most frequent answer to one prompt (Wang et al. 2023).
 
-    answers (n,): None is no vote. right (n,): 1 or 0. On a tie the result is the mean over the
-    tied answers, the expectation of a random choice. Without any vote it is 0.
+    answers (n,): None is no vote. right (n,): 1 or 0; the accuracy of an answer is the mean over
+    its samples. If answers tie, the result is the mean over these, the expectation of a random
+    choice. Without any vote it is 0.
     """
     votes: dict[str, list[float]] = {}
     for answer, value in zip(answers, right, strict=True):
@@ -65,9 +69,10 @@ def majority(answers: Sequence[str | None], right: Sequence[float]) -> float:
 def prompt_accuracies(
     answers: Sequence[Sequence[str | None]], right: Sequence[Sequence[float]]
 ) -> dict[str, list[float]]:
-    """pass@k for each k of `reported_ks`, and maj@n: name -> a number for each of P prompts.
+    """Return {"pass@k": P numbers, ..., "maj@n": P numbers}, one number for each of P prompts.
 
-    answers, right: P lists of n samples each, n the same for all and at least 1.
+    k: see `reported_ks`. answers, right: P lists of n samples each, n the same for all and at least
+    1. For pass@k a sample is right if its value is at least 0.5.
     """
     num_samples = len(right[0])
     counts = []
@@ -104,7 +109,7 @@ def estimates(numbers: Mapping[str, Sequence[float]], *, seed: int) -> dict[str,
 
 
 def estimate_metrics(estimates: Mapping[str, Estimate], prefix: str) -> dict[str, float]:
-    """prefix/name, prefix/name_low and prefix/name_high of each estimate."""
+    """Return the metrics prefix/name, prefix/name_low and prefix/name_high of each estimate."""
     metrics: dict[str, float] = {}
     for name, estimate in estimates.items():
         metrics[f"{prefix}/{name}"] = estimate.value
@@ -116,7 +121,11 @@ def estimate_metrics(estimates: Mapping[str, Estimate], prefix: str) -> dict[str
 def evaluation_table(
     title: str, estimates: Mapping[str, Estimate], facts: Mapping[str, float]
 ) -> str:
-    """Text table: a title, a row for each estimate with its interval, and a row for each fact."""
+    """Return a text table of the estimates with their intervals, and of other facts.
+
+    The title, a row for each estimate, a row for each fact. Ends with a newline. ValueError if
+    there are neither estimates nor facts.
+    """
     width = max(map(len, [*estimates, *facts]))
     lines = [title, f"{'':{width}}   value   {COVERAGE:.0%} interval"]
     for name, (value, low, high) in estimates.items():

@@ -44,7 +44,10 @@ class Trip(NamedTuple):
 
     @property
     def got(self) -> str:
-        """The metric's value, and the base of the limit if there is one."""
+        """Return the metric's name and value, and the base of the limit if there is one.
+
+        "eval/accuracy 0.12 (best so far 0.61)".
+        """
         if self.base is None:
             base = ""
         else:
@@ -59,7 +62,11 @@ class Trip(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to check and which setting to change."""
+        """Return what to check and which setting to change.
+
+        This is the entry of `_ADVICE` with the longest prefix of the metric's name. A general text
+        if no entry is a prefix of the metric's name.
+        """
         fitting = []
         for start in _ADVICE:
             if self.guard.name.startswith(start):
@@ -83,9 +90,11 @@ class Guards:
         self._times: dict[str, int] = {}
 
     def trips(self, metrics: Mapping[str, float], *, skipping: bool) -> list[Trip]:
-        """The guards that hold for these metrics; counts each.
+        """Return a `Trip` for each guard whose condition is true for these metrics, in order.
 
-        skipping: check only guards with the action skip; otherwise only the others.
+        skipping: check only guards with the action skip; otherwise only the others. A guard whose
+        metric is missing is skipped. Increments the count of each that trips, which is in the
+        result; does not add the metrics to the earlier values (`learn`).
         """
         trips = []
         for each in self.guards:
@@ -98,13 +107,17 @@ class Guards:
         return trips
 
     def learn(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step that has ended to the earlier values."""
+        """Add the finite metrics of a finished step to the earlier values that guards use."""
         for name, seen in self._histories.items():
             if isfinite(metrics.get(name, inf)):
                 seen.add(metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """State from which a resumed run continues."""
+        """Return the state from which a resumed run continues, as data for JSON.
+
+        "seen": metric -> its earlier values, if it has any. "times": guard's text -> how often it
+        tripped.
+        """
         seen = {}
         for name, each in self._histories.items():
             if each.count:
@@ -141,7 +154,12 @@ class _MetricHistory:
         return [self.count, self._lowest, self._highest, list(self._values), self._every]
 
     def add(self, value: float) -> None:
-        """Add the value of a step that has ended."""
+        """Add the value of a step that has ended.
+
+        Updates the count, the minimum, the maximum and the values from which the median is
+        computed. Only every `every`-th value is stored for the median. At 512 stored values every
+        second one is dropped, and `every` doubles.
+        """
         self._lowest = min(self._lowest, value)
         self._highest = max(self._highest, value)
         if self.count % self._every == 0:
@@ -152,10 +170,12 @@ class _MetricHistory:
             self._every = 2 * self._every
 
     def trip(self, guard: Guard, value: float) -> Trip | None:
-        """The violation of a guard by this value; None if the guard does not hold.
+        """Return a `Trip` if this value violates the guard's limit, otherwise None.
 
-        A limit is ignored if there are no earlier values, or if its own base exceeds it (0.5 *
-        best of a negative best). A value that is not finite violates it all the same.
+        limit = factor * base + more, where base is the median (at least 5 earlier values) or the
+        best (the lowest for ">", otherwise the highest) of the earlier values. If the guard needs a
+        base and there is none, or the base itself violates the limit (0.5 * best of a negative
+        best), only nan and infinity trip. Changes nothing.
         """
         base = None
         if guard.base == "median" and self.count >= FEWEST:

@@ -11,12 +11,12 @@ from spmdflow.worker_api.metric import Max, Mean, Metric, Min, Sum
 
 
 def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-    """One float for each name, names in the order in which they first occur.
+    """Return one float for each name, names in the order in which they first occur.
 
     Mean: sum of totals / sum of weights (omitted if the weights sum to 0, as nothing was measured).
     Sum: added. Max and Min: the largest and the smallest, nan if one is nan. Plain numbers: their
-    mean, exact if all are equal. The order of the mappings does not change a value.
-    ProtocolError if a name is reported as two of these kinds.
+    mean, exact if all are equal. The order of the mappings does not change a value. ProtocolError
+    if a name is reported as two of these kinds.
     """
     gathered: dict[str, list[Metric]] = {}
     for mapping in metrics:
@@ -31,9 +31,9 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def _merge_values(name: str, values: list[Any]) -> float | None:
-    """One number from all values of one metric; None if the weights of a Mean sum to 0.
+    """Return one number from all values of one metric, by the rules of `merge`.
 
-    ProtocolError if the values are of several kinds.
+    None if the weights of a Mean sum to 0. ProtocolError if the values are of several kinds.
     """
     kinds = set()
     for v in values:

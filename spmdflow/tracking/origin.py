@@ -14,7 +14,10 @@ _SECONDS = 10.0
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that affect a run's numbers."""
+    """Return name -> version, of Python and of the installed packages that affect a run's numbers.
+
+    Packages that are not installed are omitted.
+    """
     result = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -25,9 +28,10 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, str | bool]:
-    """`commit`, and `dirty`: whether a tracked file differs from the commit.
+    """Return the git state of folder: {"commit": hash, "dirty": whether tracked files differ}.
 
-    {} outside of a repository, without git, or if git takes too long.
+    {} outside of a repository, without git, or if git takes more than 10 s. Untracked files do not
+    count. Before the first commit the hash is "(initial)".
     """
     command = [*_GIT, "--untracked-files=no"]
     try:

@@ -23,9 +23,11 @@ SHOWN_SHARE = 0.05
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """One line: the step, its metrics out of FIELDS, and seconds of the step and of its stages.
+    """Return one line of text for a step: its main metrics, tokens per second, and seconds.
 
-    "step  12/100  reward 1.234  approx_kl 0.0012  ...  3.4s: generate 1.2, actor 0.91".
+    "step 12/100 reward 1.234 approx_kl 0.0012 3.4s: generate 1.2, actor 0.91"; the parts are two
+    spaces apart. The metrics are those in FIELDS. Missing ones are omitted, and so are stages that
+    take less than 5 % of the step. A value that is not finite is shown as nan.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for name, label, form in FIELDS:
@@ -51,7 +53,11 @@ def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by stage, in the metrics' order, with short names: compute_values becomes values."""
+    """Return stage -> seconds, from the metrics time/<stage>_seconds except time/step_seconds.
+
+    Stages are in the metrics' order. Names lose compute_, update_ and _sequences (compute_values
+    becomes values). The seconds of stages with the same short name are added.
+    """
     stages: dict[str, float] = {}
     for name, seconds in metrics.items():
         if name.startswith("time/") and name.endswith("_seconds") and name != _STEP:
@@ -120,9 +126,10 @@ def print_samples(
     file: TextIO | None = None,
     width: int | None = None,
 ) -> None:
-    """Print samples as a table to a file, by default stderr.
+    """Print a table of samples (prompt, response, score) to a file, by default stderr.
 
-    max_characters: limit of each text. width: by default the terminal's, otherwise COLUMNS or 80.
+    Control characters of the texts are escaped. max_characters: longer texts lose their middle.
+    width: by default the terminal's, otherwise COLUMNS or 80.
     """
     title = f"samples of step {step}"
     table = Table(title=title, title_justify="left", box=box.ASCII2, show_lines=True, expand=True)
@@ -143,7 +150,11 @@ def printable(text: str) -> str:
 
 
 def shorten_text(text: str, max_characters: int) -> str:
-    """The text, or its start and end with " ... " between them, of at most max_characters."""
+    """Return the text if it has at most max_characters, otherwise its start and end around " ... ".
+
+    A shortened text has exactly max_characters. If max_characters is 5 or less, which is too short
+    for the gap, it is only the start.
+    """
     gap = " ... "
     if len(text) <= max_characters or max_characters <= len(gap):
         return text[:max_characters]
@@ -152,8 +163,10 @@ def shorten_text(text: str, max_characters: int) -> str:
 
 
 def _is_hidden(character: str) -> bool:
-    """Whether a character is control, format, surrogate, private, unassigned, or a space but "
-    "."""
+    """Return whether a character is control, format, surrogate, private, unassigned or a separator.
+
+    The plain space is not hidden.
+    """
     kind = unicodedata.category(character)
     return kind.startswith("C") or kind in ("Zl", "Zp") or (kind == "Zs" and character != " ")
 
@@ -164,10 +177,12 @@ Point = tuple[float, float]
 def text_curve(
     title: str, points: Sequence[Point], *, width: int = 60, height: int = 12
 ) -> list[str]:
-    """Lines of a plot of (x, y) points with ascending x; points that are not finite are omitted.
+    """Return the lines of a text plot of (x, y) points with ascending x, with title and axes.
 
-    The curve is interpolated linearly: `o` at measured points, `.` between them. If there are more
-    points than columns, `*` is the mean of a column.
+    Points that are not finite are omitted; if no point is finite, one line says so. The curve is
+    interpolated linearly between columns: `o` at measured points, `.` between them. If there are
+    more points than columns, `*` is the mean of a column. A flat curve gets a margin of 10 % (1
+    around 0).
     """
     points = [(float(x), float(y)) for x, y in points if isfinite(x) and isfinite(y)]
     if not points:

@@ -66,7 +66,12 @@ class RunFiles:
 
     @property
     def run_state(self) -> RunState:
-        """Whether a run is live here, or how the last run ended."""
+        """Return whether a run is live here, or how the last run ended.
+
+        The first that applies: LIVE (lock held), FAILED (failure*.json), KILLED (the lock file has
+        a record), FINISHED (file `finished`), STOPPED (config.yaml, metrics.jsonl or checkpoints),
+        NONE.
+        """
         if self.is_live:
             return RunState.LIVE
         if self.failures:
@@ -81,7 +86,10 @@ class RunFiles:
 
     @property
     def missing(self) -> list[str]:
-        """Files that do not exist or have no readable content."""
+        """Return the names in `FILES` that do not exist or have no readable content.
+
+        Reads all of these files.
+        """
         result = []
         for file, part in FILES.items():
             if not getattr(self, part):
@@ -105,7 +113,10 @@ class RunFiles:
 
     @cached_property
     def earlier_settings(self) -> Mapping[str, Mapping[str, Any]]:
-        """File -> settings up to a step, of a run that was continued with changed settings."""
+        """Return file name -> settings by dotted key, of each config.until-step-N.yaml.
+
+        A run that was continued with changed settings has these. Unreadable files are omitted.
+        """
         settings_by_file = {}
         for path in self._matching_files("config.until-step-*.yaml"):
             settings = _read_settings(path)
@@ -125,7 +136,10 @@ class RunFiles:
 
     @cached_property
     def failures(self) -> Mapping[str, Record]:
-        """File -> a rank's record of a failure (`failure.cause`)."""
+        """Return file name -> record of a failure (`failure.cause`), of each failure*.json.
+
+        An unreadable file has the record {}.
+        """
         result = {}
         for path in self._matching_files("failure*.json"):
             result[path.name] = read_json(path)
@@ -133,7 +147,7 @@ class RunFiles:
 
     @cached_property
     def stacks(self) -> Mapping[str, str]:
-        """File -> the stack traces that a rank wrote."""
+        """Return file name -> text of each stacks-rank*.txt that is readable and not empty."""
         texts = {}
         for path in self._matching_files("stacks-rank*.txt"):
             text = ""
@@ -144,7 +158,7 @@ class RunFiles:
         return texts
 
     def needed_metrics(self) -> Sequence[Record]:
-        """The records of metrics.jsonl; DataError if there are none."""
+        """Return the records of metrics.jsonl; DataError if there are none."""
         if not self.metrics:
             path = self.path / "metrics.jsonl"
             state = "is empty" if path.exists() else "is not there"
@@ -159,7 +173,11 @@ class RunFiles:
 
 
 def failure_text(failure: Record) -> str:
-    """One line: the failed rank and call, the cause, and the Python line that it was executing."""
+    """Return one line: the failed rank and call, the cause, and the Python line if it is known.
+
+    "rank 3, actor.update_actor (call 12): CAUSE; its Python was at LINE". Missing fields are shown
+    as None.
+    """
     call = f"{failure.get('role')}.{failure.get('method')} (call {failure.get('call')})"
     if failure.get("where"):
         where = f"; its Python was at {failure['where']}"
@@ -169,7 +187,10 @@ def failure_text(failure: Record) -> str:
 
 
 def setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys whose values differ -> the value in each of the settings, or "(absent)"."""
+    """Return key -> its value in each of `settings`, for keys whose values are not all equal.
+
+    A missing key has the value "(absent)". Keys are in the order in which they first occur.
+    """
     keys = dict.fromkeys(key for each in settings for key in each)
     differences = {}
     for key in keys:
@@ -180,7 +201,7 @@ def setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if the file cannot be read or holds no object."""
+    """Return the JSON object in a file; {} if the file cannot be read or has no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -191,7 +212,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Settings of a YAML file by dotted key; {} if the file cannot be read or has no mapping."""
+    """Return a YAML file's settings by dotted key; {} if unreadable or not a mapping."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -202,7 +223,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_spans(path: Path) -> Iterator[Span]:
-    """The spans of a trace in file order; skips torn lines and events that are no spans of ours."""
+    """Yield the spans of a trace.json in file order; nothing if it cannot be read.
+
+    A span is an event with "ph": "X"; its lane is the last thread name before it, or "". Torn lines
+    and other events are skipped. Times are converted from microseconds to seconds.
+    """
     if not path.exists():
         return
     lanes: dict[tuple[int, int], str] = {}

@@ -25,7 +25,11 @@ _SHOWN = ("phase", "group", "prompt", "response", "score", "advantage", "turns")
 
 
 def table_of(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
-    """Column names, and a row for each sample with its texts, scores and terms, without tokens."""
+    """Return (column names, rows) of a table of samples, without their tokens.
+
+    The columns are phase, group, prompt, response, score, advantage and turns, as far as samples
+    have them, and the terms, in the order in which they first occur. A missing value is None.
+    """
     rows = []
     for sample in samples:
         plain = sample.to_plain()
@@ -48,7 +52,10 @@ class TensorBoardSink(Sink):
         self._writer = module.SummaryWriter(run_dir / "tensorboard", purge_step=last_step + 1)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Write a text, `run`, at the step from which this start continues."""
+        """Write the facts as a table (text "run") at step last_step, or 0 for a new run.
+
+        Values are shown as JSON.
+        """
         rows = []
         for name, value in facts.items():
             rows.append([name, json.dumps(value)])
@@ -160,7 +167,11 @@ class MlflowSink(Sink):
         self._client.update_run(self._run, status="RUNNING")
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Log new facts as parameters, and all facts of this start as the artifact facts.json."""
+        """Log new facts as parameters, and all facts of this start as the artifact facts.json.
+
+        A parameter that the run has keeps its first value. Values are cut to 6000 characters. A
+        request has at most 100 parameters.
+        """
         new = [
             self._entities.Param(name, str(value)[:6000])  # MLflow's limit
             for name, value in facts.items()
@@ -171,7 +182,11 @@ class MlflowSink(Sink):
         self._client.log_dict(self._run, dict(facts), "facts.json")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics in one request; characters that MLflow rejects in a name become `_`."""
+        """Log all metrics in one request.
+
+        In a name, characters other than letters, digits and _ . - / : space, which MLflow rejects,
+        become `_`.
+        """
         now = int(time.time() * 1000)
         points = []
         for name, value in metrics.items():

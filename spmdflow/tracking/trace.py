@@ -53,7 +53,11 @@ class TraceWriter:
         self._is_full = False
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append spans. Drops them once the file has max_bytes, with one warning."""
+        """Append spans to trace.json, which stays valid JSON.
+
+        If they would make the file larger than max_bytes, these and all later spans are dropped;
+        the first time it warns. SpmdflowError if the disk fails.
+        """
         if self._is_full:
             return
         events = []
@@ -80,8 +84,11 @@ class TraceWriter:
             self._file = -1
 
     def _events(self, span: Span) -> list[dict[str, Any]]:
-        """The span's event, preceded by the names of process and thread if it is its lane's
-        first."""
+        """Return the Chrome trace events of a span; times in microseconds, args without zeros.
+
+        The first span of a lane is preceded by two events that name its process ("rank 3") and
+        thread. Threads of a rank are numbered from 0 as they occur.
+        """
         key = (span.rank, span.lane)
         events: list[dict[str, Any]] = []
         if key not in self._threads:
@@ -100,7 +107,11 @@ class TraceWriter:
         return [event | {"pid": span.rank, "tid": self._threads[key]} for event in events]
 
     def _append(self, data: bytes) -> None:
-        """Overwrite the closing bracket with data and a new bracket; undone if the disk is full."""
+        """Overwrite the closing bracket with data and a new bracket, if possible in one write.
+
+        If the disk is full, the previous content is restored and SpmdflowError raised. data:
+        events, separated by commas.
+        """
         start = at = self._size - len(_END)
         left = memoryview((b"\n" if self._size == len(_EMPTY) else b",\n") + data + _END)
         with disk_errors("write", self._path, "tracking"):
@@ -116,7 +127,11 @@ class TraceWriter:
         self._size = at
 
     def _repair_file(self) -> int:
-        """Make a new or torn file a valid JSON array; returns its size in bytes."""
+        """Make a new or torn file a valid JSON array; return its size in bytes.
+
+        A file that ends with a bracket is left as it is. Otherwise it is written again, with the
+        lines that are whole events.
+        """
         size = os.fstat(self._file).st_size
         if size >= len(_EMPTY) and os.pread(self._file, len(_END), size - len(_END)) == _END:
             return size
@@ -155,7 +170,11 @@ class StepProfiler:
         self._running: tuple[int, profile] | None = None
 
     def call(self, step: int, label: str) -> AbstractContextManager[object]:
-        """Start or end a record at the start of a call of this step; returns the call's range."""
+        """Return a context in which a call of this step runs, as a range in the profile.
+
+        Before that it writes the profile of another step if one is running, and starts a new one if
+        `step` is to be recorded. Without a profile the context does nothing.
+        """
         if self._running is not None and self._running[0] != step:
             self.close()
         if self._running is None and step in self._steps:
@@ -166,7 +185,10 @@ class StepProfiler:
         return record_function(label)
 
     def close(self) -> None:
-        """Write the running record, if there is one."""
+        """Stop the running profile, if there is one, and write it to step_<n>_rank_<k>.json.gz.
+
+        SpmdflowError if the disk fails.
+        """
         if self._running is None:
             return
         step, running = self._running

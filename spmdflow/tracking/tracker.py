@@ -105,7 +105,11 @@ class Tracker:
         self._tell(lambda sink: sink.describe(facts))
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step. Numbers that are not finite become null, with a warning."""
+        """Append a step's metrics to metrics.jsonl, sorted by name, and pass them to the sinks.
+
+        Numbers that are not finite become null, with a warning; sinks do not get them.
+        SpmdflowError if the disk fails.
+        """
         numbers = {}
         for name in sorted(metrics):
             numbers[name] = float(metrics[name])
@@ -133,7 +137,7 @@ class Tracker:
         self._sinks.clear()
 
     def _tell(self, call: Callable[[Sink], None]) -> None:
-        """Call every sink. Drops a sink that fails from the rest of the run, with a warning."""
+        """Call call(sink) for every sink; if one raises, warn, and drop it until the next start."""
         for name, sink in [*self._sinks.items()]:
             try:
                 call(sink)
@@ -149,7 +153,10 @@ class Tracker:
 
 
 def _is_run_id(path: Path) -> bool:
-    """Whether a file holds a valid `Sink.run_id`; warns about a damaged one."""
+    """Return whether a file has a valid `Sink.run_id` (16 hexadecimal digits).
+
+    Warns about a damaged one. False if it does not exist.
+    """
     if not path.exists():
         return False
     is_valid = re.fullmatch(rb"[0-9a-f]{16}", path.read_bytes()) is not None
@@ -159,7 +166,11 @@ def _is_run_id(path: Path) -> bool:
 
 
 def _start_sink(name: str, reference: Reference, run_dir: Path, last_step: int) -> Sink:
-    """The sink of that name; ConfigError if its class cannot be imported, or fails to start."""
+    """Return a new sink of the class that `reference` leads to.
+
+    ConfigError if the class cannot be imported, does not derive from spmdflow.Sink, or fails to
+    start; the text has the class's `advice`. name: as in run.trackers.
+    """
     advice = ""
     try:
         sink = resolve(reference)
@@ -182,10 +193,10 @@ def _error_text(err: Exception) -> str:
 
 
 def sync_records(run_dir: Path) -> None:
-    """Make the records written so far survive a power cut.
+    """fsync metrics.jsonl, samples.jsonl and RUN_DIR, so that their records survive a power cut.
 
     A checkpoint is sealed only after this, so that a run that continues from it has the records of
-    all earlier steps.
+    all earlier steps. Missing files are skipped. SpmdflowError if the disk fails.
     """
     with disk_errors("write", run_dir, "tracking"):
         for path in (run_dir / METRICS, run_dir / SAMPLES):
@@ -195,7 +206,11 @@ def sync_records(run_dir: Path) -> None:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line for each record. The kernel has the data on return; it is not fsynced."""
+    """Append one JSON line for each record, in one write.
+
+    The kernel has the data on return; it is not fsynced. ValueError for nan or infinity, before
+    anything is written. SpmdflowError if the disk fails.
+    """
     short = (",", ":")
     lines = (json.dumps(record, allow_nan=False, separators=short) for record in records)
     text = "".join(f"{line}\n" for line in lines)
@@ -211,7 +226,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop the records of steps after `step`, and torn or invalid lines, atomically."""
+    """Drop the records of steps after `step`, and torn or invalid lines, from a JSON Lines file.
+
+    The file is replaced atomically, and only if that changes it. Does nothing without a file.
+    """
     if not path.exists():
         return
     remaining = b"".join(line for line, record in _records(path) if record["step"] <= step)
@@ -221,7 +239,11 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a file that is not empty to the first free name of NAME.1.jsonl, NAME.2.jsonl, ..."""
+    """Rename a file or folder to the first free name of STEM.1.SUFFIX, STEM.2.SUFFIX, ...
+
+    metrics.jsonl becomes metrics.1.jsonl. Logs the new name. Does nothing if it does not exist or
+    is an empty file.
+    """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
@@ -239,7 +261,7 @@ def set_aside(path: Path) -> None:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(line with its newline, record) of each valid line; warns about the others."""
+    """Yield (line with its newline, record) of each valid line; warn about each other line."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         record = _record_or_none(line)
         if record is not None:
@@ -249,7 +271,10 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _record_or_none(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if it is torn or is not a record of a step."""
+    """Return the record of a line; None if it is torn or is not a record of a step.
+
+    Valid are only objects with an integer `step`, on a line that ends with a newline.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # torn JSON or torn UTF-8, or noise with many brackets

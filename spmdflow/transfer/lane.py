@@ -39,7 +39,11 @@ class CountedTransport:
     def send(
         self, tensor: Tensor, destination: int, tag: int, *, header_bytes: int = 0
     ) -> dist.Work:
-        """Starts sending bytes (N,) uint8 to a global rank. header_bytes: how many are a header."""
+        """Start sending a tensor (N,) uint8 to a global rank; return the pending work.
+
+        Counts header_bytes of it as header, and the other bytes as rows sent to the destination.
+        Asserts that this rank is in the transfer group.
+        """
         self._header_bytes += header_bytes
         self._sent[destination] += tensor.nbytes - header_bytes
         work = dist.isend(tensor, destination, group=self._group, tag=tag)
@@ -47,7 +51,11 @@ class CountedTransport:
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int, *, header_bytes: int = 0) -> dist.Work:
-        """Starts receiving bytes (N,) uint8 from a global rank. header_bytes: see send."""
+        """Start receiving into a tensor (N,) uint8 from a global rank; return the pending work.
+
+        Counts its bytes except header_bytes as rows received from the source. Asserts that this
+        rank is in the transfer group.
+        """
         self._received[source] += tensor.nbytes - header_bytes
         work = dist.irecv(tensor, source, group=self._group, tag=tag)
         assert work is not None, "this rank is not in the transfer group"
@@ -77,12 +85,14 @@ class CountedTransport:
 def run_release(
     number: int, command: Mapping[str, Any], store: RowStore, transport: CountedTransport
 ) -> None:
-    """Does this rank's part of a release. Returns when all rows are in the store.
+    """Run this rank's part of a release: send its rows, receive rows, and put these into the store.
 
+    Returns once all receives are stored and all sends are done.
     command: from the controller's `Transfers`. It has "result"; "sends", a list of (destination,
     columns, row ids); and "receives", a list of (source, columns, row ids, kinds, lengths), of
-    which the last two are by column. An edge without ids has no messages; from it the rank gets to
-    know the kinds of the columns. TransferError if a header is not the expected one.
+    which the last two are by column. An edge without row ids sends no message, but puts empty
+    columns into the store, so that the rank knows their kinds. TransferError if a header is not the
+    expected one, RowError if rows to send are not in the store.
     """
     result = command["result"]
     incoming = []
@@ -102,9 +112,11 @@ def run_release(
 def _send(
     number: int, destination: int, columns: Sequence[Column], transport: CountedTransport
 ) -> list[tuple[dist.Work, Tensor]]:
-    """Starts sending the header and the columns of one edge.
+    """Start sending the header and the columns of one edge; return each send with its tensor.
 
-    Returns each send with its tensor, which must live until the send is done.
+    The tensors must live until their sends are done. If the columns have at most 128 KiB together,
+    they follow the header in one message. Otherwise each column that is not empty is a message of
+    its own, with the header's tag + 1, + 2, ... in the order of the columns.
     """
     messages = [_bytes_of(column) for column in columns]
     head = _header(number, columns)
@@ -135,7 +147,12 @@ class _Arrival:
 
     @classmethod
     def start(cls, number: int, edge: Sequence[Any], transport: CountedTransport) -> _Arrival:
-        """Allocates the columns and starts receiving. An edge without rows has no messages."""
+        """Allocate the columns of one edge, and start receiving its header and columns.
+
+        edge: (source, columns, row ids, kinds, lengths), as in `run_release`. An edge without row
+        ids has no messages. Columns of at most 128 KiB together arrive in the header's message, and
+        `finish` unpacks them. Larger ones are received directly into place.
+        """
         source, names, ids, kinds, lengths = edge
         columns = {}
         for name in names:
@@ -158,8 +175,11 @@ class _Arrival:
         return cls(source, ids, columns, works, head, is_packed)
 
     def finish(self, number: int, transport: CountedTransport) -> None:
-        """Waits for the columns, and unpacks them if they came in one message. TransferError unless
-        the header has this release and the expected bytes."""
+        """Wait for the messages of the edge, check the header, and complete `columns`.
+
+        Unpacks the columns if they came in the header's message. TransferError unless the header
+        has the number of this release and the expected bytes of each column.
+        """
         for work in self.works:
             transport.wait(work)
         expected = _header(number, list(self.columns.values()))
@@ -181,7 +201,10 @@ class _Arrival:
 
 
 def _empty(spec: ColumnSpec, num_rows: int, lengths: np.ndarray | None) -> Column:
-    """An uninitialised column. lengths: items of each row; None: the column is dense."""
+    """Return a column of num_rows rows with uninitialised values.
+
+    lengths (num_rows,): items of each row of a ragged or text column, copied. None: it is dense.
+    """
     dtype = getattr(torch, spec.dtype)
     if lengths is None:
         return Column("dense", empty_values((num_rows, *spec.row_shape), dtype))

@@ -66,19 +66,23 @@ class Protocol:
         self._collect = collect
 
     def distribute(self, layout: Layout, num_rows: int, shares: Shares | None = None) -> Rows:
-        """The positions that each rank gets. shares: replace the even chunks.
+        """Return the positions of the rows that each rank gets, by rank.
 
-        RowError for shares that omit a row, repeat one inside a share, or are not num_shares many.
-        ProtocolError if the protocol returns ranks or rows that do not exist.
+        shares: the positions of each share, in place of even chunks. RowError if shares omit a row,
+        repeat one inside a share, or are not num_shares many. ProtocolError if the protocol returns
+        ranks or rows that do not exist.
         """
         parts = self._cut(layout, num_rows, shares)
         rows = self._distribute(layout, num_rows, parts)
         return self._check_rows("distribute", layout, num_rows, rows)
 
     def holds(self, layout: Layout, num_rows: int, shares: Shares | None = None) -> Rows:
-        """The positions of the result that each rank keeps. The other ranks return None.
+        """Return the positions of the result's rows that each rank keeps, by rank.
 
-        Errors as of `distribute`; also ProtocolError if the answers that are joined lack a row.
+        A rank without an entry keeps no row, and its method returns None. Without a function
+        `holds`, each answering rank keeps the rows that it got. Raises the errors of `distribute`.
+        Also raises ProtocolError if the answers are joined and the answering ranks together lack a
+        row, or, without shares, have a row twice.
         """
         answer = self.collect(layout)
         if self._holds is None:
@@ -95,7 +99,11 @@ class Protocol:
         return kept
 
     def collect(self, layout: Layout) -> Answer:
-        """The answering ranks in order, and whether their answers are joined into one batch."""
+        """Return the answering ranks in order, and whether their answers are joined into one batch.
+
+        ProtocolError if there is no answering rank, if one is repeated, or if one is not in the
+        layout.
+        """
         answer = Answer(*self._collect(layout))
         foreign = sorted(set(answer.ranks) - set(layout.ranks))
         if foreign or len(set(answer.ranks)) != len(answer.ranks) or not answer.ranks:
@@ -109,7 +117,11 @@ class Protocol:
         return f"Protocol({self.name})"
 
     def _cut(self, layout: Layout, num_rows: int, shares: Shares | None) -> list[list[int]]:
-        """The positions of each share: even chunks, or `shares` if they are correct (RowError)."""
+        """Return the positions of each share: even chunks, or copies of `shares`.
+
+        Raises RowError unless there are num_shares(layout) shares, each row is in at least one of
+        them, and each share has only existing positions, each once. A row may be in several shares.
+        """
         expected = self.num_shares(layout)
         if shares is None:
             return even_chunks(num_rows, expected)
@@ -131,14 +143,10 @@ class Protocol:
     def _check_rows(
         self, function: str, layout: Layout, num_rows: int, rows: Mapping[int, Sequence[int]]
     ) -> Rows:
-        """The result of a function as sorted lists by rank.
+        """Return the rows that a function of the protocol returned, as lists by ascending rank.
 
-        Raises ProtocolError if it has ranks or positions that do not exist.
-        """
-        """The rows that a function of the protocol returned, as lists, by ascending rank.
-
-        Ranks with the same sequence share one list. ProtocolError for a rank or a position that
-        does not exist, or a position that a rank has twice.
+        Ranks with the same sequence object share one list. ProtocolError if a rank or a position
+        does not exist, or if a rank has a position twice. function: its name, for the error.
         """
         foreign = sorted(set(rows) - set(layout.ranks))
         if foreign:
@@ -164,7 +172,10 @@ class Protocol:
         num_rows: int,
         error: type[ProtocolError] | type[RowError],
     ) -> None:
-        """Raise `error` unless the positions are distinct and exist."""
+        """Raise `error` unless all positions are distinct and from 0 to num_rows - 1.
+
+        where: the function or the share that has the positions, for the error.
+        """
         if not positions:
             return
         low = min(positions)
@@ -178,9 +189,10 @@ class Protocol:
             )
 
     def _check_cover(self, answer: Answer, num_rows: int, kept: Rows, *, once: bool) -> None:
-        """ProtocolError unless the joined answers have every row.
+        """Raise ProtocolError unless the answering ranks together keep every row.
 
-        once: exactly once, because the shares do not overlap.
+        once: each row must also be on exactly one answering rank, because the shares do not
+        overlap.
         """
         positions = []
         for rank in answer.ranks:
@@ -198,7 +210,11 @@ class Protocol:
 
 
 def even_chunks(num_rows: int, parts: int) -> list[list[int]]:
-    """Positions in contiguous parts, the larger ones first: 5 rows in 2 parts are 3 and 2."""
+    """Split the positions 0 to num_rows - 1 into `parts` contiguous lists, larger ones first.
+
+    Sizes differ by at most one: 5 rows in 2 parts are [0, 1, 2] and [3, 4]. RowError if num_rows is
+    below 0, or parts below 1.
+    """
     if num_rows < 0 or parts < 1:
         got = f"{num_rows} rows over {parts} parts"
         do = "check the batch and the layout's sizes"
@@ -225,15 +241,20 @@ def _by_share(
     joined: bool,
     holds: Callable[[Layout, int], bool] | None = None,
 ) -> Protocol:
-    """A protocol that gives each rank one share.
+    """Return a protocol that gives each rank one share of the rows.
 
-    holds(layout, rank): whether the rank keeps its share of the result. None: the ranks that answer
-    keep theirs.
+    cut: the number of shares, and the function that says which share a rank gets. answerers:
+    returns the answering ranks of a layout in order. joined: as in `Answer`.
+    holds(layout, rank): whether the rank keeps the rows of its share of the result. None: exactly
+    the answering ranks do.
     """
     num_shares, share_of = cut
 
     def distribute(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
-        """Each rank's share of the rows, or, for ALL_TO_ALL, its entry of the list."""
+        """Return the positions of each rank's share.
+
+        RowError if the protocol is ALL_TO_ALL and the list does not have one entry for each rank.
+        """
         if name == "ALL_TO_ALL" and num_rows != layout.size:
             where = "protocol ALL_TO_ALL"
             got = f"a list of {num_rows}"
@@ -245,7 +266,7 @@ def _by_share(
         return result
 
     def rows_after(layout: Layout, num_rows: int, shares: Shares) -> Mapping[int, Sequence[int]]:
-        """The shares of the ranks that keep theirs."""
+        """Return the positions of the share of each rank for which holds(layout, rank) is true."""
         assert holds is not None
         result = {}
         for rank, rows in distribute(layout, num_rows, shares).items():
@@ -313,7 +334,10 @@ _REGISTRY = {rules.name: rules for rules in BUILT_IN}
 
 
 def protocol(name: str) -> Protocol:
-    """The protocol of that name. ProtocolError, with the most similar name, if there is none."""
+    """Return the protocol that is registered under this name.
+
+    ProtocolError, with all names and the most similar one, if there is none.
+    """
     if name in _REGISTRY:
         return _REGISTRY[name]
     nearest = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0)
@@ -324,11 +348,11 @@ def protocol(name: str) -> Protocol:
 
 
 def register_protocol(new: Protocol) -> Protocol:
-    """Registers a protocol under its name and returns it. Every rank does so when it imports the
-    script.
+    """Register a protocol under its name, and return it.
 
-    A module may register its own again (tests import one twice). ProtocolError if the name belongs
-    to another module.
+    Every rank must do so, which happens when it imports the script. A module may replace a protocol
+    that it registered itself (tests import one twice). ProtocolError if another module has
+    registered the name. The module is the one that defines `distribute`.
     """
     old = _REGISTRY.get(new.name)
     if old is not None and old.home != new.home:

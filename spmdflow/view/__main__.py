@@ -24,7 +24,11 @@ REFUSED = 2
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page and return the exit code, which is 2 if there is nothing to show."""
+    """Write the page and return the exit code: 0, or 2 if a folder has nothing to show.
+
+    2 is also returned if the page cannot be written or plotly is missing. The error goes to stderr.
+    With --follow, it returns when no run is live any more.
+    """
     options = _parser().parse_args(words)
     path: Path = options.out or options.run_dirs[0] / PAGE_FILE
     try:
@@ -38,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Return the parser of the command line. Its help is the docstring of this module."""
     parser = argparse.ArgumentParser(prog="python -m spmdflow.view", description=__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the page")
@@ -56,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError if the folder has none of the files that the page can show."""
+    """Raise ConfigError if the folder has none of the files (or failures) that the page shows."""
     files = RunFiles(run_dir)
     if len(files.missing) == len(FILES) and not files.failures:
         if not run_dir.is_dir():
@@ -68,7 +72,10 @@ def _check_run_dir(run_dir: Path) -> None:
 
 
 def _write(run_dirs: Sequence[Path], path: Path, *, every: float) -> None:
-    """Write the page every `every` seconds while a run is live (0: never), then once more."""
+    """Write the page every `every` seconds while any of the runs is live, then once more.
+
+    every: 0 writes it once. Only pages written while a run is live reload themselves.
+    """
     while every > 0 and any(RunFiles(run_dir).is_live for run_dir in run_dirs):
         _write_once(run_dirs, path, every)
         time.sleep(every)

@@ -39,7 +39,13 @@ class RunContent:
 
 
 def content_of(files: RunFiles, number: int) -> RunContent:
-    """The summary and the parts of a run. number: its index among the runs on the page."""
+    """Return the summary and the parts of a run for the page.
+
+    Samples and spans of long runs are subsampled, which the summary's notes say. "samples" and
+    "spans" of the summary give the name of the part that has each step. "live" is false once the
+    run failed.
+    number: index of the run among the runs on the page.
+    """
     notes: list[str] = []
     samples = _group_by_step(files.samples, lambda record: record["step"])
     spans = _group_by_step(files.spans, lambda span: span.step)
@@ -71,9 +77,10 @@ def content_of(files: RunFiles, number: int) -> RunContent:
 
 
 def _metric_columns(records: Sequence[Record], notes: list[str]) -> dict[str, Any]:
-    """{"steps": [...], "metrics": {name: [value or None, ...]}}, values rounded to six digits.
+    """Return {"steps": [...], "metrics": {name: [value or None, ...]}} of a run.
 
-    Adds a note to `notes` if steps are omitted.
+    Floats are rounded to six significant digits. Of more than MOST_STEPS records, every n-th is
+    taken, and a note is added to `notes`.
     """
     every = -(-len(records) // MOST_STEPS) or 1
     if every > 1:
@@ -93,7 +100,7 @@ def _round_float(value: Any) -> Any:
 
 
 def _setting_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings as they are written on the command line."""
+    """Return the settings as written on the command line: null, true, false, otherwise str()."""
     names = {None: "null", True: "true", False: "false"}
     texts = {}
     for key, value in settings.items():
@@ -102,7 +109,7 @@ def _setting_texts(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _group_by_step(items: Sequence[T], step_of: Callable[[T], int]) -> dict[int, list[T]]:
-    """The items of each step, in the order of the steps."""
+    """Return step -> its items, steps ascending, items in their order."""
     items_by_step: dict[int, list[T]] = {}
     for item in items:
         items_by_step.setdefault(step_of(item), []).append(item)
@@ -112,9 +119,10 @@ def _group_by_step(items: Sequence[T], step_of: Callable[[T], int]) -> dict[int,
 def _subsample_steps(
     steps: dict[int, list[T]], most: int, file: str, notes: list[str]
 ) -> dict[int, list[T]]:
-    """Every n-th step back from the last; n is the smallest that leaves at most `most` items.
+    """Return every n-th step back from the last, in order, each with all of its items.
 
-    Adds a note about the omitted steps to `notes`.
+    n is the smallest number that leaves at most `most` items, or a single step. If steps are
+    omitted, a note about `file` is added to `notes`.
     """
     total = sum(map(len, steps.values()))
     every = 1
@@ -133,7 +141,10 @@ def _subsample_steps(
 
 
 def _split_into_parts(name: str, steps: Mapping[int, Sequence[Any]], size: int) -> list[PageData]:
-    """Parts of consecutive steps with at most `size` items each, unless a single step has more."""
+    """Split steps into parts of consecutive steps with at most `size` items each.
+
+    A single step with more items is a part of its own. Parts are named `name`-0, `name`-1, ...
+    """
     chunks: list[dict[int, Sequence[Any]]] = []
     for step, items in steps.items():
         if not chunks or sum(map(len, chunks[-1].values())) + len(items) > size:
@@ -146,9 +157,9 @@ def _split_into_parts(name: str, steps: Mapping[int, Sequence[Any]], size: int) 
 
 
 def _span_rows(spans: Sequence[Span]) -> list[list[Any]]:
-    """[rank, lane, label, start, end, received bytes, host bytes] of each span.
+    """Return [rank, lane, label, start, end, received bytes, host bytes] of each span, in order.
 
-    Start and end are seconds since the first span began.
+    Start and end are seconds since the first of these spans began, rounded to microseconds.
     """
     first = min(span.start for span in spans)
     result = []

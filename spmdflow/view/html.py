@@ -41,9 +41,10 @@ def write_page(run_dirs: Sequence[Path], path: Path, *, refresh_seconds: float =
 
 
 def view_run(cfg: Any) -> None:
-    """Write the page of a run that has just ended, and log its path. cfg: the run's settings.
+    """Write RUN_DIR/view.html of a run that has just ended, and log its path.
 
-    An error here is only logged, so it never changes how the run ends.
+    An error here is only logged as a warning, so it never changes how the run ends. cfg: the run's
+    settings.
     """
     path = path_of(cfg.run) / PAGE_FILE
     try:
@@ -54,7 +55,13 @@ def view_run(cfg: Any) -> None:
 
 
 def page_text(runs: Sequence[RunFiles], *, refresh_seconds: float = 0.0) -> str:
-    """The HTML of the page: page.html with its {{sections}} replaced."""
+    """Return the HTML of the page: page.html with its {{sections}} replaced.
+
+    Each run is read from its files now. Settings, samples and texts are embedded as data that
+    cannot end a script element, and the title is escaped. Raises ConfigError if plotly is not
+    installed.
+    refresh_seconds: interval at which the page reloads itself; 0: never.
+    """
     contents = []
     for number, run in enumerate(runs):
         contents.append(content_of(run, number))
@@ -92,7 +99,7 @@ def script_json(value: Any) -> str:
 
 
 def plotly_script() -> str:
-    """The plotly.js of the installed Python package plotly; ConfigError without that package."""
+    """Return plotly.js from the installed Python package plotly; ConfigError without it."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as err:

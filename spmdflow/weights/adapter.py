@@ -24,7 +24,11 @@ class Adapters:
     """Ends of names of linear layers, or `ALL_LINEAR`."""
 
     def shapes(self, weights: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
-        """Name -> shape of every A and B. weights: the model's shapes by Hugging Face name."""
+        """Return name -> shape of every A (rank, in) and B (out, rank) that the weights have.
+
+        A weight has an adapter if it is 2-D, ".layers." is in its name, and its layer is a target.
+        weights: the model's shapes by Hugging Face name; existing As and Bs are skipped.
+        """
         shapes: dict[str, tuple[int, int]] = {}
         for name, shape in weights.items():
             is_linear = len(shape) == 2 and ".layers." in name and not is_adapter(name)

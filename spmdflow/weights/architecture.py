@@ -72,7 +72,12 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, head: Head = "causal_lm") -> Architecture:
-        """From the content of config.json; ConfigError with the reason if it is not supported."""
+        """Return the architecture that the content of a config.json describes.
+
+        A key that it lacks has the family's default in transformers; null means not stated, without
+        that default. ConfigError with the reason if model_type has no table of tensors, if a
+        feature is not supported, or if a size is missing or wrong.
+        """
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             got = f"model_type {config.get('model_type')!r}"
@@ -114,7 +119,11 @@ class Architecture:
     def sizes_from_config(
         cls, config: Mapping[str, Any], *, head: Head = "causal_lm"
     ) -> Architecture:
-        """From the content of config.json, also for a model that only transformers can run."""
+        """Like `from_config`, also for a model that only transformers can run.
+
+        Such an architecture has only sizes (0: not stated) and, in `obstacle`, the error of
+        from_config. Sizes in text_config override those at the top.
+        """
         try:
             return cls.from_config(config, head=head)
         except ConfigError as err:
@@ -154,7 +163,7 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights: matrices, biases and norms; a tied head is not counted twice."""
+        """Number of weights: matrices, biases, norms, embedding, and the head unless it is tied."""
         biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
         biases += self.mlp_bias * (2 * self.ffn_size + self.hidden_size)
         norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
@@ -187,7 +196,11 @@ def read_config(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
 
 
 def read_json(file: Path, *, key: str) -> dict[str, Any]:
-    """Read a JSON object of a model folder; ConfigError about the setting `key` otherwise."""
+    """Return the JSON object in a file of a model folder.
+
+    ConfigError about the setting `key` if there is no such file, or if it is not JSON or not an
+    object.
+    """
     if not file.is_file():
         raise ConfigError(
             f"{key}: no {file.name} in {file.parent}, expected a Hugging Face folder; "
@@ -266,7 +279,11 @@ def _unsupported_error(got: object, expected: object) -> ConfigError:
 
 
 def _check_features(facts: Mapping[str, Any], family: Family) -> None:
-    """Raise ConfigError for the first feature that no engine with tables supports."""
+    """Raise ConfigError for the first feature that no engine with tables supports.
+
+    Supported: SiLU, full attention in all layers (or the family's sliding window), rotary positions
+    over complete heads; no quantization and no attention dropout.
+    """
     windowed = facts.get("use_sliding_window") and not family.has_sliding_window
     layers = sorted(set(facts.get("layer_types", ())))
     if layers in ([], ["full_attention"]) or family.has_sliding_window:
@@ -287,7 +304,11 @@ def _check_features(facts: Mapping[str, Any], family: Family) -> None:
 
 
 def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """rope_parameters (transformers 5), or rope_scaling and top-level values (4)."""
+    """Return the settings of rotary positions, in the form of transformers 5 or 4.
+
+    Merges rope_theta and partial_rotary_factor at the top level, rope_scaling, and rope_parameters.
+    Later ones override earlier ones.
+    """
     top_level = {}
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in facts:
@@ -300,7 +321,10 @@ def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling or None); ConfigError for a kind that only transformers computes."""
+    """Return (theta, scaling), the latter None for unscaled positions; theta is 10000 by default.
+
+    ConfigError for a scaling other than default, linear and llama3.
+    """
     rope = _rope_facts(facts)
     theta = float(rope.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type"))
@@ -330,7 +354,12 @@ def _positive_int(facts: Mapping[str, Any], key: str) -> int:
 
 
 def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architecture:
-    """The sizes that config.json has for a model without a table, also by GPT-2's names."""
+    """Return the sizes of a model without a table: the keys of Llama's or GPT-2's config.json.
+
+    A size that is not stated is 0, except that ffn_size is 4 * hidden_size, there are as many
+    key-value heads as heads, and head_dim is hidden_size / num_heads. Any model with SiLU counts as
+    gated. obstacle: why there is no table.
+    """
 
     def first(*names: str) -> int:
         return next((facts[name] for name in names if isinstance(facts.get(name), int)), 0)

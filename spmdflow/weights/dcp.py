@@ -61,7 +61,11 @@ class TorchCheckpoint:
         return Slice(self, name, self._tensors[name].shape)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box; ConfigError if the files lack some of it or are damaged."""
+        """Return the values of a box on the host, assembled from the chunks that have them.
+
+        ConfigError if the files lack a part of the box or are damaged. An empty box gives an empty
+        tensor.
+        """
         chunks = self._tensors[name].chunks
         boxes = tuple(chunk.box for chunk in chunks)
         if missing := subtract_all([box], boxes):
@@ -77,7 +81,11 @@ class TorchCheckpoint:
         return result
 
     def _read_chunk(self, name: str, chunk: _Chunk) -> Tensor:
-        """Read one item. The last one is cached, because boxes are read in order."""
+        """Read one chunk from its file. The last one is cached, because boxes are read in order.
+
+        ConfigError if it cannot be read, is no tensor, or has another shape than the metadata
+        states.
+        """
         if self._read[0] is chunk:
             return self._read[1]
         try:
@@ -129,7 +137,12 @@ class _Stored(NamedTuple):
 
 
 def _tensors_of(folder: Path, metadata: Any) -> dict[str, _Stored]:
-    """The model's tensors by name. Any: unpickled metadata; invalid content may raise any error."""
+    """Return the model's tensors by name: those at the top of the state dict or under "model".
+
+    Entries that are not tensors are skipped. LookupError if there are no tensors in either place;
+    ValueError for compressed chunks or files outside of the folder. Any: unpickled metadata;
+    invalid content may raise any error.
+    """
     locations = {}
     for key, x in metadata.storage_data.items():
         locations[(key.fqn, getattr(key, "offset", None))] = x
@@ -185,7 +198,11 @@ class _Unpickler(pickle._Unpickler):  # Python's: the C one allocates any size t
     """Accepts the names above and refuses all others before anything is imported."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any] | torch.dtype:
-        """The replacement of module.name; UnpicklingError if the name is not accepted."""
+        """Return what stands for module.name; UnpicklingError if the name is not accepted.
+
+        Records of the metadata become _Record, torch.Size becomes tuple. OrderedDict and torch's
+        dtypes are themselves.
+        """
         if name in _RECORDS.get(module, "").split():
             return _Record
         if (module, name) == ("torch", "Size"):

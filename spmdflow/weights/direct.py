@@ -42,7 +42,10 @@ class NewFile:
         self._filled = head_bytes
 
     def append(self, values: Tensor) -> None:
-        """Append the bytes of a flat uint8 tensor. Releases the GIL."""
+        """Append the bytes of a flat uint8 tensor to a buffer, which is written when it is full.
+
+        Releases the GIL. The first buffer has room for the head, and is written by `finish`.
+        """
         while values.numel():
             room = self._buffer[self._filled :]
             part = values[: len(room)]
@@ -56,7 +59,10 @@ class NewFile:
                 self._filled = 0
 
     def finish(self, head: bytes) -> None:
-        """Write the remaining bytes, and the head at the start of the file."""
+        """Write the remaining bytes, then the head at the start; cut the file to its size.
+
+        head: as many bytes as the head_bytes that the file was made with.
+        """
         if self._filled:
             self._flush()
         self._first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -80,7 +86,11 @@ class NewFile:
             self._write(self._buffer, self._start)
 
     def _write(self, values: Tensor, offset: int) -> None:
-        """Write values at an offset, without O_DIRECT if the file system refuses it."""
+        """Write all values at an offset of the file.
+
+        If the file system refuses a direct write (EINVAL), O_DIRECT is turned off for this file and
+        the write is repeated. Any other OSError is raised.
+        """
         left = view_of(values)
         while left:
             try:

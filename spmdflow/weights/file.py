@@ -78,10 +78,12 @@ class Head:
 def write_file(
     path: Path, facts: Sequence[TensorInfo], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors (any device) in the order of facts, one at a time in host memory.
+    """Write a safetensors file with the tensors in the order of `facts`.
 
-    A tensor may be passed in several parts, each with the next rows. Wider dtypes must come first,
-    so that each tensor's bytes are aligned. Does not fsync.
+    Only one tensor at a time is in host memory. A tensor (any device) may be passed in several
+    parts, each with the next rows. The header, with the XXH3 hash of each tensor, is written last.
+    AssertionError if a part does not match its fact, or unless wider dtypes come first, which
+    aligns each tensor's bytes. metadata: texts for the header. Does not fsync.
     """
     widths = [each.dtype.itemsize for each in facts]
     assert widths == sorted(widths, reverse=True), "wider dtypes come first"
@@ -110,7 +112,11 @@ def write_file(
 
 
 def read_head(path: Path) -> Head | None:
-    """The header of a file; None if `write_file` did not write it."""
+    """Return the header of a file that `write_file` wrote.
+
+    None for any other file, and if the header is damaged or does not fit the tensors' sizes. The
+    tensors' bytes are not read.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if file.read(len(_START)) != _START or length > path.stat().st_size - 8:
@@ -134,7 +140,10 @@ def read_head(path: Path) -> Head | None:
 
 
 def find_changed_tensor(path: Path) -> str | None:
-    """The first tensor whose bytes do not match its hash, as "name (bytes start:stop)", or None."""
+    """Return the first tensor whose bytes do not match its hash, as "name (bytes start:stop)".
+
+    None if all match. AssertionError for a file that `write_file` did not write.
+    """
     head = read_head(path)
     assert head is not None, path
     buffer = bytearray(_READ_BYTES)
@@ -154,7 +163,8 @@ def find_changed_tensor(path: Path) -> str | None:
 def read_bytes(path: Path, stored: Stored, *, is_hashed: bool = True) -> tuple[Tensor, str]:
     """Read one tensor; return it, on the host, and the hash of the bytes that were read.
 
-    is_hashed=False: the hash is empty.
+    is_hashed=False: the hash is "". The hash is not compared with stored.xxh3_128. A file that is
+    too short leaves the end of the tensor undefined.
     """
     data = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
     with path.open("rb", buffering=0) as file:
@@ -174,7 +184,12 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _encode_head(
     facts: Sequence[TensorInfo], digests: Sequence[str], metadata: Mapping[str, str]
 ) -> bytes:
-    """The bytes of the header: its length, then JSON with every tensor's hash and offsets."""
+    """Return the bytes of the header: its length (8 bytes), then JSON padded with spaces.
+
+    The JSON has the hashes and metadata under "__metadata__", then dtype, shape and offsets of each
+    tensor. It is padded to a multiple of 8 bytes. The number of bytes does not depend on the
+    hashes. AssertionError for a repeated name.
+    """
     entries: dict[str, Any] = {"__metadata__": {"xxh3_128": " ".join(digests), **metadata}}
     start = 0
     for name, dtype, shape in facts:

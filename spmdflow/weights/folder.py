@@ -65,9 +65,10 @@ class HuggingFaceFolder:
         self._check_shapes(wanted, kind)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box on the host, in the precision of the file.
+        """Return the values of a box on the host, in the precision of the file.
 
-        Raises ConfigError with tensor and file if a value is nan or infinite.
+        Adds their bytes to bytes_read. A new head that the folder lacks is zeros. ConfigError with
+        tensor and file if a value is nan or infinite.
         """
         if name in self._zeros:
             return self._slice(min(self.names))[:1].new_zeros(box.shape)
@@ -89,7 +90,11 @@ class HuggingFaceFolder:
         return result
 
     def _slice(self, name: str) -> Any:
-        """The slice object of a tensor, from its file; opens the file at first use."""
+        """Return the slice object of a tensor, from its file, which is opened at first use.
+
+        name: the reader's; the file may have another one (`stored`). ConfigError if the file lacks
+        it.
+        """
         name = self._stored.get(name, name)
         path = self._file_of[name]
         if path not in self._files:
@@ -102,15 +107,21 @@ class HuggingFaceFolder:
             raise ConfigError.of("model", got, f"that tensor, by {INDEX}", do) from err
 
     def _check_shapes(self, wanted: Mapping[str, Sequence[int]], kind: str) -> None:
-        """Raise ConfigError if a tensor is missing or has another shape."""
+        """Raise ConfigError unless the folder has each tensor of `wanted` in its shape.
+
+        The error has the number of missing tensors and the first three names or, if none is
+        missing, the first tensor with another shape. A new head that reads as zeros is not checked.
+        kind: kind of the model, for the error.
+        """
         wanted = {name: shape for name, shape in wanted.items() if name not in self._zeros}
         missing = []
         for name in wanted:
             if self._stored.get(name, name) not in self.names:
                 missing.append(name)
         if missing:
-            got = f"{self._path} without {', '.join(missing[:3])} ({len(missing)} tensors missing)"
-            do = "choose the folder of a complete model of this kind"
+            count = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors"
+            got = f"{self._path} without {count} ({', '.join(missing[:3])})"
+            do = "choose the folder of a complete model"
             raise ConfigError.of("model", got, f"every tensor of a {kind}", do)
         for name, expected in wanted.items():
             shape = tuple(self._slice(name).get_shape())
@@ -121,7 +132,10 @@ class HuggingFaceFolder:
 
     @cached_property
     def _file_of(self) -> Mapping[str, Path]:
-        """Tensor name -> file."""
+        """Return tensor name -> file, by the index, model.safetensors or torch's .metadata.
+
+        The first of these that exists is used; ConfigError if there is none. Read once.
+        """
         indexed = read_index(Path(self._path))
         if indexed is not None:
             return indexed
@@ -138,7 +152,8 @@ class HuggingFaceFolder:
 def check_finite(values: Tensor, name: str, path: str | Path) -> None:
     """Raise ConfigError with the tensor and its file if a value is nan or infinite.
 
-    Without this check, the first gradient would be blamed.
+    Without this check, the first gradient would be blamed. Integers, types of one byte and empty
+    tensors pass.
     """
     if not values.is_floating_point() or values.itemsize == 1 or not values.numel():
         return
@@ -150,9 +165,10 @@ def check_finite(values: Tensor, name: str, path: str | Path) -> None:
 
 
 def folder_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, complete tensor) of all files of a folder, one at a time, on the host.
+    """Yield (name, complete tensor) of all files of a folder, one at a time, on the host.
 
-    Raises ConfigError for a file that is neither safetensors nor torch's checkpoint.
+    Reads all *.safetensors, by name of the file, or torch's checkpoint if there are none. Yields
+    nothing if there is neither. ConfigError for a file that cannot be read.
     """
     files = sorted(Path(path).glob("*.safetensors"))
     for file in files or sorted(Path(path).glob(METADATA)):
@@ -225,9 +241,11 @@ class _NeedsTransformers(Exception):
 
 
 def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
-    """Name in the module -> name in the files, for tensors that transformers copies unchanged.
+    """Return name in the module -> name in the files, for tensors that are copied unchanged.
 
-    Raises _NeedsTransformers if it computes a tensor in another way.
+    Of tied parameters, the first name stands for all. _NeedsTransformers if transformers computes a
+    tensor from others, if weights are quantized, or if tied parameters are two tensors in the
+    files. ConfigError if the folder has no safetensors files and no torch checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -274,7 +292,10 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
 
 
 def file_names(num_files: int) -> list[str]:
-    """Names of the weight files that from_pretrained looks for."""
+    """Return the names of a model's weight files, in order, as from_pretrained expects them.
+
+    One file is model.safetensors; several are model-00001-of-00003.safetensors, and so on.
+    """
     if num_files == 1:
         return [_SINGLE]
     result = []
@@ -292,8 +313,9 @@ def write_other_files(
 ) -> None:
     """Write the other files of a model folder: config.json, an index, and copies from `source`.
 
-    weights: file -> tensor -> bytes. The index is written if there are several files. Files of
-    `source` other than weights (tokenizer, ...) are copied if that folder exists.
+    config: content of config.json. weights: file -> tensor -> bytes. The index is written if there
+    are several files. Files of `source` other than weights and config.json (tokenizer, ...) are
+    copied if that folder exists; subfolders are not.
     """
     for path in source.iterdir() if source.is_dir() else ():
         if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):

@@ -11,10 +11,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_index(folder: Path, *, key: str = "model.path") -> dict[str, Path] | None:
-    """Tensor name -> file, from the folder's index; None if it has no index.
+    """Return tensor name -> file from model.safetensors.index.json; None if there is no such file.
 
-    Raises ConfigError with the setting `key` and the file if the index is not JSON or has names
-    that are no files of the folder.
+    ConfigError about the setting `key` if the index is not a JSON object, if its weight_map is
+    missing or empty, or if that names a file that is not directly in the folder or does not exist.
     """
     file = folder / INDEX
     if not file.is_file():

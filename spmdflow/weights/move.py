@@ -31,7 +31,8 @@ Block = tuple[str, Tensor, Box]
 def fill(local_tensors: Mapping[str, Tensor], table: ShardTable, read: Read) -> None:
     """Write every piece of every local tensor in place, and zeros into the padding.
 
-    local_tensors: at least those of the table, in its shapes. Values are rounded to their dtype.
+    read: gives the values of a box, which are rounded to the local tensor's dtype. local_tensors:
+    at least those of the table; PlanError if one is missing or has another shape.
     """
     with torch.no_grad():
         for name, described in table.items():
@@ -43,9 +44,10 @@ def fill(local_tensors: Mapping[str, Tensor], table: ShardTable, read: Read) -> 
 
 
 def copy_box(target: Tensor, name: str, box: Box, read: Read) -> None:
-    """Write a box in place, rounded to target's dtype.
+    """Write the values of a box into target in place, rounded to target's dtype.
 
-    Copies some rows at a time, because values for a device are first converted in host memory.
+    Reads and copies at most about 2**24 elements at a time, in complete rows, because values for a
+    device are first converted in host memory.
     """
     if target.ndim:
         rows = max(1, _READ_ELEMENTS * len(target) // max(1, target.numel()))
@@ -61,7 +63,10 @@ def copy_box(target: Tensor, name: str, box: Box, read: Read) -> None:
 
 
 def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[Block]:
-    """Every piece as a view that shares storage with its local tensor, in the table's order."""
+    """Yield every piece as a view that shares storage with its local tensor, in the table's order.
+
+    PlanError if a local tensor is missing or has another shape than in the table.
+    """
     for name, described in table.items():
         tensor = _find_local_tensor(local_tensors, name, described.shape).detach()
         for piece in described.pieces:
@@ -84,9 +89,9 @@ class Blocks:
             self._blocks.setdefault(name, []).append((values, box))
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values of a box: a view if one block holds it, otherwise a new tensor.
+        """Return the values of a box: a live view if one block has them all, otherwise a copy.
 
-        Raises PlanError if the blocks do not hold all of it.
+        PlanError if the blocks together lack a part of the box.
         """
         pieces = self.pieces(name, box)
         if pieces[0][1] == box:
@@ -97,9 +102,10 @@ class Blocks:
         return result
 
     def pieces(self, name: str, box: Box) -> list[tuple[Tensor, Box]]:
-        """Live views that cover a box: one if a block holds all of it, otherwise one per block.
+        """Return (live view, its box) pairs that cover a box, in the order of the blocks.
 
-        Raises PlanError if the blocks do not hold all of it.
+        One pair if a single block has all of it, otherwise one for each block with an element of
+        it; these overlap where blocks do. PlanError if the blocks together lack a part of the box.
         """
         view = self.view(name, box)
         if view is not None:
@@ -134,7 +140,7 @@ class Blocks:
                 target[common.slices(block_box)].copy_(values[common.slices(box)])
 
     def _overlaps(self, name: str, box: Box) -> Iterator[tuple[Tensor, Box, Box]]:
-        """(values, their box, the part of `box` in it) of each block that has an element of it."""
+        """Yield (values, their box, the common box) of each block that has an element of `box`."""
         for values, block_box in self._blocks.get(name, ()):
             common = block_box.intersect(box)
             if common is not None:
@@ -175,10 +181,11 @@ class Storages:
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def to_host(self, version: int | None = None) -> None:
-        """Copy the values to a host buffer and free the memory.
+        """Copy the values to a host buffer and free the memory. A second call does nothing.
 
         The buffer is reused. With a GPU it is pinned, so that the host does not wait for copies.
-        version: version of the values; if the host still has that version, nothing is copied.
+        version: version of the values; if the buffer still has that version, nothing is copied.
+        None: they are always copied.
         """
         if self._is_on_host:
             return
@@ -205,7 +212,8 @@ class Storages:
     def restore(self) -> None:
         """Reallocate the memory, with the values from the host, or zeros if it has none.
 
-        Zeros, because NaN in unused elements would spread.
+        Zeros, because NaN in unused elements would spread. A storage that was not freed stays as it
+        is.
         """
         for number, (storage, num_bytes) in enumerate(self._storages):
             if storage.nbytes() == num_bytes:

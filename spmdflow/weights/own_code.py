@@ -18,9 +18,11 @@ _TOKENIZER = "tokenizer_config.json"
 
 
 def refuse_own_code(key: str, folder: Path) -> None:
-    """Raise ConfigError if transformers has no class for the folder's model or tokenizer.
+    """Raise ConfigError if a folder's model or tokenizer needs Python code of the folder.
 
-    key: the setting that has the folder. Code that is only an alternative is no error.
+    That is: config.json has an auto_map and transformers does not know its model_type, or
+    tokenizer_config.json has one and transformers does not know the tokenizer. Code that is only an
+    alternative is no error, and so is a missing file. key: the setting that has the folder.
     """
     config = _read_or_empty(key, folder / _CONFIG)
     if config.get("auto_map") and not _knows_model(config):
@@ -32,7 +34,10 @@ def refuse_own_code(key: str, folder: Path) -> None:
 
 
 def unused_code_text(folders: Iterable[str]) -> str:
-    """One line for each file of these folders that refers to code of the folder."""
+    """Return one line for each file of these folders that refers to code of the folder.
+
+    The files are config.json and tokenizer_config.json with an auto_map. "" if there are none.
+    """
     lines = []
     for folder in dict.fromkeys(folders):
         for name in (_CONFIG, _TOKENIZER):
@@ -57,7 +62,11 @@ def _knows_model(config: dict[str, Any]) -> bool:
 
 
 def _knows_tokenizer(config: dict[str, Any], tokenizer: dict[str, Any]) -> bool:
-    """Whether AutoTokenizer finds a class of transformers, or one that the script registered."""
+    """Return whether AutoTokenizer finds a class of transformers or of the script for a tokenizer.
+
+    It looks for the config's model_type, then for tokenizer_class with or without "Fast" at its
+    end.
+    """
     from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 

@@ -101,7 +101,10 @@ _VLLM_LAYER: tuple[LayerRow, ...] = (
 
 
 def row_tables(arch: Architecture, layout: Layout) -> RankTables:
-    """Each rank's training shards if shard_size ranks divide every tensor's rows."""
+    """Return each rank's shards if shard_size ranks divide the rows of every tensor (FSDP, ZeRO).
+
+    A rank has the shard (dp coordinate) % shard_size; see `row_shards`.
+    """
     shard_ranks = {}
     for rank in layout.ranks:
         shard_ranks[rank] = (layout.coordinate(rank).dp % layout.shard_size,)
@@ -119,9 +122,10 @@ def whole_tables(arch: Architecture, layout: Layout) -> RankTables:
 def megatron_tables(
     arch: Architecture, layout: Layout, *, vocab_multiple: int | None = None
 ) -> RankTables:
-    """Each rank's training shards under Megatron, with the vocabulary padded to a multiple.
+    """Return each rank's training shards under Megatron, with the vocabulary padded to a multiple.
 
-    With virtual_size v, part c of stage s is stage c p + s of a pipeline of p v stages.
+    vocab_multiple: None means lcm(64, tp_size). With virtual_size v, part c of stage s is stage c p
+    + s of a pipeline of p v stages.
     """
     parts = layout.virtual_size
     coordinates = {}
@@ -129,7 +133,10 @@ def megatron_tables(
         coordinates[r] = layout.coordinate(r)
 
     def table(tp_rank: int, pp_rank: int) -> ShardTable:
-        """Local tensors of a rank's parts, one after the other."""
+        """Return the local tensors of a rank, part after part of the model.
+
+        With several parts, names begin with the number of the part (`part_name`).
+        """
         result = {}
         for part in range(parts):
             for name, tensor in megatron_shards(
@@ -181,9 +188,9 @@ def _build_tables(
 
 
 def row_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> ShardTable:
-    """FSDP2's shards by Hugging Face name: chunk shard_rank of torch.chunk over dimension 0.
+    """Return FSDP2's shards by Hugging Face name: chunk shard_rank of torch.chunk over dimension 0.
 
-    Chunks are rounded up, so the last ranks may have fewer rows, or none.
+    Chunks have ceil(rows / shard_size) rows, so the last ranks may have fewer rows, or none.
     """
     assert 0 <= shard_rank < shard_size, (shard_rank, shard_size)
     table: dict[str, LocalTensor] = {}
@@ -249,12 +256,13 @@ def buffer_offsets(
     shared_embedding: bool,
     bucket_size: int | None = None,
 ) -> tuple[dict[str, int], int]:
-    """Offsets of a rank's parameters in the flat buffer of Megatron's DDP, and the buffer's size.
+    """Return each parameter's offset in the flat buffer of Megatron's DDP, and the buffer's size.
 
-    All are in elements. A bucket ends when it has bucket_size of them; None: there is one bucket.
-    aligned_over: dp_size under the distributed optimizer, which starts each parameter at a multiple
-    of 64 and ends each bucket at a multiple of lcm(dp_size, 128); None without it: no padding.
-    shared_embedding: the embedding (or its copy), tied over several stages, has a separate bucket.
+    Both are in elements. aligned_over: dp_size under the distributed optimizer. Parameters then
+    follow in reverse order of the table, each starts at a multiple of 64, and each bucket ends at a
+    multiple of lcm(dp_size, 128). None, without it: in order of the table, no padding. A bucket
+    ends once it has bucket_size elements; None: there is one bucket. shared_embedding: the
+    embedding (or its copy), tied over several stages, has a separate bucket.
     """
     offsets: dict[str, int] = {}
     first = 0
@@ -282,7 +290,11 @@ def buffer_offsets(
 def storage_numel(
     arch: Architecture, layout: Layout, *, distributed_optimizer: bool, overlap: bool = False
 ) -> dict[int, int]:
-    """Elements of each rank's Megatron parameter buffer, including the optimizer's padding."""
+    """Return the elements of each rank's Megatron parameter buffer, by rank.
+
+    distributed_optimizer: includes its padding. overlap: the first stage closes a bucket at
+    OVERLAP_BUCKET elements, which adds padding.
+    """
     aligned_over = layout.dp_size if distributed_optimizer else None
     shared = arch.tied and layout.pp_size > 1
     sizes = {}
@@ -304,7 +316,11 @@ def _round_up(size: int, multiple: int) -> int:
 def vllm_shards(
     arch: Architecture, *, tp_size: int, tp_rank: int, pp_size: int, pp_rank: int
 ) -> ShardTable:
-    """Local tensors of one rank; ConfigError if vLLM cannot shard the architecture this way."""
+    """Return the local tensors of one rank, by vLLM's parameter names and, if any, adapters' names.
+
+    ConfigError if vLLM cannot shard the architecture this way, has no such biases, or cannot
+    generate with its head. A tied model has the embedding on the first and on the last stage.
+    """
     if arch.head != "causal_lm":
         expected = "one that generates"
         do = "give rollout a causal language model"

@@ -60,7 +60,12 @@ _LAYER = (
 
 @lru_cache(maxsize=64)
 def parameters(arch: Architecture) -> tuple[Parameter, ...]:
-    """Every tensor of the model once."""
+    """Return name and shape of every tensor of the model, in the order of the state dict.
+
+    The embedding comes first, then the layers, the last norm, and `score` or, unless tied, lm_head;
+    then the adapters, if the architecture has any. AssertionError for an architecture without a
+    table.
+    """
     assert not arch.obstacle, arch.obstacle
     hidden = arch.hidden_size
     sizes = {"hidden": hidden, "ffn": arch.ffn_size, "head": arch.head_dim}
@@ -151,9 +156,10 @@ ShardTable = Mapping[str, LocalTensor]
 
 
 def stack(parts: Iterable[tuple[str, Box]], *, num_rows: int = 0) -> LocalTensor:
-    """Stack boxes along dimension 0, in order, and pad the end to num_rows.
+    """Stack boxes along dimension 0, in order, and return the local tensor; num_rows pads its end.
 
-    All boxes have the same shape except for dimension 0. Empty boxes are skipped.
+    All boxes have the same shape except for dimension 0. Empty boxes give no piece. A stack of more
+    than num_rows rows is not padded.
     """
     pieces: list[Piece] = []
     inner: tuple[int, ...] = ()
@@ -192,7 +198,10 @@ class Cut:
     vocab_multiple: int
 
     def layer(self, rows: Sequence[LayerRow], layer: int) -> Iterator[tuple[str, LocalTensor]]:
-        """(engine's name below its layer, tensor) of the rows that the architecture has."""
+        """Yield (engine's name below its layer, tensor) of each row that the architecture has.
+
+        rows: the engine's table for one layer. layer: number of the layer in the model.
+        """
         known = shapes_by_name(self.arch)
         for local, cut, suffixes in rows:
             names = []
@@ -207,7 +216,10 @@ class Cut:
         return stack([(name, Box.of_shape(self._shape(name)))])
 
     def rows(self, names: Sequence[str]) -> LocalTensor:
-        """An equal part of the rows of each tensor, stacked."""
+        """Return an equal part of the rows of each tensor, the tensors stacked in order.
+
+        ConfigError if the tensor-parallel size does not divide the rows.
+        """
         parts = []
         for name in names:
             start, stop = self._chunk(f"rows of {name}", self._shape(name)[0])
@@ -221,7 +233,10 @@ class Cut:
         return stack([(name, Box(((0, self._shape(name)[0]), (start, stop))))])
 
     def vocabulary(self, names: Sequence[str]) -> LocalTensor:
-        """An equal part of the rows padded to vocab_multiple; padding belongs to no piece."""
+        """Return an equal part of the vocabulary's rows, padded to a multiple of vocab_multiple.
+
+        Rows beyond the vocabulary belong to no piece: they are padding.
+        """
         (name,) = names
         multiple = self.vocab_multiple
         padded = -(-self.arch.vocab_size // multiple) * multiple
@@ -229,9 +244,10 @@ class Cut:
         return stack([(name, row_box(self._shape(name), start, stop))], num_rows=stop - start)
 
     def heads(self, names: Sequence[str]) -> LocalTensor:
-        """An equal part of the heads of q, k and v, stacked in this order.
+        """Return an equal part of the heads of q, k and v, stacked in this order.
 
-        Neighbouring ranks share a kv head if there are fewer kv heads than ranks.
+        Neighbouring ranks share a kv head if there are fewer kv heads than ranks. ConfigError if
+        the tensor-parallel size does not divide the attention heads.
         """
         groups = self.arch.num_kv_heads
         head_dim = self.arch.head_dim
@@ -244,10 +260,10 @@ class Cut:
         )
 
     def groups(self, names: Sequence[str]) -> LocalTensor:
-        """An equal part of the rows of q, k and v, arranged group by group.
+        """Return an equal part of the rows of q, k and v, arranged group by group.
 
         A group has its query heads, its key head and its value head. A part may start or end inside
-        a head.
+        a head. ConfigError if the tensor-parallel size does not divide all rows together.
         """
         groups = self.arch.num_kv_heads
         head_dim = self.arch.head_dim
@@ -270,7 +286,10 @@ class Cut:
         return shapes_by_name(self.arch)[name]
 
     def _chunk(self, what: str, size: int) -> tuple[int, int]:
-        """(start, stop) of this rank's equal part."""
+        """Return (start, stop) of this rank's equal part of `size` elements.
+
+        ConfigError unless the tensor-parallel size divides them. what: the elements, for the error.
+        """
         if size % self.size:
             got = f"{size} {what} over tensor-parallel size {self.size}"
             do = f"choose a size among {divisors(size)[:12]}"
@@ -280,7 +299,11 @@ class Cut:
 
 
 def check_cut(engine: str, arch: Architecture, *, tp_size: int, pp_size: int) -> None:
-    """Raise ConfigError unless tp_size divides the heads and every stage gets a layer."""
+    """Raise ConfigError unless heads and layers can be divided over tp_size and pp_size ranks.
+
+    tp_size must divide the attention heads, and divide the key-value heads or be a multiple of
+    them. Every stage must get a layer.
+    """
     heads = arch.num_heads
     groups = arch.num_kv_heads
     if heads % tp_size or (groups % tp_size and tp_size % groups):

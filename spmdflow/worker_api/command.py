@@ -60,7 +60,11 @@ class Command:
 
     @classmethod
     def on_rows(cls, payload: Mapping[str, Any], number: int) -> Command:
-        """A command as its method sees it: with the rows, micro-batches and mini-batches."""
+        """Return the command of call `number` as its method sees it, from the payload of a message.
+
+        Converts the payload's NumPy arrays to tensors: row ids, the rows of each mini-batch and,
+        only if the method draws, `generation`.
+        """
         mini_batches = []
         for index, num_micro_batches in payload["mini"]:
             mini_batches.append(MiniBatch(torch.from_numpy(index), num_micro_batches))

@@ -81,14 +81,21 @@ def register(
     instead: Mapping[str, str] | None = None,
     followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None,
 ) -> Callable[[F], F]:
-    """Marks a worker method for the controller (paper section 4.1, Table 3 for the modes).
+    """Return a decorator that marks a worker method for the controller (paper 4.1, Table 3).
 
+    It stores a `MethodSpec` on the method, and returns the method itself.
     The method must not write into the columns that it gets. Writing ends the run under every
     placement, also if torch's version counter misses it (NumPy, `.data`), because columns have a
     checksum. Clone a column in order to change it, or to keep it beyond the call. What the method
     returns is copied, so it may be a buffer of its own, a parameter, or a column that it got.
 
+    transfer_mode: name of the protocol, which says which rows each rank gets and which ranks
+    answer.
+    reads, writes: columns that the batch must have, and that the method returns. Without `writes`
+    it returns metrics or a plain value.
     optional: columns that it gets if the batch has them: `batch.get("valid")`.
+    minibatches: the controller cuts the rows into mini-batches, one for each optimizer step.
+    extends: the answer also has the columns of the batch that the method was called with.
     draws: the method draws random numbers. `self.call.generation` is then the number of earlier
     calls in the step that drew for the same rows, so that a second call gets other random numbers.
     A call with greedy=True draws none and is not counted.
@@ -119,6 +126,7 @@ def register(
     )
 
     def mark(method: F) -> F:
+        """Store the facts on the method and return it unchanged."""
         setattr(method, _ATTRIBUTE, spec)
         return method
 
@@ -126,7 +134,10 @@ def register(
 
 
 def method_spec(cls: type, name: str) -> MethodSpec:
-    """Facts of the method cls.name. ProtocolError, with what to add, if it is not marked."""
+    """Return the facts that @register stored on the method cls.name.
+
+    ProtocolError, with the registered methods, if there is no such method or it is not registered.
+    """
     method = getattr(cls, name, None)
     spec = getattr(method, _ATTRIBUTE, None)
     if spec is not None:
@@ -140,7 +151,7 @@ def method_spec(cls: type, name: str) -> MethodSpec:
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """Every marked method of a worker class, by name."""
+    """Return the facts of every registered or inherited method of a worker class, by name."""
     methods = {}
     for name in dir(cls):
         spec = getattr(getattr(cls, name, None), _ATTRIBUTE, None)
@@ -171,7 +182,7 @@ class MapSpec:
     """Returns further columns that the batch must have, from the arguments of a call."""
 
     def reads_with(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """Columns that a call with these arguments needs."""
+        """Return the columns that a call with these arguments needs: `reads`, then `reads_for`."""
         more = self.reads_for(arguments) if self.reads_for else ()
         return tuple(dict.fromkeys([*self.reads, *more]))
 
@@ -184,8 +195,11 @@ def map_function(
     groups: bool = False,
     reads_for: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
 ) -> Callable[[F], F]:
-    """Marks a function at module level for `batch.map`. ProtocolError for a lambda or a local one.
+    """Return a decorator that marks a function at module level for `batch.map`.
 
+    The decorator stores a `MapSpec` on the function and returns it. ProtocolError for a lambda or a
+    local function, and if `writes` is empty.
+    reads, writes: columns that the batch must have, and that the function returns.
     optional: columns that it gets if the batch has them: `batch.get("valid")`.
     groups: it also has the parameter `groups`, a `RowGroups`, for sums and means over the samples
     of a prompt, including those on other ranks.
@@ -193,7 +207,10 @@ def map_function(
     """
 
     def mark(fn: F) -> F:
-        """Store the marks on the function and return it."""
+        """Store a `MapSpec` on the function, and return it.
+
+        ProtocolError if it is a lambda or a nested function, or if `writes` is empty.
+        """
         _require_module_level(fn)
         columns_written = tuple(writes)
         if not columns_written:
@@ -217,7 +234,10 @@ def map_function(
 
 
 def map_spec(fn: Callable[..., Any]) -> MapSpec:
-    """Facts of a map function. ProtocolError, with what to add, if it is not marked."""
+    """Return the facts that @map_function stored on a function.
+
+    ProtocolError if it is not marked: define it at module level, or add the mark.
+    """
     spec = getattr(fn, _MAP_ATTRIBUTE, None)
     if spec is not None:
         return spec
@@ -229,7 +249,10 @@ def map_spec(fn: Callable[..., Any]) -> MapSpec:
 
 
 def find_map_function(name: str) -> Callable[..., Any]:
-    """The map function of that name in a command. ProtocolError if there is none."""
+    """Return the map function with the name that a command has, "module:function".
+
+    ProtocolError if this rank has not imported its module, or if it is not marked.
+    """
 
     def is_marked(thing: object) -> bool:
         return callable(thing) and _MAP_ATTRIBUTE in getattr(thing, "__dict__", {})
@@ -239,7 +262,10 @@ def find_map_function(name: str) -> Callable[..., Any]:
 
 
 def _rank_arguments(fn: Callable[..., Any], *, groups: bool) -> tuple[str, ...]:
-    """The parameters of fn that the ranks pass, and not the script."""
+    """Return which of reduce, report and (if `groups`) groups are parameters of fn, in this order.
+
+    The ranks pass them, and the script does not.
+    """
     names = ["reduce", "report"]
     if groups:
         names.append("groups")

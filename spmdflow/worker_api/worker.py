@@ -173,7 +173,10 @@ class Worker:
 
 
 def find_worker_class(name: str) -> type[Worker]:
-    """The worker class of that name in a command. ProtocolError if there is none."""
+    """Return the worker class with the name that a command has, "module:class".
+
+    ProtocolError if this rank has not imported its module, or if it is no subclass of `Worker`.
+    """
 
     def is_worker(thing: object) -> bool:
         return isinstance(thing, type) and issubclass(thing, Worker)

@@ -43,7 +43,7 @@ class PackedRows:
         return cls(tuple(lengths), _offsets(lengths))
 
     def move_tensors(self, move: Callable[[Tensor], Tensor]) -> PackedRows:
-        """The same rows, with each tensor passed through `move`."""
+        """Return the same rows, with `move` applied to each of their tensors."""
         seen = self.seen
         if seen is not None:
             seen = SeenKeys(seen.lengths, move(seen.offsets), move(seen.indices))
@@ -51,7 +51,10 @@ class PackedRows:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """(number of rows, tokens per row, keys per row) of each run of rows of equal sizes."""
+        """Return (number of rows, tokens per row, keys per row) for each run of neighbouring rows.
+
+        A run is as many adjacent rows as have the same number of tokens and of keys.
+        """
         keys = self.lengths if self.seen is None else self.seen.lengths
         pairs = groupby(zip(self.lengths, keys, strict=True))
         return [(len(list(run)), *sizes) for sizes, run in pairs]
@@ -86,9 +89,12 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """query (N, heads, d), key and value (N, kv heads, d) of all rows -> (N, heads, d).
+    """Causal attention of packed rows: each row attends only to its own tokens.
 
-    window: a token attends to itself and the window - 1 tokens before it; None: no limit.
+    query (N, heads, d), key and value (N, kv heads, d) of all rows -> (N, heads, d). A row that
+    shares a prompt also attends to the prompt's keys (rows.seen). window: a token attends to itself
+    and the window - 1 tokens before it; None: no limit. Uses one varlen kernel for half precision
+    on a recent CUDA device, otherwise a dense kernel for each run of rows of equal length.
     """
     seen = rows.seen
     if seen is not None:
@@ -107,8 +113,10 @@ def _varlen_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """`packed_attention` with one kernel for all rows, on CUDA. The keys are those that are seen,
-    row by row."""
+    """Compute `packed_attention` with one CUDA kernel for all rows.
+
+    key and value: the keys that each row sees, row by row.
+    """
     key_offsets = rows.offsets
     key_lengths = rows.lengths
     if rows.seen is not None:
@@ -132,8 +140,10 @@ def _attention_by_length(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """`packed_attention` with one dense kernel for each run of rows of equal length, on any device.
-    The keys are those that are seen, row by row."""
+    """Compute `packed_attention` with a dense kernel for each run of rows of equal length.
+
+    Works on any device. key and value: the keys that each row sees, row by row.
+    """
     runs = rows.runs
     queries = query.split([count * length for count, length, _ in runs])
     keys, values = (x.split([count * length for count, _, length in runs]) for x in (key, value))
@@ -152,9 +162,11 @@ def _attention_by_length(
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """query (b, heads, T, d), key and value (b, kv heads, S, d) -> (b, heads, T, d), causal.
+    """Causal attention of unpacked rows. The T queries are at the last T of S positions.
 
-    The queries are at the last T of S positions.
+    query (b, heads, T, d), key and value (b, kv heads, S, d) -> (b, heads, T, d). window: a query
+    attends to the last `window` positions up to its own; None: no limit. Without a window that
+    matters and with T = S no mask is built. On a CPU, masked attention runs in blocks of queries.
     """
     queries = query.shape[2]
     keys = key.shape[2]
@@ -173,7 +185,10 @@ def dense_attention(
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Scaled dot-product attention with a mask, or causal if it is None."""
+    """Scaled dot-product attention with a mask (True: attend), or causal if the mask is None.
+
+    On CUDA, key and value heads are repeated to the number of query heads where kernels need that.
+    """
     if query.is_cuda and (mask is not None or query.dtype == torch.float32):
         # of the CUDA kernels only flash supports grouped heads: half precision and no mask
         repeats = query.shape[1] // key.shape[1]
@@ -191,9 +206,10 @@ def _band(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al. 2021) of (b, heads, T, d) each, by cos and sin (b, T, d).
+    """Apply the rotary embedding (Su et al. 2021) to query and key: (b, heads, T, d) each.
 
-    sin is negated in its first half: the result is x * cos + (x with its halves swapped) * sin.
+    cos and sin: (b, T, d), the first half of sin negated. The result is x * cos + (x with its
+    halves swapped) * sin.
     """
     cos = cos[:, None]
     sin = sin[:, None]

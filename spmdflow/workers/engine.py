@@ -96,7 +96,7 @@ class TrainEngine(ABC):
     def forward(
         self, batch: TensorDict, fn: ForwardFn, *, num_micro_batches: int
     ) -> TensorDict | None:
-        """Columns of fn for each row of batch, in order, without gradient.
+        """Run the model without gradient, and return the columns of fn for each row, in order.
 
         None on ranks before the last pipeline stage. (b, R) results become ragged, truncated to the
         response lengths. Every rank of the dp group runs num_micro_batches forwards, even without
@@ -105,7 +105,10 @@ class TrainEngine(ABC):
         micros = self.micro_batches(batch, num_micro_batches)
 
         def answer(output: Any, micro: MicroBatch) -> dict[str, Tensor]:
-            """The columns of fn for one micro-batch, on the host."""
+            """Return the columns of fn for one micro-batch, copied to the host.
+
+            The host has to wait for the device before it reads them.
+            """
             result = {}
             for name, column in fn(output, micro).items():
                 result[name] = to_host(column)
@@ -130,12 +133,14 @@ class TrainEngine(ABC):
     def train_step(
         self, batch: TensorDict, loss: Loss, *, num_micro_batches: int
     ) -> dict[str, Metric]:
-        """One optimizer step on the rows of all ranks. Returns the same metrics on every rank.
+        """Take one optimizer step on the rows of all ranks. Returns the same metrics on every rank.
 
-        The metrics of the loss plus loss, grad_norm (before clipping) and lr. If no row of any rank
-        has tokens to learn, or if the gradient is not finite and optimizer.skip_nonfinite permits
-        it, nothing changes and the only metric is `EMPTY` or `NONFINITE`. SpmdflowError if it does
-        not permit it. Every rank decides in the same way, by sums and a norm over all ranks.
+        They are the metrics of the loss, loss, grad_norm (before clipping) and lr. Increases
+        weights_version. If no row of any rank has tokens to learn, nothing changes and the only
+        metric is `EMPTY`. If the gradient is not finite, no weight changes: the only metric is
+        `NONFINITE` if optimizer.skip_nonfinite permits it, otherwise SpmdflowError is raised. Every
+        rank decides in the same way, by sums and a norm over all ranks. ProtocolError without an
+        optimizer.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -161,7 +166,10 @@ class TrainEngine(ABC):
         return {**metrics, "grad_norm": norm, "lr": lr}
 
     def _skip_nonfinite(self, optimizer: Scheduled, norm: float, loss: float) -> None:
-        """Discards the gradient. SpmdflowError if too many in a row were not finite."""
+        """Discard a gradient that is not finite, count it in nonfinite_in_a_row, and log a warning.
+
+        SpmdflowError instead if optimizer.skip_nonfinite steps in a row have already been skipped.
+        """
         allowed = optimizer.cfg.skip_nonfinite
         skipped = optimizer.nonfinite_in_a_row
         if skipped >= allowed:
@@ -245,7 +253,10 @@ class TrainEngine(ABC):
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Shape of every complete tensor by Hugging Face name, in the order of blocks."""
+        """Shape of each block's tensor by Hugging Face name, in the order of `blocks`.
+
+        Engines whose blocks are only parts of tensors override it to return complete shapes.
+        """
         result = {}
         for name, view, _ in self.blocks():
             result[name] = view.shape
@@ -257,9 +268,11 @@ class TrainEngine(ABC):
         return self.shapes
 
     def shard_hashes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Positional hash of each complete tensor cast to dtype, from the shards themselves.
+        """Return the positional hash of each complete tensor, cast to dtype, by Hugging Face name.
 
-        WeightSyncError if copies in the replica group differ.
+        Each rank hashes its own shards. The hashes are summed over the weight group and compared
+        over the replica group, so all ranks of both call it together. WeightSyncError if replicas
+        differ.
         """
         shapes = self.shapes
         sums = torch.zeros(len(shapes), dtype=torch.int64, device=self.device)
@@ -297,9 +310,12 @@ class TrainEngine(ABC):
         optimizer steps have Hugging Face names, their moments "<name>.exp_avg" and so on."""
 
     def own_state_blocks(self) -> Iterator[Block]:
-        """The parts of `state_blocks` that this rank saves. Over the pool every element is saved
-        once: elements on several ranks are divided equally among them. The first call is
-        collective."""
+        """Yield the parts of `state_blocks` that this rank saves.
+
+        Over the whole pool every element is saved once: elements on several ranks are divided
+        equally among them. All ranks of the pool make the first call together, because it exchanges
+        their boxes.
+        """
         state = list(self.state_blocks())
         if self._own_boxes is None:
             boxes_of_ranks = self.from_all(describe_boxes((name, box) for name, _, box in state))
@@ -307,10 +323,12 @@ class TrainEngine(ABC):
         return own_parts(state, self._own_boxes)
 
     def load_blocks(self, load: Callable[[Iterable[Block]], None], steps_done: int) -> None:
-        """Restores a state bit for bit, which must be on the device.
+        """Restore parameters and moments bit for bit. They must be on the device.
 
-        load: writes the saved values of `own_state_blocks`, from any layout, into the views.
-        steps_done: optimizer steps. CheckpointError for a missing box.
+        load: writes the saved values of `own_state_blocks`, from any layout, into the views that it
+        gets. CheckpointError for a missing box. steps_done: optimizer steps so far, passed to
+        optimizer.mark_restored. Increases weights_version, or sets it to steps_done for a new
+        engine.
         """
         self._storages = {n: x for n, x in self._storages.items() if n == "gradients"}  # outdated
         self.weights_version = max(self.weights_version + (self.weights_version > 0), steps_done)
@@ -332,10 +350,11 @@ class TrainEngine(ABC):
         return all_gather_plain(mine, self.groups.get(self.layout.ranks, backend="gloo"))
 
     def move(self, where: Place, part: Part, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Moves the storages of a part, for `residency`. `tensors` is called the first time only.
+        """Move the storages of a part to the device or to the host, for `residency`.
 
-        Values that are unchanged since they were last on the host are not copied again. Gradients
-        are freed.
+        Values that are unchanged since they were last on the host (same weights_version) are not
+        copied again. Gradients are freed instead of copied, and are zero when they come back.
+        tensors: returns the part's tensors; called the first time only.
         """
         if part not in self._storages:
             self._storages[part] = Storages(tensors())
@@ -360,8 +379,11 @@ class TrainEngine(ABC):
         )
 
     def count_micro_batches(self, batch: TensorDict) -> int:
-        """Number of micro-batches for rows that a role derived from those of its call, which the
-        controller could not count: the maximum over dp ranks. Collective over dp."""
+        """Return how many micro-batches these rows need: the maximum over the dp group.
+
+        For rows that a role derived from those of its call, whose number the controller did not
+        count. All ranks of the dp group call it together.
+        """
         tokens = (lengths_of(batch["prompts"]) + lengths_of(batch["responses"])).tolist()
         rows = self.cfg.micro_batch_size_per_rank
         limit = self.cfg.max_micro_batch_tokens
@@ -371,7 +393,10 @@ class TrainEngine(ABC):
         return int(max(needs.values()))
 
     def dp_sums(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Sums over the dp group in float64. Every rank passes the same names."""
+        """Return the sum of each number over the dp group, in float64.
+
+        Every rank of the group calls it with the same names. Tensors must be scalars.
+        """
         names = sorted(local)
         on_host = []
         for name in names:
@@ -386,7 +411,11 @@ class TrainEngine(ABC):
 
 
 def planned_steps(update: UpdateConfig | None) -> int:
-    """Planned number of optimizer steps in one step of the run."""
+    """Return the planned number of optimizer steps in one step of the run.
+
+    num_epochs * ceil(samples_per_step / mini_batch_size). 1 without update settings, or if
+    samples_per_step is 0.
+    """
     if update is None or update.samples_per_step == 0:
         return 1
     mini_batches = -(-update.samples_per_step // update.mini_batch_size)
@@ -400,11 +429,13 @@ def engine_of(
     head: str,
     adopt: Callable[..., None] | None = None,
 ) -> TrainEngine:
-    """The engine `cfg.engine.kind` with the weights of cfg.model.
+    """Build the train engine that cfg.engine.kind names, with the weights of cfg.model.
 
-    head: causal_lm, scalar (a trained one-label head) or critic (a zero head if the
-    folder has none). With `cfg.optimizer` it can train. adopt: places the weights in the storage
-    that a generator shares (megatron_optimizer.Adopt). Collective over the pool.
+    head: causal_lm, scalar (a trained one-label head) or critic (a zero head if the folder has
+    none). It has an optimizer if cfg has the section `optimizer`, and adapters if cfg.model.lora is
+    set; the first rank then logs the numbers of parameters. adopt: places the weights in the
+    storage that a generator shares (megatron_optimizer.Adopt). All ranks of the pool call it
+    together.
     """
     total_steps = context.total_steps * planned_steps(getattr(cfg, "update", None))
     kind = engine_kind(cfg.engine.kind, key=f"{context.name}.engine.kind")

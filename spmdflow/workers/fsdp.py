@@ -105,7 +105,10 @@ class FSDPEngine(TrainEngine):
         return without_adapters(self._module)
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
-        """See `TrainEngine.outputs`."""
+        """Run the module on each micro-batch and return the results of fn.
+
+        Frees gathered parameters afterwards.
+        """
         answers = [self._module(micro, fn) for micro in micros]
         self._reshard()
         return answers
@@ -113,7 +116,12 @@ class FSDPEngine(TrainEngine):
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
     ) -> dict[str, float]:
-        """See `TrainEngine.accumulate`."""
+        """Run forward and backward of each micro-batch, with gradients summed over all ranks' rows.
+
+        Returns the loss and its metrics, each summed over micro-batches and the rows of all ranks.
+        All ranks call it together. Frees gathered parameters. Reductions that can be deferred run
+        in the last micro-batch.
+        """
         sums: dict[str, float | Tensor] = {}
         for number, micro in enumerate(micros):
             set_last_micro_batch(self._module, self.sharding, last=number == len(micros) - 1)
@@ -125,14 +133,21 @@ class FSDPEngine(TrainEngine):
         return self.dp_sums(sums)
 
     def gradient_norm(self) -> float:
-        """Norm of the complete gradient: squares of all shards, summed over those of one copy."""
+        """Return the L2 norm of the complete gradient, the same on every rank.
+
+        Squares of this rank's shards are summed over the weight group, the ranks that together hold
+        one copy. All ranks of the group call it together.
+        """
         square = squared_norm(self._gradients().values(), self.device)
         if self.weight_group is not None:
             dist.all_reduce(square, group=self.weight_group)
         return math.sqrt(float(square))
 
     def update(self, norm: float) -> None:
-        """See `TrainEngine.update`; every rank steps its shards."""
+        """Clip the gradients by the global norm, step this rank's shards, discard the gradients.
+
+        norm: as `gradient_norm` returned it.
+        """
         assert self.optimizer is not None
         gradients = self._gradients()
         clip_(gradients.values(), norm, self.optimizer.cfg.clip_norm)
@@ -150,10 +165,12 @@ class FSDPEngine(TrainEngine):
         return self.own_blocks()
 
     def own_blocks(self) -> Iterator[Block]:
-        """The same rows as `blocks`, read separately, so that hashes cannot repeat an error of the
-        transfer.
+        """Yield (Hugging Face name, this rank's rows, their box in the complete tensor).
 
-        Adapters are merged into their weights, which then are new tensors instead of live views.
+        A tied tensor occurs once. If adapters are merged, the rows of their layers are new tensors
+        W + scale B A in the compute precision, whose building is collective, and all others are
+        live. Otherwise A and scale B are separate. Reads the rows anew, so that hashes cannot
+        repeat an error of a transfer.
         """
         scale = 0.0 if self.model.lora is None else self.model.lora.scale
         if self.merges_adapters:
@@ -167,7 +184,10 @@ class FSDPEngine(TrainEngine):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """See `TrainEngine.shapes`."""
+        """Return the shape of each complete tensor by Hugging Face name.
+
+        Adapters are included only if they are not merged into their weights.
+        """
         shards_by_name = self._shards().items()
         keeps_adapters = not self.merges_adapters
         result = {}
@@ -178,7 +198,7 @@ class FSDPEngine(TrainEngine):
 
     @property
     def trained_shapes(self) -> dict[str, torch.Size]:
-        """See `TrainEngine.trained_shapes`."""
+        """Return the shapes of the trained tensors: all of them, or only the adapters."""
         result = {}
         for name, shard in self._trained_shards().items():
             result[name] = shard.parameter.shape
@@ -187,7 +207,12 @@ class FSDPEngine(TrainEngine):
     # -- state --------------------------------------------------------------------------------
 
     def state_blocks(self) -> Iterator[Block]:
-        """See `TrainEngine.state_blocks`: rows; whole tensors in stage 1."""
+        """Yield (name, live values, box) of this rank's trained tensors and their moments.
+
+        Each tensor is followed by its moments, named "<name>.<moment>", such as <name>.exp_avg.
+        Values are this rank's rows, or complete tensors in ZeRO stage 1, where only the rank that
+        steps a tensor has its moments.
+        """
         for name, shard in self._trained_shards().items():
             yield name, shard.local, shard.box
             if self.optimizer is None:
@@ -200,8 +225,8 @@ class FSDPEngine(TrainEngine):
     def residency(self, where: Place, part: Part) -> None:
         """Move parameters or optimizer moments between device and host memory.
 
-        On a CPU device both are the same memory and nothing moves. Gradients exist only inside
-        train_step, so there is nothing of theirs to move either.
+        On a CPU device nothing moves. Gradients are not moved either, because they exist only
+        inside train_step.
         """
         if self.device.type == "cpu" or part == "gradients":
             return
@@ -216,7 +241,7 @@ class FSDPEngine(TrainEngine):
         return ShardedOptimizer(self._local(), cfg, total_steps, undecayed=self._undecayed_by(cfg))
 
     def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
-        """Names of the trained tensors without weight decay."""
+        """Return the names of the trained tensors without weight decay, by `undecayed_of`."""
         num_dims = {}
         for name, shard in self._trained_shards().items():
             num_dims[name] = shard.parameter.ndim
@@ -228,14 +253,14 @@ class FSDPEngine(TrainEngine):
         return undecayed_of(cfg, num_dims, [f"{name}.weight" for name in tables])
 
     def _local(self) -> dict[str, Tensor]:
-        """Live local rows of trained tensors, by name."""
+        """Return this rank's rows of the trained tensors by name, sharing storage with them."""
         result = {}
         for name, shard in self._trained_shards().items():
             result[name] = shard.local
         return result
 
     def _trained_shards(self) -> dict[str, Shard]:
-        """All shards or, if there are adapters, only theirs."""
+        """Return all shards by name or, if the model has adapters, only those of the adapters."""
         only = self.model.lora is not None
         shards_by_name = self._shards()
         result = {}
@@ -250,7 +275,7 @@ class FSDPEngine(TrainEngine):
             unit.reshard()
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Gradients of this rank's shards, of tensors that have one."""
+        """Return the gradients of this rank's shards by name, without tensors that have none."""
         gradients = {}
         for name, shard in self._shards().items():
             gradient = shard.gradient
@@ -266,7 +291,10 @@ class ZeROEngine(FSDPEngine):
     """ZeRO stage 1: every rank holds all weights, but only the moments of the tensors it steps."""
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
-        """An optimizer that divides the tensors over the ranks, if there are several."""
+        """Return an optimizer that divides the tensors over the ranks of the dp group.
+
+        With a single rank it is the same as FSDP's.
+        """
         if self.layout.size == 1:
             return super()._optimizer_of(cfg, total_steps)
         undecayed = self._undecayed_by(cfg)
@@ -309,9 +337,10 @@ def _check_layout(context: WorkerContext, kind: str) -> None:
 
 
 def _freeze(model: LoadedModel, *, is_trained: bool) -> None:
-    """Disables gradients and stores weights in the compute precision.
+    """Disable gradients and store the weights in the compute precision, in place.
 
-    is_trained: except for the adapters, which do not change.
+    float32_modules stay in float32. is_trained: the adapters are trained, so they are left as they
+    are.
     """
     exact = set()
     for part in model.float32_modules:

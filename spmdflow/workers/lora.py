@@ -35,7 +35,7 @@ class LoRALinear(Linear):
     uses_adapter: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Return W x + b, plus scale B A x if uses_adapter: (..., in) -> (..., out)."""
         output = super().forward(input)
         if not self.uses_adapter:
             return output
@@ -44,10 +44,11 @@ class LoRALinear(Linear):
 
 
 def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) -> LoadedModel:
-    """Adds adapters to the linear layers that cfg names, in place. Returns the model with them.
+    """Add adapters to the linear layers that cfg.targets names, in place.
 
-    seed: of the run. key: of the settings, for errors. ConfigError for a target that matches no
-    layer.
+    Only layers inside decoder layers get one. Returns the model with lora=cfg and a reader that
+    returns the adapters' initial values. seed: of the run. key: the settings' name, for errors.
+    ConfigError for a target that matches no layer.
     """
     inside = set()
     for layer in model.layers:
@@ -69,7 +70,11 @@ def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) ->
 
 
 def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> None:
-    """Turns a linear layer into a LoRALinear. seed: None if the adapter's values are read later."""
+    """Turn a linear layer into a LoRALinear in place, with lora_A, lora_B, scale and uses_adapter.
+
+    seed: of the initial values of A and B. None if they are read later (weights on the meta
+    device).
+    """
     like = {"bias": False, "device": part.weight.device, "dtype": part.weight.dtype}
     part.lora_A = Linear(part.in_features, cfg.rank, **like)  # type: ignore[arg-type]
     part.lora_B = Linear(cfg.rank, part.out_features, **like)  # type: ignore[arg-type]
@@ -86,7 +91,7 @@ def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> 
 
 
 def _with_start(read: Read, module: nn.Module, seed: int) -> Read:
-    """A reader of the weights that returns initial values for adapters."""
+    """Return a reader that computes the initial values of adapters, and reads all other tensors."""
     shapes = {}
     for n, p in module.named_parameters():
         if is_adapter(n):
@@ -101,7 +106,10 @@ def _with_start(read: Read, module: nn.Module, seed: int) -> Read:
 
 
 def _first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initial values of a complete A or B, equal on every rank."""
+    """Return the initial values of a complete A or B, equal on every rank.
+
+    A is uniform (Kaiming, a = sqrt 5) from a stream by seed and name. B is zero.
+    """
     values = torch.zeros(shape)
     if name.endswith(adapter_names("")[0]):
         stream = seed_of(seed, "lora", zlib.crc32(name.encode()))
@@ -113,7 +121,10 @@ def _first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside the block, forward passes use the model without adapters, as in its folder."""
+    """Switch all adapters of the module off inside the with block, and on again at its end.
+
+    Forward passes inside then use the model as in its folder.
+    """
     adapted = []
     for part in module.modules():
         if isinstance(part, LoRALinear):

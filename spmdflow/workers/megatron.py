@@ -124,7 +124,10 @@ class MegatronEngine(TrainEngine):
     # -- running ------------------------------------------------------------------------------
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
-        """See `TrainEngine.outputs`."""
+        """Run forward on each micro-batch, and return the results of fn.
+
+        [] before the last pipeline stage. All ranks of the model call it together.
+        """
         self.settle()
         with megatron_runtime():
             return self._run_micros(self._modules, micros, fn, train=False)
@@ -132,12 +135,18 @@ class MegatronEngine(TrainEngine):
     def accumulate(
         self, micros: list[MicroBatch], loss: Loss, totals: Mapping[str, float]
     ) -> dict[str, float]:
-        """See `TrainEngine.accumulate`. The last stage computes the sums; every rank gets them."""
+        """Run forward and backward of each micro-batch, with gradients summed over all ranks' rows.
+
+        Zeroes the gradients first. Returns the sums of the loss and its metrics over all rows. The
+        last stage computes them, and every rank gets them. All ranks of the model call it together.
+        """
         assert self.optimizer is not None
 
         def terms(output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """Loss, number of tokens (unused) and detached metrics, in the form that Megatron
-            expects."""
+            """Return (loss, number of tokens, float64 metrics), in the form that Megatron expects.
+
+            The number of tokens is unused and 0. The metrics include the loss.
+            """
             value, metrics = loss(output, micro, totals)
             sums = {}
             for name, x in {**metrics, "loss": value}.items():
@@ -170,7 +179,10 @@ class MegatronEngine(TrainEngine):
     # -- weights ------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """See `TrainEngine.settle`."""
+        """Gather the weights of the last optimizer step, if that was left to the next forward.
+
+        All ranks of the model call it together.
+        """
         if self.optimizer is not None:
             with megatron_runtime():
                 self.optimizer.gather()
@@ -186,7 +198,10 @@ class MegatronEngine(TrainEngine):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """See `TrainEngine.shapes`."""
+        """Return the shape of each complete tensor of the model by Hugging Face name.
+
+        Also tensors that other ranks have.
+        """
         result = {}
         for each in parameters(self.model.architecture):
             result[each.name] = torch.Size(each.shape)
@@ -195,9 +210,11 @@ class MegatronEngine(TrainEngine):
     # -- state --------------------------------------------------------------------------------
 
     def state_blocks(self) -> Iterator[Block]:
-        """See `TrainEngine.state_blocks`. Without an optimizer, this rank's weights.
+        """Yield (name, live float32 values, box) of the tensors that this rank steps.
 
-        With the distributed optimizer each element is in the blocks of one dp rank.
+        Each is followed by its moments, named "<name>.<moment>", such as <name>.exp_avg. With the
+        distributed optimizer each element is in the blocks of one dp rank. Without an optimizer:
+        this rank's weights.
         """
         if self.optimizer is None:
             yield from self.blocks()
@@ -206,10 +223,10 @@ class MegatronEngine(TrainEngine):
             yield name + (moment and f".{moment}"), view, box
 
     def residency(self, where: Place, part: Part) -> None:
-        """Moves a part to the host or back. Gradients are not preserved: they are needed only in a
-        step.
+        """Move a part to the host or back to the device.
 
-        On a CPU device only gradients matter: their buffer is freed.
+        Gradients are freed instead of copied, because they are needed only in a step. On a CPU
+        device only the gradient buffer is freed or reallocated, and other parts do not move.
         """
         if part != "gradients" and self.device.type == "cpu":
             return
@@ -224,7 +241,7 @@ class MegatronEngine(TrainEngine):
     # -- helpers, in the order of use ---------------------------------------------------------
 
     def _undecayed_by(self, cfg: OptimizerConfig) -> frozenset[str]:
-        """Local names of tensors without weight decay."""
+        """Return the local names of the tensors without weight decay, by `undecayed_of`."""
         num_dims = {}
         for name, tensor in self._table.items():
             num_dims[name] = len(tensor.shape)
@@ -235,9 +252,12 @@ class MegatronEngine(TrainEngine):
         return undecayed_of(cfg, num_dims, embeddings)
 
     def _read(self, model: ModelSource) -> None:
-        """Reads this rank's boxes from the folder, each once, in the file's precision, into
-        parameters and the masters that the optimizer steps. Sends a tied embedding to the last
-        stage."""
+        """Read this rank's parts of the weights from the folder, each once, into the parameters.
+
+        Also writes them to the float32 masters that the optimizer steps, in the file's precision.
+        The first stage reads a tied embedding and broadcasts it to the last stage. All ranks of the
+        model call it together.
+        """
         has_masters = self.optimizer is not None and self.dtype != torch.float32
         stepped = self._stepped_blocks() if has_masters else ()
         masters = Blocks(block for moment, block in stepped if not moment)
@@ -248,7 +268,10 @@ class MegatronEngine(TrainEngine):
             first = dist.get_process_group_ranks(group)[0]
 
         def read(name: str, box: Box) -> Tensor:
-            """A box of the folder; a tied embedding is received from the first stage."""
+            """Return a box of the folder's tensor, and write it to the masters.
+
+            A tied embedding is read by the first stage only, and broadcast.
+            """
             is_sent = group is not None and name == EMBEDDING
             reads = not is_sent or first == self.rank
             assert model.read is not None
@@ -269,19 +292,22 @@ class MegatronEngine(TrainEngine):
         *,
         train: bool,
     ) -> list[Any]:
-        """The result of fn for the output of each micro-batch, on the last stage; [] elsewhere.
+        """Return fn(output, micro) for each micro-batch on the last stage; [] on other stages.
 
         One stage runs them one by one; several run Megatron's 1F1B order (Narayanan et al. 2021),
         interleaved where they have several parts. Micro-batches may differ in rows and length.
-        train: add their gradients in modules, the parts' DDP wrappers. fn then returns (scalar to
-        differentiate, number of tokens, value to collect).
+        train: also run backward and add the gradients in modules, which are then the parts' DDP
+        wrappers; fn returns (scalar to differentiate, number of tokens, value to collect). All
+        ranks call it together.
         """
 
         def step(
             remaining: Iterator[MicroBatch], model: nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
-            """Runs the next micro-batch. Returns its output, and the function that applies fn to
-            it."""
+            """Run the next micro-batch through this stage.
+
+            Returns its output, and the function that applies fn to the output.
+            """
             micro = next(remaining)
             ids = micro.input_ids
             positions = micro.position_ids
@@ -315,12 +341,19 @@ class MegatronEngine(TrainEngine):
         return results
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
-        """See `TrainEngine.micro_batches`. Virtual stages need a multiple of p micro-batches."""
+        """Split the rows into micro-batches on the device; see `TrainEngine.micro_batches`.
+
+        With virtual stages their number is rounded up to a multiple of the pipeline's size.
+        """
         size = self.layout.pp_size if self.layout.virtual_size > 1 else 1
         return super().micro_batches(batch, -(-num_micro_batches // size) * size)
 
     def _output_of(self, output: Tensor, micro: MicroBatch) -> CausalOutput | ScalarOutput:
-        """The last stage's hidden states (b, T, H) with its head, in the form that roles expect."""
+        """Return the last stage's hidden states with its head, as a CausalOutput or a ScalarOutput.
+
+        output: (b, T, H). Hidden states of a causal LM are selected at the positions that predict a
+        response token.
+        """
         architecture = self.model.architecture
         model = self._modules[-1]
         tp = self._megatron_groups.tp
@@ -342,8 +375,11 @@ class MegatronEngine(TrainEngine):
         )
 
     def _share_metrics(self, metrics_of_micros: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Metrics summed over micro-batches and dp, sent from each replica's first rank of the last
-        stage to all its ranks, so that they are bit-identical."""
+        """Sum the metrics over micro-batches and dp, and return the same bits on every rank.
+
+        The first rank of each replica's last stage computes them, and the replica's other ranks get
+        them from it. All ranks of the model call it together.
+        """
         replica = self.layout.axis_group(self.rank, "replica")
         source = replica[-self.layout.tp_size]
         metrics: dict[str, float] = {}
@@ -358,8 +394,11 @@ class MegatronEngine(TrainEngine):
         return metrics
 
     def _stepped_blocks(self) -> Iterator[tuple[str, Block]]:
-        """("", float32 weights) and (moment's name, its values) of the tensors that this rank
-        steps, by box."""
+        """Yield the tensors that this rank steps and their moments, cut into boxes.
+
+        Each is (moment's name, (Hugging Face name, live float32 values, box)). The name is "" for
+        weights.
+        """
         assert self.optimizer is not None
         for name, start, tensors in self.optimizer.stepped_tensors():
             for moment, flat in tensors.items():
@@ -376,10 +415,12 @@ class _StageMessages(P2PCommunicator):
     """
 
     def expect(self, micros: list[MicroBatch]) -> None:
-        """The micro-batches of the next pass.
+        """Set the shapes of the messages that this stage receives in the next pass.
 
-        With virtual stages, the first stage receives activations of all but the last part of the
-        last stage, and the last stage receives gradients of all but the first part of the first.
+        A shape is (T, b, H), with T divided by tp under sequence parallelism. Without virtual
+        stages they are in the order of micro-batches. With virtual stages they are in the order of
+        Megatron's schedule; the first stage receives no activations for its first part, and the
+        last stage no gradients for its last part.
         """
         config = self.config
         if config.sequence_parallel:
@@ -413,7 +454,7 @@ class _StageMessages(P2PCommunicator):
 
 
 def _check_options(name: str, cfg: EngineConfig) -> None:
-    """ConfigError unless the engine supports all engine.options."""
+    """Raise ConfigError if engine.options has an option that this engine does not support."""
     known = engine_kind(cfg.kind).options
     unknown = sorted(set(cfg.options) - set(known))
     if unknown:

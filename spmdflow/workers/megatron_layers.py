@@ -42,7 +42,10 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) -> the same."""
+        """Return x / rms(x) * weight: (..., hidden_size) -> the same shape and dtype.
+
+        rms(x) = sqrt(mean(x^2) + eps) over the last dimension, computed in float32.
+        """
         wide = x.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normalised.to(x.dtype)
@@ -73,9 +76,12 @@ class CausalAttention(nn.Module):
         packed_seq_params: PackedParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d).
+        """Compute causal attention of padded rows, or of packed rows.
 
-        Of packed rows without b: (N, heads, d) and (N, kv heads, d) -> (N, heads, d).
+        query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d). With
+        packed_seq_params, the rows are packed and have no dimension b: (N, heads, d) and (N, kv
+        heads, d) -> (N, heads, d). attention_mask must be None, because rows are padded on the
+        right.
         """
         assert attention_mask is None, "rows are padded on the right: causality is mask enough"
         scale = self.scale
@@ -103,7 +109,12 @@ class GroupedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """(T, b, H) -> query (T, b, heads/t, d), key and value (T, b, kv heads or 1, d)."""
+        """Project (T, b, H) to query (T, b, heads/t, d), key and value (T, b, kv heads, d).
+
+        With at least as many key-value heads as tensor-parallel ranks, Megatron's own method runs.
+        Otherwise all ranks of the tp group gather the fused projection, and each takes its one
+        key-value head and its share of the query heads that belong to it.
+        """
         kv_heads = self.config.num_query_groups
         if kv_heads >= self.world_size:
             return super().get_query_key_value_tensors(
@@ -148,7 +159,10 @@ class PackedParams(PackedSeqParams):
 
     @classmethod
     def of(cls, rows: PackedRows, positions: Tensor, *, fused: bool) -> PackedParams:
-        """fused: the rotary kernel takes offsets."""
+        """Return Megatron's parameters of packed rows.
+
+        fused: the rotary kernel takes offsets, so these are set. Otherwise the positions (N,) are.
+        """
         if not fused:
             return cls("thd", rows=rows, positions=positions)
         ends = rows.offsets
@@ -160,14 +174,17 @@ class PackedRotary(RotaryEmbedding):
     """Megatron's rotary embedding, which also accepts positions instead of a length."""
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """A length, or positions (N,)."""
+        """Return the positions (N,) of packed rows if there are any, otherwise a length."""
         packed = kwargs.get("packed_seq_params", args[-1])
         if isinstance(packed, PackedParams) and packed.positions is not None:
             return packed.positions
         return super().get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles (T, 1, 1, d) of positions 0 to T - 1, or (N, 1, d) of the positions passed."""
+        """Return rotary angles: (T, 1, 1, d) of positions 0 to T - 1, or (N, 1, d).
+
+        max_seq_len: the number T, or a tensor of positions (N,).
+        """
         if isinstance(max_seq_len, Tensor):
             angles = max_seq_len[:, None].float() * self.inv_freq
             return torch.cat([angles, angles], -1)[:, None]
@@ -179,7 +196,7 @@ class TEPackedAttention(TEDotProductAttention):
     """TransformerEngine's attention, which always needs the offsets."""
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
-        """See TEDotProductAttention. Converts packed rows to offsets first."""
+        """Run TransformerEngine's attention. Packed rows are converted to offsets first."""
         if packed_seq_params is not None:
             rows = packed_seq_params.rows
             packed_seq_params = PackedParams.of(rows, packed_seq_params.positions, fused=True)

@@ -60,11 +60,12 @@ def build_model(
     part: int,
     num_parts: int,
 ) -> GPTModel:
-    """One of this rank's parts of the model, with undefined weights. Collective over pipelines if
-    tied.
+    """Build one of this rank's parts of the model, with undefined weights.
 
-    options: engine.options. part: on stage s of p it is virtual stage part * p + s of p * num_parts
-    (`weights.ranks`).
+    On pipeline stage s of p, part k is virtual stage k * p + s of p * num_parts (`weights.ranks`).
+    The first has the embedding, the last the head. options: engine.options. The vocabulary is
+    padded to a multiple that tp divides. The last part returns hidden states instead of logits.
+    With tied embeddings all ranks of a pipeline call it together.
     """
     tp_size = groups.tp.size()
     pp_size = groups.pp.size()
@@ -117,9 +118,10 @@ def _hidden_of_head(
     group: torch.distributed.ProcessGroup,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """(T or T/t, b, H) -> (T, b, H), instead of logits: heads run later, where they are needed.
+    """Return the hidden states (T, b, H) instead of logits: heads run later, where they are needed.
 
-    All ranks of the group return the same gradient for these hidden states.
+    Under sequence parallelism they are (T/t, b, H), and gathered over the tp group first. All ranks
+    of the group return the same gradient for these hidden states.
     """
     if config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
@@ -138,7 +140,7 @@ def _transformer_config(
     pp_size: int,
     num_parts: int,
 ) -> TransformerConfig:
-    """Settings of one stage with num_layers decoder layers in num_parts equal parts."""
+    """Return Megatron's settings of one stage with num_layers decoder layers in all its parts."""
     recompute = "recompute" in options
     selective = "selective_recompute" in options
     window = architecture.sliding_window
@@ -200,11 +202,12 @@ def fusions(options: Collection[str], *, on_cuda: bool) -> dict[str, bool]:
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:
-    """(head_dim / 2,) float32: theta^(-2i/d), scaled for long contexts according to the config.
+    """Return the rotary frequencies theta^(-2i/d), (head_dim / 2,) float32.
 
-    linear: all are divided by factor. llama3: those with fewer than low_freq_factor turns within
-    the original positions are divided, those with more than high_freq_factor turns are unchanged,
-    and those in between are interpolated linearly.
+    They are scaled for long contexts according to the config. linear: all are divided by factor.
+    llama3: those with fewer than low_freq_factor turns within the original positions are divided,
+    those with more than high_freq_factor turns are unchanged, and those in between are interpolated
+    linearly.
     """
     dims = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32)
     frequencies = 1.0 / architecture.rope_theta ** (dims / architecture.head_dim)
@@ -226,7 +229,11 @@ def _leave(tensor: Tensor) -> Tensor:
 
 
 def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """num_layers decoder layers and a final norm: TransformerEngine's where it can run."""
+    """Return Megatron's description of num_layers decoder layers and a final norm.
+
+    They are TransformerEngine's layers if it is installed and CUDA is available, otherwise
+    Megatron's local ones with `RMSNorm` and `CausalAttention`.
+    """
     qk_norm = config.qk_layernorm
     if HAVE_TE and torch.cuda.is_available():
         from megatron.core.extensions.transformer_engine import TENorm
@@ -246,7 +253,11 @@ def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
 
 
 def local_name(name: str) -> str:
-    """A parameter's name in a model of local layers, without the wrappers' prefixes."""
+    """Return a parameter's name in a model of local layers.
+
+    Removes leading "module." prefixes of wrappers, and replaces the names of norms that
+    TransformerEngine fuses into a linear layer.
+    """
     while name.startswith("module."):
         name = name.removeprefix("module.")
     for fused, plain in _FUSED_NORMS.items():

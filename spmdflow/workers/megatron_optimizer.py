@@ -116,16 +116,17 @@ class StageOptimizer(TorchOptimizer):
             self._start_gather()
 
     def zero_gradients(self) -> None:
-        """Zeroes all gradients. Called before the first micro-batch of a step."""
+        """Set all gradients to zero. Called before the first micro-batch of a step."""
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self._inner.zero_grad()
 
     def gradient_norm(self) -> float:
-        """Norm of the complete model's summed gradient. Called once, after the last micro-batch.
+        """Return the L2 norm of the complete model's summed gradient, the same on every rank.
 
-        Megatron omits elements that another rank already counts: copies over tp, and the second
-        copy of a tied embedding.
+        Called once, after the last micro-batch, by all ranks of the model together. Megatron omits
+        elements that another rank already counts: copies over tp, and the second copy of a tied
+        embedding.
         """
         self._inner.prepare_grads()
         square = squared_norm(self._counted_gradients(), self._device)
@@ -133,7 +134,13 @@ class StageOptimizer(TorchOptimizer):
         return math.sqrt(float(square))
 
     def step(self, norm: float) -> None:
-        """Clips by the global norm and updates the weights. Call `gradient_norm` first."""
+        """Clip the gradients by the global norm, step the weights, and zero the gradients.
+
+        norm: as `gradient_norm` returned it, which must be called first. The rate is next_lr;
+        steps_done increases by 1. With overlap, gathering the weights over dp is left to the next
+        forward or to `gather`; otherwise the distributed optimizer gathers them here. All ranks of
+        the model call it together.
+        """
         clip_(
             [p.grad for p in self._stepped_parameters() if p.grad is not None],
             norm,
@@ -147,11 +154,11 @@ class StageOptimizer(TorchOptimizer):
         self.steps_done += 1
 
     def stepped_tensors(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
-        """The tensors that this rank steps, in a fixed order. If distributed, each element is on
-        one dp rank.
+        """Yield the tensors that this rank steps, in a fixed order.
 
-        Yields (Megatron's local name, first element in the flattened local tensor, flat live
-        float32 tensors by name: "" for the weights that are stepped, and the names of the moments).
+        Each is (Megatron's local name, index of the first element in the flattened local tensor,
+        flat live float32 tensors by name: "" for the weights that are stepped, and the names of the
+        moments). With the distributed optimizer each element is on one dp rank.
         """
         for parameter, main, start in self._mains():
             moments = {}
@@ -160,8 +167,12 @@ class StageOptimizer(TorchOptimizer):
             yield self._names[parameter], start, {"": main.detach().view(-1), **moments}
 
     def mark_restored(self, steps_done: int) -> None:
-        """See `Scheduled.mark_restored`. Also copies the float32 masters of `stepped_tensors` to
-        the weights."""
+        """Set the number of steps done, after weights and moments were overwritten.
+
+        See `Scheduled.mark_restored`. Copies the float32 masters of `stepped_tensors` to the
+        model's weights. With the distributed optimizer it then gathers the weights over dp, which
+        all ranks call together.
+        """
         super().mark_restored(steps_done)
         with megatron_runtime():
             if hasattr(self._inner, "_copy_main_params_to_model_params"):
@@ -170,7 +181,7 @@ class StageOptimizer(TorchOptimizer):
                 self._start_gather()
 
     def states(self) -> Iterator[Tensor]:
-        """Moments, and float32 masters that are separate from the weights."""
+        """Yield all moments, and the float32 masters that do not share storage with weights."""
         weights = {p.untyped_storage()._cdata for p in self._names}
         for parameter in self._stepped_parameters():
             if parameter.untyped_storage()._cdata not in weights:
@@ -178,7 +189,7 @@ class StageOptimizer(TorchOptimizer):
         yield from self.moments()
 
     def gradients(self) -> list[Tensor]:
-        """The gradient buffers, which stay allocated between steps."""
+        """Return the gradient buffers of all parts. They stay allocated between steps."""
         result = []
         for ddp in self.ddps:
             for buffer in ddp.buffers:
@@ -186,7 +197,11 @@ class StageOptimizer(TorchOptimizer):
         return result
 
     def _replace_adam(self, undecayed: Collection[str]) -> None:
-        """Replaces Megatron's Adam by the configured class of torch.optim, on the same tensors."""
+        """Replace Megatron's Adam by the configured class of torch.optim, on the same tensors.
+
+        Tensors in undecayed (local names) get a second parameter group without weight decay. Sets
+        `inner` and allocates the state.
+        """
         stepped = []
         for group in self._inner.optimizer.param_groups:
             for p in group["params"]:
@@ -223,7 +238,12 @@ class StageOptimizer(TorchOptimizer):
         return result
 
     def _mains(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """(model parameter, float32 tensor that is stepped, its offset in the flat parameter)."""
+        """Yield (model parameter, float32 tensor that is stepped, its offset in the parameter).
+
+        The offset is in the flattened parameter. With the distributed optimizer the tensors are
+        this rank's ranges, otherwise complete (offset 0). In float32 without it they are the
+        parameters themselves.
+        """
         inner = self._inner
         if self.distributed:
             weights = _flatten_groups(inner.model_fp32_groups) + _flatten_groups(
@@ -266,7 +286,7 @@ def _megatron_config(
 
 
 def _flatten_groups(groups: list[list[Any]]) -> list[Any]:
-    """The tensors of all groups in one list."""
+    """Join lists of tensors to one list."""
     result = []
     for group in groups:
         for tensor in group:
@@ -275,7 +295,12 @@ def _flatten_groups(groups: list[list[Any]]) -> list[Any]:
 
 
 def flat_blocks(tensor: LocalTensor, flat: Tensor, start: int) -> Iterator[Block]:
-    """(name, live view, its box) for elements start, start + 1, ... of a flattened local tensor."""
+    """Yield (name, live view, its box of the complete tensor) for a range of a flattened tensor.
+
+    flat has elements start, start + 1, ... of the flattened local tensor. The range is cut into
+    boxes within the pieces of complete tensors that the local tensor consists of; padding is
+    skipped.
+    """
     for local in flat_range(tensor.shape, start, start + flat.numel()):
         values = flat[: local.size].view(local.shape)
         flat = flat[local.size :]

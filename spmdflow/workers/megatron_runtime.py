@@ -33,7 +33,11 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
 
 
 def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGroupCollection:
-    """The collection that Megatron uses instead of its global state."""
+    """Return the process groups of this rank that Megatron uses instead of its global state.
+
+    All groups exist already. Axes that layouts do not have (context and expert parallelism) get the
+    group of this rank alone. embd has the first and last stage of a tied embedding, otherwise None.
+    """
     axis = {}
     for name in ("tp", "pp", "dp"):
         axis[name] = groups.get(layout.axis_group(rank, name))
@@ -68,10 +72,12 @@ def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGrou
 
 @contextmanager
 def limit_object_gathers(group: dist.ProcessGroup) -> Iterator[None]:
-    """Restricts object gathers to this group, and unpickles nothing.
+    """Make dist.all_gather_object use only this group inside the with block, without pickle.
 
-    get_megatron_optimizer compares parameter groups over the whole world (0.16.1,
-    optimizer/__init__.py), which would wait for ranks that have no part in this model.
+    dist.get_world_size() then returns the group's size. get_megatron_optimizer compares parameter
+    groups over the whole world (0.16.1, optimizer/__init__.py), which would wait for ranks that
+    have no part in this model. Replaces the functions for the whole process, and restores them on
+    exit.
     """
     gather = dist.all_gather_object
     size = dist.get_world_size
@@ -90,7 +96,11 @@ def limit_object_gathers(group: dist.ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """All calls of Megatron run inside this, on a CPU and on a GPU. May be nested."""
+    """Context in which all calls of Megatron run. May be nested and used by several threads.
+
+    Creates Megatron's process-wide state at first use. Without CUDA, the CUDA functions that
+    Megatron calls by name are replaced by CPU ones until the last user has left.
+    """
     _initialise_process()
     if torch.cuda.is_available():
         yield
@@ -118,8 +128,10 @@ last."""
 
 
 def _initialise_process() -> None:
-    """Scratch memory and a random-number tracker, once per process. A host program's own ones
-    stay."""
+    """Create Megatron's scratch memory and random-number tracker, unless they exist already.
+
+    So those of a host program stay. Also filters a repeated line from Megatron's log.
+    """
     logging.getLogger(distributed_data_parallel.__name__).addFilter(_is_new_information)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
@@ -136,7 +148,7 @@ def _is_new_information(record: logging.LogRecord) -> bool:
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, its replacement on a CPU)."""
+    """Yield (owner, attribute, its replacement on a CPU) for each CUDA function to replace."""
     for name in _FACTORIES:
         yield torch, name, _without_cuda(getattr(torch, name))
     yield Tensor, "type", _type_of(Tensor.type)
@@ -152,7 +164,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _without_cuda(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The factory, with a CUDA device replaced by the CPU."""
+    """Wrap a tensor factory so that a CUDA device in the keyword `device` becomes the CPU."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Tensor:
@@ -164,10 +176,13 @@ def _without_cuda(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type that reports CPU tensors as CUDA ones, because optimizers compare the name."""
+    """Wrap Tensor.type so that it reports CPU tensors as CUDA ones: torch.cuda.FloatTensor.
+
+    Megatron's optimizers compare this name.
+    """
 
     def type_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See Tensor.type."""
+        """Return the result of Tensor.type, with "torch." in a name replaced by "torch.cuda."."""
         result = original(tensor, *args, **kwargs)
         if isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)

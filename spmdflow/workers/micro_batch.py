@@ -87,14 +87,15 @@ def micro_batches(
     packed: bool = False,
     shares_prompts: bool = False,
 ) -> list[MicroBatch]:
-    """The rows of batch in exactly num_micro_batches parts; an empty part is one padding row.
+    """Split the rows of batch into exactly num_micro_batches micro-batches on device.
 
-    shares_prompts: a prompt that packed rows share is packed once, where that saves enough
-    (`SHARED_FROM`).
+    An empty part becomes one padding row of weight 0. by_tokens: parts are balanced by tokens,
+    otherwise by rows. Packed rows are sorted by length inside a part. shares_prompts: a prompt that
+    packed rows share is packed once, where that saves enough (`SHARED_FROM`).
 
-    batch is in host memory, the micro-batches on device. Needs ragged prompts (no empty one) and
-    responses. Other columns are ragged with the responses' lengths, dense, or text (omitted).
-    response_mask is all True if the batch has none. ColumnError if prompts or lengths do not fit.
+    batch is in host memory. It needs ragged prompts (no empty one) and responses. Other columns are
+    ragged with the responses' lengths, dense, or text (omitted). response_mask is all True if the
+    batch has none. ColumnError if prompts or lengths do not fit.
     """
     rows = _read_rows(batch)
     lengths = lengths_of(rows["prompts"])
@@ -114,7 +115,11 @@ def micro_batches(
 
 
 def join_answers(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatch]) -> TensorDict:
-    """Joins one answer for each micro-batch to columns, without padding rows, in batch order."""
+    """Join the columns of all micro-batches, without padding rows, in the order of the batch.
+
+    answers: the columns of each micro-batch. (b,) columns stay dense; (b, R) columns become ragged,
+    truncated to the response lengths. ProtocolError for any other shape.
+    """
     index = torch.cat([micro.index for micro in micros])
     order = torch.argsort(index)
     columns = {}
@@ -124,7 +129,11 @@ def join_answers(answers: Sequence[Mapping[str, Tensor]], micros: list[MicroBatc
 
 
 def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
-    """The same rows with T padded to a multiple. Packed rows get an additional row of padding."""
+    """Return the micro-batch with T padded to a multiple, or itself if T already is one.
+
+    Padding tokens have id 0. Packed rows get an additional row of padding. predicting and ends are
+    shifted accordingly. Packed rows that share prompts are not supported.
+    """
     rows, length = micro.input_ids.shape
     extra = -length % multiple
     if not extra:
@@ -146,7 +155,11 @@ def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def _join_column(name: str, parts: list[Tensor], micros: list[MicroBatch], order: Tensor) -> Tensor:
-    """The rows of all parts: row i is row order[i] of their concatenation."""
+    """Concatenate the real rows of a column's parts: row i of the result is row order[i].
+
+    A (b,) column stays dense. A (b, R) column becomes ragged, truncated to the response lengths.
+    ProtocolError for any other shape.
+    """
     for part, micro in zip(parts, micros, strict=True):
         allowed = (micro.response_mask.shape, micro.response_mask.shape[:1])
         if part.shape not in allowed:
@@ -168,7 +181,11 @@ def _join_column(name: str, parts: list[Tensor], micros: list[MicroBatch], order
 
 
 def _read_rows(batch: TensorDict) -> TensorDict:
-    """The tensors of batch, with a response_mask. ColumnError if they do not form rows."""
+    """Return the tensor columns of batch, with a response_mask (all True if it has none).
+
+    ColumnError if prompts or responses are missing or not ragged, if a prompt is empty, or if
+    another ragged column has other lengths than responses.
+    """
     for name in ("prompts", "responses"):
         if name not in batch.keys() or not is_ragged(batch[name]):
             raise ColumnError(
@@ -200,11 +217,11 @@ def _read_rows(batch: TensorDict) -> TensorDict:
 
 
 def _padding_of(rows: TensorDict) -> TensorDict:
-    """One row of weight 0: a prompt and a response of one token each, mask False."""
+    """Return one padding row: a prompt and a response of one token 0 each, other columns 0."""
     one = torch.ones(1, dtype=torch.int64)
 
     def zero(column: Any) -> Tensor:
-        """A column of one row with zeros: one entry if it is ragged."""
+        """Return a column of one row of zeros, which has one entry if the column is ragged."""
         values: Tensor = column.values() if is_ragged(column) else column
         zeros = values.new_zeros(1, *values.shape[1:])
         if is_ragged(column):
@@ -227,7 +244,11 @@ class _TokenPositions:
 
 
 def _token_positions(rows: TensorDict, *, packed: bool, shares: bool) -> _TokenPositions:
-    """The positions of rows that are packed, with or without shared prompts, or padded."""
+    """Return where the tokens of each row lie in the micro-batch.
+
+    Padded: row i begins at i * T, T tokens of the longest row. Packed: rows lie end to end. shares:
+    prompts that several packed rows share come first, if that saves enough.
+    """
     prompt_lengths = lengths_of(rows["prompts"])
     totals = prompt_lengths + lengths_of(rows["responses"])
     if not packed:
@@ -243,7 +264,11 @@ def _token_positions(rows: TensorDict, *, packed: bool, shares: bool) -> _TokenP
 
 
 def _shared_prompts(prompts: Tensor, totals: list[int]) -> list[list[int]]:
-    """Groups of rows with a common prompt that is worth computing once; short prompts first."""
+    """Return groups of rows with an equal prompt that is worth computing once; short prompts first.
+
+    That is if len(prompt) * (rows - 1) is at least 1/8 (`SHARED_FROM`) of the rows' tokens. totals:
+    tokens of each row, prompt and response.
+    """
     groups: dict[bytes, list[int]] = {}
     for row, prompt in enumerate(rows_of(prompts)):
         groups.setdefault(prompt.numpy().tobytes(), []).append(row)
@@ -259,8 +284,12 @@ def _shared_prompts(prompts: Tensor, totals: list[int]) -> list[list[int]]:
 def _positions_with_sharing(
     groups: list[list[int]], prompts: list[int], totals: list[int]
 ) -> _TokenPositions:
-    """Shared prompts first, then the remainder of every row after its shared prompt, or the whole
-    row."""
+    """Return positions where shared prompts are packed first, each as a separate row.
+
+    After them comes every row: only its response if it shares a prompt, otherwise the whole row. A
+    row also sees the keys of its shared prompt. groups: rows of each shared prompt. prompts,
+    totals: tokens of each row's prompt, and of prompt and response.
+    """
     offset = 0
     starts: dict[int, int] = {}
     # sizes: (tokens, visible keys) of each packed row; keys: (index, tokens) of visible spans
@@ -295,7 +324,11 @@ def _positions_with_sharing(
 def _build_micro_batch(
     rows: TensorDict, index: Tensor, device: torch.device, layout: _TokenPositions
 ) -> MicroBatch:
-    """A micro-batch of these rows. index: of the rows in the batch; empty for padding."""
+    """Build the micro-batch of these rows, with tokens where `layout` says, on the device.
+
+    index: positions of the rows in the batch; empty for a padding row, whose row_weight is 0.
+    Ragged columns become (b, R), R the longest response but at least 1.
+    """
     prompts = rows["prompts"]
     responses = rows["responses"]
     prompt_lengths = lengths_of(prompts)
@@ -341,14 +374,20 @@ def _build_micro_batch(
 
 
 def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with the tensors that a forward reads on the device, in one copy."""
+    """Copy the tensors that a forward reads to the device, in a single transfer.
+
+    index and answers stay on the host. position_ids are expanded to the shape of input_ids.
+    """
     names = (
         *("input_ids", "position_ids", "response_lengths", "response_mask", "row_weight"),
         *("targets", "predicting", "ends", "response_indices"),
     )
 
     def map_tensors(move: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The micro-batch with `move` applied to each tensor; positions are expanded to rows."""
+        """Return the micro-batch with `move` applied to each tensor, always in the same order.
+
+        position_ids are expanded to the shape of input_ids.
+        """
         tensors: dict[str, Any] = {name: move(getattr(micro, name)) for name in names}
         columns = {}
         for name, column in micro.columns.items():

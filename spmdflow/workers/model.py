@@ -91,7 +91,7 @@ class ScalarModel(nn.Module):
         self.add_module("score", score)
 
     def forward(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
-        """fn(output, micro)."""
+        """Run the decoder, and return fn(output, micro) with its output as a ScalarOutput."""
         decoder = self.get_submodule(self._decoder_name)
         score = self.get_submodule("score")
         hidden = decoder(**_inputs(micro)).last_hidden_state  # (b, T, H)
@@ -99,8 +99,10 @@ class ScalarModel(nn.Module):
 
 
 def _inputs(micro: MicroBatch) -> dict[str, Any]:
-    """The decoder's arguments. Right padding needs no mask under causal attention, with positions
-    from 0. Packed rows bring positions and offsets."""
+    """Return the decoder's keyword arguments: input_ids and, for packed rows, positions and rows.
+
+    Right padding needs no mask under causal attention, with positions from 0.
+    """
     arguments = {"input_ids": micro.input_ids, "use_cache": False}
     if micro.packed is None:
         return arguments
@@ -134,15 +136,22 @@ class _SelectiveHead:
         return fn(CausalOutput(hidden, weight, micro.targets), micro)
 
     def _pick(self, hidden: Tensor) -> Tensor:
-        """(b, T, H) -> (1, n, H), or (1, n, V) from the family's own head."""
+        """Replace the head's forward: select the positions that predict response tokens.
+
+        (b, T, H) -> hidden states (1, n, H) if the head is plain, otherwise logits (1, n, V) of the
+        family's own head.
+        """
         picked = hidden.flatten(0, 1).index_select(0, self._positions)[None]
         if self.is_plain:
             return picked
         return self._own(picked)
 
     def _leaves_logits(self, model: Any) -> bool:
-        """Whether the family's forward returns the head's output unchanged, tested on a dummy
-        input."""
+        """Return whether the family's forward returns the head's output unchanged.
+
+        Tested with a dummy input and a head that returns its input. Restores the decoder's forward
+        and `_pick` afterwards.
+        """
         decoder = model.base_model
         decoder_forward = model.base_model.forward
         head_inputs: list[Tensor] = []
@@ -174,10 +183,13 @@ class _DecoderOutput:
 
 
 def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
-    """The module of the folder cfg.path. ConfigError if the folder or one of its tensors is
-    missing.
+    """Load the module of the folder cfg.path, in float32.
 
-    head: causal_lm, scalar (a trained one-label head) or critic (a zero head if there is none).
+    head: causal_lm (it runs only at positions that predict response tokens), scalar (a trained
+    one-label head) or critic (a zero head if there is none). The weights are read later (`read`),
+    or here if transformers must transform them. Families whose rows can be packed get
+    `row_attention`. ConfigError if the folder or one of its tensors is missing, or if its
+    classification head has several labels.
     """
     import transformers
 
@@ -222,16 +234,17 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
 
 
 def _rotate_in_one_pass(decoder: Any) -> None:
-    """Makes this decoder rotate queries and keys by `rotate`, in a sixth of transformers' time.
+    """Make this decoder rotate queries and keys by `rotate`, in a sixth of transformers' time.
 
-    Replaces the function of the family's module that its attention calls. The sines of this decoder
-    carry signed ones for `rotate`. For other decoders' sines the original function runs.
+    Replaces apply_rotary_pos_emb in the family's module, once. A hook attaches signed sines, which
+    `rotate` needs, to the sines of this decoder. For sines without them, such as other decoders',
+    the original function runs.
     """
     family: Any = sys.modules[type(decoder).__module__]
     original = family.apply_rotary_pos_emb
 
     def rotate_signed(query: Tensor, key: Tensor, cos: Tensor, sin: Any, *more: Any) -> Any:
-        """Rotates by the signed sines if there are some, otherwise by the original function."""
+        """Rotate by the signed sines if `sin` has them, otherwise by the original function."""
         signed = getattr(sin, "spmdflow_signed", None)
         if signed is None:
             return original(query, key, cos, sin, *more)
@@ -250,7 +263,12 @@ def _rotate_in_one_pass(decoder: Any) -> None:
 def _open_or_load(
     auto: Any, path: str, settings: Mapping[str, Any], *, new_head: bool
 ) -> tuple[Any, Read | None]:
-    """(a module without weights, their reader), or (the module that transformers loads, None)."""
+    """Return (a module without weights, a reader of them) or (a module with weights, None).
+
+    The second if transformers does more than copy the files' tensors. ConfigError if a tensor is
+    missing. new_head: a missing score.weight is zeros instead. A loaded module is in eval mode and
+    checked for values that are not finite. Registers `grouped_attention` as "sdpa".
+    """
     import transformers
 
     transformers.AttentionInterface.register("sdpa", grouped_attention)
@@ -286,7 +304,10 @@ def _open_or_load(
 
 
 def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:
-    """The decoder and head of a transformers model. ConfigError if it has no head named score."""
+    """Return decoder and head of a transformers model as a ScalarModel.
+
+    ConfigError if it has no head named score.
+    """
     if not hasattr(model, "score"):
         raise ConfigError(
             f"model.path {cfg.path}: {type(model).__name__} has no head named score; expected a "
@@ -310,8 +331,8 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, for families whose rows may be packed. Needs no mask.
 
-    query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, T, heads, d); b is 1 if the
-    rows are packed.
+    query (b, heads, T, d), key and value (b, kv heads, T, d) -> ((b, T, heads, d), None); b is 1 if
+    the rows are packed (packed_rows). Padded rows attend causally.
     """
     if packed_rows is None:
         output = dense_attention(query, key, value, scale=scaling, window=sliding_window)
@@ -330,10 +351,11 @@ def grouped_attention(
     mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa" with key and value heads repeated where the kernels need it.
+    """Run transformers' "sdpa", with key and value heads repeated where the kernels need it.
 
-    query (b, heads, T, d), key and value (b, kv heads, T, d) -> (b, T, heads, d). Of CUDA's kernels
-    only those for half precision support grouped heads; float32 would store the T x T scores.
+    query (b, heads, T, d), key and value (b, kv heads, T, d) -> ((b, T, heads, d), None). They are
+    repeated for float32 on a device: of CUDA's kernels only those for half precision support
+    grouped heads, and float32 would store the T x T scores.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -346,9 +368,10 @@ def grouped_attention(
 
 
 def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
-    """The folder cfg.path; ConfigError if it is incomplete or has no weight table.
+    """Return the architecture of the folder cfg.path and a reader of its weights.
 
-    head: as `load_model`.
+    head: as `load_model`. ConfigError if the folder is incomplete, or if its kind of model has no
+    table of weights.
     """
     path = Path(cfg.path)
     kind: Head = "causal_lm" if head == "causal_lm" else "scalar"
@@ -365,7 +388,10 @@ def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
 
 
 def _with_head(config: dict[str, Any], head: Head) -> dict[str, Any]:
-    """config.json of a folder with float32 weights and this head."""
+    """Return config.json for an export with float32 weights and this head.
+
+    For scalar, ...ForCausalLM in architectures becomes ...ForSequenceClassification with one label.
+    """
     config = {key: value for key, value in config.items() if key != "torch_dtype"}
     config["dtype"] = "float32"
     if head == "scalar":

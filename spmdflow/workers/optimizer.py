@@ -21,7 +21,7 @@ from spmdflow.workers.schedule import RunProgress, learning_rate
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of all elements, a float64 scalar on device."""
+    """Return the sum of squares of all elements, a float64 scalar on device; 0 without tensors."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     tensors = list(gradients)
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float64) if tensors else ()
@@ -37,9 +37,11 @@ def clip_(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
 def undecayed_of(
     cfg: OptimizerConfig, num_dims: Mapping[str, int], embeddings: Collection[str]
 ) -> frozenset[str]:
-    """Names of the tensors without weight decay (optimizer.decay_parameters).
+    """Return the names of the tensors without weight decay.
 
-    num_dims: dimensions of each complete tensor by name. embeddings: names, also of tied ones.
+    These are embeddings and tensors with fewer than two dimensions (biases, norms). None, if
+    optimizer.decay_parameters is "all" or weight_decay is 0. num_dims: dimensions of each complete
+    tensor by name. embeddings: names, also of tied ones.
     """
     if cfg.decay_parameters == "all" or cfg.weight_decay == 0:
         return frozenset()
@@ -49,7 +51,10 @@ def undecayed_of(
 def split_groups(
     parameters: Sequence[nn.Parameter], undecayed: Collection[Tensor]
 ) -> list[dict[str, Any]]:
-    """Parameter groups for torch.optim: one, or a second one without weight decay."""
+    """Return parameter groups for torch.optim: the others, then `undecayed` with weight_decay 0.
+
+    A group without parameters is omitted. The order of parameters is preserved.
+    """
     spared = {id(parameter) for parameter in undecayed}
     decayed = []
     for parameter in parameters:
@@ -91,7 +96,11 @@ class Scheduled:
 
     @property
     def next_lr(self) -> float:
-        """The rate that the next step will use."""
+        """Learning rate that the next step will use, by `learning_rate`.
+
+        With optimizer.total_steps, or while the run's length is unknown, its position is the number
+        of steps done, otherwise that of `progress`.
+        """
         progress = self.progress
         if self.cfg.total_steps or progress.num_steps == 0:
             return learning_rate(self.cfg, self.steps_done, self.total_steps)
@@ -112,8 +121,10 @@ class Scheduled:
         }
 
     def load_schedule(self, state: Mapping[str, Any]) -> None:
-        """Continues from `schedule_state`. Called before `mark_restored`. An older checkpoint has
-        {}."""
+        """Restore what `schedule_state` returned: progress, nonfinite_in_a_row and last_lr.
+
+        Called before `mark_restored`. {} (an older checkpoint) sets the initial values.
+        """
         self.progress.load_state(state)
         self.nonfinite_in_a_row = int(state.get("nonfinite_in_a_row", 0))
         self.last_lr = state.get("last_lr")
@@ -136,7 +147,11 @@ class TorchOptimizer(Scheduled):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the class, from the settings."""
+        """Keyword arguments of the class, from the settings; only those that its signature has.
+
+        The settings' betas are passed under the names that the class uses, and fused=True if it is
+        supported.
+        """
         cfg = self.cfg
         kind = optimizer_kind(self.cfg.name)
         wanted = {"betas": tuple(cfg.betas), kind.first: cfg.betas[0], kind.second: cfg.betas[1]}
@@ -150,7 +165,11 @@ class TorchOptimizer(Scheduled):
         return result
 
     def use(self, inner: torch.optim.Optimizer) -> None:
-        """Adopts an optimizer of torch_class that has not stepped yet, and allocates its state."""
+        """Set `inner` to an optimizer of torch_class that has not stepped, and allocate its state.
+
+        Sets moment_names and, for each parameter, the moments to their values before the first
+        step.
+        """
         self.inner = inner
         parameters = []
         for group in inner.param_groups:
@@ -170,7 +189,7 @@ class TorchOptimizer(Scheduled):
             inner.state[parameter] = state
 
     def moments(self) -> list[Tensor]:
-        """The live moments of all tensors."""
+        """Return the live moments of all tensors in one list."""
         states = self.inner.state.values()
         result = []
         for state in states:
@@ -179,7 +198,7 @@ class TorchOptimizer(Scheduled):
         return result
 
     def moments_at(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The live moments of one parameter by their names; none if another rank steps it."""
+        """Return the live moments of one parameter by name; {} if another rank steps it."""
         state = self.inner.state.get(parameter, {})
         result = {}
         for moment in self.moment_names:
@@ -188,8 +207,11 @@ class TorchOptimizer(Scheduled):
         return result
 
     def mark_restored(self, steps_done: int) -> None:
-        """See `Scheduled.mark_restored`. Other counters of the class are computed by replaying the
-        steps on a small tensor (`_probe`)."""
+        """Set the number of steps done, and the counters of every parameter's state to match it.
+
+        Called after weights and moments were overwritten. Counters other than "step" are computed
+        by replaying the steps on a small tensor (`_probe`).
+        """
         super().mark_restored(steps_done)
         for parameter, state in self.inner.state.items():
             if state.keys() - {"step", *self.moment_names}:
@@ -202,7 +224,11 @@ class TorchOptimizer(Scheduled):
                 state[name] = counters[name].to(state[name], copy=True)
 
     def _probe(self, steps: int, device: torch.device) -> dict[str, Tensor]:
-        """State of two elements after steps with zero gradient: (2,) moments, scalar counters."""
+        """Return the state of a two-element tensor after this many steps with zero gradient.
+
+        {name: moment (2,) or scalar counter}. The learning rates are those of the schedule, except
+        that the last step uses last_lr if it is known. 0 steps: the state before the first.
+        """
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer: Any = self.torch_class([probe], **self.arguments)
@@ -245,8 +271,10 @@ class ShardedOptimizer(TorchOptimizer):
         self.use(getattr(self._stepper, "optim", self._stepper))
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Updates the shards in place from their gradients. A shard without a gradient does not
-        change."""
+        """Update the shards in place from their gradients, at the rate next_lr, and count the step.
+
+        gradients: by name. A shard without a gradient does not change.
+        """
         for group in self._stepper.param_groups:
             group["lr"] = self.next_lr
         for name, parameter in self._parameters.items():

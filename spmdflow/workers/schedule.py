@@ -17,11 +17,12 @@ from spmdflow.config.schema import OptimizerConfig
 def learning_rate(
     cfg: OptimizerConfig, step: int, total_steps: int, *, position: int | None = None
 ) -> float:
-    """Rate of optimizer step `step` (from 0), at this position of total_steps. None: at step.
+    """Return the rate of optimizer step `step` (from 0), at this position of total_steps.
 
-    Warm-up: lr (step + 1) / warmup_steps. Then, with x in [0, 1) the fraction of the remaining
-    positions that is done: constant lr, linear lr (1 - x), cosine lr (1 + cos(pi x)) / 2. x would
-    reach 1, and a decaying rate 0, right after the last position.
+    Warm-up while step < warmup_steps: lr (step + 1) / warmup_steps. Then, with x = (position -
+    warmup_steps) / (total_steps - warmup_steps), clamped to [0, 1]: constant lr, linear lr (1 - x),
+    cosine lr (1 + cos(pi x)) / 2. A decaying rate would reach 0 right after the last position.
+    position None: at `step`.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -70,9 +71,11 @@ class RunProgress:
     def begin_update(
         self, *, step: int, num_steps: int, planned_in_step: int, steps_done: int
     ) -> None:
-        """Records that an update in this step (from 1) of the run begins.
+        """Record that an update in this step (from 1) of the run begins.
 
-        steps_done: optimizer steps before it.
+        In a new step it first sets most_in_step to the largest number of optimizer steps that a
+        step of the run has taken. steps_done: optimizer steps before this update. Does nothing if
+        step or num_steps is 0, that is outside of a script's steps.
         """
         if step == 0 or num_steps == 0:
             return  # outside of the steps of a script
@@ -100,7 +103,7 @@ class RunProgress:
         return {"most_in_step": self.most_after(steps_done)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues after the step in which `state` was taken."""
+        """Restore most_in_step from `state`. The next update begins a new step of the run."""
         self.most_in_step = int(state.get("most_in_step", 0))
         self._step = 0
         self._done_before = 0

@@ -26,11 +26,12 @@ UNIT_BYTES = 4 << 20
 
 
 def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
-    """Mesh of the pool, last axis "shard": all of its ranks, or (replicate, shard).
+    """Return the mesh of the pool: (all its ranks,), or (replicate, shard).
 
-    Shards are on the layout's shard_size neighbours. Parameters that are not divided have shards of
-    size 1. torch treats meshes of equal ranks and axis names as the same mesh. The pool's group
-    name in the axis names distinguishes this one from a host program's, or an earlier launch's.
+    The second form if shards are on a part of the pool: the layout's shard_size neighbours, or 1 if
+    parameters are not divided. torch treats meshes of equal ranks and axis names as the same mesh.
+    The pool's group name in the axis names distinguishes this mesh from a host program's, or from
+    an earlier launch's.
     """
     layout = context.layout
     device = context.device.type
@@ -53,12 +54,12 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
 
 
 def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> None:
-    """Shards model.module in place over mesh: one unit per decoder layer, one for the remainder.
+    """Shard model.module in place over the mesh with FSDP2.
 
-    Adjacent small layers are one unit: gathers of less than `UNIT_BYTES` are latency-bound.
-
-    Master parameters stay float32; a unit is gathered in model.dtype and its gradients are
-    summed in float32. Backward *sums* over the mesh: losses are divided by global totals.
+    Each group of `unit_layers` is one unit, each float32 module is one, and the remainder of the
+    module is one. Units are gathered in model.dtype; master parameters stay float32, and gradients
+    are summed in float32. Backward sums over the mesh instead of averaging, because losses are
+    divided by global totals. All ranks of the mesh call it together.
     """
     summed = torch.promote_types(model.dtype, torch.float32)
     mixed = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=summed)
@@ -76,7 +77,10 @@ def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> Non
 
 
 def unit_layers(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
-    """Groups adjacent layers, as few as reach `UNIT_BYTES` together."""
+    """Group adjacent layers into units, as few layers in each as reach `UNIT_BYTES` in dtype.
+
+    The last unit may be smaller. [] without layers.
+    """
     groups: list[list[nn.Module]] = []
     size = UNIT_BYTES
     for layer in layers:
@@ -89,9 +93,10 @@ def unit_layers(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[list[nn
 
 
 def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
-    """The module with its weights on a device. Of a sharded module, only this rank's rows are read.
+    """Read the weights of model.module onto a device, and return the module.
 
-    A module that already has its weights is only moved.
+    Of a sharded module only this rank's rows are read. A module that already has its weights is
+    only moved, or left as it is if it is sharded. Tied parameters stay tied.
     """
     if model.read is None:
         if isinstance(model.module, FSDPModule):
@@ -116,8 +121,13 @@ def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
 
 
 def set_last_micro_batch(root: nn.Module, sharding: Sharding, *, last: bool) -> None:
-    """Called before each micro-batch: reductions that can be deferred run only in the step's last
-    one."""
+    """Tell FSDP whether the next micro-batch is the step's last one. Called before each.
+
+    Reductions that can be deferred run only in the last one: the all-reduce between groups of
+    shards if the kind reduces in every micro-batch, otherwise all reductions. If layers stay
+    gathered through a step, they are freed after the last. Does nothing for a module that is not
+    sharded.
+    """
     if not isinstance(root, FSDPModule):
         return
     if sharding.micro_batch_reductions:
@@ -134,10 +144,10 @@ def _reshards(sharding: Sharding) -> bool:
 
 
 def recompute_in_backward(model: LoadedModel) -> None:
-    """Stores only the layers' inputs in forward, and recomputes the remainder in backward.
+    """Make layers store only their inputs in forward, and recompute the remainder in backward.
 
-    The forward is wrapped before layers become FSDP units (whose hooks then run once), and
-    parameter names do not change. No random numbers are drawn: models run without dropout.
+    Replaces layer.forward in place, before layers become FSDP units (whose hooks then run once).
+    Parameter names do not change. No random numbers are drawn: models run without dropout.
     """
     for layer in model.layers:
         again = functools.partial(
@@ -165,7 +175,10 @@ class Shard:
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
     def full_tensor(self) -> Tensor:
-        """All rows, as a new tensor. Collective over the ranks that share them."""
+        """Return all rows of the parameter. Collective over the ranks that share them.
+
+        If the module is not sharded, this is the parameter itself, detached.
+        """
         parameter = self.parameter.detach()
         if isinstance(parameter, DTensor):
             return parameter.full_tensor()
@@ -173,7 +186,7 @@ class Shard:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The rows' gradient, summed over the group; None outside a train step."""
+        """Gradient of this rank's rows, summed over the group; None if there is none."""
         gradient = self.parameter.grad
         if isinstance(gradient, DTensor):
             return gradient.to_local()
@@ -181,7 +194,11 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """The box of the rows in the complete tensor."""
+        """Box of this rank's rows in the complete tensor.
+
+        With n shards of R rows, rank r has rows r c to (r + 1) c - 1, c = ceil(R / n); the last
+        ones may have fewer or none.
+        """
         if not isinstance(self.parameter, DTensor):
             return Box.of_shape(self.parameter.shape)
         mesh = self.parameter.device_mesh
@@ -198,10 +215,11 @@ def merged_adapter_blocks(
     dtype: torch.dtype,
     count: Callable[[int], None],
 ) -> Iterator[Block]:
-    """Rows of every weight: live, or new W + scale B A where there is an adapter.
+    """Yield (name, rows, box) of every weight, with adapters merged: W + scale B A.
 
-    B has the same rows as W. A is gathered completely, and `count` gets the bytes received.
-    Collective over the ranks that share them.
+    Weights without an adapter are live; merged ones are new tensors of this dtype, computed in
+    float32. B has the same rows as W. A is gathered completely, and `count` gets the bytes
+    received. All ranks that share the rows call it together.
     """
     for name, shard in shards_by_name.items():
         a, b = adapter_names(name)
@@ -225,7 +243,10 @@ def separate_adapter_blocks(
 
 
 def shards(module: nn.Module) -> dict[str, Shard]:
-    """Shards by Hugging Face name. A tied parameter appears once, under its first name."""
+    """Return the shards by Hugging Face name. A tied parameter occurs once, under its first name.
+
+    The parameters of an FSDP module must not be gathered.
+    """
     parameters = dict(module.named_parameters())
     if isinstance(module, FSDPModule):
         gathered = []

@@ -289,12 +289,12 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
     "weights cut off": (
         "step-2/actor/hugging_face/model.safetensors",
         _cut,
-        r"model.safetensors, which has \d+ bytes, expected the \d+ bytes that were sealed; restore",
+        r"model.safetensors, which has \d+ bytes, expected \d+ bytes, which were recorded",
     ),
     "config gone": (
         "step-2/actor/hugging_face/config.json",
         Path.unlink,
-        r"config.json, which is missing, expected the \d+ bytes that were sealed; restore",
+        r"config.json, which is missing, expected \d+ bytes, which were recorded",
     ),
     "manifest gone": (
         "step-2/manifest.json",

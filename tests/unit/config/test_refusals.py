@@ -326,8 +326,8 @@ def test_two_corrections_of_the_same_rollouts_are_refused_while_rows_may_be_stal
 YAML_PROBLEMS = {
     "actor: {optimiser: {lr: 1}}": r"bad\.yaml: unknown key actor\.optimiser, nearest is",
     "run: {seed: x}": r"bad\.yaml: run\.seed got 'x' \(str\), expected int; give one",
-    "run: [": r"bad\.yaml: got .*line 2, column 1, expected YAML; correct that line",
-    "[1, 2]": r"bad\.yaml: got list, expected key: value lines; write settings there",
+    "run: [": r"bad\.yaml: got invalid YAML \(.*, line 2, column 1\), expected key: value lines; c",
+    "[1, 2]": r"bad\.yaml: got a list, expected settings as key: value lines; write lines such as",
 }
 
 

@@ -35,7 +35,8 @@ def test_column_of_other_dtypes_on_two_ranks_is_an_error_that_names_the_call_and
     assert str(caught.value) == (
         "map.bonus: got the column 'bonus' as dense int64 of row shape () from rank 0 and dense "
         "float32 of row shape () from rank 3, expected the same dtype and row shape on every rank, "
-        "whatever rows a rank has; convert it where map.bonus makes it, such as bonus.float()"
+        "also on ranks with other rows or none; convert it where map.bonus makes it, such as "
+        "bonus.float()"
     )
 
 
