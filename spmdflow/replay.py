@@ -233,9 +233,9 @@ def _pairs(
 def _difference(old: Column, new: Column) -> tuple[float, str]:
     """Return (relative difference, text about the first row that differs) of two columns.
 
-    The difference is the largest one of a number, divided by the largest absolute number recorded;
-    (0, "") if all are equal, nan and nan included. It is infinite if rows, lengths, integers or
-    texts differ.
+    The difference is the largest one of a number, divided by the largest finite absolute number
+    recorded; (0, "") if all are equal, nan and nan included. It is infinite if rows, lengths,
+    integers or texts differ, if one number is not finite, or if all recorded ones are 0.
     """
     if (old.spec, len(old)) != (new.spec, len(new)):
         return inf, f"recorded {len(old)} rows of {old.spec}, replayed {len(new)} of {new.spec}"
@@ -261,8 +261,10 @@ def _difference(old: Column, new: Column) -> tuple[float, str]:
         return 0.0, ""
     row = int(rows[wrong[0]])
     most = float(gap.max())
-    if old.values.is_floating_point():
-        share = most / float(one.abs().max())
+    finite = one[one.isfinite()]
+    largest = float(finite.abs().max()) if len(finite) else 0.0
+    if old.values.is_floating_point() and largest > 0:
+        share = most / largest
     else:
         share = inf
     text = f"{len(rows[wrong].unique())} of {len(old)} rows differ, the first is {row}: recorded "

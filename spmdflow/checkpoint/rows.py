@@ -48,7 +48,7 @@ def read_columns(path: Path) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def read_rows(path: str | Path) -> dict[str, Tensor | list[str]]:
-    """Return the columns of a file of `write_rows` as values, by name, as worker methods see them.
+    """Return the columns of a file that `write_rows` wrote, by name, as worker methods get them.
 
     A dense column is a tensor (B, ...), a ragged one a jagged tensor, text a list of str.
     CheckpointError if the file is missing or damaged.

@@ -216,7 +216,7 @@ def _check_run(cfg: Any, *, here: bool) -> None:
     trackers, of the view and of generators must be installed.
     """
     for key, run in parts_of(cfg, RunConfig):
-        if not run.name or Path(run.name).name != run.name:
+        if run.name in ("", "..") or Path(run.name).name != run.name:
             where = f"{key}.name"
             do = f"set {key}.dir for a path"
             raise ConfigError.of(where, repr(run.name), "a plain folder name", do)

@@ -58,9 +58,10 @@ def has_engine(part: Any) -> bool:
 def pools_of(cfg: Any, ranks: Sequence[int]) -> dict[str, Pool]:
     """Return pool name -> pool of a settings object, with global ranks.
 
-    Its placement counts from 0: number i stands for ranks[i]. A map may also place sections without
-    an engine. With placement=split and no model besides actor and reference, the script's own
-    sections count as roles of the second half. ConfigError as in `resolve_placement`.
+    Its placement counts from 0: number i means ranks[i]. A placement that is a map may also place
+    sections without an engine, such as a reward function. With placement=split and no model besides
+    actor and reference, the sections that the script's own class adds get the second half of the
+    ranks. ConfigError as in `resolve_placement`.
     """
     parts = {}
     for field in fields(cfg):

@@ -77,10 +77,11 @@ class Capsule(Observer):
             logger.warning(text, self.step, first, last)
 
     def begin_step(self, number: int) -> None:
-        """Before the step to be kept, save settings and state, and start to capture its calls.
+        """Before step run.capture_step, save settings and state, and start to record its calls.
 
-        Ignores all other steps. Deletes an older capsule of the step. Waits for the checkpoint that
-        is being written, and then for the capsule's own. CheckpointError if writing fails.
+        Does nothing for other steps. Deletes an older capsule of the step. Waits for the checkpoint
+        that is being written, and then until the capsule's own is written. CheckpointError if
+        writing fails.
         """
         if number != self.step:
             return

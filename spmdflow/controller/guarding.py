@@ -45,11 +45,11 @@ class Guarding:
             caller.is_skipped = self._is_skipped
 
     def _is_skipped(self, batch: Batch) -> bool:
-        """Return whether no update may learn from these rows, because a guard with `skip` holds.
+        """Return whether updates on these rows are skipped: the condition of a `skip` guard is true.
 
-        Asks the guards about what the calls that made the batch reported, and waits for these
-        calls. Decides once in a step for all updates of these rows. Reports guards that hold with
-        `_warn`.
+        Checks the `skip` guards on the metrics of the calls that made the batch, and waits for
+        these calls. Decides once in a step for all updates on these rows. Logs a warning for each
+        of these guards with `_warn`.
         """
         rows = batch.ids.tobytes()
         if rows not in self._decided:

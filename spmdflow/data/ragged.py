@@ -125,10 +125,10 @@ def valid_rows(batch: TensorDict) -> Tensor | None:
     return None
 
 
-def chosen_mask(batch: TensorDict) -> Tensor:
-    """Return (B, R) bool: True at each token that the policy chose in a row that did not fail.
+def sampled_mask(batch: TensorDict) -> Tensor:
+    """Return (B, R) bool: True at each token that the policy sampled, in rows that did not fail.
 
-    This is response_mask, padded with False to the longest response R, and False in the complete
+    This is response_mask, padded with False to the longest response R, and False in the whole
     row if `valid_rows` is False there.
     """
     mask = pad(batch["response_mask"]).bool()
@@ -146,7 +146,7 @@ def without_failed(batch: TensorDict) -> TensorDict:
     """
     if valid_rows(batch) is None:
         return batch
-    mask = ragged_from_padded(chosen_mask(batch), lengths_of(batch["response_mask"]))
+    mask = ragged_from_padded(sampled_mask(batch), lengths_of(batch["response_mask"]))
     masked: TensorDict = batch.exclude(*VALID)
     masked["response_mask"] = mask
     return masked

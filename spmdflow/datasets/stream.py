@@ -174,6 +174,7 @@ def eval_rows(report: ScanReport, num_prompts: int | None) -> list[int]:
     if num_prompts is not None and num_prompts > len(report.rows):
         got = f"{len(report.rows)} usable prompts"
         expected = f"at least {num_prompts} (data.eval_prompts)"
-        raise DataError.of(report.path, got, expected, "lower it, or write all")
+        do = "lower it, or set it to null for all prompts"
+        raise DataError.of(report.path, got, expected, do)
     rows: list[int] = report.rows[:num_prompts].tolist()
     return rows

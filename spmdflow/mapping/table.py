@@ -416,8 +416,6 @@ class CostTable:
                 best = self._generation_costs(entries, values, np.full(len(values), least))
                 if costs.shape[1] == 1:
                     best = best.sum(axis=1, keepdims=True)
-                else:
-                    best = best
                 bound += best[np.searchsorted(values, index)]
             first = np.argpartition(bound.sum(axis=1), _MANY_COMBINATIONS // 4)
             first = first[: _MANY_COMBINATIONS // 4]

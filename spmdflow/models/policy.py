@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
-from spmdflow.data.ragged import VALID, chosen_mask, pad, without_failed
+from spmdflow.data.ragged import VALID, pad, sampled_mask, without_failed
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.hybrid_engine.sync import WeightSender
@@ -148,7 +148,7 @@ class PolicyWorker(EngineWorker):
             return None
         if "rollout_log_probs" in batch.keys():
             self._report_mismatch(batch, columns["old_log_probs"])
-        mask = chosen_mask(batch)
+        mask = sampled_mask(batch)
         entropy = pad(columns["entropy"])
         total = float((entropy * mask).sum())
         self.report({"actor/entropy": Mean(total, float(mask.sum()))})
@@ -256,7 +256,7 @@ class PolicyWorker(EngineWorker):
         They are the mean and the maximum of |rollout_log_probs - old| over tokens that the policy
         sampled, in rows that did not fail. The maximum is 0 without tokens.
         """
-        mask = chosen_mask(batch)
+        mask = sampled_mask(batch)
         gap = (pad(batch["rollout_log_probs"]) - pad(old)).abs() * mask
         mean = Mean(float(gap.sum()), float(mask.sum()))
         largest = float(gap.max()) if gap.numel() else 0.0

@@ -173,6 +173,7 @@ class RewardWorker(Worker):
 
     def close(self) -> None:
         """Ends the worker processes of reward functions."""
+        super().close()
         if self._pool is not None:
             self._pool.close()
 

@@ -178,6 +178,10 @@ def _cut(ids: Tensor, mask: Tensor) -> Sequence:
 
     RowError if that is the first token, or if there is no token to learn.
     """
+    if not mask.any():
+        raise RowError(
+            "loss_mask: a row has no token to learn, expected at least one; give each row an answer"
+        )
     first = int(mask.int().argmax())
     if first == 0:
         raise RowError(

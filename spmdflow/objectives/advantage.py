@@ -26,12 +26,12 @@ from spmdflow.config.algorithm import LagrangeConfig, OverlongConfig
 from spmdflow.config.objective import AdvantageConfig
 from spmdflow.data.ragged import (
     VALID,
-    chosen_mask,
     is_ragged,
     lengths_of,
     pad,
     ragged,
     ragged_from_padded,
+    sampled_mask,
     valid_rows,
 )
 from spmdflow.data.row_id import RowGroups
@@ -79,7 +79,7 @@ def compute_advantages(
     """
     lengths = lengths_of(batch["response_mask"])
     # (B, R), (B,)
-    mask = chosen_mask(batch)
+    mask = sampled_mask(batch)
     valid = valid_rows(batch)
     columns = numbers_of(batch, valid)
     columns["token_level_rewards"] = columns["token_level_rewards"] - weighted_kl(
@@ -209,7 +209,7 @@ def compute_safe_advantages(
     """
     lengths = lengths_of(batch["response_mask"])
     # (B, R), (B,)
-    mask = chosen_mask(batch)
+    mask = sampled_mask(batch)
     valid = valid_rows(batch)
     columns = numbers_of(batch, valid)
     half_kl = weighted_kl(columns, mask, cfg) / 2

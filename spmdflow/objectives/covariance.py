@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.objective import PolicyLossConfig
-from spmdflow.data.ragged import VALID, chosen_mask, lengths_of, pad, ragged_from_padded
+from spmdflow.data.ragged import VALID, lengths_of, pad, ragged_from_padded, sampled_mask
 from spmdflow.data.row_id import RowGroups
 from spmdflow.objectives.loss import Reduce, Report, zero_outside
 from spmdflow.worker_api.register import map_function
@@ -47,7 +47,7 @@ def mark_covariant_tokens(
     tokens that tie with the last of them too. Failed rows have no policy tokens. Reports
     actor/covariant_share and actor/covariance, the mean of C_t.
     """
-    mask = chosen_mask(batch)
+    mask = sampled_mask(batch)
     log_probs, advantages = (pad(batch[name]).double() for name in ("old_log_probs", "advantages"))
     sums = []
     for masked in (mask.double(), zero_outside(log_probs, mask)):

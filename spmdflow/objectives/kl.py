@@ -38,10 +38,10 @@ from torch import Tensor
 from spmdflow.config.objective import AdvantageConfig, CorrectionConfig
 from spmdflow.data.ragged import (
     VALID,
-    chosen_mask,
     lengths_of,
     pad,
     ragged_from_padded,
+    sampled_mask,
     valid_rows,
 )
 from spmdflow.errors import ConfigError
@@ -105,7 +105,7 @@ def measure_kl(batch: TensorDict, *, reduce: Reduce, report: Report) -> TensorDi
     It is the sum of k1, log pi_old - log pi_ref, over the tokens that the policy chose. A row that
     failed has 0. Reports advantage/measured_kl, the mean over the other rows.
     """
-    mask = chosen_mask(batch)
+    mask = sampled_mask(batch)
     valid = valid_rows(batch)
     old, ref = (pad(batch[name]).double() for name in ("old_log_probs", "ref_log_probs"))
     kl = zero_outside(kl_estimate("k1", old, ref), mask).sum(-1)
@@ -182,7 +182,7 @@ def compute_rollout_weights(
     weights that the cap changes) and weight_ess (effective share of the samples, (sum w)^2 / (n sum
     w^2)).
     """
-    mask = chosen_mask(batch)
+    mask = sampled_mask(batch)
     old, rollout = (pad(batch[name]).double() for name in ("old_log_probs", "rollout_log_probs"))
     log_ratio = zero_outside(old - rollout, mask)
     weights, changed = CORRECTIONS.find(cfg.kind)(log_ratio, mask, cfg.cap)

@@ -129,11 +129,11 @@ class RowLengths:
         self.scans: dict[str, ScanReport] = {}
         """By the name of the data source."""
 
-    def learn(self, number: int, label: str, commands: Commands, answer: Plain) -> bool:
-        """Store the lengths and scan report of a run's answer; return whether it has columns.
+    def record_answer(self, number: int, label: str, commands: Commands, answer: Plain) -> bool:
+        """Store what a recorded call answered; return whether it made columns.
 
-        number, label, commands: of the call. The items of a column are those of all ranks' rows, by
-        ascending id.
+        Stored are the lengths of its columns' rows (of all ranks, by ascending id) and, for a call
+        that scans a data file, its report of the usable rows. number, label, commands: the call's.
         """
         if "report" in answer:
             self.scans[label.removesuffix(".scan")] = answer["report"]
@@ -238,7 +238,7 @@ def recorded_trace(replay: Replay) -> Trace:
             phase=entry["phase"],
         )
         calls.append(call)
-        lengths.learn(call.number, call.label, call.commands, entry.get("answer", {}))
+        lengths.record_answer(call.number, call.label, call.commands, entry.get("answer", {}))
         if call.lane == COMPUTE:
             known = lengths.tokens(call.number, call.commands)
             if known is not None:
@@ -286,8 +286,8 @@ def _in_dry_order(entries: Sequence[Plain]) -> list[Plain]:
 def _reads(commands: Commands, transfer: Plain) -> bool:
     """Return whether a recorded call reads the rows that a recorded transfer brings.
 
-    Only the first rows that one receiver gets are looked at: that rank's command must have an input
-    with the same result, all columns and all row ids.
+    Looks only at the first rows that one receiver gets. That rank's command must have an input that
+    refers to the same earlier result and has at least these columns and row ids.
     """
     received = ((rank, plain) for rank, plain in _commands(transfer).items() if plain["receives"])
     rank, brought = next(received)

@@ -234,7 +234,7 @@ class Answers:
         number = call.number
         plain = call.command
         recorded_answer = self._replay.answer(call.label) if self._replay is not None else {}
-        known = self.rows.learn(number, call.label, commands, recorded_answer)
+        known = self.rows.record_answer(number, call.label, commands, recorded_answer)
         match call.operation:
             case "spawn":
                 self._classes[plain["name"]] = find_worker_class(plain["class"])

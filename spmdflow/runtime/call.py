@@ -290,11 +290,11 @@ class Ledger:
         self._last: dict[int, tuple[str, int]] = {}
         """Label and number of what a rank answered last."""
 
-    def send(self, ticket: int, pending: Pending, *, now: float) -> None:
+    def record_sent(self, ticket: int, pending: Pending, *, now: float) -> None:
         """Record that a call was sent at `now`: add it to `open` and to each of its ranks' queues.
 
-        Sets pending.ticket and pending.sent_at. `open` is by ticket, and there is one queue per
-        rank and lane.
+        Sets pending.ticket and pending.sent_at. `open` maps a ticket to its call, and there is one
+        queue per rank and lane (compute or transfer).
         """
         pending.ticket = ticket
         pending.sent_at = now

@@ -309,7 +309,7 @@ class Io:
         if self._teardown.cause is not None:
             pending.fail(RunFailed(self._teardown.cause.sentence()))
             return
-        self._ledger.send(ticket, pending, now=time.monotonic())
+        self._ledger.record_sent(ticket, pending, now=time.monotonic())
         for rank, message in messages:
             if not self._hub.send(rank, message):
                 self._collector.add_death(rank, CONNECTION_LOST)

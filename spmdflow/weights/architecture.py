@@ -346,7 +346,7 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def _positive_int(facts: Mapping[str, Any], key: str) -> int:
     """The value of a key of config.json; ConfigError unless it is a positive integer."""
     value = facts.get(key)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         got = f"{key} {value!r} in config.json"
         do = "fix the file or choose another model"
         raise ConfigError.of("model", got, "a positive integer", do)

@@ -105,8 +105,6 @@ def micro_batches(
     for part in cut(totals, num_micro_batches, by_tokens=by_tokens, packed=packed):
         if packed:
             part = sorted(part, key=lambda row: (totals[row], prompts[row]))
-        else:
-            part = part
         index = torch.tensor(part, dtype=torch.int64)
         rows_of_part = select_rows(rows, index) if part else _padding_of(rows)
         positions = _token_positions(rows_of_part, packed=packed, shares=packed and shares_prompts)

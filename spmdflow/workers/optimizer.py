@@ -165,10 +165,10 @@ class TorchOptimizer(Scheduled):
         return result
 
     def use(self, inner: torch.optim.Optimizer) -> None:
-        """Set `inner` to an optimizer of torch_class that has not stepped, and allocate its state.
+        """Use this optimizer of torch_class, which has not stepped, and allocate its state.
 
-        Sets moment_names and, for each parameter, the moments to their values before the first
-        step.
+        Sets self.inner and self.moment_names. The moments of each parameter get their values before
+        the first step.
         """
         self.inner = inner
         parameters = []

@@ -50,3 +50,13 @@ def test_a_link_that_cannot_be_made_is_reported_and_the_checkpoint_stands(
 
     assert "cannot link" in caplog.text
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-1"
+
+
+def test_a_link_that_a_killed_save_left_unfinished_goes_at_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, "actor")
+    exports = tmp_path / "run" / "export"
+    (exports / "reward_model.tmp").symlink_to(exports / "actor", target_is_directory=True)
+
+    save(tmp_path / "run", 2, "actor")
+
+    assert [path.name for path in exports.iterdir()] == ["actor"]

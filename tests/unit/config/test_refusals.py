@@ -81,6 +81,7 @@ VALUES: dict[str, Parts] = {
         "run.guards='[\"eval/accuracy < 0.5 * best: stop\"]'",
     ),
     "actor.optimizer.betas=[0.9,1.0]": ("actor.optimizer.betas", "1.0", "less than 1", ""),
+    "run.name=..": ("run.name", "'..'", "set run.dir"),
     "data.eval_prompts=0": ("data.eval_prompts", "0", "at least 1", ""),
 }
 SIZES: dict[str, Parts] = {

@@ -144,7 +144,7 @@ def test_evaluation_takes_the_first_rows_or_all_and_refuses_more_than_there_are(
         eval_rows(report, 5)
     assert str(caught.value) == (
         "p.jsonl: got 4 usable prompts, expected at least 5 (data.eval_prompts); "
-        "lower it, or write all"
+        "lower it, or set it to null for all prompts"
     )
 
 

@@ -56,7 +56,7 @@ class Session:
         commands: dict[int, Any] = dict.fromkeys(ranks, {"operation": operation})
         call = Call(self._tickets, lane, label, commands, self._limit, kind=kind)
         pending = Pending(call, lambda pending: None)
-        self.ledger.send(self._tickets, pending, now=self.now)
+        self.ledger.record_sent(self._tickets, pending, now=self.now)
         return pending
 
     def answer(self, pending: Pending, *ranks: int, seconds: float = 0.1) -> None:

@@ -14,7 +14,7 @@ def _send(
 ) -> Pending:
     commands: dict[int, Any] = dict.fromkeys(ranks, {})
     sent = Pending(Call(ticket, lane, f"a.call{ticket}", commands, 10.0), lambda pending: None)
-    ledger.send(ticket, sent, now=now)
+    ledger.record_sent(ticket, sent, now=now)
     return sent
 
 
