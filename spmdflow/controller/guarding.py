@@ -45,7 +45,7 @@ class Guarding:
             caller.is_skipped = self._is_skipped
 
     def _is_skipped(self, batch: Batch) -> bool:
-        """Return whether updates on these rows are skipped: the condition of a `skip` guard is true.
+        """Return whether updates on these rows are skipped, as the condition of a guard is true.
 
         Checks the `skip` guards on the metrics of the calls that made the batch, and waits for
         these calls. Decides once in a step for all updates on these rows. Logs a warning for each
