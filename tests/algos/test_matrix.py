@@ -213,6 +213,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("run", QUICK, ids=str)
 def test_run_of_the_covering_set_has_the_first_step_of_one_rank(
     quick: Path, run: Combination

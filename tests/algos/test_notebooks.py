@@ -40,7 +40,11 @@ def run(path: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["own_algorithm", pytest.param("quickstart", marks=pytest.mark.slow)]
+    "name",
+    [
+        pytest.param("own_algorithm", marks=pytest.mark.drill),
+        pytest.param("quickstart", marks=pytest.mark.slow),
+    ],
 )
 def test_every_cell_runs_and_what_it_asserts_holds(name: str, tmp_path: Path) -> None:
     lines = run(NOTEBOOKS / f"{name}.ipynb", tmp_path)

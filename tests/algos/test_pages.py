@@ -23,7 +23,7 @@ PAGES = sorted(
     )
     if (page := ROOT / "docs" / f"{name}.md").exists()
 )
-LONG = ("EMBEDDING", "OWN_ALGORITHM")
+LONG = ("DATA", "EMBEDDING", "OWN_ALGORITHM", "OWN_ENGINE")
 """Pages whose blocks take longest: drills."""
 
 

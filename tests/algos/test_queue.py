@@ -176,6 +176,7 @@ def kill_and_restart(run_dir: Path, words: Sequence[str], rng: random.Random) ->
     finish(process)
 
 
+@pytest.mark.drill
 def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
     tmp_path: Path,
 ) -> None:

@@ -81,7 +81,7 @@ def ended(terminal: Terminal, run_dir: Path) -> int:
 @pytest.mark.parametrize(
     "launcher",
     [
-        "torchrun, 1 rank",
+        pytest.param("torchrun, 1 rank", marks=pytest.mark.drill),
         pytest.param("torchrun, 2 ranks", marks=pytest.mark.slow),
         pytest.param("one process", marks=pytest.mark.slow),
     ],

@@ -11,6 +11,8 @@ from tests.algos.runs import ROOT, SMALL, finish, log_of, start, steps_of
 from tests.distributed.drill import TORCHRUN
 from tests.hub import COMMIT, PATIENT, files_of, serve
 
+pytestmark = pytest.mark.drill
+
 SETTINGS = [word for word in SMALL if not word.startswith(("critic", "advantage"))]
 
 

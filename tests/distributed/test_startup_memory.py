@@ -12,6 +12,8 @@ import pytest
 
 from spmdflow.weights.folder import folder_tensors
 
+pytestmark = pytest.mark.drill
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "startup_memory.py"
 MIB = 1 << 20

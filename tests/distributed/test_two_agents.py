@@ -30,6 +30,8 @@ from spmdflow.plan.replay import Replay
 from tests.algos.runs import SCRIPT, SMALL, check_prediction, finish, log_of, start, steps_of
 from tests.distributed.ports import reserved_port
 
+pytestmark = pytest.mark.drill
+
 SETTINGS = (*SMALL, "total_steps=2", "eval_every=0", "placement=split")
 DEVICE = "veth0"
 PORT = 29400

@@ -16,6 +16,7 @@ from tests.simcuda.conftest import ROOT, Simulated
 TASK = ROOT / "algos" / "arithmetic"
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_model_and_data_are_all_that_a_run_on_one_gpu_needs(
     simulated: Simulated, tmp_path: Path

@@ -17,7 +17,11 @@ WITH_VLLM = "kv_cache and optimizer"
 
 
 @pytest.mark.parametrize(
-    ("chosen", "number"), [(ALONE, 3), (WITH_VLLM, 1)], ids=["torch alone", "vllm"]
+    ("chosen", "number"),
+    [
+        pytest.param(ALONE, 3, id="torch alone"),
+        pytest.param(WITH_VLLM, 1, id="vllm", marks=pytest.mark.drill),
+    ],
 )
 def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
     simulated: Simulated, chosen: str, number: int

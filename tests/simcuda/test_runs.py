@@ -12,6 +12,8 @@ from tests.simcuda.conftest import Simulated
 from tests.simcuda.orders import Operation, problems, read
 from tests.simcuda.programs.runs import RUNS, WITH_VLLM
 
+pytestmark = pytest.mark.drill
+
 PROGRAM = Path(__file__).parent / "programs" / "runs.py"
 PLAIN = [name for name in RUNS if not name.endswith("steps") and name not in WITH_VLLM]
 FIRST, *OTHERS = WITH_VLLM

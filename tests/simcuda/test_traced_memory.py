@@ -19,6 +19,8 @@ from spmdflow.mapping.hardware import load_hardware
 from tests.simcuda.conftest import Simulated
 from tests.simcuda.memory_cases import CASES, SMALL
 
+pytestmark = pytest.mark.drill
+
 PROGRAM = Path(__file__).parent / "programs" / "traced_memory.py"
 TOLERANCE = 0.05
 Peaks = Mapping[tuple[str, str], tuple[float, float]]

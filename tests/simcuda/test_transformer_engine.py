@@ -18,6 +18,8 @@ import pytest
 
 from tests.simcuda.conftest import Simulated
 
+pytestmark = pytest.mark.drill
+
 PROGRAM = Path(__file__).parent / "programs" / "transformer_engine_rounds.py"
 LAYERS = ["TELayerNormColumnParallelLinear", "TEPackedAttention", "TERowParallelLinear"]
 Found = Sequence[dict[str, Any]]

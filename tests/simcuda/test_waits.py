@@ -17,6 +17,8 @@ from tests.simcuda.conftest import Simulated
 from tests.simcuda.orders import costs, is_wait, read_waits
 from tests.simcuda.programs.runs import RUNS, STEPS
 
+pytestmark = pytest.mark.drill
+
 PROGRAM = Path(__file__).parent / "programs" / "runs.py"
 ONE_STEP = sorted({name.rsplit(", ", 1)[0] for name in RUNS if name.endswith("steps")})
 READ = "aten::_local_scalar_dense"

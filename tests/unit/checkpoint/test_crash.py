@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from spmdflow.checkpoint.disk import sync, write_atomically
 from spmdflow.checkpoint.manifest import read_manifest
 from spmdflow.checkpoint.run_dir import Checkpoints, find_latest
@@ -94,6 +96,7 @@ def check_every_kill(start: Path, work: Path, *, old: int, new: int) -> None:
     assert len(seen) > 10, seen
 
 
+@pytest.mark.drill
 def test_a_kill_at_any_operation_of_the_first_save_leaves_nothing_or_the_first(tmp_path):
     (tmp_path / "start" / "checkpoints").mkdir(parents=True)
 
