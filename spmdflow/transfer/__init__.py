@@ -17,4 +17,5 @@ The controller and the planner call them, and no rank asks another.
 | DP_METRIC | chunk of its rank | all ranks, as a list |
 
 Files: `protocol` decides who gets what and who answers; `lane` moves the rows of a released plan.
+`worker` and `register` have the old names of what `spmdflow.worker_api` has now, until 0.3.0.
 """  # noqa: E501 a table row is one line

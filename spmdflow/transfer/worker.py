@@ -1,0 +1,29 @@
+"""The place of `Worker`, `WorkerContext`, `any_layout` and the metrics before 0.2.0.
+
+They are in `spmdflow.worker_api` now. This module goes with 0.3.0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+
+_MOVED = {
+    "Max": "metric",
+    "Mean": "metric",
+    "Min": "metric",
+    "Sum": "metric",
+    "Worker": "worker",
+    "WorkerContext": "worker",
+    "any_layout": "worker",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Return an object of `_MOVED`, with a warning that gives its new module."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = f"spmdflow.worker_api.{_MOVED[name]}"
+    message = f"{__name__}.{name} has moved; import it from {home}"
+    warnings.warn(message, FutureWarning, stacklevel=2)
+    return getattr(import_module(home), name)
