@@ -183,5 +183,5 @@ def test_copies_that_differ_are_told_when_they_are_hashed(results: dict) -> None
 
 
 def test_folder_without_head_or_model_is_refused_with_its_path(results: dict) -> None:
-    assert "without score.weight" in results["no_head"]
+    assert "without 1 tensor (score.weight)" in results["no_head"]
     assert "no config.json in /nowhere, expected" in results["no_folder"]

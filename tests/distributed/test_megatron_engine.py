@@ -158,7 +158,7 @@ def test_gradient_that_is_not_finite_ends_the_step_and_changes_nothing(results: 
         ("refused_tp", "got tensor-parallel size 3 for 4 attention and 2 key-value heads"),
         ("refused_stages", "got 4 pipeline stages for 3 layers, expected at most one stage"),
         ("refused_option", "got ['keep_gathered'] for engine megatron, expected some of"),
-        ("refused_head", "without score.weight"),
+        ("refused_head", "without 1 tensor (score.weight)"),
         ("frozen_step", "train_step on a model without an optimizer; expected one built for"),
     ],
 )

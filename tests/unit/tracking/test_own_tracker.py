@@ -17,7 +17,7 @@ from spmdflow.tracking.tracker import Sink, Tracker, read_lines
 def own_registry(monkeypatch):
     """Trackers that a test adds are gone after it."""
     before = dict(TRACKERS)
-    monkeypatch.setattr(TRACKERS, "_modules", dict(TRACKERS._modules))
+    monkeypatch.setattr(TRACKERS, "modules", dict(TRACKERS.modules))
     yield
     TRACKERS.clear()
     TRACKERS.update(before)
