@@ -103,7 +103,12 @@ def test_dpo_raises_the_margin_on_pairs_it_was_not_trained_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "beta", "start"), [("ipo", 0.1, 25.0), ("slic", 0.02, None), ("hinge", 0.1, 1.0)]
+    ("name", "beta", "start"),
+    [
+        ("ipo", 0.1, 25.0),
+        pytest.param("slic", 0.02, None, marks=pytest.mark.drill),
+        pytest.param("hinge", 0.1, 1.0, marks=pytest.mark.drill),
+    ],
 )
 def test_other_losses_of_pairs_start_where_they_should_and_fall(
     tmp_path: Path, name: str, beta: float, start: float | None

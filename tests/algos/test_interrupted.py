@@ -37,10 +37,9 @@ from tests.algos.runs import (
 )
 
 PROGRAM = Path(__file__).parent / "programs" / "interrupted.py"
-SHORT = 45
 DRILL = 27
 CHAINS = range(100, 117)
-NUM_POINTS = dict.fromkeys(CHAINS, 2 * len(PHASES)) | {DRILL: len(PHASES), SHORT: 1}
+NUM_POINTS = dict.fromkeys(CHAINS, 2 * len(PHASES)) | {DRILL: len(PHASES)}
 """No point is more than three steps behind the one before, and SIGTERM lets two seconds pass."""
 SETTINGS = (
     *SMALL,
@@ -114,7 +113,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 @pytest.mark.parametrize(
     "chain",
     [
-        SHORT,
         pytest.param(DRILL, marks=pytest.mark.drill),
         *(pytest.param(chain, marks=pytest.mark.slow) for chain in CHAINS),
     ],

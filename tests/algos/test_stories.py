@@ -12,9 +12,12 @@ import torch
 from scripts.stories_metrics import REFERENCE, Judge, exports_of, load_writer, row_of
 from tests.algos.runs import ROOT, run_ranks, steps_of
 
-pytestmark = pytest.mark.skipif(
-    "SPMDFLOW_DATA" not in os.environ, reason="SPMDFLOW_DATA names no data folder"
-)
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.skipif(
+        "SPMDFLOW_DATA" not in os.environ, reason="SPMDFLOW_DATA names no data folder"
+    ),
+]
 YAML = str(ROOT / "algos" / "ppo_stories.yaml")
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 NUM_PROMPTS = 16  # of the evaluation, as tests.algos.runs sets it

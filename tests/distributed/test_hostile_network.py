@@ -212,9 +212,10 @@ def _defend(settings: Any, release: str, *, is_late: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("secrets", "size"),
-    [(["word"], SOME), pytest.param([None, "word"], MANY, marks=pytest.mark.drill)],
+    [(["word"], SOME), ([None, "word"], MANY)],
 )
 def test_whoever_reaches_the_port_gets_nothing_and_the_run_goes_on(
     secrets: list[str | None], size: int, spawn_ranks: Spawn, tmp_path: Path

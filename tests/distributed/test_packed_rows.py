@@ -14,6 +14,8 @@ import pytest
 
 from tests.forked import torchrun
 
+pytestmark = pytest.mark.drill
+
 PROGRAM = Path(__file__).parent / "programs" / "packed_rows.py"
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 

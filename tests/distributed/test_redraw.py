@@ -10,6 +10,8 @@ import pytest
 
 from tests.distributed.programs import redraw
 
+pytestmark = pytest.mark.drill
+
 Drawn = dict[str, dict[str, list[dict[str, list[int]]]]]
 
 

@@ -17,6 +17,8 @@ from tests.distributed.programs.layout_matrix import run_all_and_cells
 
 pytest.importorskip("megatron.core", reason="the megatron extra is not installed")
 
+pytestmark = pytest.mark.drill
+
 MODEL = saving.ROOT / "algos" / "arithmetic" / "model"
 NAMES = ("fsdp", "zero1", "t2")
 OTHERS = ("s2", "p2")

@@ -11,6 +11,8 @@ import pytest
 from tests.simcuda.conftest import Simulated
 from tests.simcuda.programs.planted import BUGS
 
+pytestmark = pytest.mark.drill
+
 
 @pytest.fixture(scope="module")
 def noticed(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:

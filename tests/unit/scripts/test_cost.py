@@ -34,6 +34,7 @@ def _sharded_bytes(arch):
     return sum(4 * prod(part.shape) for part in parameters(arch) if not part.name.endswith(WHOLE))
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_mean_bytes_of_sharded_weights_are_the_papers_in_every_layout(system):
     name, _, mode = system.partition(" ")
@@ -57,7 +58,7 @@ def test_mean_bytes_of_sharded_weights_are_the_papers_in_every_layout(system):
 
 
 @pytest.mark.parametrize("mode", ["flat", "blocks"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.drill), True])
 def test_one_copy_holds_generation_weights_and_named_extras_only(mode, tied):
     for layout in nested_layouts():
         case, _ = _case(layout, tie_word_embeddings=tied)
