@@ -204,6 +204,7 @@ def _compare_plan(name: str, old: Plans, new: Plans, roots: tuple[Path, Path]) -
     plans = []
     for side, root in zip((old, new), roots):
         plans.append(to_neutral(side[name]["plan"], root))
+    plans[0] = with_typed_settings(plans[0])
     statuses = (old[name]["status"], new[name]["status"])
     if statuses[0] != statuses[1]:
         detail = (old[name]["error"] or new[name]["error"]).strip()
@@ -228,6 +229,27 @@ def to_neutral(plan: Any, root: Path) -> Any:
         return None
     lines = Path(plan["script"]).read_text().splitlines()
     return _without_root(_with_line_texts(plan, lines), str(root))
+
+
+def with_typed_settings(plan: Any) -> Any:
+    """A plan in which the chosen settings that were small texts have the keys and values of today.
+
+    engine.residency is now engine.offload, a list; rollout.kv_cache is rollout.kv_cache_gib.
+    """
+    if plan is None:
+        return None
+    chosen = []
+    for choice in plan.get("chosen", ()):
+        section, _, name = choice["key"].rpartition(".")
+        if name == "residency":
+            parts = [] if choice["value"] == "keep" else choice["value"].split(", ")
+            chosen.append({**choice, "key": f"{section}.offload", "value": parts})
+        elif name == "kv_cache":
+            mib = int(choice["value"].removesuffix(" MiB"))
+            chosen.append({**choice, "key": f"{section}.kv_cache_gib", "value": mib / 1024})
+        else:
+            chosen.append(choice)
+    return {**plan, "chosen": chosen}
 
 
 def _with_line_texts(value: Any, lines: list[str]) -> Any:

@@ -25,6 +25,7 @@ Exit codes: 0 no problems, 1 problems, 2 the script or its settings cannot be pl
 from __future__ import annotations
 
 import argparse
+import copy
 import contextlib
 import json
 import os
@@ -141,7 +142,7 @@ def _plan(options: argparse.Namespace) -> int:
     with show_planning(None):
         if options.auto or getattr(cfg, "placement", None) == AUTO:
             search = find_placement(loaded.script, cfg, len(world), hardware, examples=examples)
-            cfg = search.cfg
+            cfg = copy.deepcopy(search.cfg)  # the search says what it decided itself
         fit = find_fit(loaded.script, cfg, len(world), hardware, examples=examples)
         _set_all(fit, cfg)
         choices += fit

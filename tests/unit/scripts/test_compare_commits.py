@@ -197,3 +197,22 @@ def test_table_has_a_line_for_each_row() -> None:
         "a       0.500",
         "longer  1.250",
     ]
+
+
+def test_settings_that_were_texts_are_compared_under_their_typed_keys() -> None:
+    chosen = [
+        {"key": "actor.engine.residency", "value": "keep", "why": "x"},
+        {"key": "critic.engine.residency", "value": "gradients, optimizer", "why": "x"},
+        {"key": "actor.rollout.kv_cache", "value": "3120 MiB", "why": "x"},
+        {"key": "actor.model.dtype", "value": "bfloat16", "why": "x"},
+    ]
+
+    typed = plans.with_typed_settings({"chosen": chosen})["chosen"]
+
+    assert [(each["key"], each["value"]) for each in typed] == [
+        ("actor.engine.offload", []),
+        ("critic.engine.offload", ["gradients", "optimizer"]),
+        ("actor.rollout.kv_cache_gib", 3.046875),
+        ("actor.model.dtype", "bfloat16"),
+    ]
+    assert plans.with_typed_settings(None) is None
