@@ -25,8 +25,8 @@ Exit codes: 0 no problems, 1 problems, 2 the script or its settings cannot be pl
 from __future__ import annotations
 
 import argparse
-import copy
 import contextlib
+import copy
 import json
 import os
 import sys
