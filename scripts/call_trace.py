@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from _stays import stays_of
+
 import spmdflow
 from spmdflow import (
     ActorWorker,
@@ -32,11 +34,6 @@ from spmdflow import (
 )
 
 ROOT = Path(__file__).parents[1]
-if str(ROOT) not in sys.path:  # started as a script of a run
-    sys.path.insert(0, str(ROOT))
-
-from scripts._stays import stays_of  # noqa: E402
-
 PACKAGE = str(Path(spmdflow.__file__).parent)
 TRACED_STEP = 2
 MODEL_PACKAGES = {

@@ -23,17 +23,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+from _stays import stays_of
 
-from scripts._stays import stays_of  # noqa: E402
-from spmdflow import program  # noqa: E402
-from spmdflow.config.load import Loaded, load  # noqa: E402
+from spmdflow import program
+from spmdflow.config.load import Loaded, load
 
 PACKAGE = f"{os.sep}spmdflow{os.sep}"
 DRY_RUN = ("plan/trace.py", "trace")

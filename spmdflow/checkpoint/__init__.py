@@ -35,25 +35,14 @@ imported before torch, and an error in the settings is reported without waiting 
 
 from __future__ import annotations
 
-import warnings
-from importlib import import_module
+from spmdflow.renamed import moved_names
 
 _MOVED = {
-    "HostCopies": "tensors",
-    "StateFiles": "state",
-    "read_tensors": "tensors",
-    "write_state": "tensors",
-    "write_tensors": "tensors",
+    "HostCopies": "spmdflow.checkpoint.tensors",
+    "StateFiles": "spmdflow.checkpoint.state",
+    "read_tensors": "spmdflow.checkpoint.tensors",
+    "write_state": "spmdflow.checkpoint.tensors",
+    "write_tensors": "spmdflow.checkpoint.tensors",
 }
-"""Names that version 0.1 exported here -> their modules; kept for one release."""
-
-
-def __getattr__(name: str) -> object:
-    """An object of `_MOVED`, with a warning that gives its new module."""
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = f"{__name__}.{_MOVED[name]}"
-    warnings.warn(
-        f"{__name__}.{name} has moved; import it from {home}", FutureWarning, stacklevel=2
-    )
-    return getattr(import_module(home), name)
+"""Names that were exported here before 0.2.0 -> their modules; kept until 0.3.0."""
+__getattr__ = moved_names(__name__, _MOVED)

@@ -530,8 +530,9 @@ def _link_exports(run_dir: Path, sealed: Path) -> None:
     folder = run_dir / EXPORT
     try:
         make_folders(folder)  # the folder also marks that a checkpoint has been sealed here
-        for interrupted in folder.glob("*.tmp"):  # a link that a killed run had not renamed yet
-            interrupted.unlink()
+        for path in folder.glob("*.tmp"):
+            if path.is_symlink():  # a killed run had not renamed it yet
+                path.unlink()
         for source in sorted(sealed.glob(f"*/{FOLDER}")):
             link = folder / source.parent.name
             temporary = folder / f"{source.parent.name}.tmp"

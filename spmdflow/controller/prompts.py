@@ -221,8 +221,8 @@ class DynamicSampling:
         self._kept.append(drawn.filter_groups("scores", _differ))
         self._num_drawn += len(drawn)
         if len(self._kept) >= self._cfg.max_rounds and not self.is_full:
-            got = f"only {self._num_kept} of {self._num_drawn} sampled rows, in {len(self._kept)} "
-            got += "rounds, belong to prompts whose samples differ in score"
+            got = f"{self._num_kept} rows of prompts whose samples differ in score, among "
+            got += f"{self._num_drawn} rows sampled in {len(self._kept)} rounds"
             do = "raise sampling.max_rounds, or choose prompts that the policy solves "
             do += "sometimes but not always"
             raise RowError.of("dynamic sampling", got, self._num_rows, do)

@@ -187,6 +187,8 @@ class HostMemory:
             self._first |= now
             return metrics
         growth = {rank: size / self._first[rank] for rank, size in now.items() if self._first[rank]}
+        if not growth:
+            return metrics
         rank = max(growth, key=lambda rank: growth[rank])
         return metrics | {"perf/host_growth": growth[rank], "perf/host_rank": float(rank)}
 

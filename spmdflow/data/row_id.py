@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.errors import ConfigError
+from spmdflow.renamed import warn_renamed
 
 Ids = np.ndarray
 """Row ids, int64, in order."""
@@ -94,6 +95,12 @@ class RowGroups:
     """(B,) int64: which row of its group each row is, from 0; other ranks have the others."""
     largest: int = 0
     """Rows of the largest group."""
+
+    @property
+    def place(self) -> Tensor | None:
+        """The old name of `position`, until 0.3.0; warns."""
+        warn_renamed("RowGroups.place", "RowGroups.position")
+        return self.position
 
     def only(self, valid: Tensor) -> RowGroups:
         """The groups of the rows where valid (B,) is True; the others are one more group."""

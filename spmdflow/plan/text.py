@@ -248,7 +248,7 @@ def _routes(report: PlanReport) -> Iterator[str]:
 def _weights(report: PlanReport) -> Iterator[str]:
     """Yield a line for each weight sync from a trainer to a generator, then the notes.
 
-    "?" stands for numbers that are not planned. Without syncs there is no line.
+    "?" means a number that is not planned. Without syncs there is no line.
     """
     if not report.weights:
         return

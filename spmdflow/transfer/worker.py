@@ -5,25 +5,15 @@ They are in `spmdflow.worker_api` now. This module goes with 0.3.0.
 
 from __future__ import annotations
 
-import warnings
-from importlib import import_module
+from spmdflow.renamed import moved_names
 
 _MOVED = {
-    "Max": "metric",
-    "Mean": "metric",
-    "Min": "metric",
-    "Sum": "metric",
-    "Worker": "worker",
-    "WorkerContext": "worker",
-    "any_layout": "worker",
+    "Max": "spmdflow.worker_api.metric",
+    "Mean": "spmdflow.worker_api.metric",
+    "Min": "spmdflow.worker_api.metric",
+    "Sum": "spmdflow.worker_api.metric",
+    "Worker": "spmdflow.worker_api.worker",
+    "WorkerContext": "spmdflow.worker_api.worker",
+    "any_layout": "spmdflow.worker_api.worker",
 }
-
-
-def __getattr__(name: str) -> object:
-    """Return an object of `_MOVED`, with a warning that gives its new module."""
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = f"spmdflow.worker_api.{_MOVED[name]}"
-    message = f"{__name__}.{name} has moved; import it from {home}"
-    warnings.warn(message, FutureWarning, stacklevel=2)
-    return getattr(import_module(home), name)
+__getattr__ = moved_names(__name__, _MOVED)

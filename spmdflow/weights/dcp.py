@@ -198,7 +198,7 @@ class _Unpickler(pickle._Unpickler):  # Python's: the C one allocates any size t
     """Accepts the names above and refuses all others before anything is imported."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any] | torch.dtype:
-        """Return what stands for module.name; UnpicklingError if the name is not accepted.
+        """Return the substitute for module.name; UnpicklingError if the name is not accepted.
 
         Records of the metadata become _Record, torch.Size becomes tuple. OrderedDict and torch's
         dtypes are themselves.

@@ -243,7 +243,7 @@ class _NeedsTransformers(Exception):
 def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
     """Return name in the module -> name in the files, for tensors that are copied unchanged.
 
-    Of tied parameters, the first name stands for all. _NeedsTransformers if transformers computes a
+    Of tied parameters, only the first name is in it. _NeedsTransformers if transformers computes a
     tensor from others, if weights are quantized, or if tied parameters are two tensors in the
     files. ConfigError if the folder has no safetensors files and no torch checkpoint.
     """

@@ -6,7 +6,6 @@ in the order of the script's calls. It does not know sockets or other models.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from spmdflow.message import find
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.renamed import warn_renamed
 from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Metric
 
@@ -89,12 +89,12 @@ class Worker:
     @property
     def begun(self) -> Future[Any] | None:
         """The old name of `early_result`, until 0.3.0; warns."""
-        _warn_of_begun()
+        warn_renamed("Worker.begun", "Worker.early_result")
         return self.early_result
 
     @begun.setter
     def begun(self, result: Future[Any] | None) -> None:
-        _warn_of_begun()
+        warn_renamed("Worker.begun", "Worker.early_result")
         self.early_result = result
 
     @classmethod
@@ -183,9 +183,3 @@ def find_worker_class(name: str) -> type[Worker]:
 
     worker_class: type[Worker] = find(name, is_worker, "a subclass of Worker")
     return worker_class
-
-
-def _warn_of_begun() -> None:
-    """Say that a worker uses the old name of `Worker.early_result`."""
-    message = "Worker.begun is now Worker.early_result; the old name works until 0.3.0"
-    warnings.warn(message, FutureWarning, stacklevel=3)

@@ -93,9 +93,9 @@ def test_batch_that_does_not_fill_ends_the_run_with_got_expected_and_do(tmp_path
         run(tmp_path / "run", *settings)
 
     assert str(caught.value) == (
-        "dynamic sampling: got only 0 of 48 sampled rows, in 3 rounds, belong to prompts whose "
-        "samples differ in score, expected 16; raise sampling.max_rounds, or choose prompts that "
-        "the policy solves sometimes but not always"
+        "dynamic sampling: got 0 rows of prompts whose samples differ in score, among 48 rows "
+        "sampled in 3 rounds, expected 16; raise sampling.max_rounds, or choose prompts that the "
+        "policy solves sometimes but not always"
     )
 
 

@@ -76,8 +76,6 @@ BY_NAME = {"message.py", "runtime", "failure", "parallel", "worker_api", "transf
 BY_NAME |= {"controller"}
 """Packages and files that read messages: none of them imports what a text names."""
 NAMED_IMPORTS = {
-    "spmdflow/transfer/worker.py": "old names until 0.3.0, from a table",
-    "spmdflow/transfer/register.py": "old names until 0.3.0, of one module",
     "spmdflow/message.py": "one of HOMES, a list written out",
 }
 

@@ -13,7 +13,7 @@ import graphlib
 from tests.policy.house import import_graph, room_of, tree_of
 
 LAYERS = [
-    ["errors", "log", "kind", "message", "derivative"],
+    ["errors", "log", "kind", "message", "derivative", "renamed"],
     ["parallel", "blocks", "weights", "cpu"],
     ["config"],
     ["data", "worker_api"],

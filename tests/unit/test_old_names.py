@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
+from spmdflow.data.row_id import RowGroups
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.worker_api.worker import Worker, WorkerContext
@@ -20,6 +21,8 @@ from spmdflow.worker_api.worker import Worker, WorkerContext
         ("spmdflow.transfer.worker", "Mean", "spmdflow.worker_api.metric"),
         ("spmdflow.transfer.register", "register", "spmdflow.worker_api.register"),
         ("spmdflow.transfer.register", "map_function", "spmdflow.worker_api.register"),
+        ("spmdflow.checkpoint", "StateFiles", "spmdflow.checkpoint.state"),
+        ("spmdflow.checkpoint", "write_tensors", "spmdflow.checkpoint.tensors"),
     ],
 )
 def test_old_module_gives_the_same_object_and_warns(module: str, name: str, home: str) -> None:
@@ -43,3 +46,11 @@ def test_result_of_an_early_method_has_its_old_name_too() -> None:
         assert worker.begun is None
     with pytest.warns(FutureWarning, match="until 0.3.0"):
         worker.begun = None
+
+
+def test_position_of_rows_in_their_group_has_its_old_name_too() -> None:
+    position = torch.tensor([0, 1])
+    groups = RowGroups(torch.tensor([0, 0]), 1, lambda x: x, position, 2)
+
+    with pytest.warns(FutureWarning, match="RowGroups.place is now RowGroups.position"):
+        assert groups.place is position
