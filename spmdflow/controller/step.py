@@ -171,6 +171,7 @@ class HostMemory:
 
         The first 5 steps of the launch determine each rank's largest memory. Later steps add
         perf/host_growth, the largest ratio of a rank's memory to it, and perf/host_rank, that rank.
+        Ranks that those steps did not measure have no growth.
         """
         replies = []
         for record in records:
