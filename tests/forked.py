@@ -16,8 +16,10 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = [
@@ -30,8 +32,13 @@ PRELOAD = [
 """Modules that the server has imported before the first process starts, if they are installed."""
 
 
-def fork_server() -> ForkServerContext:
-    """Starts processes by fork from the server of this process of pytest."""
+def fork_server() -> ForkServerContext | SpawnContext:
+    """Starts processes by fork from the server of this process of pytest.
+
+    With a GPU each starts anew: CUDA cannot be used in a fork of a process that asked for devices.
+    """
+    if torch.cuda.is_available() and os.environ.get("SIMCUDA") != "1":
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

@@ -29,7 +29,7 @@ from spmdflow.controller.old_log_probs import OldLogProbs, readers_of
 from spmdflow.controller.prompts import MAIN_STREAM, PromptStream, no_held_out_prompts
 from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
-from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, is_due
+from spmdflow.controller.step import HostMemory, Show, Step, counted_bytes, device_metrics, is_due
 from spmdflow.errors import CheckpointError, ConfigError, ProtocolError
 from spmdflow.failure.cause import error_context
 from spmdflow.message import name_of
@@ -457,6 +457,7 @@ class Flow:
         self._metrics = metrics = step.metrics(records)
         metrics |= {name: float(count - before[name]) for name, count in counted.items()}
         metrics |= self._memory.metrics(records)
+        metrics |= device_metrics(records)
         if self._guarding is not None:
             metrics |= self._guarding.metrics()
         self._counted = counted

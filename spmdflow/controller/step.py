@@ -155,6 +155,16 @@ def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
     return seconds
 
 
+def device_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
+    """Return perf/device_bytes: the most memory of tensors on one device; {} on a CPU."""
+    sizes = []
+    for record in records:
+        for reply in record.replies.values():
+            if "device_bytes" in reply:
+                sizes.append(reply["device_bytes"])
+    return {"perf/device_bytes": float(max(sizes))} if sizes else {}
+
+
 _SETTLING_STEPS = 5
 """Steps of a launch whose largest host memory is what later memory is compared with."""
 

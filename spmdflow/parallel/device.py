@@ -73,6 +73,19 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
     return parts(joined.to(device, non_blocking=True))
 
 
+def take_peak_bytes(device: torch.device) -> int:
+    """Return the most bytes of tensors on the device since the previous call; 0 for the CPU.
+
+    As torch's allocator counts: without its unused blocks, and without memory of libraries.
+    """
+    if device == CPU:
+        return 0
+    memory = torch.get_device_module(device)
+    peak: int = memory.max_memory_allocated()
+    memory.reset_peak_memory_stats()
+    return peak
+
+
 def to_host(column: Tensor) -> Tensor:
     """Return a copy in pinned host memory, valid after the host has waited for the device.
 

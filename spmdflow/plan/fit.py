@@ -296,7 +296,10 @@ def _memory_reason(pool: str, best: Residency, hardware: Hardware) -> str:
     if best.copy_seconds:
         why += f" and {best.copy_seconds:.2g} s of copies a step"
     if not best.fits:
-        why += ", which does not fit"
+        why += (
+            ", which does not fit: set smaller micro-batches (micro_batch_tokens), "
+            "engine.options=[recompute], or use more ranks"
+        )
     return why
 
 

@@ -107,6 +107,14 @@ def import_vllm(key: str, *, otherwise: str) -> Any:
     return import_module("vllm")
 
 
+def leave_out_flashinfer_sampler() -> None:
+    """Makes vLLM start without FlashInfer's sampler, unless its variable is already set.
+
+    That sampler draws no token here (`vllm_engine.RowSampler`), and compiling it needs nvcc.
+    """
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
 def missing_names(contract: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Names (module.name) that the installed vLLM lacks. contract: required names by module."""
     result = []

@@ -28,6 +28,7 @@ from spmdflow.data.store import RowCondition, RowStore, Unchanged
 from spmdflow.datasets.scan import PromptSource, ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, DeadlineError, SpmdflowError
+from spmdflow.parallel.device import take_peak_bytes
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.call import names_in
@@ -125,10 +126,11 @@ class RankState:
         """Wrap an operation so that it frees results first and adds times to its reply (`run`)."""
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
-            """Free plain["free"], run the operation, and add span and host_bytes to its reply.
+            """Free plain["free"], run the operation, and add span and memory to its reply.
 
             span: (start, end) in seconds since the epoch. host_bytes: memory of this process
-            without mapped files. Afterwards it wakes threads that wait on `arrival`.
+            without mapped files. device_bytes: the most memory of tensors on its device since the
+            reply before, not for the CPU. Afterwards it wakes threads that wait on `arrival`.
             """
             started = time.time()
             start_seconds = time.monotonic()
@@ -136,7 +138,11 @@ class RankState:
             reply = operation(plain, number)
             self._arrival.wake()  # early methods wait for workers and data too
             span = (started, started + time.monotonic() - start_seconds)
-            return reply | {"span": span, "host_bytes": _host_bytes()}
+            reply = reply | {"span": span, "host_bytes": _host_bytes()}
+            device_bytes = take_peak_bytes(self._settings.device)
+            if device_bytes:
+                reply["device_bytes"] = device_bytes
+            return reply
 
         return run
 

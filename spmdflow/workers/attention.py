@@ -25,6 +25,9 @@ from torch.nn.attention.varlen import varlen_attn
 from spmdflow.cpu.attention import attend_in_blocks
 from spmdflow.derivative import differentiable_once
 
+_VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in signature(varlen_attn).parameters
+"""From torch 2.12; before, key and value heads are repeated to the number of query heads."""
+
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -122,10 +125,16 @@ def _varlen_attention(
     if rows.seen is not None:
         key_offsets = rows.seen.offsets
         key_lengths = rows.seen.lengths
+    options: dict[str, Any] = {}
+    if _VARLEN_TAKES_GROUPED_HEADS:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     tokens_before = -1 if window is None else window - 1
     output = varlen_attn(
         query, key, value, rows.offsets, key_offsets, max(rows.lengths), max(key_lengths),
-        scale=scale, window_size=(tokens_before, 0), enable_gqa=query.shape[1] != key.shape[1],
+        scale=scale, window_size=(tokens_before, 0), **options,
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output
@@ -249,7 +258,6 @@ def _has_varlen(query: Tensor) -> bool:
     """Whether PyTorch's flash kernels for rows of any length support this query."""
     return (
         query.is_cuda
-        and "enable_gqa" in signature(varlen_attn).parameters  # from torch 2.12
         and query.dtype in (torch.float16, torch.bfloat16)
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)

@@ -8,7 +8,6 @@ of its memory. Graphs and compiled code are left out.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -108,7 +107,6 @@ def _embed(
 
 def plugin() -> str:
     """The platform's name, for vLLM."""
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # a package of CUDA kernels
     if not hasattr(torch.ops._C, _UNSUPPORTED[0]):
         _define_operators()
     kernels = ModuleType("vllm._C_stable_libtorch")

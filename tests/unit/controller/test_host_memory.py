@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdflow.controller.step import HostMemory
+from spmdflow.controller.step import HostMemory, device_metrics
 from spmdflow.runtime.call import Call, CallRecord
 
 
@@ -41,3 +41,14 @@ def test_ranks_that_were_not_measured_in_the_first_steps_have_no_growth() -> Non
 
 def test_step_without_a_reply_that_has_memory_has_no_metrics() -> None:
     assert HostMemory().metrics([]) == {}
+
+
+def test_device_memory_of_a_step_is_the_most_of_any_rank_and_call() -> None:
+    first = record({0: 1, 1: 1})
+    second = record({0: 1})
+    first.replies[0]["device_bytes"] = 300
+    first.replies[1]["device_bytes"] = 700
+    second.replies[0]["device_bytes"] = 500
+
+    assert device_metrics([first, second]) == {"perf/device_bytes": 700.0}
+    assert device_metrics([record({0: 1})]) == {}

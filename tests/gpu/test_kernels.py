@@ -1,0 +1,160 @@
+"""CUDA kernels as this project calls them, each against float64 on the CPU.
+
+Simulated devices have none of these kernels: they run the CPU's (docs/GPU.md).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from spmdflow.parallel.device import all_to_device, to_host
+from spmdflow.weights.move import Storages
+from spmdflow.workers.attention import PackedRows, SeenKeys, _has_varlen, _varlen_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        os.environ.get("SIMCUDA") == "1", reason="a simulated device has no kernels"
+    ),
+]
+BFLOAT16_GAP = 2e-2
+"""8 bits of mantissa, values up to 3; also relative, for gradients."""
+
+
+def causal_rows(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    """Dense causal attention of each packed row, one row at a time."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    outputs = []
+    parts = (tensor.split(lengths) for tensor in (query, key, value))
+    for row in zip(*parts, strict=True):
+        q, k, v = (tensor.transpose(0, 1) for tensor in row)
+        output = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["own heads", "grouped heads"])
+def test_varlen_kernel_and_its_gradients_agree_with_dense_attention(kv_heads: int) -> None:
+    torch.manual_seed(0)
+    lengths = [100, 128, 1]
+    shapes = [(sum(lengths), heads, 64) for heads in (4, kv_heads, kv_heads)]
+    on_device = [torch.randn(shape).bfloat16().cuda().requires_grad_() for shape in shapes]
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in on_device]
+    rows = PackedRows.of(lengths).move_tensors(torch.Tensor.cuda)
+    assert _has_varlen(on_device[0])
+
+    output = _varlen_attention(*on_device, rows, scale=None, window=None)
+    expected = causal_rows(*exact, lengths)
+    output.double().square().sum().backward()
+    expected.square().sum().backward()
+
+    assert float((output.cpu().double() - expected).detach().abs().max()) <= BFLOAT16_GAP
+    for ours, reference in zip(on_device, exact, strict=True):
+        assert ours.grad is not None and reference.grad is not None
+        gap = (ours.grad.cpu().double() - reference.grad).norm() / reference.grad.norm()
+        assert float(gap) <= BFLOAT16_GAP
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2], ids=["own heads", "grouped heads"])
+def test_varlen_kernel_takes_fewer_queries_than_keys(kv_heads: int) -> None:
+    """Rows behind one prompt: the queries are at the last of the keys' positions."""
+    torch.manual_seed(0)
+    prompt = 37
+    answers = [21, 5, 64]
+    total = prompt + sum(answers)
+    query, key, value = (
+        torch.randn(total, heads, 128).bfloat16() for heads in (8, kv_heads, kv_heads)
+    )
+    starts = [prompt + sum(answers[:number]) for number in range(len(answers))]
+    visible = [torch.arange(prompt)]
+    for start, length in zip(starts, answers, strict=True):
+        visible.append(torch.cat([torch.arange(prompt), torch.arange(start, start + length)]))
+    indices = torch.cat(visible)
+    seen = SeenKeys.of([len(keys) for keys in visible], indices)
+    lengths = [prompt, *answers]
+    rows = PackedRows(tuple(lengths), PackedRows.of(lengths).offsets, seen)
+    rows = rows.move_tensors(torch.Tensor.cuda)
+
+    output = _varlen_attention(
+        query.cuda(), key[indices].cuda(), value[indices].cuda(), rows, scale=None, window=None
+    )
+
+    for part, keys in zip(output.cpu().double().split(lengths), visible, strict=True):
+        full = causal_rows(*(tensor[keys].double() for tensor in (query, key, value)), [len(keys)])
+        assert float((part - full[-len(part) :]).abs().max()) <= BFLOAT16_GAP
+
+
+def test_product_of_bfloat16_is_summed_and_returned_in_float32() -> None:
+    """As rollout.vllm_blocks calls it."""
+    torch.manual_seed(0)
+    left = torch.randn(300, 4096).bfloat16()
+    right = torch.randn(4096, 300).bfloat16()
+
+    product = torch.mm(left.cuda(), right.cuda(), out_dtype=torch.float32)
+
+    assert product.dtype == torch.float32
+    assert float((product.cpu().double() - left.double() @ right.double()).abs().max()) <= 1e-2
+
+
+def test_fused_adamw_takes_the_steps_of_the_plain_one() -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(size, device="cuda") for size in (1, 1000, 1 << 20)]
+    fused = [torch.nn.Parameter(value.clone()) for value in values]
+    plain = [torch.nn.Parameter(value.clone()) for value in values]
+    optimizers = [
+        torch.optim.AdamW(fused, lr=1e-3, fused=True),
+        torch.optim.AdamW(plain, lr=1e-3, foreach=False),
+    ]
+
+    for _ in range(3):
+        for one, other in zip(fused, plain, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for one, other in zip(fused, plain, strict=True):
+        assert (
+            float((one - other).detach().abs().max()) <= 3e-6
+        )  # a few last bits of values up to 5
+
+
+def test_norms_of_many_tensors_are_those_in_float64() -> None:
+    torch.manual_seed(0)
+    dtypes = {3: torch.float32, 1 << 20: torch.float32, 77: torch.bfloat16}
+    tensors = [torch.randn(size).to(dtype) for size, dtype in dtypes.items()]
+
+    norms = torch._foreach_norm([tensor.cuda() for tensor in tensors], 2, dtype=torch.float64)
+
+    for norm, tensor in zip(norms, tensors, strict=True):
+        assert float((norm.cpu() - tensor.double().norm()).abs()) <= 1e-9
+
+
+def test_columns_return_from_the_device_as_they_went() -> None:
+    columns = [torch.randn(1 << 20), torch.arange(1 << 18), torch.rand(3) > 0.5, torch.zeros(0)]
+
+    returned = [to_host(column) for column in all_to_device(columns, torch.device("cuda", 0))]
+    torch.cuda.synchronize()
+
+    for before, after in zip(columns, returned, strict=True):
+        assert before.dtype == after.dtype and torch.equal(before, after)
+
+
+def test_an_offloaded_weight_returns_although_its_memory_was_overwritten() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(1 << 26, device="cuda")
+    expected = weight.cpu()
+    storages = Storages([weight])
+
+    for _ in range(5):
+        storages.to_host()
+        torch.empty(1 << 26, device="cuda").fill_(float("nan"))  # takes the memory that was freed
+        storages.restore()
+
+    assert torch.equal(weight.cpu(), expected)
