@@ -62,10 +62,32 @@ def torchrun(arguments: Sequence[str], log: Path, *, seconds: float, status: int
         process.join()
 
 
-def _agent(arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, parse_args
+def run_module(module: str, arguments: Sequence[str], log: Path, *, seconds: float) -> int:
+    """`python -m module *arguments` in the root of the checkout; returns its exit status.
 
+    Its output goes to log. AssertionError with the end of log if it takes longer.
+    """
+    words = [module, *arguments]
+    process = fork_server().Process(target=_alone, args=(words, log, dict(os.environ)))
+    process.start()
+    try:
+        process.join(seconds)
+        assert process.exitcode is not None, f"not ended: {log.read_text()[-4000:]}"
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
+
+
+def _alone(words: list[str], log: Path, variables: Mapping[str, str]) -> None:
+    _become(log, variables)
+    sys.argv = words
+    sys.path.insert(0, str(ROOT))
+    runpy.run_module(words[0], run_name="__main__")
+
+
+def _become(log: Path, variables: Mapping[str, str]) -> None:
+    """Makes this process what a new one would be: a session, the root, its output, environment."""
     os.setsid()
     os.chdir(ROOT)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -73,6 +95,13 @@ def _agent(arguments: list[str], log: Path, variables: Mapping[str, str]) -> Non
         os.dup2(output, stream)
     os.environ.clear()
     os.environ.update(variables)
+
+
+def _agent(arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    _become(log, variables)
     words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4().hex}"]
     options = parse_args([*words, *arguments])  # what --standalone stands for
     config = config_from_args(options)[0]

@@ -11,6 +11,7 @@ import logging
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -86,7 +87,7 @@ def load(
     sources = _read(_files(script_path, yaml_path), overrides)
     assume = _examples(schema, sources)
     known = _known(schema)
-    tree = OmegaConf.structured(schema)
+    tree = copy.deepcopy(_default_tree(schema))
     errors = Errors()
     sources, warnings = _translate_old_forms(sources, known, errors)
     assignments = _collect_assignments(schema, sources, known)
@@ -112,7 +113,7 @@ def help_text(
     sources = _read(_files(script_path, yaml_path), overrides)
     _examples(schema, sources)
     known = _known(schema)
-    tree = OmegaConf.structured(schema)
+    tree = copy.deepcopy(_default_tree(schema))
     errors = Errors()
     sources, _ = _translate_old_forms(sources, known, errors)
     assignments = _collect_assignments(schema, sources, known)
@@ -274,6 +275,16 @@ class _Known(NamedTuple):
     settings: dict[str, Leaf]
     groups: list[str]
     """Dotted keys of the groups of settings, such as actor.model."""
+
+
+@lru_cache(maxsize=8)
+def _default_tree(schema: type) -> Any:
+    """Return the omegaconf tree of a settings class with its defaults; callers change a copy.
+
+    Building one takes most of the time of `load`, and a script that has no class of its own always
+    has the same one.
+    """
+    return OmegaConf.structured(schema)
 
 
 def _known(schema: type) -> _Known:

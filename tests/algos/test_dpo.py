@@ -209,6 +209,7 @@ def compare(tmp_path: Path, *words: str, num_ranks: int, shared: tuple[str, ...]
     check_same_numbers(tmp_path / "many", one, COMPARED, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.drill
 def test_reference_on_ranks_of_its_own_changes_no_number(tmp_path: Path) -> None:
     compare(tmp_path, "placement=standalone", num_ranks=2)
 

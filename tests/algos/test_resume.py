@@ -281,6 +281,7 @@ def test_time_limit_counts_from_the_start_of_torchrun_also_after_its_restart(tmp
     assert (run_dir / "checkpoints" / "latest").read_text() == f"step-{last}\n"
 
 
+@pytest.mark.drill
 def test_sigterm_saves_the_running_step_and_the_restart_continues_after_it(tmp_path):
     run_dir = tmp_path / "run"
     settings = ("eval_every=1", "save_every=0", "placement=split")

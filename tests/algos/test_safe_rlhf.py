@@ -81,11 +81,14 @@ def test_without_a_kl_in_the_reward_the_policy_scores_its_tokens_in_the_update_a
     "settings",
     [
         pytest.param(("placement=split",), marks=pytest.mark.slow),
-        (  # texts and cost values of tensor-parallel models
-            "actor.engine.kind=megatron",
-            "actor.engine.layout=t2",
-            "cost_critic.engine.kind=megatron",
-            "cost_critic.engine.layout=t2",
+        pytest.param(
+            (  # texts and cost values of tensor-parallel models
+                "actor.engine.kind=megatron",
+                "actor.engine.layout=t2",
+                "cost_critic.engine.kind=megatron",
+                "cost_critic.engine.layout=t2",
+            ),
+            marks=pytest.mark.drill,
         ),
         pytest.param(("placement=colocate",), marks=pytest.mark.slow),
         pytest.param(

@@ -36,7 +36,7 @@ CAUSES = {
     "kill": ("death", "killed by SIGKILL"),
 }
 MARKS: dict[tuple[str, str, int], list[pytest.MarkDecorator]] = {
-    ("compute", "exception", 2): [],
+    ("compute", "exception", 2): [pytest.mark.drill],
     ("compute", "kill", 0): [],
     ("transfer", "exit", 2): [pytest.mark.drill],
     ("transfer", "kill", 2): [pytest.mark.drill],

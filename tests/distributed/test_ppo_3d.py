@@ -54,8 +54,15 @@ def check(runs, case, *, reference="one"):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, spawn_ranks):
     out = tmp_path_factory.mktemp("ppo_3d")
+    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL))
+    return out
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, spawn_ranks):
+    out = tmp_path_factory.mktemp("ppo_3d_mixed")
     write_judge(out / "judge")
-    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL, *ppo_3d.MIXED))
+    spawn_ranks(ppo_3d.run_all, 4, str(out), tuple(ppo_3d.MIXED))
     return out
 
 
@@ -73,13 +80,15 @@ def test_ppo_on_a_3d_layout_has_the_tokens_and_losses_of_a_single_rank(small, ca
     check(small, case)
 
 
-def test_megatron_actor_fsdp_critic_and_zero_reward_model_on_their_own_ranks(small):
-    check(small, "mixed", reference="one-judged")
-    assert all(step["transfer/bytes"] > 0 for step in steps_of(small, "mixed"))
+@pytest.mark.drill
+def test_megatron_actor_fsdp_critic_and_zero_reward_model_on_their_own_ranks(mixed):
+    check(mixed, "mixed", reference="one-judged")
+    assert all(step["transfer/bytes"] > 0 for step in steps_of(mixed, "mixed"))
 
 
-def test_old_log_probs_of_the_update_or_the_generator_teach_two_shards_the_same(small):
-    check_old_log_probs(small / "old")
+@pytest.mark.drill
+def test_old_log_probs_of_the_update_or_the_generator_teach_two_shards_the_same(mixed):
+    check_old_log_probs(mixed / "old")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from spmdflow.worker_api.worker import Worker
 
 TASK = Path(__file__).parents[2] / "algos" / "arithmetic"
 ROWS = 6
+NUM_PROMPTS = 200
 
 
 @dataclass
@@ -207,16 +209,23 @@ def numbers(batch: Batch, name: str = "number") -> list[Any]:
 
 @contextlib.contextmanager
 def rank_of_one(run_dir: Path, *, guards: Sequence[str] = (), **data: Any) -> Iterator[Rank]:
-    """Everything that `launch(..., inproc=True)` makes for a script."""
+    """Everything that `launch(..., inproc=True)` makes for a script.
+
+    Its prompts are the first of the bundled task, because each run reads and checks all of them.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    prompts = run_dir / "prompts.jsonl"
+    num_prompts = max(NUM_PROMPTS, data.get("prompts_per_step", ROWS))
+    with open(TASK / "train.jsonl") as file:
+        prompts.write_text("".join(islice(file, num_prompts)))
     rows = DataConfig(
-        train_path=str(TASK / "train.jsonl"),
+        train_path=str(prompts),
         tokenizer_path=str(TASK / "model"),
         prompts_per_step=ROWS,
     )
     config = Config(
         RunConfig(dir=str(run_dir), sample_every=0, guards=list(guards)), replace(rows, **data)
     )
-    run_dir.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     settings = RankSettings(0, torch.device("cpu"), 0, 60.0, run_dir)
     groups = GroupTable(0, timeout_seconds=60)

@@ -17,7 +17,7 @@ from spmdflow.data.row_id import RowGroups
 from spmdflow.errors import ColumnError, ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.worker_api.register import map_function
-from tests.unit.replayed_ranks import run_ranks
+from tests.unit.threaded_ranks import run_ranks
 from tests.unit.toy_flow import Rank, Toy, ToyConfig, rank_of_one
 
 

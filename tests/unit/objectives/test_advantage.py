@@ -19,7 +19,7 @@ from spmdflow.objectives.advantage import compute_advantages, gae
 from spmdflow.objectives.loss import whiten
 from spmdflow.worker_api.metric import Mean
 from spmdflow.worker_api.register import map_spec
-from tests.unit.replayed_ranks import run_ranks, take
+from tests.unit.threaded_ranks import run_ranks, take
 
 
 def same(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from spmdflow.objectives.kl import compute_rollout_weights
 from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.tracking.metric import merge
 from tests.unit.objectives.test_objectives import Rows
-from tests.unit.replayed_ranks import run_ranks, take
+from tests.unit.threaded_ranks import run_ranks, take
 
 
 def weight(kind: str, gaps: list[float], t: int, cap: float) -> float:

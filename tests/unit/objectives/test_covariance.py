@@ -17,7 +17,7 @@ from spmdflow.config.algorithm import SurrogateLossConfig
 from spmdflow.data.ragged import pad, ragged, rows_of
 from spmdflow.data.row_id import RowGroups, positions_in_groups
 from spmdflow.objectives.covariance import mark_covariant_tokens
-from tests.unit.replayed_ranks import run_ranks, take
+from tests.unit.threaded_ranks import run_ranks, take
 
 GROUPS = np.array([0, 0, 0, 1, 1, 2])
 

@@ -21,7 +21,7 @@ from spmdflow.data.row_id import RowGroups, positions_in_groups
 from spmdflow.errors import ConfigError, ProtocolError
 from spmdflow.objectives.advantage import compute_advantages
 from spmdflow.objectives.estimator import ESTIMATORS, Samples, advantage, reward_to_go
-from tests.unit.replayed_ranks import run_ranks, take
+from tests.unit.threaded_ranks import run_ranks, take
 
 PLAIN = AdvantageConfig(whiten=False, gamma=0.9)
 GROUPED = ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline"]

@@ -27,7 +27,7 @@ from spmdflow.objectives.loss import AGGREGATIONS
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.tracking.metric import merge
 from tests.unit.objectives.test_layout import VOCAB, make, step
-from tests.unit.replayed_ranks import run_ranks
+from tests.unit.threaded_ranks import run_ranks
 
 GROUPS = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 4]
 FAILED = [1, 7, 8, 11, 12]

@@ -20,7 +20,7 @@ from spmdflow.objectives.advantage import (
     compute_safe_advantages,
     lagrangian,
 )
-from tests.unit.replayed_ranks import run_ranks, take
+from tests.unit.threaded_ranks import run_ranks, take
 
 NUMBERS = (
     "token_level_rewards",
