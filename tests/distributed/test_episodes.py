@@ -267,20 +267,36 @@ def test_strict_run_ends_at_the_first_failure() -> None:
 @pytest.fixture(scope="module")
 def runs_of_ranks(tmp_path_factory: pytest.TempPathFactory, spawn_ranks: Any) -> Path:
     out: Path = tmp_path_factory.mktemp("episodes")
-    spawn_ranks(episode_ranks.run_all, 4, str(out))
+    spawn_ranks(episode_ranks.run_all, 2, str(out))
     return out
+
+
+@pytest.fixture(scope="module")
+def run_of_four(runs_of_ranks: Path, spawn_ranks: Any) -> None:
+    spawn_ranks(episode_ranks.run_all, 4, str(runs_of_ranks), episode_ranks.FOUR)
+
+
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.drill)])
+def case(request: pytest.FixtureRequest) -> str:
+    """A run on several ranks, which has ended."""
+    request.getfixturevalue("runs_of_ranks" if request.param == "two" else "run_of_four")
+    return request.param
+
+
+def columns_of(runs_of_ranks: Path, case: str) -> dict[str, Any]:
+    return json.loads((runs_of_ranks / f"{case}.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def on_ranks(runs_of_ranks: Path) -> dict[str, Any]:
     """Number of ranks in words -> columns."""
-    files = {case: runs_of_ranks / f"{case}.json" for case in episode_ranks.CASES}
-    return {case: json.loads(file.read_text()) for case, file in files.items()}
+    return {case: columns_of(runs_of_ranks, case) for case in episode_ranks.CASES}
 
 
-@pytest.mark.parametrize("case", ["two", "four"])
-def test_any_number_of_ranks_gives_the_same_bits(on_ranks: dict[str, Any], case: str) -> None:
-    found = on_ranks[case]
+def test_any_number_of_ranks_gives_the_same_bits(
+    on_ranks: dict[str, Any], runs_of_ranks: Path, case: str
+) -> None:
+    found = columns_of(runs_of_ranks, case)
     expected = on_ranks["one"]
 
     ours = [name for name in expected if not name.endswith("old_log_probs")]
@@ -312,10 +328,7 @@ def test_turns_of_the_script_are_joined_with_what_was_said_masked(
     assert set().union(*said) == words
 
 
-@pytest.mark.parametrize("case", ["two", "four"])
-def test_rows_of_turns_move_as_planned(
-    on_ranks: dict[str, Any], runs_of_ranks: Path, case: str
-) -> None:
+def test_rows_of_turns_move_as_planned(runs_of_ranks: Path, case: str) -> None:
     replay = Replay.of_run(runs_of_ranks / case)
     planned = trace_replayed(episode_ranks, episode_ranks.config_of(case, runs_of_ranks), replay)
 

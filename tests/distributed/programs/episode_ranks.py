@@ -29,8 +29,10 @@ from spmdflow.worker_api.register import map_function
 from tests.distributed.programs import episode_env
 
 TASK = Path(__file__).parents[3] / "algos" / "guess"
-CASES = {"one": (1, 0), "two": (2, 5), "four": (4, 6)}
+CASES = {"one": (1, 0), "two": (2, 5)}
 """Ranks, and the seed of the sleeps."""
+FOUR = {"four": (4, 6)}
+"""The same, as a drill."""
 WITH_VLLM = {"vllm": (2, 7, "t1"), "vllm t2": (2, 8, "t2")}
 """Besides, the layout of a replica."""
 RAGGED = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs")
@@ -92,7 +94,7 @@ def main(flow: Any, cfg: Config) -> None:
 
 
 def config_of(case: str, out: Path) -> Config:
-    _, sleeps, *layout = (CASES | WITH_VLLM)[case]
+    _, sleeps, *layout = (CASES | FOUR | WITH_VLLM)[case]
     environment = f"{episode_env.__file__}:scripted(sleeps={sleeps})"
     engine = {"engine": "vllm", "layout": layout[0]} if layout else {"engine": "builtin"}
     rollout = AgentRolloutConfig(
