@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Everything that one GPU can show within 30 minutes on a machine without a network, the most valuable first.
 #
-#   scripts/gpu_night.sh prepare    here, before: wheels and the parts of vLLM into .gpu/ (about 300 MB are fetched)
+#   scripts/gpu_night.sh prepare    here, beforehand: wheels and the parts of vLLM into .gpu/ (about 300 MB are fetched)
 #   scripts/gpu_night.sh stages     print the stages: what each carries there and how long it may take
 #   scripts/gpu_night.sh on STAGE   there: one stage; its logs go to $OUT, the last lines are a table
 #
 # For an image with Python 3.12, torch 2.11 for CUDA 13, transformers 5.17, triton and pytest with xdist and timeout, and
-# without vLLM, Megatron and what scripts/gpu_night.txt names. vLLM 0.26 is the newest for that torch. It travels in chunks,
+# without vLLM, Megatron and what scripts/gpu_night_requirements.txt names. vLLM 0.26 is the newest for that torch. It travels in chunks,
 # because a stage may carry 64 MiB; each stage keeps its chunk in $SCRATCH, where later stages find it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -27,7 +27,7 @@ prepare() {
     rm -rf .gpu && mkdir -p .gpu/base .gpu/parts/needs .gpu/wheel
     fetch .gpu/base tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.4.0 pyzmq==27.3.0 megatron-core==0.19.2 || return 1
     fetch .gpu/wheel vllm==0.26.0 || return 1
-    fetch .gpu/parts/needs $(grep -v '^#' scripts/gpu_night.txt) || return 1
+    fetch .gpu/parts/needs $(grep -v '^#' scripts/gpu_night_requirements.txt) || return 1
     python3 - <<'PY' || return 1
 """vLLM without what is not used here: FlashAttention 2 (Hopper has 3), the Rust server, other Pythons' libraries."""
 import glob
@@ -57,8 +57,8 @@ learn      .gpu/base .gpu/c1     6     PPO and GRPO with the built-in generator:
 keep       .gpu/c2               1     nothing; brings a chunk of vLLM
 vllm       .gpu/base .gpu/c3     9     vLLM's kernels; copy with graphs, blocks, flat; its cache leaves the device
 runs       .gpu/base             6     PPO and GRPO with vLLM: drift, speed
-size       .gpu/base             5     a model of 0.5 billion parameters beside the plan; the machine's constants
-size_vllm  .gpu/base             4     a model of 1.5 billion parameters with vLLM beside the plan
+size       .gpu/base             3     steps of a model of 0.5 billion parameters, predicted and measured
+size_vllm  .gpu/base             4     the same with 1.5 billion parameters and vLLM
 races      .gpu/base             5     a round with blocking launches, and under compute-sanitizer
 TEXT
 }
@@ -107,7 +107,7 @@ vllm() {
 from spmdflow.rollout.vllm_contract import check_contract
 check_contract(); print(vllm.__version__)' || return
     tests copy_bfloat16 200 0 tests/gpu/test_hybrid_engine.py -k 'one_device and fsdp and vllm and bfloat16'
-    tests engines 240 4 tests/gpu/test_hybrid_engine.py -k '(one_device or stale) and vllm or (one_device or stale) and megatron'
+    tests engines 240 4 tests/gpu/test_hybrid_engine.py -k '(one_device or stale) and (vllm or megatron)'
     tests memory 120 0 tests/gpu/test_hybrid_engine.py -k kv_cache -s
 }
 runs() {
@@ -116,7 +116,6 @@ runs() {
 }
 size() {
     part step_0.5b 150 python3 scripts/gpu_step.py 0.5b builtin --out "$LOGS"
-    part constants 150 python3 scripts/calibrate.py --out "$OUT/gpu_here.yaml" --device cuda --processes 1
 }
 size_vllm() {
     part step_1.5b 240 python3 scripts/gpu_step.py 1.5b vllm --out "$LOGS"

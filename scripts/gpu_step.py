@@ -3,9 +3,9 @@
     python scripts/gpu_step.py 0.5b builtin --out FOLDER
     python scripts/gpu_step.py 1.5b vllm --out FOLDER actor.engine.options=[]
 
-Qwen2.5's shapes with random weights, 32 prompts with 8 samples of 512 tokens each, optimizer steps
-on 128 rows. Further settings follow as words. Prints the run's own table of predicted and measured
-seconds and bytes, the last step's metrics, and the highest number of bytes in use on the device.
+Three steps with Qwen2.5's shapes and random weights: 32 prompts with 8 samples of 512 tokens each,
+optimizer steps on 128 rows. Settings of the run may follow. Prints the run's table of predicted and
+measured seconds, the last step's metrics, each call's peak of tensors and the device's peak memory.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def main() -> int:
     parser.add_argument("engine", choices=["builtin", "vllm"])
     parser.add_argument("--out", type=Path, required=True)
     args, settings = parser.parse_known_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         run_dir = Path(scratch) / "run"

@@ -74,15 +74,16 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 
 def take_peak_bytes(device: torch.device) -> int:
-    """Return the most bytes of tensors on the device since the previous call; 0 for the CPU.
+    """Return the peak memory of tensors on the device since the previous call; 0 for the CPU.
 
-    As torch's allocator counts: without its unused blocks, and without memory of libraries.
+    In bytes, as torch's allocator counts them: without its unused blocks and without the memory of
+    other libraries. Resets torch's peak statistics of the device (`reset_peak_memory_stats`).
     """
     if device == CPU:
         return 0
     memory = torch.get_device_module(device)
-    peak: int = memory.max_memory_allocated()
-    memory.reset_peak_memory_stats()
+    peak: int = memory.max_memory_allocated(device)
+    memory.reset_peak_memory_stats(device)
     return peak
 
 

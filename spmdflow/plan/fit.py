@@ -297,8 +297,8 @@ def _memory_reason(pool: str, best: Residency, hardware: Hardware) -> str:
         why += f" and {best.copy_seconds:.2g} s of copies a step"
     if not best.fits:
         why += (
-            ", which does not fit: set smaller micro-batches (micro_batch_tokens), "
-            "engine.options=[recompute], or use more ranks"
+            ", which does not fit: lower engine.micro_batch_tokens, "
+            "set engine.options=[recompute] or use more ranks"
         )
     return why
 

@@ -37,11 +37,7 @@ from spmdflow.rollout.generator import (
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_adapter import PolicyAdapter
 from spmdflow.rollout.vllm_blocks import Shards, install
-from spmdflow.rollout.vllm_contract import (
-    check_contract,
-    leave_out_flashinfer_sampler,
-    walk,
-)
+from spmdflow.rollout.vllm_contract import check_contract, disable_flashinfer_sampler, walk
 from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, keeps_folder, start_llm
 from spmdflow.rollout.vllm_process import (
     Groups,
@@ -91,7 +87,7 @@ class VllmGenerator(RequestGenerator):
         with preserve_process_state(own_variables="VLLM_"), ExitStack() as undo:
             check_contract()
             if not self.keeps_noise:
-                leave_out_flashinfer_sampler()
+                disable_flashinfer_sampler()
             self._groups = Groups(replica, device)
             undo.callback(self._groups.close)
             with explain_errors(model_path, replica):

@@ -107,10 +107,11 @@ def import_vllm(key: str, *, otherwise: str) -> Any:
     return import_module("vllm")
 
 
-def leave_out_flashinfer_sampler() -> None:
-    """Makes vLLM start without FlashInfer's sampler, unless its variable is already set.
+def disable_flashinfer_sampler() -> None:
+    """Makes vLLM start without FlashInfer's sampler, unless the user has set the variable.
 
-    That sampler draws no token here (`vllm_engine.RowSampler`), and compiling it needs nvcc.
+    vLLM would run it once while it starts, and compile it with nvcc for that, although its sampler
+    is then replaced (`vllm_engine.RowSampler`).
     """
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 

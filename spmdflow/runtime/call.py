@@ -244,8 +244,8 @@ class CallRecord:
         ranks: the first and the last rank of each range, [[0, 3], [6, 7]]. start: of the first rank
         that began, end: of the last rank that ended, in seconds since the epoch by that rank's own
         clock; longest_seconds: of the slowest rank. These three are missing if no reply has a span.
-        received_bytes: sum over all ranks; missing if 0. device_bytes: of the rank whose device had
-        most in use; missing on a CPU.
+        received_bytes: sum over all ranks; missing if 0. device_bytes: the highest peak of a rank's
+        device; missing on a CPU.
         """
         call = self.call
         spans = [reply["span"] for reply in self.replies.values() if "span" in reply]
@@ -271,11 +271,11 @@ class CallRecord:
             received += sum(reply.get("received", {}).values())
         if received:
             line["received_bytes"] = received
-        device_bytes = max(
-            (reply.get("device_bytes", 0) for reply in self.replies.values()), default=0
-        )
-        if device_bytes:
-            line["device_bytes"] = device_bytes
+        peaks = [
+            reply["device_bytes"] for reply in self.replies.values() if "device_bytes" in reply
+        ]
+        if peaks:
+            line["device_bytes"] = max(peaks)
         return line
 
 

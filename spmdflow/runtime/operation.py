@@ -123,14 +123,14 @@ class RankState:
         return timed | {"begin": self._begin}
 
     def _report_times(self, operation: Operation) -> Operation:
-        """Wrap an operation so that it frees results first and adds times to its reply (`run`)."""
+        """Wrap an operation so that it frees results first and reports time and memory (`run`)."""
 
         def run(plain: Plain, number: int) -> dict[str, Any]:
             """Free plain["free"], run the operation, and add span and memory to its reply.
 
             span: (start, end) in seconds since the epoch. host_bytes: memory of this process
-            without mapped files. device_bytes: the most memory of tensors on its device since the
-            reply before, not for the CPU. Afterwards it wakes threads that wait on `arrival`.
+            without mapped files. device_bytes: peak memory of tensors on its device since the
+            previous reply of any lane; absent on a CPU. Then wake threads that wait on `arrival`.
             """
             started = time.time()
             start_seconds = time.monotonic()
@@ -138,11 +138,11 @@ class RankState:
             reply = operation(plain, number)
             self._arrival.wake()  # early methods wait for workers and data too
             span = (started, started + time.monotonic() - start_seconds)
-            reply = reply | {"span": span, "host_bytes": _host_bytes()}
+            measured = {"span": span, "host_bytes": _host_bytes()}
             device_bytes = take_peak_bytes(self._settings.device)
             if device_bytes:
-                reply["device_bytes"] = device_bytes
-            return reply
+                measured["device_bytes"] = device_bytes
+            return reply | measured
 
         return run
 

@@ -120,9 +120,8 @@ def test_fused_adamw_takes_the_steps_of_the_plain_one() -> None:
             optimizer.step()
 
     for one, other in zip(fused, plain, strict=True):
-        assert (
-            float((one - other).detach().abs().max()) <= 3e-6
-        )  # a few last bits of values up to 5
+        gap = float((one - other).detach().abs().max())
+        assert gap <= 3e-6  # some last bits (4.8e-7) of weights up to 5; measured 1.4e-6
 
 
 def test_norms_of_many_tensors_are_those_in_float64() -> None:

@@ -127,6 +127,17 @@ def test_environment_is_touched_only_where_the_table_says() -> None:
     assert touched == []
 
 
+def test_simulated_devices_set_no_variable_of_vllm_that_a_run_does_not_set() -> None:
+    """Otherwise they would hide what a real device needs."""
+
+    def variables(folder: str) -> set[str]:
+        texts = [path.read_text() for path in (REPOSITORY / folder).rglob("*.py")]
+        return set(re.findall(r"VLLM_[A-Z0-9_]+", "".join(texts)))
+
+    assert variables("spmdflow")
+    assert variables("tests/simcuda") <= variables("spmdflow")
+
+
 def test_nothing_is_unpickled() -> None:
     found = []
     for file in (each for each in CODE if each not in UNPICKLING):

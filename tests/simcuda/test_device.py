@@ -22,3 +22,13 @@ def found(simulated: Simulated) -> Mapping[str, str]:
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_device_behaves_as_cuda(found: Mapping[str, str], name: str) -> None:
     assert not found[name], found[name]
+
+
+def test_peak_of_a_rank_is_that_of_its_device_whichever_device_is_current(
+    simulated: Simulated,
+) -> None:
+    """Lanes are threads, and each thread begins with device 0 as its current one."""
+    output = simulated(Path(__file__).parent / "programs" / "peak_memory.py")
+
+    mib = 1 << 20
+    assert json.loads(output.splitlines()[-1]) == [8 * mib, 4 * mib, 0]

@@ -60,7 +60,7 @@ def run_ranks(run: Callable[[int, Callable[[Tensor], Tensor]], Any], num_ranks: 
             everyone = meet(rank, None)
             assert everyone == [None] * num_ranks, "ranks call reduce equally often"
         except threading.BrokenBarrierError:
-            return None  # another rank raises
+            return None  # another rank raises, or never comes
         except BaseException:
             meeting.abort()
             raise
@@ -68,4 +68,6 @@ def run_ranks(run: Callable[[int, Callable[[Tensor], Tensor]], Any], num_ranks: 
 
     with ThreadPoolExecutor(num_ranks) as pool:
         futures = [pool.submit(rank_main, rank) for rank in range(num_ranks)]
-    return [future.result() for future in futures]
+    answers = [future.result() for future in futures]
+    assert not meeting.broken, "a rank waited too long for the others"
+    return answers
