@@ -21,8 +21,8 @@ class MiniBatch:
     needs."""
 
 
-def _no_rows() -> Tensor:
-    return torch.zeros(0, dtype=torch.int64)
+_NO_ROWS = torch.zeros(0, dtype=torch.int64)
+"""One tensor for all commands without rows: making one takes 10 % of a call that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Command:
     number: int
     """The call's."""
     step: int = 0
-    row_ids: Tensor = field(default_factory=_no_rows)
+    row_ids: Tensor = _NO_ROWS
     """(B,) int64: ids of the rows received, unique in a run. Seeds derive from them."""
     num_micro_batches: int = 1
     """Number of forward passes on every rank of the dp group."""
