@@ -9,6 +9,7 @@ them, an order of sets that differs between ranks) starts the command.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -44,13 +45,23 @@ def fork_server() -> ForkServerContext | SpawnContext:
     return context
 
 
-def torchrun(arguments: Sequence[str], log: Path, *, seconds: float, status: int = 0) -> None:
+def torchrun(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    seconds: float,
+    status: int = 0,
+    with_vllm: bool = False,
+) -> None:
     """`torchrun --standalone *arguments` in the root of the checkout, its output in log.
 
-    AssertionError with the end of log if it ends with another status or takes longer.
+    with_vllm: the agent imports vLLM once, for all ranks. AssertionError with the end of log if it
+    ends with another status or takes longer.
     """
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = fork_server().Process(target=_agent, args=(list(arguments), log, variables))
+    process = fork_server().Process(
+        target=_agent, args=(list(arguments), log, variables, with_vllm)
+    )
     process.start()
     try:
         process.join(seconds)
@@ -97,11 +108,16 @@ def _become(log: Path, variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _agent(arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
+def _agent(arguments: list[str], log: Path, variables: Mapping[str, str], with_vllm: bool) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
     _become(log, variables)
+    if with_vllm:
+        from spmdflow.rollout.vllm_contract import check_contract
+
+        check_contract()
+        gc.freeze()  # so that no rank's garbage collection goes through vLLM's objects
     words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4().hex}"]
     options = parse_args([*words, *arguments])  # what --standalone stands for
     config = config_from_args(options)[0]

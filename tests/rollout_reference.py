@@ -15,6 +15,7 @@ import tokenizers
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spmdflow.blocks.box import Box
 from spmdflow.data.ragged import ragged_from_rows, rows_of
@@ -157,20 +158,25 @@ def choose(scaled: Tensor, sampling: Sampling, seed: int, position: int) -> tupl
 def reference(
     model: Any, prompts: Tensor, sampling: Sampling, seeds: list[int], end_tokens: tuple[int, ...]
 ) -> list[Expected]:
-    """The response of each row, every token from a forward over the whole row."""
-    rows = []
-    for prompt, seed in zip(rows_of(prompts), seeds, strict=True):
-        row = Expected([], [], [])
-        ids = prompt.tolist()
-        while len(row.tokens) < sampling.max_new_tokens and not set(row.tokens) & set(end_tokens):
-            logits = model(input_ids=torch.tensor([ids])).logits[:, -1]
-            scaled = scale(logits, sampling.temperature)
-            token, margin = choose(scaled, sampling, seed, len(row.tokens))
-            row.tokens.append(token)
-            row.log_probs.append(float(scaled.log_softmax(-1)[0, token]))
-            row.margins.append(margin)
-            ids.append(token)
-        rows.append(row)
+    """The response of each row, every token from a forward over all rows as far as they are.
+
+    Rows are padded behind their last token, which no earlier position of a causal model sees.
+    """
+    rows = [Expected([], [], []) for _ in seeds]
+    ids = [prompt.tolist() for prompt in rows_of(prompts)]
+    for position in range(sampling.max_new_tokens):
+        unfinished = [n for n, row in enumerate(rows) if not set(row.tokens) & set(end_tokens)]
+        if not unfinished:
+            break
+        padded = pad_sequence([torch.tensor(ids[n]) for n in unfinished], batch_first=True)
+        logits = model(input_ids=padded, use_cache=False).logits
+        for i, n in enumerate(unfinished):
+            scaled = scale(logits[i, len(ids[n]) - 1][None], sampling.temperature)
+            token, margin = choose(scaled, sampling, seeds[n], position)
+            rows[n].tokens.append(token)
+            rows[n].log_probs.append(float(scaled.log_softmax(-1)[0, token]))
+            rows[n].margins.append(margin)
+            ids[n].append(token)
     return rows
 
 

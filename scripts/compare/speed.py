@@ -7,6 +7,10 @@
 Each round runs a measurement at the old commit and at once at the new one, or the other way round
 in every second round. Each commit runs its own scripts/bench.py. The table has the medians over
 rounds and their ratio; a ratio above the limit fails.
+
+A call passes from thread to thread several times. Where the system spreads these threads over the
+cores of a virtual machine, equal programs differ by a factor of two from one start to the next;
+with --one-core they differ by a few percent.
 """
 
 from __future__ import annotations
@@ -45,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", nargs="+", choices=BENCHES, default=list(BENCHES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1.05, help="largest ratio, new by old")
+    parser.add_argument(
+        "--one-core", action="store_true", help="keep all processes on one core: steadier calls"
+    )
     parser.add_argument("--brief", action="store_true", help="few calls and steps, for a try")
 
 
@@ -52,6 +59,8 @@ def compare(arguments: argparse.Namespace, old: Checkout, new: Checkout, folder:
     """A row for each number that a bench prints."""
     load = os.getloadavg()[0]
     print(f"load average of the last minute: {load:.2f} (an idle machine has less than 0.5)")
+    if arguments.one_core:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # inherited by what is measured
     if "step" in arguments.measure and "SPMDFLOW_DATA" not in os.environ:
         sys.exit("compare_commits speed: set SPMDFLOW_DATA, or leave step out of --measure")
     rows = []

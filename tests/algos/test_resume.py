@@ -91,7 +91,12 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "point", [p if i < 3 else pytest.param(p, marks=pytest.mark.slow) for i, p in enumerate(POINTS)]
+    "point",
+    [
+        *POINTS[:1],
+        *(pytest.param(point, marks=pytest.mark.drill) for point in POINTS[1:3]),
+        *(pytest.param(point, marks=pytest.mark.slow) for point in POINTS[3:]),
+    ],
 )
 def test_a_run_interrupted_anywhere_continues_to_the_same_bits(point, whole, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"

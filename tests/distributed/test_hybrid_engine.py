@@ -26,7 +26,7 @@ def run(folder: Path, names: tuple[str, ...], *, seconds: float) -> list[dict]:
         path = folder / family.replace(" ", "_")
         write_family(path, family, max_position_embeddings=512)
     words = ["--nproc-per-node=4", str(PROGRAM), str(folder), ",".join(names)]
-    torchrun(words, folder / "log.txt", seconds=seconds)
+    torchrun(words, folder / "log.txt", seconds=seconds, with_vllm=True)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -22,6 +22,7 @@ from tests.distributed.replayed import (
     reported_weight_bytes,
     settings_of_run,
 )
+from tests.forked import torchrun
 
 MODEL = Path(__file__).parents[2] / "algos" / "arithmetic" / "model"
 SMALL = ("t2p2-t2",)
@@ -51,19 +52,22 @@ def check(runs, case, *, reference="one"):
         assert step["rollout/synced_bytes"] == reported_weight_bytes(planned)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory, spawn_ranks):
-    out = tmp_path_factory.mktemp("ppo_3d")
-    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *SMALL))
+def run_cases(out, *names, num_ranks=4):
+    words = [f"--nproc-per-node={num_ranks}", "-m", ppo_3d.__name__, str(out), *names]
+    torchrun(words, out / "log.txt", seconds=900, with_vllm=True)
     return out
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory, spawn_ranks):
+def small(tmp_path_factory):
+    return run_cases(tmp_path_factory.mktemp("ppo_3d"), "one", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
     out = tmp_path_factory.mktemp("ppo_3d_mixed")
     write_judge(out / "judge")
-    spawn_ranks(ppo_3d.run_all, 4, str(out), tuple(ppo_3d.MIXED))
-    return out
+    return run_cases(out, *ppo_3d.MIXED)
 
 
 def write_judge(folder):
@@ -92,10 +96,8 @@ def test_old_log_probs_of_the_update_or_the_generator_teach_two_shards_the_same(
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory, spawn_ranks):
-    out = tmp_path_factory.mktemp("ppo_3d_matrix")
-    spawn_ranks(ppo_3d.run_all, 4, str(out), ("one", *MATRIX), seconds=900)
-    return out
+def matrix(tmp_path_factory):
+    return run_cases(tmp_path_factory.mktemp("ppo_3d_matrix"), "one", *MATRIX)
 
 
 @pytest.mark.slow
@@ -105,10 +107,7 @@ def test_ppo_on_every_layout_has_the_tokens_and_losses_of_a_single_rank(matrix, 
 
 
 @pytest.mark.slow
-def test_ppo_on_eight_ranks_has_the_tokens_and_losses_of_a_single_rank(
-    tmp_path_factory, spawn_ranks
-):
-    out = tmp_path_factory.mktemp("ppo_3d_eight")
-    spawn_ranks(ppo_3d.run_all, 8, str(out), ("one", *ppo_3d.LARGE), seconds=900)
+def test_ppo_on_eight_ranks_has_the_tokens_and_losses_of_a_single_rank(tmp_path_factory):
+    out = run_cases(tmp_path_factory.mktemp("ppo_3d_eight"), "one", *ppo_3d.LARGE, num_ranks=8)
     for case in ppo_3d.LARGE:
         check(out, case)

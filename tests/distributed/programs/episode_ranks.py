@@ -1,4 +1,4 @@
-"""The scripted episodes of 64 rows on 1, 2 and 4 ranks, with random sleeps but on one; then turns
+"""The scripted episodes of 24 rows on 1, 2 and 4 ranks, with random sleeps but on one; then turns
 of the script's own, in which some rows go on.
 
 Every rank of a process group calls `run_all`, or `run_with_vllm` for replicas of one and two.
@@ -108,7 +108,7 @@ def config_of(case: str, out: Path) -> Config:
     data = DataConfig(
         train_path=str(TASK / "train.jsonl"),
         tokenizer_path=str(TASK / "model"),
-        prompts_per_step=32,
+        prompts_per_step=12,
         samples_per_prompt=2,
     )
     model = ModelConfig(path=str(TASK / "model"))

@@ -208,6 +208,7 @@ def check_state(world: World) -> None:
 def check_hashes(world: World) -> None:
     """Hashes of shards equal hashes of whole tensors, for each pool size and dtype."""
     found = {}
+    before = hashes_of(world.folder)
     for dp in range(1, MAX_DP + 1):
         if world.rank >= dp:
             continue
@@ -223,7 +224,7 @@ def check_hashes(world: World) -> None:
             if block_name == name and box.bounds[0][1] == last[0] + 1:
                 block[-1, -1] += 1e-6
         changed = engine.shard_hashes(torch.float32)
-        names = [n for n, x in full_tensors(engine) if changed[n] != hashes_of(world.folder)[n]]
+        names = [n for n, x in full_tensors(engine) if changed[n] != before[n]]
         found[f"{dp} changed"] = names == ["model.layers.0.mlp.up_proj.weight"]
     world.note("hashes", found)
     engine = world.engine("reward", MAX_DP, EngineConfig())

@@ -5,6 +5,8 @@ Written from the formulas, without the engine's micro-batches, objectives or opt
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,12 @@ def make_batch(num_rows: int, *, seed: int = 0) -> TensorDict:
 
 
 def load(folder: Path, kind: str) -> nn.Module:
-    """The Hugging Face model itself."""
+    """The Hugging Face model itself: a copy of its own for each caller."""
+    return copy.deepcopy(_loaded(folder, kind))
+
+
+@functools.cache
+def _loaded(folder: Path, kind: str) -> nn.Module:
     auto = {
         "reward": transformers.AutoModelForSequenceClassification,
         "tied": transformers.AutoModelForCausalLM,

@@ -1,8 +1,10 @@
 """PPO with 3D-parallel actors and critics, on the rollouts of a single rank.
 
-Every rank calls `run_all`. The first case, one rank without any parallelism, generates and records
-its responses; the others generate too, count the rows that differ, and go on with the recorded
-ones, so that losses can be compared.
+Usage: torchrun -m tests.distributed.programs.ppo_3d FOLDER CASE...
+
+The first case, one rank without any parallelism, generates and records its responses; the others
+generate too, count the rows that differ, and go on with the recorded ones, so that losses can be
+compared.
 """
 
 from __future__ import annotations
@@ -128,7 +130,15 @@ def run_case(name: str, case: Case, out: Path) -> None:
     run_flow(sys.modules[__name__], loaded.cfg, ranks=tuple(range(case.ranks)))
 
 
-def run_all(out: str, names: tuple[str, ...]) -> None:
+def run_rank(out: str, names: list[str]) -> None:
+    """One rank under torchrun."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    run_all(out, names)
+    dist.destroy_process_group()
+
+
+def run_all(out: str, names: list[str]) -> None:
     """What every rank does."""
     for name in names:
         run_case(name, (CASES | MIXED | LARGE)[name], Path(out))
@@ -136,3 +146,9 @@ def run_all(out: str, names: tuple[str, ...]) -> None:
     if set(MIXED) <= set(names):
         run_modes(Path(out) / "old", *T2, ranks=(0, 1))
         dist.barrier()
+
+
+if __name__ == "__main__":
+    from tests.distributed.programs import ppo_3d  # classes are named by their module
+
+    ppo_3d.run_rank(sys.argv[1], sys.argv[2:])

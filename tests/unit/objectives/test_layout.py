@@ -76,7 +76,7 @@ layouts = st.tuples(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(layouts)
 def test_value_and_gradient_do_not_depend_on_the_layout(name: str, layout: Any) -> None:
     seed, count, ranks, parts, by_tokens = layout
@@ -91,7 +91,7 @@ def test_value_and_gradient_do_not_depend_on_the_layout(name: str, layout: Any) 
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(layouts)
 def test_pairs_may_be_torn_apart_over_micro_batches(name: str, layout: Any) -> None:
     seed, count, ranks, parts, by_tokens = layout
@@ -112,7 +112,7 @@ def test_pairs_may_be_torn_apart_over_micro_batches(name: str, layout: Any) -> N
 
 
 @pytest.mark.parametrize("aggregation", MEANS)
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(layouts)
 def test_value_loss_does_not_depend_on_the_layout(aggregation: str, layout: Any) -> None:
     seed, count, ranks, parts, by_tokens = layout

@@ -7,7 +7,7 @@ code that plans and releases transfers are the real ones; threads take turns as 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -215,8 +215,10 @@ class Reporter:
         """Not looked at."""
 
 
-def play(scheduler: Scheduler, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
-    """Two batches are made on one rank and judged on the other; every result is as it must be."""
+def play(
+    scheduler: Scheduler, starts: Sequence[float], run_dir: Path, patch: pytest.MonkeyPatch
+) -> None:
+    """A batch for each start is made on one rank and judged on the other; all results are right."""
     network = Network(scheduler)
     with patch.context() as inside:
         inside.setattr(transfer_lane.dist, "isend", network.isend)
@@ -230,7 +232,7 @@ def play(scheduler: Scheduler, run_dir: Path, patch: pytest.MonkeyPatch) -> None
         made: list[Batch] = []
 
         def script() -> None:
-            for start in (0.0, 100.0):
+            for start in starts:
                 ids = caller.row_ids.take(NUM_ROWS)
                 rows = Batch(caller, ids, ids, {})
                 made.append(rows | maker.make(rows, start=start))
@@ -249,34 +251,40 @@ def play(scheduler: Scheduler, run_dir: Path, patch: pytest.MonkeyPatch) -> None
             label = f"{'maker' if rank == MAKER else 'judge'} {name}"
             scheduler.add(label, partial(ranks.run_lane, rank, name))
         scheduler.run()
-        check_results(ranks, caller, made)
+        check_results(ranks, caller, made, starts)
         for state in ranks.states.values():
             state.close()
 
 
-def check_results(ranks: Ranks, caller: Caller, made: list[Batch]) -> None:
+def check_results(ranks: Ranks, caller: Caller, made: list[Batch], starts: Sequence[float]) -> None:
     """What is the same in every order."""
     assert [failure.traceback for failure in ranks.failures] == [], ranks.scheduler.trace
     refs = [batch.column("score") for batch in made]
-    for ref, expected in zip(refs, ([0.0, 10.0, 20.0], [1000.0, 1010.0, 1020.0]), strict=True):
+    for ref, start in zip(refs, starts, strict=True):
+        expected = [10 * start, 10 * start + 10.0, 10 * start + 20.0]
         rows = ranks.states[JUDGE].store.take(ref.result.number, ["score"], ref.ids)
         assert rows["score"].to_value().tolist() == expected
         assert ref.result.metrics == [{"largest": Mean(expected[-1], 1)}]
-    row_bytes = 2 * NUM_ROWS * 4
+    row_bytes = len(starts) * NUM_ROWS * 4
     assert caller.transfers.moved_bytes == {(MAKER, JUDGE): row_bytes}
     assert caller.transfers.planned_bytes == {(MAKER, JUDGE): row_bytes}
 
 
-def test_scores_are_right_in_every_order_of_two_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("starts", "num_orders"),
+    [((100.0,), 100), pytest.param((0.0, 100.0), 1_000_000, marks=pytest.mark.drill)],
+    ids=["one batch", "two batches"],
+)
+def test_scores_are_right_in_every_order_of_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: tuple[float, ...], num_orders: int
 ) -> None:
-    program = partial(play, run_dir=tmp_path, patch=monkeypatch)
+    program = partial(play, starts=starts, run_dir=tmp_path, patch=monkeypatch)
     orders = EveryOrder(program, urgent=("maker transfer",))
 
     num_runs = len(list(orders))
 
     print(f"{orders.num_orders()} orders through {orders.num_states} states in {num_runs} runs")
-    assert orders.num_orders() > 1_000_000
+    assert orders.num_orders() > num_orders
 
 
 def test_every_order_of_two_threads_is_tried_and_an_update_that_is_lost_is_found() -> None:
