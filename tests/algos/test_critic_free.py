@@ -10,9 +10,10 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import ROOT, check_same_numbers, run_ranks, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, check_same_numbers, run_ranks, steps_of
 
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=6",
     "actor.rollout.temperature=2.5",  # so that samples of a prompt differ
     "actor.optimizer.schedule=constant",
@@ -71,7 +72,8 @@ def test_remax_learns_nothing_from_a_sample_that_is_the_greedy_response(tmp_path
 
 
 def test_remax_keeps_the_scores_of_samples_and_greedy_responses_apart(tmp_path: Path) -> None:
-    step = run("remax", tmp_path / "run", "total_steps=1", "eval_every=0")[0]
+    words = ("total_steps=1", "eval_every=0", "data.prompts_per_step=30")
+    step = run("remax", tmp_path / "run", *words)[0]
 
     assert step["greedy/mean"] > step["reward/mean"]  # at a temperature of 2.5
 

@@ -11,11 +11,12 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RowError
-from tests.algos.runs import ROOT, check_same_numbers, run_ranks, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, check_same_numbers, run_ranks, steps_of
 
 DAPO = ROOT / "algos" / "dapo.py"
 ROWS = 16
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=4",
     "data.samples_per_prompt=4",
     "actor.rollout.temperature=0.7",  # cold: most prompts have samples that are all alike

@@ -18,12 +18,13 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
-from tests.algos.runs import ROOT, check_same_numbers, run_ranks, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, check_same_numbers, run_ranks, steps_of
 from tests.algos.test_own_roles import JUDGES, MODEL
 from tests.rollout_reference import LLAMA
 
 SCRIPT = ROOT / "algos" / "distill.py"
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=12",
     "actor.update.mini_batch_size=6",
     "actor.rollout.temperature=1.5",  # so that log-probs differ

@@ -12,10 +12,20 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RewardError
-from tests.algos.runs import ROOT, check_prediction, finish, log_of, run_ranks, steps_of, torchrun
+from tests.algos.runs import (
+    FEW_SUMS,
+    ROOT,
+    check_prediction,
+    finish,
+    log_of,
+    run_ranks,
+    steps_of,
+    torchrun,
+)
 
 GRPO = ROOT / "algos" / "grpo.py"
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=8",
     "data.samples_per_prompt=4",
     "actor.rollout.temperature=2.5",

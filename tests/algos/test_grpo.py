@@ -13,11 +13,12 @@ import pytest
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import ROOT, SCRIPT, check_same_numbers, run_ranks, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, SCRIPT, check_same_numbers, run_ranks, steps_of
 
 GRPO = ROOT / "algos" / "grpo.py"
 OWN = ROOT / "tests" / "algos" / "programs" / "own_estimator.py"
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=5",
     "data.samples_per_prompt=4",  # 20 rows: a group lies on two ranks
     "actor.rollout.temperature=2.5",  # so that samples of a prompt differ

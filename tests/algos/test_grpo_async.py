@@ -10,10 +10,11 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
-from tests.algos.runs import ROOT, check_prediction, run_ranks, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, check_prediction, run_ranks, steps_of
 
 ASYNC = ROOT / "algos" / "grpo_async.py"
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=6",
     "data.samples_per_prompt=4",
     "actor.rollout.temperature=2.5",  # so that samples of a prompt differ

@@ -16,11 +16,20 @@ from spmdflow import export
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import CheckpointError, ConfigError
-from tests.algos.runs import ROOT, check_prediction, log_of, numbers_of, run_ranks, steps_of
+from tests.algos.runs import (
+    FEW_SUMS,
+    ROOT,
+    check_prediction,
+    log_of,
+    numbers_of,
+    run_ranks,
+    steps_of,
+)
 
 SCRIPT = ROOT / "algos" / "grpo.py"
 MODEL = ROOT / "algos" / "arithmetic" / "model"
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=8",
     "data.samples_per_prompt=4",
     "actor.update.mini_batch_size=16",

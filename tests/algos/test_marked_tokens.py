@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import ROOT, check_prediction, run_ranks, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, check_prediction, run_ranks, steps_of
 from tests.algos.test_own_roles import MODEL
 
 PROGRAM = ROOT / "tests" / "algos" / "programs" / "marked_tokens.py"
 YAML = ROOT / "algos" / "grpo.yaml"
 SMALL = (
+    *FEW_SUMS,
     *(
         "data.prompts_per_step=6",
         "data.samples_per_prompt=4",

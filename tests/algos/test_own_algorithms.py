@@ -19,7 +19,7 @@ from spmdflow.plan.placement import find_placement
 from spmdflow.plan.record import Trace
 from spmdflow.plan.report import plan
 from spmdflow.plan.trace import trace
-from tests.algos.runs import ROOT, finish, log_of, steps_of, torchrun
+from tests.algos.runs import FEW_SUMS, ROOT, finish, log_of, steps_of, torchrun
 from tests.pages import blocks_of
 from tests.policy.house import imported_names
 from tests.unit.planned import row_problems, settings_of
@@ -27,6 +27,7 @@ from tests.unit.planned import row_problems, settings_of
 PAGE = ROOT / "docs" / "OWN_ALGORITHM.md"
 PROGRAMS = ROOT / "tests" / "algos" / "programs"
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=8",
     "data.samples_per_prompt=2",
     "actor.update.mini_batch_size=8",

@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from tests.algos.runs import ROOT, run_ranks, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, run_ranks, steps_of
 
 GRPO = ROOT / "algos" / "grpo.py"
 SMALL = (
+    *FEW_SUMS,
     "data.prompts_per_step=8",
     "data.samples_per_prompt=4",
     "actor.rollout.temperature=2.5",  # so that samples of a prompt differ

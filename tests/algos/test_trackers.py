@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from spmdflow.kind.registry import TRACKERS
-from tests.algos.runs import ROOT, finish, log_of, start, steps_of
+from tests.algos.runs import FEW_SUMS, ROOT, finish, log_of, start, steps_of
 
 SMALL = (
+    *FEW_SUMS,
     *("data.prompts_per_step=4", "data.samples_per_prompt=4", "actor.update.mini_batch_size=16"),
     *("eval_every=0", "save_every=1", "run.sample_every=1"),
 )
