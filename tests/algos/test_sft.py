@@ -104,7 +104,13 @@ def test_reward_model_starts_at_log_2_and_scores_as_its_exported_folder(tmp_path
     assert losses != pytest.approx(math.log(2), abs=1e-3)
 
 
-@pytest.mark.parametrize("script", [SFT, REWARD_MODEL], ids=["sft", "reward_model"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(SFT, id="sft"),
+        pytest.param(REWARD_MODEL, id="reward_model", marks=pytest.mark.drill),
+    ],
+)
 def test_run_resumes_bit_for_bit(tmp_path: Path, script: Path) -> None:
     run(script, tmp_path / "whole", "save_every=1")
     run(script, tmp_path / "halves", "save_every=1", "total_steps=2", "eval_every=3")

@@ -128,7 +128,10 @@ def test_ids_and_masks_are_those_of_a_plain_loop(alone: list[Episode]) -> None:
         assert episode.num_turns == 3 and episode.num_segments == 1
 
 
-@pytest.mark.parametrize("num_seeds", [2, pytest.param(20, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    "num_seeds",
+    [2, pytest.param(6, marks=pytest.mark.drill), pytest.param(20, marks=pytest.mark.slow)],
+)
 def test_any_order_of_arrival_gives_the_same_bits(alone: list[Episode], num_seeds: int) -> None:
     orders = set()
     for sleeps in range(1, num_seeds + 1):

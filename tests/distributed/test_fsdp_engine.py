@@ -68,13 +68,13 @@ def judge_gradients(found: list[dict[str, Any]]) -> None:
     assert min(x["compared"] for x in found) > 0.9
 
 
-def test_gradient_of_1_to_9_rows_on_1_to_4_ranks_equals_a_single_process(results: dict) -> None:
+def test_gradient_of_1_and_9_rows_on_1_to_4_ranks_equals_a_single_process(results: dict) -> None:
     found = results["gradients"]
     assert {(x["dp"], x["rows"]) for x in found} == {
-        (dp, rows) for dp in range(1, 5) for rows in (1, 5, 9)
+        (dp, rows) for dp in range(1, 5) for rows in (1, 9)
     }
     assert len({x["variant"] for x in found}) == 4  # both heads, tied or not, engine settings
-    assert len(found) == (1 + 1 + 1 + 4) * 3
+    assert len(found) == (1 + 1 + 1 + 4) * 2
     judge_gradients(found)
 
 

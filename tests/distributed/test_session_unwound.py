@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,11 @@ SCRIPTS = {
 }
 
 
-def _run_all(folder: str) -> list[tuple[str, dict[str, Any], float, float]]:
+def _run_all(folder: str, names: Sequence[str]) -> list[tuple[str, dict[str, Any], float, float]]:
     """One failing session after the other; what each rank was told, and a sum after it."""
     found = []
-    for name, (script, _) in SCRIPTS.items():
+    for name in names:
+        script, _ = SCRIPTS[name]
         payload_groups.append(dist.new_group([0, 1, 2]))
         # calls that are let through after an error in the script may take longer than this
         executor._LAST_RESORT_SECONDS = 10.0 if name == "script" else 600.0
@@ -109,17 +110,26 @@ def _release() -> None:
         dist.destroy_process_group(payload_groups.pop())
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(tuple(SCRIPTS)[1:], id="lanes"),
+        pytest.param(tuple(SCRIPTS)[:1], id="script", marks=pytest.mark.drill),
+    ],
+)
 def test_failed_session_reaches_every_rank_as_an_exception_and_the_program_goes_on(
-    spawn_ranks: Spawn, tmp_path: Path
+    spawn_ranks: Spawn, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    by_rank = spawn_ranks(_run_all, 3, str(tmp_path))
+    by_rank = spawn_ranks(_run_all, 3, str(tmp_path), names)
 
     for found in by_rank:
-        for (text, record, seconds, total), (_, expected) in zip(found, SCRIPTS.values()):
+        for (text, record, seconds, total), name in zip(found, names, strict=True):
+            _, expected = SCRIPTS[name]
             assert expected in text and record["cause"] in text
             assert record["traceback"] and total == 3.0 and seconds < 200.0, (text, seconds)
     assert by_rank[0][0][0] == by_rank[2][0][0]
-    assert '"kind": "script"' in (tmp_path / "script" / "failure.json").read_text()
+    if "script" in names:
+        assert '"kind": "script"' in (tmp_path / "script" / "failure.json").read_text()
 
 
 def _hang(folder: str) -> None:

@@ -53,7 +53,7 @@ def check(have: Positions, need: Positions) -> None:
 
 @pytest.mark.parametrize(
     "num_producers",
-    [1, 2, 3, 4, 8, *(pytest.param(size, marks=pytest.mark.drill) for size in (5, 6, 7))],
+    [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.drill) for size in (5, 6, 7, 8))],
 )
 def test_every_protocol_pair_is_planned_right_in_every_world_of_up_to_8(num_producers):
     for num_consumers in range(1, 9):

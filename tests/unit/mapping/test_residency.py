@@ -88,7 +88,7 @@ def fits_and_seconds(
     return fits and peak <= hardware.usable_bytes, seconds
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     gigabytes=st.floats(0.4, 8.0),
     rule=st.sampled_from([(None, 0.9), (None, 0.5), (0.5e9, None), (2e9, None)]),

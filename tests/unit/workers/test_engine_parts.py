@@ -114,7 +114,7 @@ def test_hash_sees_bits_swaps_shifts_repeats_signs_and_losses(dtype: torch.dtype
 
 
 def test_hash_sees_every_single_bit_and_the_same_bit_of_any_two_elements() -> None:
-    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     places = range(x.numel())
     found = {positional_hash(x)}
 
@@ -124,7 +124,7 @@ def test_hash_sees_every_single_bit_and_the_same_bit_of_any_two_elements() -> No
             y.view(-1)[[first, second]] ^= bit
             found.add(positional_hash(y))
 
-    assert len(found) == 1 + 32 * (40 + 40 * 39 // 2)
+    assert len(found) == 1 + 32 * (24 + 24 * 23 // 2)
 
 
 def test_hash_knows_zero_signs_and_lost_zeros_and_no_strides() -> None:
