@@ -9,8 +9,8 @@ in every second round. Each commit runs its own scripts/bench.py. The table has 
 rounds and their ratio; a ratio above the limit fails.
 
 A call passes from thread to thread several times. Where the system spreads these threads over the
-cores of a virtual machine, equal programs differ by a factor of two from one start to the next;
-with --one-core they differ by a few percent.
+two cores of a virtual machine, one and the same program took twice as long from one start to the
+next. With --one-core it cannot; single rounds still differ by a third, so take several.
 """
 
 from __future__ import annotations
