@@ -27,8 +27,7 @@ FEW_SUMS = (
     f"data.eval_path={ROOT}/tests/algos/sums/eval.jsonl",
 )
 """The first 256 and 64 rows of the bundled task: reading all of it takes a fifth of a tiny run."""
-SMALL = (
-    *FEW_SUMS,
+SMALL_STEPS = (
     "data.prompts_per_step=16",
     "actor.update.mini_batch_size=8",
     "critic.update.mini_batch_size=8",
@@ -42,6 +41,8 @@ SMALL = (
     "save_every=0",
     "run.save_last=false",
 )
+"""Steps of 16 prompts, of any task."""
+SMALL = (*FEW_SUMS, *SMALL_STEPS)
 LIMIT = 800.0
 """Seconds after which a run or a wait counts as hung, on a slow machine with other work too."""
 

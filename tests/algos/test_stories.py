@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts.stories_metrics import REFERENCE, Judge, exports_of, load_writer, row_of
-from tests.algos.runs import ROOT, run_ranks, steps_of
+from tests.algos.runs import ROOT, SMALL_STEPS, run_ranks, steps_of
 
 pytestmark = [
     pytest.mark.drill,
@@ -31,7 +31,7 @@ def run_dir(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "run"
     settings = ("total_steps=2", "eval_every=2", "save_every=2", "actor.optimizer.lr=1e-3")
     engine = f"actor.rollout.engine={request.param}"
-    run_ranks(folder, YAML, *settings, engine, num_ranks=2)
+    run_ranks(folder, YAML, *settings, engine, num_ranks=2, small=SMALL_STEPS)
     return folder
 
 
@@ -82,7 +82,7 @@ def test_twenty_steps_make_stories_cheerful_and_keep_them_stories(tmp_path):
     run_dir = tmp_path / "run"
     full = ("data.prompts_per_step=128", "actor.update.mini_batch_size=64")
     critic = ("critic.update.mini_batch_size=64", "total_steps=20", "eval_every=0")
-    run_ranks(run_dir, YAML, *full, *critic, num_ranks=2, seconds=2800)
+    run_ranks(run_dir, YAML, *full, *critic, num_ranks=2, small=SMALL_STEPS, seconds=2800)
 
     judge = Judge(Path(os.environ["SPMDFLOW_DATA"]), max_new_tokens=64, num_prompts=0)
     start, end = (
