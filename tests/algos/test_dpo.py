@@ -105,7 +105,7 @@ def test_dpo_raises_the_margin_on_pairs_it_was_not_trained_on(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "beta", "start"),
     [
-        ("ipo", 0.1, 25.0),
+        pytest.param("ipo", 0.1, 25.0, marks=pytest.mark.drill),
         pytest.param("slic", 0.02, None, marks=pytest.mark.drill),
         pytest.param("hinge", 0.1, 1.0, marks=pytest.mark.drill),
     ],
@@ -131,7 +131,7 @@ def test_kto_tells_good_answers_from_bad_ones(tmp_path: Path) -> None:
     assert all(step["actor/kl"] >= 0 for step in steps[1:])
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.drill), "kto"])
 def test_forwards_are_filled_with_tokens_whatever_rows_a_role_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

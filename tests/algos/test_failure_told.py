@@ -97,6 +97,7 @@ def test_failure_in_one_process_is_raised_and_told_in_the_file_and_on_the_page(
     assert run["failures"] == {"failure.json": record}
 
 
+@pytest.mark.drill
 def test_worker_method_that_raises_is_told_with_its_line_and_the_line_that_called(
     tmp_path: Path,
 ) -> None:

@@ -124,6 +124,7 @@ def test_multiplier_follows_the_mean_cost_of_each_step(
     assert strict["actor/pg_loss"] != loose["actor/pg_loss"]
 
 
+@pytest.mark.drill
 def test_pre_training_text_is_unlearnt_without_its_loss_and_kept_with_it(tmp_path: Path) -> None:
     settings = ("actor.optimizer.lr=1e-3", "total_steps=4")
 

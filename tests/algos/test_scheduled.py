@@ -181,7 +181,10 @@ def test_more_gradients_in_a_row_than_allowed_end_the_run_also_when_it_goes_on(
         run(tmp_path / "run", *words)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "zero1", "megatron"])
+@pytest.mark.parametrize(
+    "engine",
+    ["fsdp", *(pytest.param(kind, marks=pytest.mark.drill) for kind in ("zero1", "megatron"))],
+)
 def test_engines_leave_out_the_same_steps_and_decay_the_same_tensors_on_two_ranks(
     tmp_path: Path, engine: str
 ) -> None:

@@ -8,6 +8,7 @@ gradients 4.2e-7, weights after a step 4.5e-8. Weights are compared where the gr
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from tests.forked import torchrun
 
-pytest.importorskip("megatron.core", reason="the megatron extra is not installed")
+if find_spec("megatron") is None:
+    pytest.skip("the megatron extra is not installed", allow_module_level=True)
 
 PROGRAM = Path(__file__).parent / "programs" / "megatron_engine.py"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "reward")
@@ -54,14 +56,14 @@ def test_logits_gradients_and_a_step_of_every_family_and_layout_equal_hugging_fa
     results: dict,
 ) -> None:
     found = equalities(results)
-    assert len(found) == 9 and all(any(f" {one}" in name for name in found) for one in FAMILIES)
+    assert len(found) == 6 and all(any(f" {one}" in name for name in found) for one in FAMILIES)
     require_equal(found)
 
 
 @pytest.mark.drill
 def test_more_families_and_layouts_equal_hugging_face(more: dict[str, Any]) -> None:
     found = equalities(more)
-    assert len(found) == 11
+    assert len(found) == 14
     require_equal(found)
 
 

@@ -156,6 +156,7 @@ CASES = {
     "34B": (lambda: _paper("34B", "34B"), 64, 8),
     "small, cramped, single ranks": (_small_ppo, 6, 1),
 }
+SHORT_CASES = ("7B and 13B", "small, cramped, single ranks")
 
 
 def _paper(actor: str, critic: str) -> Dataflow:
@@ -165,7 +166,13 @@ def _paper(actor: str, critic: str) -> Dataflow:
     return ppo(a, c, reference=a, reward=c, workload=work)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SHORT_CASES,
+        *(pytest.param(name, marks=pytest.mark.drill) for name in CASES if name not in SHORT_CASES),
+    ],
+)
 def test_mapping_of_a_real_dataflow_costs_what_algorithm_1_finds(name: str) -> None:
     make, size, unit = CASES[name]
     dataflow = make()

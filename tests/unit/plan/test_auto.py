@@ -171,7 +171,11 @@ def test_models_that_fit_nowhere_are_refused_with_the_world_that_would(tmp_path:
 
 @pytest.mark.parametrize(
     ("engine", "generator", "num_layers"),
-    [("fsdp", "vllm", 60), ("megatron", "vllm", 60), ("megatron", "builtin", 40)],
+    [
+        ("megatron", "vllm", 60),
+        pytest.param("fsdp", "vllm", 60, marks=pytest.mark.drill),
+        pytest.param("megatron", "builtin", 40, marks=pytest.mark.drill),
+    ],
 )
 def test_models_that_need_host_memory_are_placed_and_their_plan_takes_as_long(
     engine: str, generator: str, num_layers: int, tmp_path: Path

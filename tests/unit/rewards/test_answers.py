@@ -154,7 +154,7 @@ def test_row_without_a_number_is_an_error_of_the_data() -> None:
         gsm8k.score("", "1", {"answer": "none"})
 
 
-@pytest.mark.parametrize("file", ["train", "test"])
+@pytest.mark.parametrize("file", [pytest.param("train", marks=pytest.mark.drill), "test"])
 def test_gsm8k_rows_verify_themselves_and_no_other_number(file: str) -> None:
     rows = data(f"gsm8k/{file}.jsonl")
     forms = ("#### {}", "The answer is {}.", r"so \boxed{{{}}}", "<answer>${} a day</answer>")
@@ -170,7 +170,7 @@ def test_gsm8k_rows_verify_themselves_and_no_other_number(file: str) -> None:
     assert len(rows) == {"train": 7473, "test": 1319}[file]
 
 
-@pytest.mark.parametrize("file", ["train", "test"])
+@pytest.mark.parametrize("file", [pytest.param("train", marks=pytest.mark.drill), "test"])
 def test_countdown_solutions_verify_themselves_and_others_do_not(file: str) -> None:
     rows = data(f"countdown/{file}.jsonl")
 

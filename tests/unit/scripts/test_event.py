@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from bench._dataflows import NOMINAL, grpo_async, ppo, safe_rlhf
 from bench._event import simulate_events, step_seconds
@@ -22,11 +24,14 @@ FLOWS: dict[str, Dataflow] = {
     "ppo": PPO,
     "safe_rlhf": safe_rlhf(S, S, reference=S, reward=S, cost=S, workload=WORK),
 }
-PLACED = {name: find_mapping(flow, A100, 64, keep=10).best for name, flow in FLOWS.items()}
-
-
 LEAN = ppo(S, S, reference=S, reward=S, workload=WORK, log_prob=False)
 """All scoring is on other pools than generation, where each model has its own."""
+
+
+@cache
+def placements(name: str) -> list[Placed]:
+    """The ten best of a dataflow on 64 GPUs."""
+    return find_mapping(FLOWS[name], A100, 64, keep=10).best
 
 
 def _alone() -> Placed:
@@ -41,7 +46,7 @@ def test_a_pool_runs_one_call_at_a_time_and_updates_wait_for_all_scores(
     name: str, place: int, chunks: int
 ) -> None:
     flow = FLOWS[name]
-    placed = PLACED[name][place]
+    placed = placements(name)[place]
 
     events = simulate_events(flow, placed, chunks=chunks)
 
@@ -62,7 +67,7 @@ def test_a_pool_runs_one_call_at_a_time_and_updates_wait_for_all_scores(
 
 
 def test_in_one_part_the_step_takes_the_sum_of_its_stages() -> None:
-    for placed in PLACED["ppo"]:
+    for placed in placements("ppo"):
         assert step_seconds(simulate_events(PPO, placed)) == pytest.approx(placed.seconds)
 
 
