@@ -10,7 +10,7 @@ the files of the package to read first.
 | part | packages |
 |---|---|
 | library | objectives, rewards, datasets, envs, episodes |
-| system: what all need | errors, log, message, derivative, renamed, kind, config |
+| system: what all need | errors, log, message, derivative, renamed, source_file, kind, config |
 | system: layouts, rows, weights | parallel, blocks, data, transfer, weights, hybrid_engine |
 | system: models on a rank | worker_api, models, workers, rollout, cpu |
 | system: a run | run, program, controller, runtime, failure, checkpoint, tracking |
@@ -30,6 +30,7 @@ pass on what it made. Nobody needs them in order to train.
 | message | commands and replies as bytes |
 | derivative | backward functions that refuse to be differentiated themselves |
 | renamed | old names of public things, which warn for one release |
+| source_file | imports files that users edit, always from their source |
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import sys
 from dataclasses import is_dataclass
 from inspect import signature
@@ -14,6 +13,7 @@ from typing import Any, get_type_hints
 from spmdflow.config.schema import PPOConfig
 from spmdflow.config.source import broken_installation, bundled_scripts, find_file
 from spmdflow.errors import ConfigError
+from spmdflow.source_file import import_file
 
 SCRIPT_MODULE = "spmdflow_script"
 """Name under which every rank imports the script: its functions are `spmdflow_script:name`."""
@@ -75,12 +75,8 @@ def _execute(path: Path) -> ModuleType:
     ConfigError for an ImportError or SyntaxError; other exceptions pass through. The message says
     if spmdflow or a package that it needs is not installed.
     """
-    spec = importlib.util.spec_from_file_location(SCRIPT_MODULE, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[SCRIPT_MODULE] = module  # before it runs: its dataclasses look themselves up
     try:
-        spec.loader.exec_module(module)
+        return import_file(SCRIPT_MODULE, path)
     except (ImportError, SyntaxError) as err:
         del sys.modules[SCRIPT_MODULE]
         if isinstance(err, ImportError):
@@ -92,4 +88,3 @@ def _execute(path: Path) -> ModuleType:
             or f"script: {path} cannot be imported: {type(err).__name__}: {err}; "
             f"expected a Python file that imports; fix it or install what it needs"
         ) from err
-    return module

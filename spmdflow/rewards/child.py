@@ -34,12 +34,13 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from spmdflow.errors import ConfigError
+from spmdflow.source_file import import_file
 
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 _FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
 _MEMORY_SHARE = 0.5  # of the node's memory: a function that needs more gets a MemoryError
-_OUR_MODULES = (__name__, "importlib", "spmdflow.episodes.child")
+_OUR_MODULES = (__name__, "importlib", "spmdflow.source_file", "spmdflow.episodes.child")
 # bound before the user's code is imported, which may replace json.dumps and json.loads
 encode = json.JSONEncoder().encode
 decode = json.JSONDecoder().decode
@@ -283,12 +284,7 @@ def _import_file(name: str, path: Path, key: str) -> ModuleType:
     known = sys.modules.get(module_name)
     if known is not None and known.__file__ == str(path.resolve()):
         return known  # another function of the same file
-    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look the module up there
-    spec.loader.exec_module(module)
-    return module
+    return import_file(module_name, path.resolve())
 
 
 def _import_module(name: str, source: str, key: str) -> ModuleType:

@@ -25,6 +25,8 @@ from typing import Any
 
 from spmdflow.rewards.keeper import kill_marked
 
+_IMPORTER = "/spmdflow/source_file.py"
+"""File of the frame of ours that imports the file of a reward function."""
 # Not multiprocessing: its spawn imports the main module again, and torch with it.
 _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -131,7 +133,7 @@ class WorkerProcess:
                 break
             text += part
         lines = text.decode(errors="replace").splitlines()
-        frames = takewhile(lambda line: self._ours not in line, lines)
+        frames = takewhile(lambda line: self._ours not in line and _IMPORTER not in line, lines)
         return "\n".join(line for line in frames if line.startswith('  File "/'))
 
     def kill(self) -> None:

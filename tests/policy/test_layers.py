@@ -13,7 +13,7 @@ import graphlib
 from tests.policy.house import import_graph, room_of, tree_of
 
 LAYERS = [
-    ["errors", "log", "kind", "message", "derivative", "renamed"],
+    ["errors", "log", "kind", "message", "derivative", "renamed", "source_file"],
     ["parallel", "blocks", "weights", "cpu"],
     ["config"],
     ["data", "worker_api"],
