@@ -122,6 +122,7 @@ def test_other_losses_of_pairs_start_where_they_should_and_fall(
     assert steps[-1]["eval/margin"] > 0.1 * beta  # 0.1 nats
 
 
+@pytest.mark.drill
 def test_kto_tells_good_answers_from_bad_ones(tmp_path: Path) -> None:
     steps = run(tmp_path / "run", *labelled(tmp_path), "total_steps=8", "eval_every=8")
 

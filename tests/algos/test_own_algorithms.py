@@ -134,6 +134,7 @@ def test_policy_that_generates_and_learns_from_preferences_moves_its_margin(tmp_
     assert (tmp_path / "run" / "export" / "actor" / "config.json").exists()
 
 
+@pytest.mark.drill
 def test_calculator_trains_and_is_evaluated_also_if_nobody_asks_it(tmp_path: Path) -> None:
     words = ("eval_every=2", "data.eval_prompts=8", "data.eval_samples=4")
     steps = run("calculator", tmp_path / "run", *words)

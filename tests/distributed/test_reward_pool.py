@@ -140,7 +140,12 @@ def test_scores_keep_the_order_and_both_processes_work(pool):
         ("nan", "returned nan", None),
         ("text", "returned 'good' (str)", None),
         ("hang", f"ran longer than reward.sample_seconds ({LIMIT} s)", "time.sleep(60)"),
-        ("hold", f"ran longer than reward.sample_seconds ({LIMIT} s)", "re.match("),
+        pytest.param(
+            "hold",
+            f"ran longer than reward.sample_seconds ({LIMIT} s)",
+            "re.match(",
+            marks=pytest.mark.drill,
+        ),
         ("vanish", "ended its worker process (exit status 7)", None),
         ("segfault", "ended its worker process (signal SIGSEGV)", "signal.SIGSEGV"),
         ("realtime", f"ended its worker process (signal {signal.SIGRTMIN + 6})", None),
@@ -187,6 +192,7 @@ def test_exception_is_raised_with_the_traceback_of_the_function(
     assert "spmdflow" not in trace
 
 
+@pytest.mark.drill
 def test_place_of_a_hung_function_is_not_that_of_an_earlier_signal(patience, tmp_path):
     (tmp_path / "own.py").write_text(
         "import os, signal, time\n"
@@ -213,6 +219,7 @@ def test_lines_that_processes_print_beside_each_other_stay_whole(function, monke
     assert sorted(lines) == sorted(f"line {n} ends" for n in range(500) for _ in range(20))
 
 
+@pytest.mark.drill
 def test_limit_is_for_each_sample_and_not_for_the_samples_sent_together(function):
     with RewardPool(function, 1, sample_seconds=LIMIT) as pool:
         results = score(pool, ["nap"] * 6)  # sent as 3, 2 and 1; three naps exceed the limit
@@ -274,6 +281,7 @@ def test_process_killed_while_idle_is_replaced_without_blame(pool, caplog):
     ]
 
 
+@pytest.mark.drill
 def test_stopped_process_that_reads_nothing_counts_as_too_slow(lenient):
     pids = {int(result["pid"]) for result in score(lenient, ["pause"] * 20)}
     for pid in pids:

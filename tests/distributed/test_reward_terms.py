@@ -75,6 +75,7 @@ def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(scor
             assert result["pid"] == result["faulty_pid"] == result["slow_pid"]
 
 
+@pytest.mark.drill
 def test_scores_have_the_same_bits_on_any_number_of_processes(terms, scored):
     kept = [
         [{k: v for k, v in result.items() if not k.endswith("pid")} for result in results]
