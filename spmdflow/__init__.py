@@ -10,11 +10,14 @@ the files of the package to read first.
 | part | packages |
 |---|---|
 | library | objectives, rewards, datasets, envs, episodes |
-| system: what all need | errors, log, message, derivative, renamed, source_file, kind, config |
+| system: what all need | errors, log, message, derivative, renamed, requirement |
+| system: files and settings | source_file, kind, config |
 | system: layouts, rows, weights | parallel, blocks, data, transfer, weights, hybrid_engine |
 | system: models on a rank | worker_api, models, workers, rollout, cpu |
-| system: a run | run, program, controller, runtime, failure, checkpoint, tracking |
-| tools | plan, mapping, view, report, status, live, doctor, export, replay, serving |
+| system: the start of a run | start, torchrun, run, program |
+| system: a run | controller, runtime, failure, checkpoint, tracking |
+| tools: before and during runs | plan, mapping, doctor, sweep, status, live |
+| tools: after runs | view, report, export, replay, clean, serving |
 
 The *library* is what a script calls by name: formulas, scores, data and agents. It uses settings
 and columns, but nothing that runs. The *system* trains. The *tools* look at a run, plan one, or
@@ -22,7 +25,10 @@ pass on what it made. Nobody needs them in order to train.
 
 | file | what |
 |---|---|
+| start, torchrun | `spmdflow run`: checks a command line, then becomes torchrun, quietly |
 | run, program | one rank of a run; runs started by a Python program |
+| sweep | runs of one script for each combination of some settings |
+| clean | removes from RUN_DIRs what only helped to look at something |
 | replay | runs a kept step again and compares |
 | report, status, live | what runs reached; what a live run does now |
 | export | a trained model of a checkpoint as a Hugging Face folder |
@@ -30,6 +36,7 @@ pass on what it made. Nobody needs them in order to train.
 | message | commands and replies as bytes |
 | derivative | backward functions that refuse to be differentiated themselves |
 | renamed | old names of public things, which warn for one release |
+| requirement | what to install for an optional feature |
 | source_file | imports files that users edit, always from their source |
 """
 

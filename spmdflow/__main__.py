@@ -14,7 +14,8 @@ FINISHED = 0
 REFUSED = 2
 
 COMMANDS = {
-    "run": ("spmdflow.run", "train or evaluate (one rank of a run; started by torchrun)"),
+    "run": ("spmdflow.start", "train or evaluate: checks the command line, then starts torchrun"),
+    "sweep": ("spmdflow.sweep", "run a script for each combination of some settings"),
     "plan": ("spmdflow.plan.__main__", "dry run without a device: errors, bytes, memory, seconds"),
     "report": ("spmdflow.report", "print curves and metrics of a RUN_DIR"),
     "view": ("spmdflow.view.__main__", "write an HTML page: curves, samples, timeline, settings"),
@@ -24,6 +25,7 @@ COMMANDS = {
     ),
     "replay": ("spmdflow.replay", "replay a saved step and report what differs"),
     "export": ("spmdflow.export", "write a model of a checkpoint as a Hugging Face folder"),
+    "clean": ("spmdflow.clean", "remove capsules, profiles and old records from RUN_DIRs"),
     "doctor": (
         "spmdflow.doctor.__main__",
         "show what is installed, what works here, and what is missing",
@@ -42,8 +44,8 @@ commands:
 {commands}
 
 examples:
-  torchrun --standalone --nproc-per-node 4 -m spmdflow.run ppo
-  python -m spmdflow.run ppo --help      every setting of a script
+  spmdflow run -n 4 ppo
+  spmdflow run ppo --help                every setting of a script
 
 bundled scripts, in {folder}:
   {scripts}
@@ -83,7 +85,7 @@ def _unknown(name: str) -> str:
     """
     near = difflib.get_close_matches(name, COMMANDS, 1)
     if name.removesuffix(".py").removeprefix("algos/") in bundled_scripts():
-        hint = f"start scripts with torchrun ... -m spmdflow.run {name}"
+        hint = f"start scripts with spmdflow run {name}"
     elif near:
         hint = f"did you mean {near[0]}?"
     else:

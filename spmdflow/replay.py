@@ -1,7 +1,7 @@
 """Replays a saved step and reports what differs: `... -m spmdflow.replay CAPSULE [key=value ...]`.
 
 A capsule is a step that a run saved (run.capture_step, controller/capsule.py). The script runs
-again from the state before the step, for this step only, in CAPSULE/replay, and is saved there in
+again from the state before the step, for this step only, in RUN_DIR/replays, and is saved there in
 the same way. Then both are compared: the results of the calls in the order of the script, and the
 state after the step. On the layout of the run they are equal bit for bit; on another one to
 rounding (`TOLERANCE`). With --inproc everything runs in one process, and breakpoint() works.
@@ -39,7 +39,7 @@ from spmdflow.tracking.progress import shorten_text
 
 TOLERANCE = 1e-3
 """Largest difference on another layout, relative to the largest number of the tensor."""
-_REPLAY = "replay"
+_REPLAYS = "replays"
 _STATE = "*/rank-*.safetensors"
 _USAGE = """\
 usage: torchrun --standalone --nproc-per-node N -m spmdflow.replay CAPSULE [key=value ...]
@@ -89,7 +89,7 @@ def _prepare(
     """
     facts = read_facts(folder)
     step = int(facts["step"])
-    overrides = [f"run.dir={folder / _REPLAY}", f"run.capture_step={step}", *_OWN]
+    overrides = [f"run.dir={replay_folder(folder)}", f"run.capture_step={step}", *_OWN]
     if environment.world_size != len(facts["ranks"]):
         settings = flat(yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8")))
         overrides += ["placement=colocate"] if environment.world_size == 1 else []
@@ -98,13 +98,23 @@ def _prepare(
     overrides += [word for word in words if "=" in word]
     flags = frozenset("inproc" for word in words if word == "--inproc")
     if environment.rank == 0:
-        shutil.rmtree(folder / _REPLAY, ignore_errors=True)
+        shutil.rmtree(replay_folder(folder), ignore_errors=True)
     arguments = Arguments(facts["script"], str(folder / SETTINGS), tuple(overrides), flags)
     loaded = prepare_rank(arguments, environment)
     script = ModuleType(loaded.script.__name__)
     script.__file__ = loaded.script.__file__
     script.main = partial(_run, loaded.script, folder, step)  # type: ignore[attr-defined]
     return replace(loaded, script=script), "inproc" in flags
+
+
+def replay_folder(capsule: Path) -> Path:
+    """Return the folder of a capsule's replay: RUN_DIR/replays/step-N for RUN_DIR/capsules/step-N.
+
+    For a capsule that was copied elsewhere, it is next to it: step-N-replay.
+    """
+    if capsule.parent.name == "capsules":
+        return capsule.parent.with_name(_REPLAYS) / capsule.name
+    return capsule.with_name(f"{capsule.name}-replay")
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def _report(folder: Path) -> int:
     1 means that a tensor differs by more than the tolerance.
     """
     step = int(read_facts(folder)["step"])
-    comparison = compare(folder, capsule_folder(folder / _REPLAY, step))
+    comparison = compare(folder, capsule_folder(replay_folder(folder), step))
     sys.stdout.write(comparison.text())
     sys.stdout.flush()
     if comparison.first:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.errors import DataError
+from spmdflow.requirement import install_command
 from spmdflow.tracking.progress import Point, stage_seconds, text_curve
 from spmdflow.tracking.reading import RunFiles, failure_text, setting_differences
 
@@ -180,7 +181,7 @@ def write_png(records: Records, keys: Sequence[str], path: Path) -> str:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return "no picture without matplotlib; pip install 'spmdflow[plot]'"
+        return f"no picture without matplotlib; {install_command('plot')}"
     figure = Figure(figsize=(8, 2.8 * len(keys)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(keys), 1, sharex=True, squeeze=False)[:, 0]

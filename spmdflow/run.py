@@ -40,7 +40,7 @@ from pathlib import Path
 from spmdflow.config.check import with_problems
 from spmdflow.config.leaf import parts_of, schema_help
 from spmdflow.config.load import Loaded, help_text, load, settings_text
-from spmdflow.config.location import run_dir_of
+from spmdflow.config.location import run_dir_of, to_yaml
 from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import ModelConfig, PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
@@ -148,7 +148,7 @@ def run_rank(load: Callable[[RankEnvironment], tuple[Loaded, bool] | None]) -> i
 def _load(words: Sequence[str], environment: RankEnvironment) -> tuple[Loaded, bool] | None:
     """Return (script with its settings, whether --inproc) for the words of a command line.
 
-    For --help it prints the help on rank 0 and returns None.
+    For --help it prints the help on rank 0 and returns None; also for a run that has finished.
     """
     arguments = parse_arguments(words)
     if "help" in arguments.flags:
@@ -158,7 +158,25 @@ def _load(words: Sequence[str], environment: RankEnvironment) -> tuple[Loaded, b
             settings = help_text(arguments.script, arguments.config, arguments.overrides)
         _say(environment, _USAGE + settings)
         return None
-    return prepare_rank(arguments, environment), "inproc" in arguments.flags
+    loaded = prepare_rank(arguments, environment)
+    if already_finished(loaded, environment):
+        return None
+    return loaded, "inproc" in arguments.flags
+
+
+def already_finished(loaded: Loaded, environment: RankEnvironment) -> bool:
+    """Return whether this run has finished before, with the same settings; rank 0 says so then."""
+    from spmdflow.checkpoint.run_dir import finished_step  # late: it needs torch
+
+    step = finished_step(loaded.cfg.run, to_yaml(loaded.cfg))
+    if step is None:
+        return False
+    _say(
+        environment,
+        f"already finished: {run_dir_of(loaded.cfg.run)} has step {step}, its last, and the same "
+        f"settings; a larger total_steps continues it, another run.dir begins a new run",
+    )
+    return True
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
@@ -181,7 +199,7 @@ def _flag(word: str) -> str:
         if near:
             hint = f"did you mean {near[0]}?"
         else:
-            hint = "torchrun's own flags go before -m"
+            hint = "torchrun's own flags go before -m, or after -- of spmdflow run"
         raise ConfigError.of("command line", word, ", ".join(_FLAGS), hint)
     return _FLAGS[word]
 
@@ -202,8 +220,8 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
         raise ConfigError.of(where, got, "one process", "start it without torchrun")
     if environment.world_size == 1 and "RANK" not in os.environ and "inproc" not in arguments.flags:
         raise ConfigError(
-            "command line: not started by torchrun; use torchrun --standalone --nproc-per-node 4 "
-            "-m spmdflow.run ..., or add --inproc for one process"
+            "command line: not started by torchrun; use spmdflow run -n 4 ..., or torchrun "
+            "--standalone --nproc-per-node 4 -m spmdflow.run ..., or add --inproc for one process"
         )
     try:
         loaded = load(arguments.script, arguments.config, arguments.overrides)
@@ -254,12 +272,14 @@ def _refuse(err: SpmdflowError, environment: RankEnvironment) -> int:
 def _tell_torchrun(message: str) -> None:
     """Write the cause to torchrun's error file, so that its summary shows it.
 
+    The format is that of torch's own ErrorHandler; for any other, torchrun prints three lines more.
     That summary comes last on the screen. Does nothing without torchrun.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        text = json.dumps({"message": message, "timestamp": str(int(time.time()))})
-        Path(file).write_text(text, encoding="utf-8")
+        facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        record = {"message": {"message": message, "extraInfo": facts}}
+        Path(file).write_text(json.dumps(record), encoding="utf-8")
 
 
 def _launch(

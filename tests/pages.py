@@ -27,7 +27,9 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _FILE_NAME = re.compile(r"^# (?P<name>[\w./-]+\.(?:py|yaml|jsonl|sh))$")
-_RUN = re.compile(r"^(?P<run>.*-m spmdflow\.run\b.*?)(?P<comment>\s+#.*)?$", re.MULTILINE)
+_RUN = re.compile(
+    r"^(?P<run>.*(?:-m spmdflow\.|\bspmdflow )run\b.*?)(?P<comment>\s+#.*)?$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,26 @@ def open_run_dir(
     return RunDir(path, checkpoint, run_lock)
 
 
+def finished_step(run: RunConfig, yaml_text: str) -> int | None:
+    """Return the last step if RUN_DIR has a finished run with exactly these settings.
+
+    None otherwise: it did not finish, has no checkpoint of that step, other settings, or must not
+    be continued (run.resume). Such a run would build its models and do nothing. Reads files only.
+    """
+    path = path_of(run)
+    if run.resume != "auto":
+        return None
+    try:
+        step = int((path / FINISHED_FILE).read_text(encoding="utf-8").split()[1])
+        checkpoint = find_latest(path)
+        changed = compare_settings((path / "config.yaml").read_text(encoding="utf-8"), yaml_text)
+    except (OSError, ValueError, IndexError, yaml.YAMLError, CheckpointError):
+        return None
+    if checkpoint is None or checkpoint.step != step or changed:
+        return None
+    return step
+
+
 def compare_settings(old_yaml: str, new_yaml: str) -> list[str]:
     """Return "key: old -> new" for each setting that differs between two YAML texts.
 

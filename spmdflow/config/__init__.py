@@ -17,6 +17,7 @@ or the bundled files. A bundled script or YAML is found by its name.
 | leaf | the keys of a dataclass tree as a flat list, their errors, and `--help` |
 | load, source | script + YAML + overrides -> one object; bundled ones by name |
 | script | imports the script and finds the settings class of its `main` |
+| foreign_names | names of settings in TRL, verl and OpenRLHF -> ours, for unknown keys |
 | old_forms | settings in the form of before 0.2.0 -> those of today, with a warning |
 | resolve | the passes that give `auto` its meaning, place the run and check it |
 | episode | settings of episodes, and an actor that has them |

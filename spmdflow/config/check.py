@@ -60,6 +60,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import TRACKERS, home_of
 from spmdflow.kind.table import optimizer_kind
+from spmdflow.requirement import install_command
 from spmdflow.weights.own_code import refuse_own_code
 
 T = TypeVar("T")
@@ -252,8 +253,8 @@ def _check_installed(key: str, package: str, *, extra: str) -> None:
     extra: our extras that install it, separated by commas, for the message.
     """
     if importlib.util.find_spec(package) is None:
-        extras = " or ".join(f"'spmdflow[{name}]'" for name in extra.split(","))
-        do = f"pip install {extras} or choose another"
+        commands = " or ".join(map(install_command, extra.split(",")))
+        do = f"{commands}, or choose another"
         raise ConfigError.of(key, package, "an installed package", do)
 
 

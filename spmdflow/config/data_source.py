@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdflow.errors import ConfigError
+from spmdflow.requirement import install_command
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Endings of files of rows; anything else is a folder that the library `datasets` reads."""
@@ -140,7 +141,7 @@ def _check_source(key: str, path: str, split: str) -> None:
             )
         if importlib.util.find_spec("datasets") is None:
             got = f"the data set {path}"
-            do = "pip install 'spmdflow[datasets]', or convert it to .jsonl"
+            do = f"{install_command('datasets')}, or convert it to .jsonl"
             raise ConfigError.of(key, got, "the library `datasets` to read it with", do)
     elif not path.endswith(FILE_ENDINGS):
         expected = f"a name that ends in {' or '.join(FILE_ENDINGS)}, a folder, or "

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from spmdflow.config.foreign_names import setting_for
 from spmdflow.config.leaf import (
     NOT_GIVEN,
     REQUIRED,
@@ -318,8 +319,14 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
     """
     name = source.name
     if key not in known.settings and key not in known.groups:
-        near = _nearest(key, [*known.settings, ASSUME, *known.groups])
-        raise ConfigError(f"{name}: unknown key {key}{near}; --help lists every key")
+        full_key = _first_key_below(key, value)
+        translation = setting_for(full_key, known.settings)
+        if translation is not None:
+            key = full_key
+            hint = f", which is {translation} here"
+        else:
+            hint = _nearest(key, [*known.settings, ASSUME, *known.groups])
+        raise ConfigError(f"{name}: unknown key {key}{hint}; --help lists every key")
     if key in known.groups and not isinstance(value, dict | None):  # also a ${reference}
         raise _wrong_type(name, key, value, known)
     if error := _missing_value_error(f"{name}: {key}", value):
@@ -339,6 +346,14 @@ def _set(tree: DictConfig, key: str, value: Any, source: Source, known: _Known) 
         OmegaConf.update(tree, key, value, merge=not is_replaced)
     except OmegaConfBaseException as err:
         raise _wrong_type(name, key, value, known) from err
+
+
+def _first_key_below(key: str, value: Any) -> str:
+    """Return the dotted key of the first setting in an unknown section, or `key` if it is none."""
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key
 
 
 def _missing_value_error(where: str, value: Any) -> ConfigError | None:

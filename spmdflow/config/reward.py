@@ -26,6 +26,7 @@ from typing import Any
 
 from spmdflow.config.data_source import texts_of, weight_of
 from spmdflow.errors import ConfigError
+from spmdflow.requirement import install_command
 
 MODEL = "model"
 RESERVED = ("answer", "dropped", "dropped_share", "errors", "mean", "overlong", "score")
@@ -145,6 +146,7 @@ def _arguments(key: str, call: str | None) -> tuple[tuple[str, Any], ...]:
 
 
 _PARAMETERS = ("prompt", "response", "row")
+_BATCHED = ("prompts", "responses", "rows")
 _LISTS = {f"{name}s" for name in (*_PARAMETERS, "completion", "sample", "answer", "data_source")}
 _LISTS |= {"solution_strs", "solutions", "ground_truths", "extra_infos", "batch"}
 """Parameter names of functions that take lists of samples, as in other libraries."""
@@ -201,7 +203,7 @@ def _check_function(key: str, term: RewardTerm) -> None:
     source = term.function.rpartition(":")[0]
     library, extra = _NEEDS.get(source, ("", ""))
     if library and importlib.util.find_spec(library) is None:
-        do = f"pip install 'spmdflow[{extra}]' or choose another function"
+        do = f"{install_command(extra)}, or choose another function"
         raise ConfigError.of(key, f"{source}, but {library} is not installed", "it", do)
 
 
@@ -271,12 +273,13 @@ def _top_level_names(tree: ast.Module) -> dict[str, ast.stmt]:
 def _check_parameters(key: str, file: Path, statement: ast.stmt, names: Collection[str]) -> None:
     """Raise ConfigError unless a function can be called as f(prompt, response, row, **names).
 
-    It must take three positional arguments and require no more, none of the three with a name that
-    means a list (such as `prompts`); every further argument must be known and every required one
-    given. Only a plain `def` is checked; other statements, such as imports, pass.
+    It must take three positional arguments and require no more. If one has a name that means a
+    list, they must be prompts, responses and rows: it is called for many samples at once. Every
+    further argument must be known and every required one given. Only `def` and `async def` are
+    checked; other statements, such as imports, pass.
     names: of the keyword arguments.
     """
-    if not isinstance(statement, ast.FunctionDef):
+    if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         return
     arguments = statement.args
     positional = []
@@ -292,11 +295,12 @@ def _check_parameters(key: str, file: Path, statement: ast.stmt, names: Collecti
     for name in positional[: len(_PARAMETERS)]:
         if name in _LISTS:
             many.append(name)
-    if many:
+    if many and tuple(positional[: len(_PARAMETERS)]) != _BATCHED:
         raise ConfigError(
             f"{key}: got {statement.name}({', '.join(positional)}) in {file}, whose {many[0]} says "
-            f"that it takes lists, expected {statement.name}({', '.join(_PARAMETERS)}), called for "
-            f"one sample at a time; score one sample and name it so"
+            f"that it takes lists, expected {statement.name}({', '.join(_PARAMETERS)}) for one "
+            f"sample at a time, or {statement.name}({', '.join(_BATCHED)}) for many at once; give "
+            f"them these names"
         )
     defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     required = []

@@ -74,7 +74,7 @@ class RunConfig:
     trackers: list[str] = setting(
         "Besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab or your own.", []
     )
-    sample_every: int = setting("Steps between sample tables (0: none).", 10, at_least=0)
+    sample_every: int = setting("Steps between samples, also of step 1 (0: none).", 10, at_least=0)
     view: bool = setting("Write view.html at the end, a page to look at (spmdflow view).", False)
     profile_steps: list[int] = setting("Steps to record with torch.profiler.", [], at_least=1)
     profile_ranks: list[int] = setting("Ranks that record them.", [0], at_least=0)
@@ -430,12 +430,16 @@ class RewardConfig:
     per_token: bool = setting("The model scores each response token, not the whole.", False)
     # Any: a name, or a map of terms; config/reward.py reads it
     function: Any = setting(
-        "file.py:name or module:name of fn(prompt, response, row), or a map name -> weight * "
-        "function; model is the model's score.",
+        "file.py:name or module:name of fn(prompt, response, row) or fn(prompts, responses, rows), "
+        "plain or async; or a map name -> weight * function; model is the model's score.",
         None,
     )
     num_processes: int = setting("Worker processes for functions, on each rank.", 1, at_least=1)
-    sample_seconds: float = setting("Limit for one function on one sample.", 10.0, above=0)
+    sample_seconds: float = setting("Limit for one call of a function.", 10.0, above=0)
+    concurrency: int = setting("Calls of async functions at once, on each rank.", 64, at_least=1)
+    retries: int = setting(
+        "How often a call that raised is repeated, within sample_seconds.", 0, at_least=0
+    )
     on_error: str = setting(
         "A function fails on a sample: raise: the run ends; drop: the row is not learnt from; "
         "zero: that function's score is 0.",

@@ -245,11 +245,13 @@ class Show:
     def samples(self, step: int, scored: Mapping[str, Batch], learnt: Batch | None) -> None:
         """Fetch a few of the scored rows, append them to samples.jsonl, and print fewer.
 
-        Does nothing except every run.sample_every steps, and without scored rows. scored: by phase.
-        learnt: what an update was given. It replaces the rows of the phase train if it has texts
-        and scores, because it also has the advantages. Prints rows of the last phase.
+        Does nothing except in step 1 and every run.sample_every steps (0: never), and without
+        scored rows. scored: by phase. learnt: what an update was given. It replaces the rows of the
+        phase train if it has texts and scores, because it also has the advantages. Prints rows of
+        the last phase.
         """
-        if not scored or not is_due(step, self._sample_every):
+        is_first = step == 1 and self._sample_every > 0
+        if not scored or not (is_first or is_due(step, self._sample_every)):
             return
         if learnt is not None and is_shown(learnt):
             scored = {"train": learnt} | {p: b for p, b in scored.items() if p != "train"}

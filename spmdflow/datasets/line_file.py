@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from spmdflow.config.data_source import FILE_ENDINGS, split_location
 from spmdflow.errors import ConfigError, DataError
+from spmdflow.requirement import install_command
 
 _BLOCK_BYTES = 1 << 20
 _ROWS_AT_A_TIME = 1024
@@ -189,7 +190,7 @@ def _import_pyarrow(path: Path, what: str) -> Any:  # the module; its package ha
         import pyarrow
         import pyarrow.parquet
     except ImportError as err:
-        do = "pip install 'spmdflow[parquet]', or convert the file to .jsonl"
+        do = f"{install_command('parquet')}, or convert the file to .jsonl"
         raise ConfigError.of(path, what, "pyarrow to read it with", do) from err
     return pyarrow
 
@@ -248,6 +249,6 @@ def _import_datasets(path: str) -> Any:  # the module
         import datasets
     except ImportError as err:
         expected = "the library `datasets` to read it with"
-        do = "pip install 'spmdflow[datasets]', or convert it to .jsonl"
+        do = f"{install_command('datasets')}, or convert it to .jsonl"
         raise ConfigError.of(path, "a data set", expected, do) from err
     return datasets

@@ -10,6 +10,7 @@ from typing import Any
 
 from spmdflow.config.source import PACKAGE
 from spmdflow.doctor import ABSENT, BAD, GOOD, WARNING, Check
+from spmdflow.requirement import install_command
 
 PROJECT = "spmdflow"
 NEEDED_FOR = {
@@ -147,7 +148,7 @@ def _check_extra(name: str, items: list[Any]) -> Check:
 
     The advice says what the extra is for, and how to install it.
     """
-    install = f"pip install 'spmdflow[{name}]'"
+    install = install_command(name)
     versions = {}
     for item in items:
         versions[item.name] = _version(item.name)

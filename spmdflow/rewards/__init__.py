@@ -11,6 +11,7 @@ keyword arguments come from the setting. docs/REWARDS.md has examples.
 | pool | `RewardPool`: samples in, scores out, in order; the weighted sum of several functions |
 | process | the pool's side of one worker process: start, send, read, kill |
 | keeper | the parent of a worker process: kills everything that the worker started |
+| calling | how a worker process calls functions: one sample or many, plain or async, again |
 | child | the code of a worker process: finds functions, reads their results; imports no torch |
 | gsm8k, math, countdown | right answers: a number, LaTeX by its meaning, an expression |
 | dapo | DAPO's scorer of mathematical answers |

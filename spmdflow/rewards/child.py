@@ -1,10 +1,12 @@
 """The worker process: reads chunks of samples, calls the functions and sends each result.
 
-Messages are lines of JSON. In: {"functions": [[name, arguments], ...]}, then chunks
-[[[function numbers], prompt, response, row], ...]. Out: {"ready": [file:line, ...]},
+Messages are lines of JSON. In: {"functions": [[name, arguments], ...], "seconds": limit of a call,
+"retries": number, "concurrency": number}, then chunks [[[function numbers], prompt, response, row],
+...]. Out: {"concurrent": true} if a function is an `async def`; {"ready": [file:line, ...]},
 {"refused": text} or {"broken": [name, text]}; then for each function of each sample
-{"scores": {...}} or {"failed": text}, and {"forked": number} from a child that the function forked
-and that returned from it. It imports the user's modules and little else, in particular no torch.
+{"scores": {...}} or {"failed": text}, {"batch": true} before a call for many samples, and
+{"forked": number} from a child that the function forked and that returned from it. It imports the
+user's modules and little else, in particular no torch.
 
 `load_function` finds a function by "path/file.py:name" or "module:name" and imports its module.
 `scores_of` converts its result to numbers.
@@ -12,8 +14,8 @@ and that returned from it. It imports the user's modules and little else, in par
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import copy
 import faulthandler
 import importlib
 import importlib.util
@@ -26,7 +28,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -34,13 +36,20 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from spmdflow.errors import ConfigError
+from spmdflow.rewards.calling import CallLimits, Concurrent, RewardCaller, chunk_answers, is_async
 from spmdflow.source_file import import_file
 
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 _FORM = '"path/file.py:name" or "module:name"'
 _TRACEBACK_LETTERS = 4000
 _MEMORY_SHARE = 0.5  # of the node's memory: a function that needs more gets a MemoryError
-_OUR_MODULES = (__name__, "importlib", "spmdflow.source_file", "spmdflow.episodes.child")
+_OUR_MODULES = (
+    __name__,
+    "importlib",
+    "spmdflow.source_file",
+    "spmdflow.rewards.calling",
+    "spmdflow.episodes.child",
+)
 # bound before the user's code is imported, which may replace json.dumps and json.loads
 encode = json.JSONEncoder().encode
 decode = json.JSONDecoder().decode
@@ -55,18 +64,30 @@ def main(socket_fd: int, stack_fd: int) -> None:
     """
     channel = open_channel(socket_fd, stack_fd)
     lines = channel.makefile("rb")
-    functions = _load_functions(decode(lines.readline().decode())["functions"], channel)
+    request = decode(lines.readline().decode())
+    functions = _load_functions(request["functions"], channel)
     if functions is None:
         return
+    limits = CallLimits(request["seconds"], request["retries"], request["concurrency"])
+    callers = [RewardCaller(function, _answer_of, describe, limits) for function in functions]
     own_pid = os.getpid()
-    for line in lines:
-        for numbers, *sample in decode(line.decode()):
-            for number in numbers:
-                answer = _score_sample(functions[number], sample)
-                if os.getpid() != own_pid:  # a child that the function forked, and that returned
-                    _send(channel, {"forked": number})
-                    os._exit(1)
-                _send(channel, answer)
+
+    def send_answer(number: int, answer: dict[str, Any]) -> None:
+        """Send the answer of a function, or report a child that it forked, and that returned."""
+        if os.getpid() != own_pid:
+            _send(channel, {"forked": number})
+            os._exit(1)
+        _send(channel, answer)
+
+    chunks = (decode(line.decode()) for line in lines)
+    if any(caller.is_async for caller in callers):
+        asyncio.run(Concurrent(callers, limits, send_answer).serve(chunks))
+        return
+    for chunk in chunks:
+        for number, answer in chunk_answers(
+            callers, chunk, partial(_send, channel, {"batch": True})
+        ):
+            send_answer(number, answer)
 
 
 def open_channel(socket_fd: int, stack_fd: int) -> socket.socket:
@@ -138,6 +159,8 @@ def _load_functions(
 ) -> list[RewardFunction] | None:
     """Load the functions in order and send {"ready": [file:line of each]} to the pool.
 
+    Before it, {"concurrent": true} is sent if one is an `async def`.
+
     If one cannot be loaded, the cause is sent instead, and None is returned.
     """
     functions = []
@@ -146,6 +169,8 @@ def _load_functions(
         if function is None:
             return None
         functions.append(function)
+    if any(map(is_async, functions)):
+        _send(channel, {"concurrent": True})
     _send(channel, {"ready": [locate_definition(function) for function in functions]})
     return functions
 
@@ -172,18 +197,8 @@ def load_or_report(
     return loaded
 
 
-def _score_sample(function: RewardFunction, sample: Sequence[Any]) -> dict[str, Any]:
-    """Call the function on one sample; return {"scores": ...} or {"failed": why}.
-
-    The function gets a copy of the row, so that it cannot change it for the next function. It
-    failed if it raised or returned no score (`scores_of`).
-    """
-    prompt, response, row = sample
-    value, error = _call_catching_errors(
-        function, prompt, response, copy.deepcopy(row)
-    )  # for the next function
-    if error is not None:
-        return {"failed": "raised " + describe(error)}
+def _answer_of(value: Any) -> dict[str, Any]:
+    """Return {"scores": ...} for what a function returned, or {"failed": why} if it is no score."""
     try:
         return {"scores": scores_of(value)}
     except InvalidScore as err:
@@ -327,15 +342,11 @@ def _look_up_function(name: str, module: ModuleType, attribute: str, key: str) -
 
 
 def _check_call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an async function, and if (prompt, response, row) does not fit.
+    """Raise ConfigError if (prompt, response, row), or the three as lists, do not fit.
 
     arguments: keyword arguments that are passed too. A builtin without a signature passes.
     """
     form = "fn(prompt, response, row) -> float | dict"
-    if inspect.iscoroutinefunction(function):
-        got = f"{name!r}, an async function"
-        do = "make it an ordinary function (call asyncio.run inside it)"
-        raise ConfigError.of("reward.function", got, form, do)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature: its first call shows whether it fits

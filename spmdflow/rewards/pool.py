@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import select
 import threading
 from collections import deque
@@ -60,8 +61,14 @@ class RewardPool:
         sample_seconds: float = 10.0,
         on_error: str = "raise",
         start_seconds: float = 120.0,
+        concurrency: int = 64,
+        retries: int = 0,
     ) -> None:
-        """on_error: raise, zero or drop; the last two record a failure and continue."""
+        """on_error: raise, zero or drop; the last two record a failure and continue.
+
+        concurrency: calls of async functions at once, over all processes. retries: how often a call
+        that raised is repeated.
+        """
         assert on_error in ("raise", "zero", "drop"), on_error
         terms = reward_terms("reward.function", function)
         self._terms: list[RewardTerm] = [term for term in terms if not term.is_model]
@@ -70,6 +77,8 @@ class RewardPool:
         self._num_processes = num_processes
         self._sample_seconds = sample_seconds
         self._start_seconds = start_seconds
+        self._concurrency = max(1, concurrency // num_processes)
+        self._retries = retries
         self._strict = on_error == "raise"
         self._outcome = _OUTCOMES[on_error]
         self._processes: list[RewardProcess] = []
@@ -92,6 +101,8 @@ class RewardPool:
             cfg.num_processes,
             sample_seconds=cfg.sample_seconds,
             on_error=cfg.on_error,
+            concurrency=cfg.concurrency,
+            retries=cfg.retries,
         )
 
     def score(
@@ -149,6 +160,8 @@ class RewardPool:
                     [(term.function, dict(term.arguments)) for term in self._terms],
                     start_seconds=self._start_seconds,
                     sample_seconds=self._sample_seconds,
+                    concurrency=self._concurrency,
+                    retries=self._retries,
                 )
             )
 
@@ -180,13 +193,13 @@ class RewardPool:
             self._processes.remove(process)
 
     def _hand_out(self, work: CallQueue, samples: Sequence[Any]) -> None:
-        """Send a chunk of waiting calls to each idle process.
+        """Send a chunk of waiting calls to each process that wants some.
 
         A call's number is sample * number of functions + function. A sample's texts are sent once,
         with the numbers of its functions.
         """
         for process in self._processes:
-            if process.idle and (numbers := work.next_chunk()):
+            if numbers := work.next_chunk(process.num_wanted):
                 calls: dict[int, list[int]] = {}  # sample -> functions: its texts are sent once
                 for number in numbers:
                     sample, function = divmod(number, len(self._terms))
@@ -234,6 +247,10 @@ class RewardPool:
             work.scores[process.pending.popleft()] = message["scores"]
         elif "failed" in message:
             work.fail(process.pending.popleft(), message["failed"])
+        elif "concurrent" in message:
+            process.is_concurrent = True
+        elif "batch" in message:  # a call for many samples has begun
+            return
         elif "forked" in message:
             number = message["forked"]
             raise RewardError(
@@ -373,13 +390,14 @@ class CallQueue:
             return all(number in self.scores for number in range(min(self.failures)))
         return len(self.scores) + len(self.failures) == self._num_samples
 
-    def next_chunk(self) -> list[int]:
-        """Take the next call numbers for an idle worker from the queue; [] if none is waiting.
+    def next_chunk(self, most: float = math.inf) -> list[int]:
+        """Take the next call numbers for a worker from the queue; [] if none is waiting.
 
         Takes an even share of half of what waits, so that chunks shrink towards the end; at most
-        64.
+        64, and at most `most`.
         """
-        size = min(_MAX_CHUNK, -(-len(self._waiting) // (2 * self._num_workers)))
+        share = -(-len(self._waiting) // (2 * self._num_workers))
+        size = int(min(_MAX_CHUNK, most, share))
         return [self._waiting.popleft() for _ in range(size)]
 
     def fail(self, number: int, cause: str) -> None:

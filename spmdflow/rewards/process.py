@@ -42,6 +42,8 @@ _MARK = "SPMDFLOW_WORKER"
 """Environment variable that marks a worker's descendants, in case its keeper is killed."""
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 0.5
+_GRACE_SECONDS = 2.0
+"""After the limit of a call, until a process that limits its calls itself counts as hung."""
 
 
 class WorkerProcess:
@@ -211,38 +213,66 @@ class RewardProcess(WorkerProcess):
         *,
         start_seconds: float,
         sample_seconds: float,
+        concurrency: int = 1,
+        retries: int = 0,
     ) -> None:
-        """functions: name and keyword arguments of each."""
+        """functions: name and keyword arguments of each. concurrency: of async functions."""
         super().__init__()
         self.pending: deque[int] = deque()
         """Numbers of the calls that it has not answered. It is running the first of them."""
+        self.is_concurrent = False
+        """Whether a function is an `async def`. Its process limits the seconds of a call itself."""
         self._num_functions = len(functions)
         self._sample_seconds = sample_seconds
+        self._concurrency = concurrency
         self._deadline = time.monotonic() + start_seconds
-        self.send({"functions": functions})
+        limits = {"seconds": sample_seconds, "concurrency": concurrency, "retries": retries}
+        self.send({"functions": functions} | limits)
 
     @property
     def idle(self) -> bool:
         """Whether it can take samples."""
         return self.ready and not self.pending
 
+    @property
+    def num_wanted(self) -> float:
+        """Calls that it can take now: any number if it is idle, 0 while it works.
+
+        With async functions, as many as may run at once besides the pending ones.
+        """
+        if not self.ready:
+            return 0
+        if self.is_concurrent:
+            return max(0, self._concurrency - len(self.pending))
+        return 0 if self.pending else math.inf
+
     def give(self, numbers: Sequence[int], calls: Sequence[Any]) -> None:
-        """Send calls to an idle process; its time limit starts for the first of them.
+        """Send calls to a process that wants them; the time limit starts if it was idle.
 
         numbers: of the calls, in the order of their answers. calls: ([function numbers], prompt,
         response, row) of each sample.
         """
-        assert self.idle, self.pending
+        assert self.num_wanted, self.pending
+        if self.idle:
+            self._restart_limit()
         self.pending.extend(numbers)
-        self._deadline = time.monotonic() + self._sample_seconds
         self.send(calls)
+
+    def _restart_limit(self) -> None:
+        """Start the time limit of the oldest call, with time for a concurrent process's own one."""
+        grace = _GRACE_SECONDS if self.is_concurrent else 0.0
+        self._deadline = time.monotonic() + self._sample_seconds + grace
 
     def accepts(self, message: dict[str, Any]) -> bool:
         """Return whether the process may send this message now, in this form.
 
-        "ready", "refused" and "broken" only before it is ready; "scores", "failed" and "forked"
-        only while a call is pending. A message has one key.
+        "concurrent", "ready", "refused" and "broken" only before it is ready; "scores", "failed",
+        "batch" and "forked" only while a call is pending. A message has one key.
         """
+        if message.keys() == {"concurrent"}:
+            return not self.ready and message["concurrent"] is True
+        if message.keys() == {"batch"}:
+            return len(self.pending) > 0 and message["batch"] is True
         if message.keys() == {"ready"}:
             return not self.ready and are_texts(message["ready"], self._num_functions)
         if message.keys() == {"refused"}:
@@ -261,7 +291,7 @@ class RewardProcess(WorkerProcess):
         """Read messages as `read` does; each restarts the time limit, for the next call."""
         messages, end = self.read()
         if messages:
-            self._deadline = time.monotonic() + self._sample_seconds
+            self._restart_limit()
         return messages, end
 
     def seconds_left(self) -> float:

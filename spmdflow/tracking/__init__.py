@@ -16,6 +16,7 @@ controller/ (bytes). docs/METRICS.md lists all metrics.
 | file | what |
 |---|---|
 | `tracker` | `Tracker`: writes metrics.jsonl and samples.jsonl; `Sink`: a further destination |
+| `summary_table` | a table of runs: state, settings that differ, last metrics |
 | `sink` | sinks: TensorBoard, W&B, MLflow, Trackio, SwanLab |
 | `metric` | `merge`: Mean, Sum, Max and Min of many ranks and calls become numbers |
 | `trace` | writes trace.json and profile/ |

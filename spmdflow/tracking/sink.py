@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.errors import ConfigError
+from spmdflow.requirement import install_command
 from spmdflow.tracking.progress import Sample, printable
 from spmdflow.tracking.tracker import Sink
 
@@ -292,5 +293,5 @@ def _import_extra(extra: str, module: str) -> Any:
     except ImportError as err:
         raise ConfigError(
             f"run.trackers: {extra} is set but cannot be imported ({err}); "
-            f"pip install 'spmdflow[{extra}]', or remove {extra} from run.trackers"
+            f"{install_command(extra)}, or remove {extra} from run.trackers"
         ) from err

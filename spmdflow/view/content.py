@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from spmdflow.tracking.reading import Record, RunFiles
+from spmdflow.tracking.summary_table import STATE_NAMES
 from spmdflow.tracking.trace import Span
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ def content_of(files: RunFiles, number: int) -> RunContent:
         "name": files.name,
         "path": str(files.path),
         "live": files.is_live and not files.failures,  # a failed run writes its page, then ends
+        "state": STATE_NAMES[files.run_state],
         "missing": files.missing,
         **_metric_columns(files.metrics, notes),
         "settings": _setting_texts(files.settings),

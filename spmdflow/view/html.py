@@ -19,13 +19,24 @@ from typing import Any
 from spmdflow.checkpoint.disk import write_atomically
 from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.errors import ConfigError
+from spmdflow.requirement import install_command
 from spmdflow.tracking.reading import RunFiles
 from spmdflow.view.content import PageData, content_of
 
 logger = logging.getLogger(__name__)
 
 PAGE_FILE = "view.html"
-SCRIPTS = ("base", "metrics", "samples", "timeline", "comparison", "failures", "settings", "start")
+SCRIPTS = (
+    "base",
+    "runs",
+    "metrics",
+    "samples",
+    "timeline",
+    "comparison",
+    "failures",
+    "settings",
+    "start",
+)
 """Scripts of page/, in the order in which the browser runs them."""
 
 
@@ -105,7 +116,7 @@ def plotly_script() -> str:
     except ImportError as err:
         got = f"no plotly ({err})"
         expected = "the Python package that contains plotly.js"
-        raise ConfigError.of("view", got, expected, "pip install 'spmdflow[view]'") from err
+        raise ConfigError.of("view", got, expected, install_command("view")) from err
     script: str = get_plotlyjs()
     return script
 

@@ -18,6 +18,7 @@ from spmdflow.config.load import load
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
+from spmdflow.replay import replay_folder
 from tests.algos.runs import (
     ROOT,
     check_prediction,
@@ -158,7 +159,7 @@ def test_a_kept_step_with_rows_of_several_versions_runs_again_to_the_same_bits(
 
     assert finish(process) == 0, log.read_text()[-3000:]
     assert "tensors bit for bit" in log.read_text()
-    (again,) = trained_of(capsule / "replay")
+    (again,) = trained_of(replay_folder(capsule))
     assert again == kept
 
 

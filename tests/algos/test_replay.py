@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
-from spmdflow.replay import compare, main
+from spmdflow.replay import compare, main, replay_folder
 from tests.algos.runs import ROOT, SCRIPT, SMALL, finish, run_ranks, start, steps_of
 
 SETTINGS = ("total_steps=3", "eval_every=2", "save_every=1", "run.capture_step=2")
@@ -52,7 +52,7 @@ def test_a_kept_step_runs_again_to_the_same_bits_with_a_line_for_a_debugger(
     assert status == 0 and reached == [text[: text.index(place)].count("\n") + 2]
     assert f"replay: {script} has changed since" in said
     assert said[-1].startswith("replay: equal: ") and said[-1].endswith("tensors bit for bit")
-    assert compare(capsule, capsule / "replay" / "capsules" / "step-2").num_equal > 100
+    assert compare(capsule, replay_folder(capsule) / "capsules" / "step-2").num_equal > 100
     assert labels[:2] == ["prompts.train", "actor.generate_sequences"]
     assert labels.index("critic.update_critic") < labels.index("actor.update_actor")
 

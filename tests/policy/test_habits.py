@@ -17,6 +17,8 @@ SHELL += [f"scripts/{name}.sh" for name in ("setup", "quickstart", "test", "chec
 
 ENVIRONMENT = {
     "spmdflow/run.py": "reads what torchrun set",
+    "spmdflow/start.py": "reads whether torchrun started it, and what configures torchrun",
+    "spmdflow/torchrun.py": "sets the number of threads that torchrun would set with six lines",
     "spmdflow/program.py": "reads how many ranks a node has",
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/rewards/process.py": "starts worker processes without the run's secret",
@@ -30,6 +32,7 @@ HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", 
 HEAVY |= {"mlflow", "trackio", "swanlab", "plotly", "math_verify", "huggingface_hub", "datasets"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {
+    "spmdflow/start.py": "a refusal needs no torch",
     "spmdflow/run.py": "a refusal needs no torch",
     "spmdflow/program.py": "a refusal needs no torch",
     "spmdflow/workers/fsdp.py": "torch.distributed.optim scripts eight optimizers, 0.2 s a rank",

@@ -16,6 +16,7 @@ from tests.policy.house import files, tree_of
 
 KINDS = [*map(engine_kind, engine_names()), *map(generator_kind, generator_names())]
 LIBRARIES = {
+    "spmdflow/config/foreign_names.py": "settings of other libraries, with the values of ours",
     "spmdflow/config/episode.py": "the library whose tool parsers are used",
     "spmdflow/doctor/packages.py": "extras of the distribution, by their names",
     "spmdflow/log.py": "loggers of the libraries, by their names",

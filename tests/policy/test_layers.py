@@ -13,7 +13,7 @@ import graphlib
 from tests.policy.house import import_graph, room_of, tree_of
 
 LAYERS = [
-    ["errors", "log", "kind", "message", "derivative", "renamed", "source_file"],
+    ["errors", "log", "kind", "message", "derivative", "renamed", "requirement", "source_file"],
     ["parallel", "blocks", "weights", "cpu"],
     ["config"],
     ["data", "worker_api"],
@@ -24,6 +24,10 @@ LAYERS = [
     ["models"],
     [
         "run",
+        "start",
+        "torchrun",
+        "sweep",
+        "clean",
         "program",
         "plan",
         "report",
@@ -43,7 +47,7 @@ STRANGERS = (LAYER_OF["workers"], LAYER_OF["controller"])
 
 LIBRARY = {"objectives", "rewards", "datasets", "envs", "episodes"}
 TOOLS = {"plan", "mapping", "view", "report", "status", "live", "doctor", "export", "replay"}
-TOOLS |= {"serving"}
+TOOLS |= {"serving", "sweep", "clean"}
 SYSTEM = set(LAYER_OF) - LIBRARY - TOOLS
 
 SYSTEM_USES_TOOLS = {

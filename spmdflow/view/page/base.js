@@ -138,7 +138,8 @@ function sketch(area, traces, isLog) {
   const [left, right, top, bottom] = [52, area.clientWidth - 8, 6, area.clientHeight - 30];
   const scale = isLog ? Math.log10 : (y) => y;
   const points = traces.map((trace) => trace.x.map((x, i) => [x, scale(trace.y[i])]).filter(([, y]) => Number.isFinite(y)));
-  const [[x0, x1], [y0, y1]] = [0, 0.05].map((room, axis) => ends(points.flat().map((point) => point[axis]), room));
+  const [[least, x1], [y0, y1]] = [0, 0.05].map((room, axis) => ends(points.flat().map((point) => point[axis]), room));
+  const x0 = Math.max(0, least);  // steps, tokens and hours begin at 0
   const [across, up] = [(x) => left + (right - left) * (x - x0) / (x1 - x0), (y) => bottom - (bottom - top) * (y - y0) / (y1 - y0)];
   const text = (x, y, anchor, value) => drawn("text", {x, y, "text-anchor": anchor}, value);
   return drawn("svg", {class: "sketch", width: "100%", height: "100%"},

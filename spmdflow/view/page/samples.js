@@ -111,6 +111,27 @@ function drawGroups(box, groups) {
     el("pre", {class: "text"}, group[0].prompt), el("div", {class: "cards"}, cards(group)))));
 }
 
+// The samples of another run for the same prompts, next to those of this one.
+function drawSideBySide(box, groups, run, otherGroups, other, step) {
+  const colour = TOKEN_COLOURS[choices.colour || "log_prob"] || null;
+  const order = ORDERS[choices.order] || ORDERS.batch;
+  const byPrompt = new Map(otherGroups.map((group) => [group[0].prompt, group]));
+  const column = (name, group) => el("div", {class: "side"}, el("h3", {}, name),
+    group ? group.sort(order).map((sample) => sampleCard(sample, colour)) : el("p", {class: "quiet"}, "has no sample of this prompt"));
+  box.replaceChildren(...groups.map((group) => el("section", {class: "group"}, el("pre", {class: "text"}, group[0].prompt),
+    el("div", {class: "sides"}, column(run.name, group), column(`${other.name}, step ${step}`, byPrompt.get(group[0].prompt))))));
+}
+
+async function otherSamples(step, phase) {
+  const other = runs.find((run) => String(run.number) === choices.other);
+  if (!other || other === chosenRun()) return null;
+  const steps = stepsOf(other.samples);
+  if (!steps.length) return null;
+  const nearest = steps.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best));
+  const samples = (await part(other.samples[nearest]))[nearest].filter((sample) => (sample.phase || "all") === phase);
+  return {other, step: nearest, groups: groupsOf(samples)};
+}
+
 async function drawSamples(main) {
   const run = chosenRun();
   const again = () => showView("samples");
@@ -134,6 +155,8 @@ async function drawSamples(main) {
     stepper("step", steps, chosen, (step) => pick({step, page: null})),
     phases.length > 1 ? choiceButtons("phase", phases.map((each) => [each, names[each] || each]), phase, (value) => pick({phase: value, page: null})) : "",
     choiceButtons("colour", [...Object.entries(TOKEN_COLOURS).map(([key, {label}]) => [key, label]), ["none", "plain"]], choices.colour || "log_prob", (colour) => pick({colour})),
+    runs.length > 1 ? chooser("next to", [["", "no other run"], ...runs.filter((each) => each !== run).map((each) => [each.number, each.name])],
+      choices.other || "", (other) => pick({other: other || null})) : "",
     chooser("order", Object.keys(ORDERS).map((name) => [name, name]), choices.order || "batch", (order) => pick({order})),
     el("input", {type: "search", id: "filter", placeholder: "words in this step  (/)", value: choices.words || "", "aria-label": "words in this step", onchange: (event) => pick({words: event.target.value || null, page: null})}));
   if (pages > 1) bar.append(stepper("page", Array.from({length: pages}, (_, place) => place + 1), page, (value) => pick({page: value})));
@@ -143,6 +166,11 @@ async function drawSamples(main) {
     main.append(notice(colour.field === "gap" ? "The trainer computed no log-probabilities of these samples to compare (actor.update.old_log_probs=recompute does), or they are of an earlier version." : "These samples have no log-probabilities: they are of an earlier version."));
   const box = el("div", {});
   main.append(box);
+  const compared = await otherSamples(chosen, phase);
+  if (compared) {
+    drawSideBySide(box, groups.slice((page - 1) * GROUPS_PER_PAGE, page * GROUPS_PER_PAGE), run, compared.groups, compared.other, compared.step);
+    return;
+  }
   if (!groups.length) box.append(el("p", {class: "quiet"}, "No sample of this step has these words."));
   drawGroups(box, groups.slice((page - 1) * GROUPS_PER_PAGE, page * GROUPS_PER_PAGE));
 }

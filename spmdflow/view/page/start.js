@@ -43,7 +43,7 @@ function start() {
   addEventListener("keydown", onKey);
   dark.addEventListener("change", () => showView(choices.view));
   if (content.refresh) setInterval(() => { if (!document.hidden && !["INPUT", "SELECT"].includes(document.activeElement?.tagName)) location.reload(); }, 1000 * content.refresh);
-  showView(choices.view || (runs.some((run) => Object.keys(run.failures).length) ? "failures" : views[0].key));
+  showView(choices.view || (runs.length === 1 && Object.keys(runs[0].failures).length ? "failures" : views[0].key));
 }
 
 function onKey(event) {

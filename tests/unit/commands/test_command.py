@@ -52,7 +52,7 @@ def test_every_command_has_a_main_that_takes_words(name: str) -> None:
     ("word", "hint"),
     [
         ("pln", "did you mean plan?"),
-        ("grpo", "start scripts with torchrun ... -m spmdflow.run grpo"),
+        ("grpo", "start scripts with spmdflow run grpo"),
         ("xyz", "spmdflow --help describes the commands"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from spmdflow.errors import DataError
 from spmdflow.report import drawn_keys, main
+from spmdflow.requirement import install_command
 from spmdflow.tracking.tracker import Tracker
 
 
@@ -94,7 +95,7 @@ def test_report_without_matplotlib_is_text_and_says_how_to_get_pictures(
 
     assert main([str(run_dir)]) == 0
     assert capsys.readouterr().out.endswith(
-        "curve: no picture without matplotlib; pip install 'spmdflow[plot]'\n"
+        f"curve: no picture without matplotlib; {install_command('plot')}\n"
     )
 
 

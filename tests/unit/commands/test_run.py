@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from spmdflow import run
 from spmdflow.errors import ConfigError
@@ -75,9 +76,11 @@ def test_refusal_is_written_where_torchrun_looks_for_the_cause(
 
     run.main(["ppo.py", "run.resume=maybe"])
 
-    cause = json.loads((tmp_path / "error.json").read_text())
+    cause = json.loads((tmp_path / "error.json").read_text())["message"]  # torch's own format
     assert cause["message"].startswith("run.resume: got 'maybe', expected auto or never")
-    assert int(cause["timestamp"]) > 0
+    assert int(cause["extraInfo"]["timestamp"]) > 0
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
+    assert failure.timestamp == int(cause["extraInfo"]["timestamp"])
 
 
 def test_other_ranks_of_the_node_are_silent_about_the_same_refusal(
@@ -121,7 +124,9 @@ def test_start_without_torchrun_is_refused_with_both_ways(
     monkeypatch.setenv("WORLD_SIZE", "1")
 
     assert run.main(["ppo.py"]) == 2
-    assert "not started by torchrun; use torchrun" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "not started by torchrun; use spmdflow run -n 4" in said
+    assert "torchrun --standalone --nproc-per-node 4" in said and "--inproc" in said
 
 
 def test_help_prints_usage_exit_codes_and_the_schema(capsys: pytest.CaptureFixture[str]) -> None:

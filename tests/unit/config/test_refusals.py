@@ -284,7 +284,7 @@ def test_package_that_is_not_installed_is_refused_with_its_extra(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(ConfigError, match=r"expected an installed package; pip install 'spmdflow"):
+    with pytest.raises(ConfigError, match=r"expected an installed package; pip install 'wandb"):
         accept("run.trackers=[wandb]")
 
 

@@ -14,6 +14,7 @@ from spmdflow.config.schema import DataConfig
 from spmdflow.datasets.scan import ScanReport, scan
 from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
 from spmdflow.errors import ConfigError, DataError, SpmdflowError
+from spmdflow.requirement import install_command
 
 MODEL = Path(__file__).parents[3] / "algos/arithmetic/model"
 NESTED = b"[" * 100_000
@@ -241,7 +242,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 
     assert message_of(ConfigError, tmp_path / "p.parquet", b"") == (
         "FILE: got a Parquet file, expected pyarrow to read it with; "
-        "pip install 'spmdflow[parquet]', or convert the file to .jsonl"
+        f"{install_command('parquet')}, or convert the file to .jsonl"
     )
 
 

@@ -16,6 +16,7 @@ from spmdflow.config.load import load
 from spmdflow.config.reward import check_rewards
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError
+from spmdflow.requirement import install_command
 from spmdflow.rewards import math
 from spmdflow.rewards.math import answer_of, score
 from tests.unit.config_folder import write_config_folder
@@ -161,7 +162,7 @@ def test_missing_library_is_refused_before_the_run(monkeypatch: pytest.MonkeyPat
 
     assert str(caught.value) == (
         "reward.function: got spmdflow.rewards.math, but math_verify is not installed, expected "
-        "it; pip install 'spmdflow[math]' or choose another function"
+        f"it; {install_command('math')}, or choose another function"
     )
 
 

@@ -105,12 +105,6 @@ def test_function_is_found_in_a_file_and_in_a_module(tmp_path):
             "expected fn(prompt, response, row) -> float | dict; "
             "give it these three (too many positional arguments)",
         ),
-        (
-            "mine.py:later",
-            "reward.function: got 'mine.py:later', an async function, "
-            "expected fn(prompt, response, row) -> float | dict; "
-            "make it an ordinary function (call asyncio.run inside it)",
-        ),
     ],
 )
 def test_function_that_cannot_be_used_is_refused(tmp_path, monkeypatch, name, message):

@@ -180,7 +180,7 @@ def test_without_plotly_the_command_says_what_to_install(
     assert main([str(run_dir)]) == 2
 
     error = capsys.readouterr().err
-    assert error.startswith("view: got no plotly (") and "pip install 'spmdflow[view]'" in error
+    assert error.startswith("view: got no plotly (") and "pip install 'plotly>=" in error
     assert not (run_dir / "view.html").exists()
 
 
