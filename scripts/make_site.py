@@ -152,7 +152,7 @@ def write_runs(pages: Path) -> None:
         name = made["name"]
         entries[name] = f"{made['metric']}: {made['start']:.3f} -> {made['end']:.3f}"
         draw(panels_of([made]), pages / "runs" / f"{name}.png", dpi=200)
-        cost = ", ".join(f"{seconds:.0f}" for seconds in made["cpu_seconds"])
+        cost = ", ".join(f"{seconds:.0f}" for seconds in made["cpu_seconds"]) or "not counted"
         text = [
             f"# {name}",
             f"```bash\n{_in_lines(made['command'])}\n```",

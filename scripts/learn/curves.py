@@ -54,7 +54,8 @@ def write_entry(
         "seeds": [run.seed for run in runs],
         "commits": [run.commit for run in runs],
         "seconds": [run.seconds for run in runs],
-        "cpu_seconds": [run.cpu_seconds for run in runs],
+        # of a run that was continued they are not known: no number, and never a null
+        "cpu_seconds": [run.cpu_seconds for run in runs if run.cpu_seconds is not None],
         "hardware": hardware(),
         "metric": entry.metric,
         "start": curve[0][1],
@@ -179,7 +180,7 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
         when = f" at step {made['target_step']}" if made["target_step"] is not None else ""
         target = "" if made["target"] is None else f"{sign} {made['target']:g}{when}: "
         verdict = ("met" if made["met"] else "**missed**") if target else "-"
-        known = [seconds for seconds in made["cpu_seconds"] if seconds is not None]
+        known = made["cpu_seconds"]
         cpu = f"{statistics.median(known):.0f}" if known else "-"
         lines.append(
             f"| {made['name']} | {made['metric']} | {made['start']:.3f} | **{made['end']:.3f}** "

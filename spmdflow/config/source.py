@@ -160,8 +160,8 @@ def _locate(value: str, folder: Path) -> str:
 def read_override(text: str) -> Source:
     """Read one word of the command line, `dotted.key=value` with the value in YAML, as a Source.
 
-    ConfigError for a word without "=" or key, with "[" in its key, that is not UTF-8, or whose
-    value is no YAML.
+    A path that exists only among the bundled files is replaced by where it is. ConfigError for a
+    word without "=" or key, with "[" in its key, that is not UTF-8, or whose value is no YAML.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps such bytes
         raise ConfigError.of(
@@ -181,7 +181,8 @@ def read_override(text: str) -> Source:
     except ValueError as err:
         raise _too_long(f"command line: {key}", err) from err
     assert isinstance(tree, dict), tree
-    return Source("command line", {str(name): value for name, value in tree.items()}, key=key)
+    settings = {str(name): value for name, value in tree.items()}
+    return Source("command line", _locate_paths(settings, Path()), key=key)
 
 
 def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str, ...]]:

@@ -76,6 +76,15 @@ def test_local_data_wins_over_bundled_data() -> None:
     assert cfg.data.train_path == "arithmetic/train.jsonl"
 
 
+def test_bundled_names_work_on_the_command_line_as_in_a_yaml() -> None:
+    words = ["actor.model.path=arithmetic/model", "data.train_path=arithmetic/train.jsonl"]
+
+    cfg = load("grpo", None, words).cfg
+
+    assert cfg.actor.model.path == str(find_bundled("arithmetic/model"))
+    assert cfg.data.train_path == str(find_bundled("arithmetic/train.jsonl"))
+
+
 def test_bundled_yaml_is_found_by_name() -> None:
     Path("mine.py").write_text(
         "from spmdflow import GRPOConfig\ndef main(flow, cfg: GRPOConfig): 0\n"

@@ -122,6 +122,14 @@ def test_the_table_says_whether_the_median_met_the_target(
     assert "eval/accuracy, median of 3 seeds" in (tmp_path / "docs" / "some.txt").read_text()
 
 
+def test_seconds_that_are_not_known_are_left_out_and_never_null(tmp_path: Path) -> None:
+    made = write_entry(ENTRY, [run_of(tmp_path, 1, 0.5, 0.95)], tmp_path / "docs", samples=[])
+
+    assert made["cpu_seconds"] == []
+    for path in [*(ROOT / "docs" / "learning").glob("*.json"), *(tmp_path / "docs").glob("*.json")]:
+        assert None not in json.loads(path.read_text())["cpu_seconds"], path
+
+
 def test_an_unknown_name_is_refused_with_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_from_file_location("learn_command", ROOT / "scripts" / "learn.py")
     assert spec is not None and spec.loader is not None
