@@ -48,6 +48,7 @@ from spmdflow.config.schema import (
     ActorConfig,
     CriticConfig,
     DataSettings,
+    EngineConfig,
     ModelConfig,
     OptimizerConfig,
     ReferenceConfig,
@@ -57,6 +58,7 @@ from spmdflow.config.schema import (
     UpdateConfig,
 )
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import TRACKERS, home_of
 from spmdflow.kind.table import optimizer_kind
@@ -232,6 +234,10 @@ def _check_run(cfg: Any, *, here: bool) -> None:
         generator = generator_kind(rollout.generator, key=f"{key}.engine")
         if generator.package and here:
             _check_installed(f"{key}.engine", generator.package, extra=generator.extra)
+    for key, engine in parts_of(cfg, EngineConfig):
+        kind_of_engine = engine_kind(engine.kind, key=f"{key}.kind")
+        if kind_of_engine.package and here:
+            _check_installed(f"{key}.kind", kind_of_engine.package, extra=kind_of_engine.extra)
     for key, optimizer in parts_of(cfg, OptimizerConfig):
         if len(optimizer.betas) != 2:
             do = f"set {key}.betas=[0.9,0.95]"

@@ -27,6 +27,10 @@ class Backend:
     shares_storage: bool = False
     """A generator can read the weights in the engine's storage. The engine's constructor then takes
     `adopt`."""
+    package: str = ""
+    """Python package that must be installed."""
+    extra: str = ""
+    """Extra of spmdflow that installs the package. Of several (with commas), one is enough."""
     files: tuple[str, ...] = ()
     """Files of the package that may mention it, besides those of its class and weight table."""
     implementation: Reference = None

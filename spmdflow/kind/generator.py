@@ -22,10 +22,6 @@ class GeneratorKind(Backend):
     """It can compute with unmerged adapters (rollout.weights=adapter)."""
     least_head_dim: int = 1
     """Smallest head dimension for which it has kernels."""
-    package: str = ""
-    """Python package that must be installed."""
-    extra: str = ""
-    """Extra of spmdflow that installs the package. Of several (with commas), one is enough."""
 
 
 _GENERATORS: Kinds[GeneratorKind] = Kinds(

@@ -85,6 +85,8 @@ register_engine(
         "megatron",
         "Megatron-Core: tensor-, pipeline- and data-parallel",
         Sharding(gathers=1, reductions=1),
+        package="megatron",
+        extra="megatron",
         axes=("tp", "pp"),
         options=_COMMON
         | {

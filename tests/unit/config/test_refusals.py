@@ -288,6 +288,19 @@ def test_package_that_is_not_installed_is_refused_with_its_extra(
         accept("run.trackers=[wandb]")
 
 
+def test_engine_whose_package_is_not_installed_is_refused_before_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError) as caught:
+        accept("actor.engine.kind=megatron", "critic.engine.kind=fsdp")
+
+    said = str(caught.value)
+    assert "actor.engine.kind: got megatron, expected an installed package" in said
+    assert "pip install 'megatron-core" in said and "critic" not in said
+
+
 def test_environment_variable_that_is_not_set_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"run\.dir: got .*'SPMDFLOW_NO_SUCH' not found"):
         accept("run.dir=${oc.env:SPMDFLOW_NO_SUCH}")
