@@ -5,9 +5,10 @@
 FROM debian:bookworm-slim
 ENV PIP_NO_CACHE_DIR=1
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# g++ and python3-dev: Triton compiles the launchers of its kernels at run time
+# g++ and python3-dev: Triton compiles the launchers of its kernels at run time. ibverbs: NCCL over InfiniBand, which
+# otherwise uses sockets without a word
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates g++ libnuma1 python3 python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends ca-certificates g++ ibverbs-providers libibverbs1 libnuma1 python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/spmdflow
 COPY . .
