@@ -44,6 +44,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from spmdflow.renamed import GONE_NAMES
+
 __version__ = "0.2.0"
 
 _NAMES = {
@@ -110,7 +112,13 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """The public object `name`, imported from its module at first use."""
+    """The public object `name`, imported from its module at first use.
+
+    ImportError for a name of before 0.2.0, which says what replaces it: of an AttributeError,
+    `from spmdflow import name` would drop the text.
+    """
+    if name in GONE_NAMES:
+        raise ImportError(f"spmdflow.{name} is gone since 0.2.0; use {GONE_NAMES[name]}")
     if name not in _HOMES:
         raise AttributeError(f"spmdflow has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

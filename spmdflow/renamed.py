@@ -9,6 +9,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
+GONE_NAMES = {
+    "row_maths": "@map_function",
+    "MapSpec": "the decorator @map_function",
+    "PromptStream": "flow.prompts(cfg.data)",
+}
+"""Public names of before 0.2.0 that scripts may still import -> what replaces them."""
+
 
 def moved_names(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """Return a `__getattr__` for a module whose names are in other modules now.

@@ -88,6 +88,8 @@ class Caller:
         """Steps that the script takes; more than last_step where only some are replayed."""
         self.phase = "train"
         """train or eval: which metrics the reports of calls belong to."""
+        self.line: str | None = None
+        """Line of the script that asked for the next calls; None: the one that runs."""
         self.calls: list[Pending] = []
         """Calls of the running step, without transfers, in the order of the script."""
         self.scored: dict[str, Batch] = {}
@@ -229,7 +231,7 @@ class Caller:
             number=self._last_number + 1,
             step=self.step,
             phase=self.phase,
-            line=script_line(),
+            line=self.line or script_line(),
             limit_seconds=self._seconds,
             seed=self._seed,
             total_steps=self.total_steps,

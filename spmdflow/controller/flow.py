@@ -26,6 +26,7 @@ from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
 from spmdflow.controller.guarding import Guarding
 from spmdflow.controller.observer import Observer, StepRecord
 from spmdflow.controller.old_log_probs import OldLogProbs, readers_of
+from spmdflow.controller.planning import script_line
 from spmdflow.controller.prompts import MAIN_STREAM, PromptStream, no_held_out_prompts
 from spmdflow.controller.queue import RolloutQueue
 from spmdflow.controller.saving import Saving
@@ -96,6 +97,7 @@ class Flow:
         self._evaluation = Evaluation(caller, self._links, config)
         caller.old_log_probs = OldLogProbs(readers_of(config))
         self._first_evaluation: Callable[[int], dict[str, float]] | None = None
+        self._first_evaluation_line = ""
         self._counted: Counter[str] = Counter()
         self._metrics: Mapping[str, float] = {}
         for observer in self._observers:
@@ -372,6 +374,7 @@ class Flow:
             self.step.log(evaluate(self.step.number))
         else:
             self._first_evaluation = evaluate
+            self._first_evaluation_line = f"{script_line()}, for the evaluation before step 1"
 
     def report(self, greedy: Batch, sampled: Batch) -> dict[str, float]:
         """Estimates from scored responses to the held-out prompts, as metrics; waits for them.
@@ -413,7 +416,11 @@ class Flow:
         """
         if self._first_evaluation is not None and self._evaluates_first:
             self.step = Step(0)
-            self.step.log(self._first_evaluation(0))
+            self.caller.line = self._first_evaluation_line  # the script is at flow.steps(...) now
+            try:
+                self.step.log(self._first_evaluation(0))
+            finally:
+                self.caller.line = None
             self._finish(self.step)
 
     def _log(self, metrics: Mapping[str, Metric]) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 
 from spmdflow.rewards.keeper import kill_marked
 
-_IMPORTER = "/spmdflow/source_file.py"
-"""File of the frame of ours that imports the file of a reward function."""
+_BETWEEN = ("/spmdflow/source_file.py", "/spmdflow/rewards/calling.py")
+"""Files between a worker process's own and the user's: they import and call a function."""
 # Not multiprocessing: its spawn imports the main module again, and torch with it.
 _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -63,8 +63,8 @@ class WorkerProcess:
         self._popen, self._channel, self._lifeline, self._stack = _start_keeper(
             self.child, self._mark
         )
-        self._ours = f"/{self.child.replace('.', '/')}.py"
-        """File of a stack's first frame that is not the user's. It completes the stack."""
+        self._ours = (f"/{self.child.replace('.', '/')}.py", *_BETWEEN)
+        """Files of the frames of a stack that are not the user's. The first one completes it."""
 
     @property
     def has_unsent(self) -> bool:
@@ -128,14 +128,14 @@ class WorkerProcess:
                 os.kill(self._worker_pid, signal.SIGUSR1)
         text = b""
         limit = time.monotonic() + _STACK_SECONDS
-        while self._ours.encode() not in text and (left := limit - time.monotonic()) > 0:
+        while self._ours[0].encode() not in text and (left := limit - time.monotonic()) > 0:
             if not select.select([self._stack], [], [], 0 if self.ended else left)[0]:
                 break
             if not (part := os.read(self._stack, _READ_BYTES)):
                 break
             text += part
         lines = text.decode(errors="replace").splitlines()
-        frames = takewhile(lambda line: self._ours not in line and _IMPORTER not in line, lines)
+        frames = takewhile(lambda line: not any(file in line for file in self._ours), lines)
         return "\n".join(line for line in frames if line.startswith('  File "/'))
 
     def kill(self) -> None:

@@ -79,6 +79,7 @@ def labelled(folder: Path) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.drill
 def test_dpo_raises_the_margin_on_pairs_it_was_not_trained_on(tmp_path: Path) -> None:
     steps = run(
         tmp_path / "run",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from spmdflow import launch
-from tests.algos.runs import SCRIPT, log_of, run_ranks
+from spmdflow.errors import SpmdflowError
+from tests.algos.runs import SCRIPT, SMALL, log_of, run_ranks
 from tests.unit.view.page import Page
 
 REWARD = """
@@ -95,6 +96,21 @@ def test_failure_in_one_process_is_raised_and_told_in_the_file_and_on_the_page(
     assert 'flow["nothing"]' in record["own_traceback"]
     (run,) = Page(run_dir / "view.html").runs
     assert run["failures"] == {"failure.json": record}
+
+
+def test_failure_of_the_evaluation_before_step_1_names_the_line_that_asked_for_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARD)
+    run_dir = tmp_path / "run"
+    settings = [*SMALL, f"run.dir={run_dir}", f"reward.function={tmp_path}/mine.py:score"]
+
+    with pytest.raises(SpmdflowError, match="division by zero"):
+        launch(SCRIPT, settings=[*settings, "eval_every=1"], inproc=True)
+
+    line = json.loads((run_dir / "failure.json").read_text())["line"]
+    assert line.startswith(f"{SCRIPT}:") and "flow.evaluate(" in line
+    assert line.endswith("for the evaluation before step 1")
 
 
 @pytest.mark.drill

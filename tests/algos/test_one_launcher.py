@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow import run
 from spmdflow.tracking.reading import RunFiles, RunState
 from tests.algos.runs import LIMIT, ROOT, SMALL, ranks_of, steps_of
 
@@ -29,7 +30,9 @@ def spmdflow(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_run_of_two_ranks_prints_our_lines_only_and_is_not_run_again(tmp_path: Path) -> None:
+def test_run_of_two_ranks_prints_our_lines_only_and_is_not_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("run", "-n", "2", "ppo", *SHORT, f"run.dir={tmp_path / 'run'}")
 
     done = spmdflow(*words)
@@ -39,14 +42,15 @@ def test_run_of_two_ranks_prints_our_lines_only_and_is_not_run_again(tmp_path: P
     assert not any(noise in text for noise in NOISE), text
     assert [step["step"] for step in steps_of(tmp_path / "run")] == [1]
 
-    again = spmdflow(*words)
+    assert run.main(["--inproc", *words[3:]]) == 0
 
-    assert again.returncode == 0, again.stderr
-    assert "already finished" in again.stdout
-    assert "actor" not in again.stderr, "models were built"
+    said = capsys.readouterr()
+    assert "already finished" in said.out
+    assert "building" not in said.err, "models were built"
     assert not (tmp_path / "run" / "metrics.1.jsonl").exists()
 
 
+@pytest.mark.drill
 def test_run_that_fails_says_so_once_and_has_the_ranks_exit_code(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, response, row):\n    return 1 / 0\n")
     reward = f"reward.function={tmp_path}/mine.py:score"

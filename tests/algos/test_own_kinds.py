@@ -67,6 +67,7 @@ def test_ppo_with_both_on_two_ranks_gives_the_numbers_of_fsdp(tmp_path: Path) ->
     check_prediction(tmp_path / "own")  # rows and weights had the planned bytes
 
 
+@pytest.mark.drill
 def test_run_with_both_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     words = ("save_every=1", f"run.dir={tmp_path / 'whole'}")
     whole = loaded(*words, "total_steps=2")

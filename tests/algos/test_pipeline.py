@@ -44,6 +44,7 @@ def mean_score(policy_folder: Path, reward_folder: Path) -> float:
     return total
 
 
+@pytest.mark.drill
 def test_each_stage_continues_with_the_export_of_the_one_before(tmp_path: Path) -> None:
     policy = tmp_path / "sft/export/actor"
     reward = tmp_path / "rm/export/reward_model"

@@ -114,7 +114,8 @@ def test_two_ranks_score_as_one_and_a_pair_of_one_replica_scores_once(
     assert two["transfer/bytes"] == two["transfer/planned_bytes"]
 
 
-@pytest.mark.parametrize("kind", ["gsm8k", pytest.param("countdown", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", ["gsm8k", "countdown"])
 def test_settings_for_real_problems_run_on_real_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -109,6 +109,7 @@ def test_two_ranks_give_the_numbers_of_one_process(
         assert two["controller/tensor_bytes"] == 0
 
 
+@pytest.mark.drill
 def test_multiplier_follows_the_mean_cost_of_each_step(
     in_one_process: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_run_with_three_updates_a_step_goes_on_bit_for_bit(tmp_path: Path) -> No
     assert last_checkpoint(tmp_path / "halves") == last_checkpoint(tmp_path / "whole")
 
 
+@pytest.mark.drill
 def test_run_that_goes_on_with_another_engine_and_fewer_ranks_has_the_rates_of_one_without_a_break(
     tmp_path: Path,
 ) -> None:

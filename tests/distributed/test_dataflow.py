@@ -69,7 +69,9 @@ def test_only_what_the_script_fetches_passes_the_controller(runs):
         assert step["controller/fetched_bytes"] == 0
 
 
-@pytest.mark.parametrize("placement", ["colocate", "standalone"])
+@pytest.mark.parametrize(
+    "placement", [pytest.param("colocate", marks=pytest.mark.drill), "standalone"]
+)
 def test_method_that_writes_into_its_rows_ends_the_run_under_every_placement(tmp_path, placement):
     files = (str(MODEL / "train.jsonl"), str(MODEL / "model"))
 

@@ -87,17 +87,17 @@ def test_concurrency_is_shared_by_the_processes(file: Path) -> None:
 
 
 def test_async_call_beyond_its_limit_fails_alone_and_is_told_with_its_line(file: Path) -> None:
-    results = score(f"{file}:slow", ["a", "hang", "raise", "b"], sample_seconds=LIMIT)
+    with RewardPool(f"{file}:slow", 1, sample_seconds=LIMIT, on_error="zero") as pool:
+        judgement = pool.score([""] * 4, ["a", "hang", "raise", "b"], [{}] * 4)
 
-    assert [result["score"] for result in results] == [1, 0, 0, 1]
-    with pytest.raises(RewardError) as caught:
-        score(f"{file}:slow", ["a", "hang"], sample_seconds=LIMIT, on_error="raise")
-    said = str(caught.value)
+    assert [result["score"] for result in judgement.results] == [1, 0, 0, 1]
+    said = judgement.first_failure
     assert f"ran longer than reward.sample_seconds ({LIMIT:g} s)" in said
     line = FUNCTIONS.splitlines().index("        await asyncio.sleep(600)") + 1
     assert f'File "{file}", line {line} in slow' in said
 
 
+@pytest.mark.drill
 def test_async_function_that_blocks_is_killed_and_the_others_are_scored(file: Path) -> None:
     with RewardPool(f"{file}:slow", 1, sample_seconds=LIMIT, on_error="zero") as pool:
         judgement = pool.score([""] * 3, ["block", "a", "b"], [{}] * 3)

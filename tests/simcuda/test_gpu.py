@@ -19,7 +19,7 @@ WITH_VLLM = "kv_cache and optimizer"
 @pytest.mark.parametrize(
     ("chosen", "number"),
     [
-        pytest.param(ALONE, 3, id="torch alone"),
+        pytest.param(ALONE, 3, id="torch alone", marks=pytest.mark.drill),
         pytest.param(WITH_VLLM, 1, id="vllm", marks=pytest.mark.drill),
     ],
 )

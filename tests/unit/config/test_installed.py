@@ -14,6 +14,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.config.source import bundled_folder, bundled_scripts, find_bundled
 from spmdflow.errors import ConfigError
+from spmdflow.renamed import GONE_NAMES
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -141,6 +142,16 @@ def test_missing_library_of_the_script_is_blamed_on_the_script() -> None:
 
     with pytest.raises(ConfigError, match=r"^script: mine\.py cannot be imported: .*no_such_thing"):
         load("mine.py", None, [])
+
+
+@pytest.mark.parametrize(("name", "now"), GONE_NAMES.items())
+def test_public_name_of_before_is_refused_with_what_replaces_it(name: str, now: str) -> None:
+    Path("mine.py").write_text(f"from spmdflow import {name}\n")
+
+    with pytest.raises(ConfigError) as caught:
+        load("mine.py", None, [])
+
+    assert f"spmdflow.{name} is gone since 0.2.0; use {now}" in str(caught.value)
 
 
 def test_unknown_public_name_is_blamed_on_the_script() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from spmdflow.config.algorithm import DAPOConfig, GRPOConfig, RLOOConfig
@@ -17,6 +19,7 @@ from tests.unit.pages.coming_from import PAGE, written_page
 SCHEMAS = (PPOConfig, GRPOConfig, DAPOConfig, RLOOConfig, DPOConfig, SFTConfig)
 
 
+@cache
 def settings_of(schema: type) -> set[str]:
     return {leaf.key for leaf in leaves(defaults(schema))}
 
