@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdflow import launch
-from spmdflow.errors import SpmdflowError
-from tests.algos.runs import SCRIPT, SMALL, log_of, run_ranks
+from tests.algos.runs import SCRIPT, log_of, run_ranks
 from tests.unit.view.page import Page
 
 REWARD = """
@@ -98,18 +97,16 @@ def test_failure_in_one_process_is_raised_and_told_in_the_file_and_on_the_page(
     assert run["failures"] == {"failure.json": record}
 
 
+@pytest.mark.drill
 def test_failure_of_the_evaluation_before_step_1_names_the_line_that_asked_for_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
-    run_dir = tmp_path / "run"
-    settings = [*SMALL, f"run.dir={run_dir}", f"reward.function={tmp_path}/mine.py:score"]
 
-    with pytest.raises(SpmdflowError, match="division by zero"):
-        launch(SCRIPT, settings=[*settings, "eval_every=1"], inproc=True)
+    lines = told(tmp_path / "run", SCRIPT, f"reward.function={tmp_path}/mine.py:score")
 
-    line = json.loads((run_dir / "failure.json").read_text())["line"]
-    assert line.startswith(f"{SCRIPT}:") and "flow.evaluate(" in line
+    (line,) = [line for line in lines if line.startswith("called at ")]
+    assert line.startswith(f"called at {SCRIPT}:") and "flow.evaluate(" in line
     assert line.endswith("for the evaluation before step 1")
 
 
