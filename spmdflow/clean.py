@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdflow.checkpoint.lock import is_run_live
 from spmdflow.errors import ConfigError
+from spmdflow.tracking.reading import RunFiles, RunState
 
 KINDS = {
     "capsules": ("capsules/*", "replays/*"),
@@ -29,7 +29,6 @@ KINDS = {
     "stacks": ("stacks-rank*",),
 }
 """Kind -> patterns of what is removed, in RUN_DIR."""
-_MARKS = ("config.yaml", "metrics.jsonl", "checkpoints")
 FINISHED = 0
 REFUSED = 2
 
@@ -61,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_run_dir(run_dir: Path) -> None:
     """ConfigError unless the folder has a run that is not live."""
-    if not any((run_dir / mark).exists() for mark in _MARKS):
-        expected = f"a RUN_DIR, with {', '.join(_MARKS)}"
-        raise ConfigError.of("clean", str(run_dir), expected, "correct the path")
-    if is_run_live(run_dir):
+    state = RunFiles(run_dir).run_state
+    if state is RunState.NONE:
+        raise ConfigError.of("clean", str(run_dir), "a RUN_DIR", "correct the path")
+    if state is RunState.LIVE:
         got = f"{run_dir}, where a run is live"
         raise ConfigError.of("clean", got, "a run that has ended", "wait for its end or stop it")
 

@@ -27,8 +27,8 @@ def requirements_of(extra: str) -> list[str]:
     result = []
     for text in stated:
         requirement, _, marker = text.partition(";")
-        found = _EXTRA.search(marker)
-        if found is None or found[1] != extra:
+        match = _EXTRA.search(marker)
+        if match is None or match[1] != extra:
             continue
         python = _PYTHON.search(marker)
         if python is not None and sys.version_info < (int(python[1]), int(python[2])):

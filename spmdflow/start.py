@@ -104,10 +104,10 @@ def sort_command(words: Sequence[str]) -> CommandLine:
         if not equals:
             value = next(rest, "")
         if name == "-n":
-            ranks = _checked(name, value, r"[1-9]\d*", "a number of ranks", "-n 4")
+            ranks = _require_pattern(name, value, r"[1-9]\d*", "a number of ranks", "-n 4")
         else:
             expected = "a number of nodes, or the fewest and the most"
-            nodes = _checked(name, value, r"[1-9]\d*(:[1-9]\d*)?", expected, "--nnodes 2")
+            nodes = _require_pattern(name, value, r"[1-9]\d*(:[1-9]\d*)?", expected, "--nnodes 2")
     return CommandLine(ranks, nodes, tuple(script_words), tuple(torchrun_words))
 
 
@@ -120,7 +120,7 @@ def _split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:index], words[index + 1 :]
 
 
-def _checked(name: str, value: str, pattern: str, expected: str, example: str) -> str:
+def _require_pattern(name: str, value: str, pattern: str, expected: str, example: str) -> str:
     """Return the value if it has the pattern, otherwise raise ConfigError."""
     if not re.fullmatch(pattern, value):
         raise ConfigError.of("command line", f"{name} {value}".strip(), expected, f"as {example}")

@@ -85,9 +85,9 @@ class RewardCaller:
             async with limit:
                 return await self._call_repeatedly(samples)
         except TimeoutError as err:
-            place = _place(err.__cause__)
-            said = f"ran longer than reward.sample_seconds ({self.limits.seconds:g} s){place}"
-            return [{"failed": said}] * len(samples)
+            where = _describe_wait(err.__cause__)
+            cause = f"ran longer than reward.sample_seconds ({self.limits.seconds:g} s){where}"
+            return [{"failed": cause}] * len(samples)
 
     async def _call_repeatedly(self, samples: Sequence[Sample]) -> list[Answer]:
         """Await the function until it does not raise, at most retries + 1 times."""
@@ -207,12 +207,12 @@ class Concurrent:
             samples = [sample for numbers, *sample in chunk if number in numbers]
             if caller.is_batched and samples:
                 batches[number] = asyncio.create_task(self._run(caller, samples))
-        places = dict.fromkeys(batches, 0)
+        positions = dict.fromkeys(batches, 0)
         for numbers, *sample in chunk:
             for number in numbers:
                 if number in batches:
-                    task = _item_of(batches[number], places[number])
-                    places[number] += 1
+                    task = _item_of(batches[number], positions[number])
+                    positions[number] += 1
                 else:
                     task = _item_of(
                         asyncio.create_task(self._run(self._callers[number], [sample])), 0
@@ -227,9 +227,9 @@ class Concurrent:
             return caller.call(samples)
 
 
-async def _item_of(task: asyncio.Task[list[Answer]], place: int) -> Answer:
+async def _item_of(task: asyncio.Task[list[Answer]], position: int) -> Answer:
     """Return one answer of a batch."""
-    return (await task)[place]
+    return (await task)[position]
 
 
 def _wait_seconds(attempt: int) -> float:
@@ -237,7 +237,7 @@ def _wait_seconds(attempt: int) -> float:
     return _FIRST_WAIT_SECONDS * 2.0 ** (attempt - 1)
 
 
-def _place(err: BaseException | None) -> str:
+def _describe_wait(err: BaseException | None) -> str:
     """Return the lines where a cancelled coroutine waited, innermost first; "" if unknown."""
     if err is None:
         return ""

@@ -159,9 +159,8 @@ def _load_functions(
 ) -> list[RewardFunction] | None:
     """Load the functions in order and send {"ready": [file:line of each]} to the pool.
 
-    Before it, {"concurrent": true} is sent if one is an `async def`.
-
-    If one cannot be loaded, the cause is sent instead, and None is returned.
+    If one is an `async def`, {"concurrent": true} is sent first. If one cannot be loaded, the cause
+    is sent instead, and None is returned.
     """
     functions = []
     for name, arguments in wanted:
