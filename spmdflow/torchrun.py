@@ -1,4 +1,4 @@
-"""torchrun whose own lines are left out: `python -m spmdflow.torchrun RUN_DIR TORCHRUN-ARGUMENTS`.
+"""torchrun without its own messages: `python -m spmdflow.torchrun RUN_DIR TORCHRUN-ARGUMENTS`.
 
 `spmdflow run` becomes this program after its checks (see `start`). It starts torchrun's agent in
 this process. The ranks print what happens, and a rank that could not is reported here in one line.

@@ -33,7 +33,7 @@ STATE_NAMES = {
 def differing_settings(runs: Sequence[RunFiles]) -> list[str]:
     """Return the keys whose values differ between the runs, but for their names and folders.
 
-    Runs without settings (not started yet) are left out of the comparison.
+    Runs without settings (not started yet) are not compared.
     """
     known = [each.settings for each in runs if each.settings]
     keys = dict.fromkeys(key for settings in known for key in settings)
