@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from spmdflow.config import model_folder, parallel
 from spmdflow.config.algorithm import TextConfig
-from spmdflow.config.data_source import check_sources
+from spmdflow.config.data_source import SOURCE_COLUMN, check_sources, data_sources
 from spmdflow.config.episode import EpisodeConfig, check_episode
 from spmdflow.config.guard import guard_of
 from spmdflow.config.leaf import (
@@ -42,7 +42,7 @@ from spmdflow.config.offline import (
     check_preferences,
 )
 from spmdflow.config.placement import has_engine, pools_of, roles_of
-from spmdflow.config.reward import check_rewards, knows_right
+from spmdflow.config.reward import check_rewards, check_tables, knows_right
 from spmdflow.config.schema import (
     AUTO,
     ActorConfig,
@@ -184,6 +184,7 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> It
     yield partial(_check_correction, cfg)
     for key, reward in parts_of(cfg, RewardConfig):
         yield partial(check_rewards, key, reward)
+        yield partial(_check_reward_tables, cfg, key, reward)
     for key, episode in parts_of(cfg, EpisodeConfig):
         yield partial(check_episode, key, episode)
     for key, path in folders:
@@ -319,6 +320,28 @@ def _check_optimizer(cfg: Any, role: str) -> None:
         got = f"update without optimizer in {type(part).__name__}"
         do = "add optimizer: OptimizerConfig, or remove update"
         raise ConfigError.of(role, got, "both for a model that is trained", do)
+
+
+def _check_reward_tables(cfg: Any, key: str, reward: RewardConfig) -> None:
+    """Raise ConfigError if a reward's tables do not fit the mixtures of the data settings.
+
+    The rows of a mixture have the name of their source as a column; other files are not opened.
+    """
+    if reward.source_column != SOURCE_COLUMN:
+        return
+    mixtures: dict[str, list[str]] = {}
+    all_known = True
+    for section, data in parts_of(cfg, DataSettings):
+        for name in ("train_path", "eval_path"):
+            setting = f"{section}.{name}"
+            names = [source.name for source in data_sources(setting, getattr(data, name))]
+            if not names:
+                continue
+            if all(names):
+                mixtures[setting] = names
+            else:
+                all_known = False
+    check_tables(key, reward, mixtures, all_known=all_known)
 
 
 def _check_kl(cfg: Any, roles: tuple[str, ...]) -> None:

@@ -158,6 +158,7 @@ VERL = (
     ForeignName("critic.cliprange_value", ("critic.loss.clip_range",)),
     ForeignName("reward_model.model.path", ("reward.model.path",)),
     ForeignName("custom_reward_function.path", ("reward.function",), "FILE.py:NAME"),
+    ForeignName("data.reward_fn_key", ("reward.source_column",)),
     ForeignName("custom_reward_function.name", ("reward.function",), "FILE.py:NAME"),
     ForeignName("trainer.total_epochs", ("total_steps",), "a number of steps"),
     ForeignName("trainer.total_training_steps", ("total_steps",)),

@@ -6,6 +6,9 @@
       format: 0.2 * spmdflow.rewards.format:think_answer
       length: 0.1 * spmdflow.rewards.length:linear(free_tokens=200, max_tokens=400)
       judge: 0.5 * model                             the score of reward.model
+      correct:                                       a table: a function for each data source
+        gsm8k: spmdflow.rewards.gsm8k:score
+        sums: 2 * my_reward.py:exact
 
 The name of a term is the name of its metric. A term of weight 0 is only reported; null removes a
 term. Functions are looked up in the source file, which is parsed but not imported.
@@ -19,8 +22,8 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,19 @@ class RewardTerm:
     weight: float = 1.0
     arguments: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments: numbers, texts, booleans, None and lists of them."""
+    source: str | None = None
+    """The data source whose rows it scores, if it is an entry of a table; None: every row."""
+
+    @property
+    def key(self) -> str:
+        """Its key below `function`: "", NAME or NAME.SOURCE."""
+        if self.source is None:
+            return self.name
+        return f"{self.name}.{self.source}"
+
+    def scores_rows_of(self, source: object) -> bool:
+        """Whether it scores the rows of a data source."""
+        return self.source is None or self.source == source
 
     @property
     def is_model(self) -> bool:
@@ -60,7 +76,8 @@ class RewardTerm:
 def reward_terms(key: str, setting: object) -> tuple[RewardTerm, ...]:
     """Return the terms of a `function` setting, in its order; () if it is None.
 
-    The setting is one text, whose term has the name "", or a map name -> text. ConfigError for an
+    The setting is one text, whose term has the name "", or a map name -> text. Instead of a text a
+    map may have a table data source -> text, which gives a term for each source. ConfigError for an
     unreadable text or a name that is no identifier or one of RESERVED.
     """
     expected = "one function or a map name -> function"
@@ -72,7 +89,13 @@ def reward_terms(key: str, setting: object) -> tuple[RewardTerm, ...]:
                 f"{key}: got the term {name!r}, expected a name of letters, digits and _ that is "
                 f"none of {', '.join(RESERVED)}; rename it"
             )
-    return tuple(_term(key, name, text) for name, text in written.items())
+    terms: list[RewardTerm] = []
+    for name, text in written.items():
+        if isinstance(text, dict):
+            terms.extend(_table_terms(key, name, text))
+        else:
+            terms.append(_term(f"{key}.{name}" if name else key, name, text))
+    return tuple(terms)
 
 
 def knows_right(reward: Any) -> bool:
@@ -95,13 +118,33 @@ def with_located_files(setting: object, locate: Callable[[str], str]) -> object:
     return f"{text[: match.start(2)]}{locate(file)}:{name}{text[match.end(2) :]}"
 
 
+def _table_terms(key: str, name: str, table: dict[str, object]) -> list[RewardTerm]:
+    """Return a term for each data source in a table source -> text; entries that are null are none.
+
+    ConfigError for an empty table, or for the model, which scores the rows of every source.
+    """
+    terms = []
+    for source, text in table.items():
+        if text is not None:
+            terms.append(replace(_term(f"{key}.{name}.{source}", name, text), source=str(source)))
+    if not terms:
+        do = "write for example {gsm8k: spmdflow.rewards.gsm8k:score}"
+        raise ConfigError.of(f"{key}.{name}", "an empty table", "data source -> function", do)
+    for term in terms:
+        if term.is_model:
+            raise ConfigError(
+                f"{key}.{term.key}: got the model in a table, but it scores the rows of every "
+                f"source; give it a term of its own, such as {key}.judge=0.5*model"
+            )
+    return terms
+
+
 def _term(key: str, name: str, text: object) -> RewardTerm:
     """Return the term that a text such as "0.2 * file.py:name(limit=100)" describes.
 
     ConfigError for any other form, a weight that is not finite, or arguments of "model".
     name: the term's name in the map, "" for a text alone.
     """
-    key = f"{key}.{name}" if name else key
     match = _TERM.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ConfigError(f"{key}: got {text!r}, {_FORMS}")
@@ -190,7 +233,36 @@ def check_rewards(key: str, reward: Any) -> None:
         )
     for term in terms:
         if not term.is_model:
-            _check_function(f"{key}.function" + (term.name and f".{term.name}"), term)
+            _check_function(f"{key}.function" + (term.key and f".{term.key}"), term)
+
+
+def check_tables(
+    key: str, reward: Any, mixtures: Mapping[str, Collection[str]], *, all_known: bool
+) -> None:
+    """Raise ConfigError if the tables of a reward do not fit the sources of the run's data.
+
+    Some term must score the rows of each source. If all sources are known, each entry of a table
+    must be one of them.
+    reward: the section (Any: the user's class). mixtures: data setting -> names of its sources.
+    all_known: whether all rows of the run are rows of these mixtures.
+    """
+    terms = reward_terms(f"{key}.function", reward.function)
+    sources = {source for names in mixtures.values() for source in names}
+    for term in terms:
+        if all_known and term.source is not None and term.source not in sources:
+            near = difflib.get_close_matches(term.source, sources, 1)
+            hint = f"did you mean {near[0]}?" if near else "correct the name"
+            raise ConfigError(
+                f"{key}.function.{term.key}: no source {term.source!r} in {', '.join(mixtures)}, "
+                f"expected one of {', '.join(sorted(sources))}; {hint}"
+            )
+    for setting, names in mixtures.items():
+        for source in names:
+            if terms and not any(term.scores_rows_of(source) for term in terms):
+                raise ConfigError(
+                    f"{key}.function: no term scores the rows of {source!r} in {setting}, expected "
+                    f"an entry for it; write {key}.function.{terms[0].name}.{source}=file.py:name"
+                )
 
 
 def _check_function(key: str, term: RewardTerm) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from spmdflow.config.data_source import SOURCE_COLUMN
 from spmdflow.config.guard import DEFAULT_GUARDS
 from spmdflow.config.leaf import PARTS, follows, part, setting
 from spmdflow.config.model import (
@@ -431,8 +432,12 @@ class RewardConfig:
     # Any: a name, or a map of terms; config/reward.py reads it
     function: Any = setting(
         "file.py:name or module:name of fn(prompt, response, row) or fn(prompts, responses, rows), "
-        "plain or async; or a map name -> weight * function; model is the model's score.",
+        "plain or async; or a map name -> weight * function, or name -> {source: function}; model "
+        "is the model's score.",
         None,
+    )
+    source_column: str = setting(
+        "Column with the data source of a row, for a table {source: function}.", SOURCE_COLUMN
     )
     num_processes: int = setting("Worker processes for functions, on each rank.", 1, at_least=1)
     sample_seconds: float = setting("Limit for one call of a function.", 10.0, above=0)

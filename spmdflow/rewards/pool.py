@@ -13,11 +13,12 @@ import math
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from spmdflow.config.data_source import SOURCE_COLUMN
 from spmdflow.config.reward import RewardTerm, reward_terms
 from spmdflow.config.schema import RewardConfig
 from spmdflow.errors import ConfigError, RewardError
@@ -63,11 +64,12 @@ class RewardPool:
         start_seconds: float = 120.0,
         concurrency: int = 64,
         retries: int = 0,
+        source_column: str = SOURCE_COLUMN,
     ) -> None:
         """on_error: raise, zero or drop; the last two record a failure and continue.
 
         concurrency: calls of async functions at once, over all processes. retries: how often a call
-        that raised is repeated.
+        that raised is repeated. source_column: field of a row that chooses the entry of a table.
         """
         assert on_error in ("raise", "zero", "drop"), on_error
         terms = reward_terms("reward.function", function)
@@ -79,6 +81,7 @@ class RewardPool:
         self._start_seconds = start_seconds
         self._concurrency = max(1, concurrency // num_processes)
         self._retries = retries
+        self._source_column = source_column
         self._strict = on_error == "raise"
         self._outcome = _OUTCOMES[on_error]
         self._processes: list[RewardProcess] = []
@@ -90,7 +93,7 @@ class RewardPool:
             on_failure.callback(self.close)
             self._start_missing()
             while not all(process.ready for process in self._processes):
-                self._advance(CallQueue(0, 1, strict=False))
+                self._advance(CallQueue((), 1, strict=False))
             on_failure.pop_all()
 
     @classmethod
@@ -103,6 +106,7 @@ class RewardPool:
             on_error=cfg.on_error,
             concurrency=cfg.concurrency,
             retries=cfg.retries,
+            source_column=cfg.source_column,
         )
 
     def score(
@@ -116,9 +120,10 @@ class RewardPool:
         """Score samples; return one {"score": float, ...} each, in order. There may be no samples.
 
         With several functions the score is the weighted sum, and each function's score is reported
-        under the name of its term. on_error=raise: RewardError for the first failed sample. zero,
-        drop: a function that failed scores 0, and every sample has "errors", the number of
-        functions that failed (0 if none). The three sequences must have the same length. Blocks
+        under the name of its term. A function in a table scores only rows of its source.
+        RewardError for a row that no function scores. on_error=raise: RewardError for the first
+        failed sample. zero, drop: a function that failed scores 0, and every sample has "errors",
+        the number of functions that failed (0 if none). The three sequences must have the same length. Blocks
         until all processes have answered; processes that have ended are replaced first.
         row_ids: identify samples in messages.
         """
@@ -128,8 +133,10 @@ class RewardPool:
         else:
             ids = [f" {number}" for number in row_ids]
         samples = list(zip(prompts, responses, rows, ids, strict=True))
-        num_calls = len(samples) * len(self._terms)
-        work = CallQueue(num_calls, self._num_processes, strict=self._strict)
+        calls = self._calls_of(samples)
+        work = CallQueue(
+            [call for group in calls for call in group], self._num_processes, strict=self._strict
+        )
         with self._using:
             self._replace_ended()
             try:
@@ -139,7 +146,31 @@ class RewardPool:
                     self._advance(work)
             finally:
                 self._kill([process for process in self._processes if process.pending])
-            return self._collect(work, samples)
+            return self._collect(work, samples, calls)
+
+    def _calls_of(self, samples: Sequence[Any]) -> list[list[int]]:
+        """Return the numbers of each sample's calls: sample * number of functions + function.
+
+        RewardError for a row whose source has an entry in no table, unless another term scores it.
+        """
+        width = len(self._terms)
+        calls = []
+        for sample, (_, _, row, row_id) in enumerate(samples):
+            source = row.get(self._source_column)
+            numbers = []
+            for function, term in enumerate(self._terms):
+                if term.scores_rows_of(source):
+                    numbers.append(sample * width + function)
+            if not numbers:
+                known = sorted({str(term.source) for term in self._terms})
+                raise RewardError(
+                    f"reward.function: row{row_id} has {self._source_column}={source!r}, but the "
+                    f"tables have {', '.join(known)}; add this source to a table, give the rows of "
+                    f"the file this column, or set reward.source_column to the one that they have\n"
+                    f"row: {_shorten(json.dumps(row))}"
+                )
+            calls.append(numbers)
+        return calls
 
     def close(self) -> None:
         """Kill all worker processes. Repeated calls do nothing."""
@@ -290,10 +321,13 @@ class RewardPool:
             work.requeue(list(process.pending))
         self._start_missing()
 
-    def _collect(self, work: CallQueue, samples: Sequence[Any]) -> Judgement:
+    def _collect(
+        self, work: CallQueue, samples: Sequence[Any], calls: Sequence[Sequence[int]]
+    ) -> Judgement:
         """Return the combined result of each sample, and report the failures in the order of calls.
 
         A failed call raises RewardError if on_error is raise; otherwise it scores 0 with one error.
+        calls: numbers of each sample's calls.
         """
         first_failure = ""
         for number in sorted(work.failures):
@@ -303,12 +337,10 @@ class RewardPool:
             for result in work.scores.values():
                 result["errors"] = 0.0
             work.scores |= {number: {"score": 0.0, "errors": 1.0} for number in work.failures}
-        width = len(self._terms)
         results = []
-        for first in range(0, len(samples) * width, width):
-            results.append(
-                combine_terms(self._terms, [work.scores[first + n] for n in range(width)])
-            )
+        for numbers in calls:
+            by_term = {number % len(self._terms): work.scores[number] for number in numbers}
+            results.append(combine_terms(self._terms, by_term))
         return Judgement(results=results, first_failure=first_failure)
 
     def _report(self, number: int, cause: str, samples: Sequence[Any]) -> str:
@@ -370,13 +402,13 @@ _MAX_CHUNK = 64
 class CallQueue:
     """Tracks which calls (function x sample) are waiting, answered or failed."""
 
-    def __init__(self, num_samples: int, num_workers: int, *, strict: bool) -> None:
-        """strict: after a failed call, later calls need not run."""
+    def __init__(self, calls: Sequence[int], num_workers: int, *, strict: bool) -> None:
+        """calls: their numbers, ascending. strict: calls after a failed one need not run."""
         self.scores: dict[int, dict[str, Any]] = {}
         self.failures: dict[int, str] = {}
         """Call number -> cause of the failure, with the traceback if there is one."""
-        self._waiting = deque(range(num_samples))
-        self._num_samples = num_samples
+        self._calls = calls
+        self._waiting = deque(calls)
         self._num_workers = num_workers
         self._strict = strict
 
@@ -387,8 +419,9 @@ class CallQueue:
         In strict mode these are the calls before the first failed one.
         """
         if self._strict and self.failures:
-            return all(number in self.scores for number in range(min(self.failures)))
-        return len(self.scores) + len(self.failures) == self._num_samples
+            first = min(self.failures)
+            return all(number in self.scores for number in self._calls if number < first)
+        return len(self.scores) + len(self.failures) == len(self._calls)
 
     def next_chunk(self, most: float = math.inf) -> list[int]:
         """Take the next call numbers for a worker from the queue; [] if none is waiting.
@@ -416,17 +449,23 @@ class CallQueue:
             self._waiting = deque(number for number in self._waiting if number < first)
 
 
-def combine_terms(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Result:
-    """Combine the results of all functions for one sample into {"score": weighted sum, ...}.
+def combine_terms(
+    all_terms: Sequence[RewardTerm], results: Mapping[int, Result] | Sequence[Result]
+) -> Result:
+    """Combine the results of functions for one sample into {"score": weighted sum, ...}.
 
     Each named term's score is under its name. Further numbers of the first term keep their names
     unless a term has that name; those of the other terms are prefixed with their term's name
     (format_length). "errors" add up, and the first "answer" counts.
+    results: one for each term; or index of the term -> result, of the terms that score the sample.
     """
-    assert len(terms) == len(results), (len(terms), len(results))
-    names = {term.name for term in terms}
+    if not isinstance(results, Mapping):
+        assert len(all_terms) == len(results), (len(all_terms), len(results))
+        results = dict(enumerate(results))
+    names = {term.name for term in all_terms}
     total: Result = {"score": 0.0}
-    for number, (term, result) in enumerate(zip(terms, results, strict=True)):
+    for number, result in sorted(results.items()):
+        term = all_terms[number]
         total["score"] += term.weight * result["score"]
         for key, value in result.items():
             if key == "errors":
@@ -434,7 +473,8 @@ def combine_terms(terms: Sequence[RewardTerm], results: Sequence[Result]) -> Res
             elif key == "answer":
                 total.setdefault(key, value)
             elif key != "score":
-                total[f"{term.name}_{key}" if number or key in names else key] = value
+                is_prefixed = term.name != all_terms[0].name or key in names
+                total[f"{term.name}_{key}" if is_prefixed else key] = value
         if term.name:
             total[term.name] = result["score"]
     return total

@@ -69,7 +69,7 @@ _LEARNT = ("actor/loss", "actor/grad_norm", "critic/loss", "reward/mean")
 def check_old_log_probs(folder: Path) -> None:
     """What `programs.old_log_probs` ran: auto learns bit for bit what recompute does, without its
     forward; rollout to the differences between generator and trainer. Metrics that are summed in
-    another order: to 1e-6. Samples of recompute have one column more to fetch: the old log-probs."""
+    another order: to 1e-6. The samples of recompute have one column more: the old log-probs."""
     runs = [(folder / mode / "metrics.jsonl").read_text().splitlines() for mode in MODES]
     for recompute, auto, rollout in zip(*([*map(json.loads, run)] for run in runs), strict=True):
         assert "time/compute_log_prob_seconds" in recompute

@@ -75,6 +75,45 @@ def test_one_process_runs_all_functions_and_only_the_failed_one_scores_zero(scor
             assert result["pid"] == result["faulty_pid"] == result["slow_pid"]
 
 
+def test_row_is_scored_by_the_functions_of_its_source(tmp_path):
+    path = tmp_path / "sources.py"
+    path.write_text(
+        "def letters(prompt, response, row): return {'score': len(response), 'pairs': 2}\n"
+        "def words(prompts, responses, rows): return [len(text.split()) for text in responses]\n"
+    )
+    function = {
+        "right": {"essay": f"0.5 * {path}:words", "spelling": f"{path}:letters"},
+        "all": f"10 * {path}:letters",
+    }
+    rows = [{"kind": kind} for kind in ("essay", "spelling", "other", "essay")]
+
+    with RewardPool(function, 2, source_column="kind") as pool:
+        results = pool.score([""] * 4, ["a bc", "abc", "a", "a b c"], rows).results
+
+    assert results == [
+        {"score": 0.5 * 2 + 40, "right": 2.0, "all": 4.0, "all_pairs": 2.0},
+        {"score": 3.0 + 30, "right": 3.0, "pairs": 2.0, "all": 3.0, "all_pairs": 2.0},
+        {"score": 10.0, "all": 1.0, "all_pairs": 2.0},
+        {"score": 0.5 * 3 + 50, "right": 3.0, "all": 5.0, "all_pairs": 2.0},
+    ]
+
+
+def test_row_of_a_source_without_a_function_ends_the_call_with_the_known_ones(tmp_path):
+    path = tmp_path / "sources.py"
+    path.write_text("def letters(prompt, response, row): return len(response)\n")
+    function = {"right": {"essay": f"{path}:letters", "sums": f"{path}:letters"}}
+
+    with (
+        RewardPool(function, on_error="drop") as pool,
+        pytest.raises(RewardError) as caught,
+    ):
+        pool.score(["p"], ["r"], [{"source": "prose"}], row_ids=[7])
+
+    assert str(caught.value).startswith(
+        "reward.function: row 7 has source='prose', but the tables have essay, sums; add this"
+    )
+
+
 @pytest.mark.drill
 def test_scores_have_the_same_bits_on_any_number_of_processes(terms, scored):
     kept = [

@@ -58,6 +58,78 @@ def test_unreadable_term_is_refused_with_its_key(text: object) -> None:
         reward_terms("key", {"x": text})
 
 
+TABLE = {"gsm8k": "2 * m:f(a=1)", "sums": "m:g", "code": None}
+
+
+def test_table_gives_a_term_for_each_source_under_one_name() -> None:
+    terms = reward_terms("key", {"right": TABLE, "short": "m:h"})
+
+    assert terms == (
+        RewardTerm("right", "m:f", 2.0, (("a", 1),), source="gsm8k"),
+        RewardTerm("right", "m:g", source="sums"),
+        RewardTerm("short", "m:h"),
+    )
+    assert [term.scores_rows_of("sums") for term in terms] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, "key.right: got an empty table, expected data source -> function"),
+        ({"sums": "model"}, "key.right.sums: got the model in a table, but it scores the rows"),
+        ({"sums": "f"}, "key.right.sums: got 'f', expected file.py:name, module:name or model"),
+    ],
+)
+def test_unusable_table_is_refused_with_its_key(table: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reward_terms("key", {"right": table})
+
+    assert str(caught.value).startswith(message)
+
+
+MIXTURE = (
+    "data.train_path={easy: train.jsonl, hard: 2 * train.jsonl}",
+    "data.eval_path=null",
+    "eval_every=0",
+)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            "{easy: reward.py:score, hrd: reward.py:score}",
+            "reward.function.right.hrd: no source 'hrd' in data.train_path, "
+            "expected one of easy, hard; did you mean hard?",
+        ),
+        (
+            "{easy: reward.py:score}",
+            "reward.function: no term scores the rows of 'hard' in data.train_path, expected an "
+            "entry for it; write reward.function.right.hard=file.py:name",
+        ),
+        (
+            "{easy: reward.py:score, hard: 'own.py:good'}",
+            "reward.function.right.hard: got the arguments (), but good in own.py takes",
+        ),
+    ],
+)
+def test_table_is_held_against_the_sources_of_the_data(table: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        accept(*MIXTURE, f"reward.function={{right: {table}}}")
+
+    assert str(caught.value).startswith(message)
+
+
+def test_table_of_all_sources_or_with_a_term_for_the_others_is_accepted() -> None:
+    table = "{right: {easy: reward.py:score, hard: own.py:good(limit=1)}}"
+    rest = "{right: {easy: reward.py:score}, all: reward.py:score}"
+
+    for function in (table, rest):
+        accept(*MIXTURE, f"reward.function={function}")
+    accept(f"reward.function={table}")  # a file, whose rows have the column
+    accept(*MIXTURE, "reward.source_column=kind", "reward.function={right: {a: reward.py:score}}")
+
+
 @given(st.text(max_size=80))
 def test_no_text_is_another_error_than_a_refusal(text: str) -> None:
     try:

@@ -196,7 +196,7 @@ def test_lexicon_score_is_signed_bounded_and_turned_by_negations(tmp_path):
 
 @given(st.integers(0, 300), st.integers(1, 8))
 def test_chunks_cover_every_sample_once_in_order_and_end_small(num_samples, num_workers):
-    work = CallQueue(num_samples, num_workers, strict=False)
+    work = CallQueue(range(num_samples), num_workers, strict=False)
 
     chunks = []
     while chunk := work.next_chunk():
@@ -208,7 +208,7 @@ def test_chunks_cover_every_sample_once_in_order_and_end_small(num_samples, num_
 
 
 def test_failed_sample_in_strict_mode_waits_for_earlier_samples_only():
-    work = CallQueue(10, 1, strict=True)
+    work = CallQueue(range(10), 1, strict=True)
     assert work.next_chunk() == [0, 1, 2, 3, 4]
     work.scores[0] = {"score": 1.0}
 
@@ -223,7 +223,7 @@ def test_failed_sample_in_strict_mode_waits_for_earlier_samples_only():
 
 
 def test_failed_sample_otherwise_lets_all_others_run():
-    work = CallQueue(4, 1, strict=False)
+    work = CallQueue(range(4), 1, strict=False)
     assert work.next_chunk() == [0, 1]
 
     work.fail(0, "raised")
