@@ -123,8 +123,9 @@ class RewardPool:
         under the name of its term. A function in a table scores only rows of its source.
         RewardError for a row that no function scores. on_error=raise: RewardError for the first
         failed sample. zero, drop: a function that failed scores 0, and every sample has "errors",
-        the number of functions that failed (0 if none). The three sequences must have the same length. Blocks
-        until all processes have answered; processes that have ended are replaced first.
+        the number of functions that failed (0 if none). The three sequences must have the same
+        length. Blocks until all processes have answered; processes that have ended are replaced
+        first.
         row_ids: identify samples in messages.
         """
         assert len(prompts) == len(responses) == len(rows), (len(prompts), len(responses))
