@@ -20,35 +20,81 @@ from rich.text import Text
 
 SHOWN_SHARE = 0.05
 """The line omits stages shorter than this share of a step; metrics.jsonl has all of them."""
+LINE_COLUMNS = 126
+"""Columns of the line of a step; with "[rank 0] HH:MM:SS INFO " in front it has less than 150."""
+_STAGES_KEPT = 2
+_OMITTED_FIRST = (
+    "rollout/drift",
+    "actor/loss",
+    "critic/explained_variance",
+    "actor/clip_fraction",
+    "eval/mean",
+    "actor/reference_kl",
+)
+"""Metrics that a long line omits, the first one first."""
 
 
-def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+def progress_line(
+    step: int, total: int, metrics: Mapping[str, float], *, width: int = LINE_COLUMNS
+) -> str:
     """Return one line of text for a step: its main metrics, tokens per second, and seconds.
 
     "step 12/100 reward 1.234 approx_kl 0.0012 3.4s: generate 1.2, actor 0.91"; the parts are two
     spaces apart. The metrics are those in FIELDS. Missing ones are omitted, and so are stages that
     take less than 5 % of the step. A value that is not finite is shown as nan.
+    width: columns that the line may have. What does not fit is omitted: the shortest stages but
+    two, then metrics in the order of _OMITTED_FIRST, then the other stages.
     """
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    fields = _field_texts(metrics)
+    stages = _stage_texts(metrics)
+    line = _join(step, total, metrics, fields, stages)
+    while len(line) > width and (fields.keys() & {*_OMITTED_FIRST} or stages):
+        optional = [name for name in _OMITTED_FIRST if name in fields]
+        if len(stages) > _STAGES_KEPT or not optional:
+            stages.pop()
+        else:
+            del fields[optional[0]]
+        line = _join(step, total, metrics, fields, stages)
+    return line
+
+
+def _field_texts(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return metric -> "label value" of the metrics in FIELDS, in that order."""
+    texts = {}
     for name, label, form in FIELDS:
         if name in metrics:
             value = metrics[name]
             shown = format(value, form) if form else _format_number(value)
-            parts.append(f"{label} {shown if isfinite(value) else 'nan'}")
+            texts[name] = f"{label} {shown if isfinite(value) else 'nan'}"
+    return texts
+
+
+def _stage_texts(metrics: Mapping[str, float]) -> list[str]:
+    """Return "stage seconds" of the stages that take at least 5 % of the step, longest first."""
+    step_seconds = metrics.get(_STEP, 0.0)
+    stages = sorted(stage_seconds(metrics).items(), key=lambda stage: -stage[1])
+    texts = []
+    for name, seconds in stages:
+        if seconds >= SHOWN_SHARE * step_seconds:
+            texts.append(f"{name} {_format_number(seconds)}")
+    return texts
+
+
+def _join(
+    step: int,
+    total: int,
+    metrics: Mapping[str, float],
+    fields: Mapping[str, str],
+    stages: Sequence[str],
+) -> str:
+    """Return the line with these fields and stages."""
+    parts = [f"step {step:>{len(str(total))}}/{total}", *fields.values()]
     if "perf/tokens_per_second" in metrics:
         rate = metrics["perf/tokens_per_second"]
         parts.append(f"{rate:.0f} tok/s" if rate < 10_000 else f"{rate / 1000:.1f}k tok/s")
     if _STEP in metrics:
-        step_seconds = metrics[_STEP]
-        stages = []
-        for name, seconds in stage_seconds(metrics).items():
-            if seconds >= SHOWN_SHARE * step_seconds:
-                stages.append(f"{name} {_format_number(seconds)}")
-        parts.append(
-            f"{_format_number(step_seconds)}s: {', '.join(stages)}"
-            if stages
-            else f"{_format_number(step_seconds)}s"
-        )
+        seconds = f"{_format_number(metrics[_STEP])}s"
+        parts.append(f"{seconds}: {', '.join(stages)}" if stages else seconds)
     return "  ".join(parts)
 
 

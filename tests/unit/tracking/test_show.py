@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from spmdflow.controller.sample import choose_positions
 from spmdflow.controller.step import is_due
 from spmdflow.tracking.progress import (
+    FIELDS,
     Sample,
     print_samples,
     printable,
@@ -47,8 +48,26 @@ def table_text(samples: list[Sample], *, width: int = 80, **options: int) -> str
 def test_progress_line_has_the_numbers_that_matter_on_one_line():
     assert progress_line(12, 100, METRICS) == (
         "step  12/100  reward 1.235  eval 61.2%  approx_kl 0.0012  clip 8.1%  ev 0.314  "
-        "drift 2.1e-07  1240 tok/s  3.4s: generate 1.2, log_prob 0.3, actor 0.92"
+        "1240 tok/s  3.4s: generate 1.2, actor 0.92"
     )
+    assert progress_line(12, 100, METRICS, width=200) == (
+        "step  12/100  reward 1.235  eval 61.2%  approx_kl 0.0012  clip 8.1%  ev 0.314  "
+        "drift 2.1e-07  1240 tok/s  3.4s: generate 1.2, actor 0.92, log_prob 0.3"
+    )
+
+
+def test_progress_line_that_is_too_long_keeps_reward_and_seconds():
+    line = progress_line(12, 100, METRICS, width=60)
+
+    assert line == "step  12/100  reward 1.235  eval 61.2%  approx_kl 0.0012  1240 tok/s  3.4s"
+
+
+@given(st.dictionaries(st.sampled_from([name for name, _, _ in FIELDS]), st.floats(-99, 99)))
+def test_line_of_a_step_fits_150_columns(fields):
+    line = progress_line(1000, 1000, METRICS | fields)
+
+    assert len("[rank 0] 23:59:59 INFO " + line) <= 150
+    assert "reward" in line and "3.4s" in line
 
 
 def test_progress_line_without_metrics_is_the_step():
