@@ -137,6 +137,20 @@ def save_bytes(model: Model, cut: Strategy) -> Parts:
     return add_parts(visiting_bytes(model, "train", cut), {"gather": 0.0 * cut.dp})
 
 
+def build_bytes(earlier: Sequence[tuple[Model, Strategy]], model: Model, cut: Strategy) -> Parts:
+    """Return the bytes of a rank while it builds a model, by use; `earlier` were built before it.
+
+    The model's engine is built as a whole, before parts of it are offloaded. The earlier models
+    have their residents. They have freed their KV caches, and generation weights as for training.
+    """
+    parts = state_bytes(model, cut)
+    for one, strategy in earlier:
+        parts = add_parts(parts, resident_bytes(one, strategy))
+        kept = generator_weights(one, strategy, "train")
+        parts = add_parts(parts, {"generation_weights": kept})
+    return parts
+
+
 def generator_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
     """Return the bytes of the generator's own weights during any other call on its ranks.
 
@@ -155,9 +169,11 @@ def pool_memory(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of a pool's rank in each phase, by use: phase -> use -> bytes.
 
-    A phase is a call (`model.method`), the weight sync before a generation on the trainer's ranks
-    (`model.sync`), or the checkpoint of a trained model (`model.save`). The residents of all
-    members add up, and each phase adds its own needs. A generation's KV cache has its
+    A phase is the start of a model (`model.build`), a call (`model.method`), the weight sync before
+    a generation on the trainer's ranks (`model.sync`), or the checkpoint of a trained model
+    (`model.save`). During a start there are the members before it, which are those that the script
+    spawns first. In the other phases the residents of all members add up, and each phase adds its
+    own needs. A generation's KV cache has its
     `kv_cache_bytes`, whether or not it fits; without these, it gets the rest of the usable memory
     (negative if there is none). Of calls with the same title, such as a greedy and a sampled
     generation, the largest counts.
@@ -165,6 +181,9 @@ def pool_memory(
     resident = reduce(add_parts, (resident_bytes(model, strategy) for model, strategy in members))
     pool = {model.name: (model, strategy) for model, strategy in members}
     phases: dict[str, dict[str, float]] = {}
+    for position, (model, strategy) in enumerate(members):
+        parts = build_bytes(members[:position], model, strategy)
+        phases[f"{model.name}.build"] = {name: float(size) for name, size in parts.items()}
     most: dict[str, float] = {}
     for call in dataflow.calls:
         if call.model not in pool:

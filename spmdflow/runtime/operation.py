@@ -89,7 +89,9 @@ class RankState:
         self._workers: dict[str, Worker] = {}
         self._specs: dict[tuple[str, str], MethodSpec] = {}
         """Of the methods that were called, by group and name."""
-        self._files = RankFiles(self._workers, arrival, rank=settings.rank)
+        self._files = RankFiles(
+            self._workers, arrival, rank=settings.rank, make_room=self._make_room
+        )
         self._sources: dict[str, PromptSource] = {}
         self._scanned: ScanReport | None = None
         """What the last scan found, until the controller has all of it."""
@@ -164,8 +166,8 @@ class RankState:
     def _spawn(self, plain: Plain, number: int) -> dict[str, Any]:
         """Construct this rank's worker of a model, and register it under plain["name"].
 
-        The first rank of the layout also logs it, and hashes the model's weights if they are
-        frozen.
+        The workers that are there free device memory first. The first rank of the layout also logs
+        it, and hashes the model's weights if they are frozen.
         """
         settings = self._settings
         context = WorkerContext(
@@ -185,10 +187,20 @@ class RankState:
         is_first = settings.rank == context.layout.ranks[0]
         if is_first:
             logger.info("%s: building %s, %s", context.name, worker_class.__name__, context.layout)
+        self._make_room(plain["name"], trains=True)
         self._workers[plain["name"]] = worker_class(plain["config"], context)
         if is_first:
             self._files.hash_frozen(plain["name"])
         return {}
+
+    def _make_room(self, name: str, *, trains: bool) -> None:
+        """Let the workers of this rank but `name` free device memory that can be reallocated.
+
+        trains: see `Worker.make_room`.
+        """
+        for other, worker in self._workers.items():
+            if other != name:
+                worker.make_room(trains=trains)
 
     def _scan(self, plain: Plain, number: int) -> dict[str, Any]:
         """Read a data file, and reply with the report on its first plain["most_rows"] good rows.
@@ -255,9 +267,7 @@ class RankState:
         batch = self._batch(plain, unchanged)
         worker.call = Command.on_rows(plain, number)
         worker.early_result = self._early.take(number) if "early" in plain else None
-        for other in self._workers.values():
-            if other is not worker:
-                other.make_room(trains=spec.minibatches)
+        self._make_room(plain["group"], trains=spec.minibatches)
         with self._profile(plain["step"], label):
             returned = method(batch, **plain["arguments"])
         unchanged.check(label)

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from spmdflow.checkpoint.manifest import (
     DamagedError,
@@ -28,14 +28,31 @@ Plain = Mapping[str, Any]
 _LOOK_SECONDS = 0.05
 
 
+class MakeRoom(Protocol):
+    """Lets all workers of the rank but `name` free device memory (`Worker.make_room`)."""
+
+    def __call__(self, name: str, *, trains: bool) -> None: ...
+
+
 class RankFiles:
     """File operations of one rank."""
 
-    def __init__(self, workers: Mapping[str, Worker], arrival: RowCondition, *, rank: int) -> None:
-        """workers: those of the rank, by name. arrival: notified after each command."""
+    def __init__(
+        self,
+        workers: Mapping[str, Worker],
+        arrival: RowCondition,
+        *,
+        rank: int,
+        make_room: MakeRoom,
+    ) -> None:
+        """workers: those of the rank, by name. arrival: notified after each command.
+
+        make_room: called before a worker's state is copied or loaded.
+        """
         self._workers = workers
         self._arrival = arrival
         self._rank = rank
+        self._make_room = make_room
         self._frozen: dict[str, tuple[str, str]] = {}
         self._unwritten: dict[str, Callable[[], None] | None] = {}
 
@@ -62,6 +79,7 @@ class RankFiles:
         once. Empty reply.
         """
         name = plain["group"]
+        self._make_room(name, trains=False)
         rank_folder = make_rank_folder(Path(plain["folder"]), self._rank)
         self._unwritten[name] = self._workers[name].save_state(rank_folder)
         return {}
@@ -122,6 +140,7 @@ class RankFiles:
         the trained weights ("is_synced", False for workers without that attribute).
         """
         worker = self._workers[plain["group"]]
+        self._make_room(plain["group"], trains=False)
         worker.load_state(Path(plain["folder"]))
         is_synced = getattr(worker, "is_synced", False)
         return {"frozen": self._frozen.get(plain["group"]), "is_synced": is_synced}

@@ -184,3 +184,30 @@ def test_weights_that_generation_shares_stay_on_the_device() -> None:
 
     assert "parameters" in moved["own"]
     assert "parameters" not in moved["shared"] and "optimizer" in moved["shared"]
+
+
+@given(
+    offloaded=st.sets(
+        st.sampled_from(
+            [(name, part) for name in ("actor", "critic", "reference") for part in PARTS]
+        )
+    ),
+    kept=st.booleans(),
+)
+def test_no_start_of_a_model_needs_more_than_its_calls(
+    offloaded: set[tuple[str, str]], kept: bool
+) -> None:
+    dataflow = FLOW if kept else flow(0.1e9)
+    moved = {
+        model.name: tuple(part for part in PARTS if (model.name, part) in offloaded)
+        for model in dataflow.models
+    }
+
+    phases = pool_memory(members(dataflow, moved), dataflow, A100)
+
+    for model in dataflow.models:
+        start = sum(phases[f"{model.name}.build"].values())
+        calls = [
+            sum(phases[call.title].values()) for call in dataflow.calls if call.model == model.name
+        ]
+        assert 0 < start <= max(calls)
