@@ -27,6 +27,18 @@ def own_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def device_uuid() -> str:
+    """Return the UUID of this process's device, equal in all processes that use it.
+
+    It does not depend on CUDA_VISIBLE_DEVICES. Empty on a CPU, or if torch does not know it.
+    """
+    device = own_device()
+    if device == CPU:
+        return ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
+
+
 def backend_of(device: torch.device) -> str:
     """Backend of process groups that exchange tensors of such devices: gloo, nccl, xccl, ..."""
     return dist.get_default_backend_for_device(device)

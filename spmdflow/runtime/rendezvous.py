@@ -43,6 +43,7 @@ from spmdflow.errors import ConfigError, DeadlineError, RunFailed, SpmdflowError
 from spmdflow.failure.process import Process, node_identity
 from spmdflow.failure.settings import SessionSettings
 from spmdflow.message import decode, encode
+from spmdflow.parallel.device import device_uuid
 from spmdflow.runtime.wire import LOCAL_ADDRESS, RUN_ID_BYTES, Hub
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class RankInfo:
     """Whether it has read the run's key from RUN_DIR."""
     key_name: str = ""
     """The file of RUN_DIR in which it looked for the key, as named in the store."""
+    device: str = ""
+    """UUID of its device; empty on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ def meet(
 
     The controller's rank calls claim() first, which locks RUN_DIR; then it writes the key file and
     binds its sockets. The other ranks read the key from RUN_DIR and publish their process. If claim
-    raises ConfigError, or RUN_DIR is not shared, every rank raises StartRefused. If the
-    controller's rank fails otherwise, the other ranks raise RunFailed. DeadlineError names the
+    raises ConfigError, RUN_DIR is not shared, or two ranks use one device, every rank raises
+    StartRefused. If the controller's rank fails otherwise, the other ranks raise RunFailed. DeadlineError names the
     ranks that did not arrive within settings.start_seconds.
     """
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
@@ -107,7 +110,7 @@ def meet(
     store_host = _store_host(store)
     network = f"{node_identity()}/{os.readlink('/proc/self/ns/net')}"
     source_ip = _source_ip(store_host) if store_host else None
-    info = RankInfo(Process.of(os.getpid()), source_ip, network)
+    info = RankInfo(Process.of(os.getpid()), source_ip, network, device=device_uuid())
     if rank == settings.controller_rank:
         return _publish_errors(
             store, prefix, lambda: _claim_and_open(store, prefix, info, settings, store_host, claim)
@@ -183,7 +186,7 @@ def _open_hub(
     Waits for the `RankInfo` of all other ranks, during which the key file is in RUN_DIR. Each
     network of ranks gets one address: loopback for this node, otherwise this node's address on the
     route to the rank. DeadlineError for missing ranks. ConfigError if a rank cannot read the key
-    file.
+    file, or two ranks use one device.
     """
     keys = {}
     for rank in settings.ranks[1:]:
@@ -193,6 +196,7 @@ def _open_hub(
         _wait(store, keys, settings.start_seconds)
     others: dict[int, RankInfo] = {rank: _read(store, key) for rank, key in keys.items()}
     _check_shared(settings, replace(info, key_name=name), others)
+    _check_devices({settings.controller_rank: info} | others)
     run_id = os.urandom(RUN_ID_BYTES)
     key = _mix_key(key, settings.secret)
     hub = Hub(run_id, key=key, max_ranks=len(settings.ranks))
@@ -242,6 +246,28 @@ def _check_shared(settings: SessionSettings, own: RankInfo, others: dict[int, Ra
         expected = "one folder that every node shares (checkpoints are written into it)"
         do = "set run.dir to a shared folder"
         raise ConfigError.of("run.dir", f"{got}there", expected, do)
+
+
+def _check_devices(infos: Mapping[int, RankInfo]) -> None:
+    """Raise ConfigError if two ranks use one device, which NCCL refuses much later.
+
+    infos: by rank.
+    """
+    ranks_of_device: dict[str, list[int]] = {}
+    for rank, info in sorted(infos.items()):
+        if info.device:
+            ranks_of_device.setdefault(info.device, []).append(rank)
+    for device, ranks in ranks_of_device.items():
+        if len(ranks) > 1:
+            node = infos[ranks[0]].process.node
+            on_node = {x.device for x in infos.values() if x.process.node == node and x.device}
+            names = ", ".join(map(str, ranks))
+            raise ConfigError(
+                f"devices: ranks {names} use one device ({device}) of node "
+                f"{node.rpartition('/')[2]}, expected a device for each rank; lower "
+                f"--nproc-per-node (`spmdflow run -n`) to {len(on_node)}, or let the ranks see "
+                f"more devices (CUDA_VISIBLE_DEVICES)"
+            )
 
 
 def _publish(store: Store, key: str, value: Any) -> None:

@@ -91,7 +91,6 @@ def _install_devices() -> None:
         "_cuda_getCompiledVersion": lambda: 12090,
     }
     _replace([torch._C], names)
-    properties = _properties()
     cuda = {
         "_exchange_device": exchange,
         "_maybe_exchange_device": exchange,
@@ -101,7 +100,7 @@ def _install_devices() -> None:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": native.num_devices,
-        "get_device_properties": lambda device=None: properties,
+        "get_device_properties": lambda device=None: _properties(index_of(device)),
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_arch_list": lambda: ["sm_90"],
@@ -115,7 +114,7 @@ def _install_devices() -> None:
     torch.version.cuda = "12.9"
 
 
-def _properties() -> types.SimpleNamespace:
+def _properties(index: int) -> types.SimpleNamespace:
     """As torch.cuda.get_device_properties gives them."""
     return types.SimpleNamespace(
         name=NAME,
@@ -129,7 +128,7 @@ def _properties() -> types.SimpleNamespace:
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=232448,
         L2_cache_size=50 << 20,
-        uuid="simulated",
+        uuid=f"simulated-{index}",
         is_integrated=False,
         is_multi_gpu_board=False,
     )

@@ -18,6 +18,7 @@ from spmdflow.runtime.rendezvous import (
     _ROOT,
     RankInfo,
     StartingRank,
+    _check_devices,
     _check_shared,
     meet,
     own_store,
@@ -145,3 +146,26 @@ def test_ranks_that_cannot_read_the_key_are_refused_by_rank_node_and_path(tmp_pa
         f"that rank 0 on node a wrote there, expected one folder that every node shares "
         f"(checkpoints are written into it); set run.dir to a shared folder"
     )
+
+
+def info_of(node: str, device: str) -> RankInfo:
+    return RankInfo(Process(1, 1, f"boot/pids/{node}"), None, node, device=device)
+
+
+def test_ranks_with_one_device_are_refused_with_the_number_that_the_node_has() -> None:
+    devices = ["GPU-1", "GPU-2", "GPU-1", "GPU-1"]
+    infos = {rank: info_of("a", device) for rank, device in enumerate(devices)}
+
+    with pytest.raises(ConfigError) as caught:
+        _check_devices(infos | {4: info_of("b", "GPU-3")})
+
+    assert str(caught.value) == (
+        "devices: ranks 0, 2, 3 use one device (GPU-1) of node a, expected a device for each "
+        "rank; lower --nproc-per-node (`spmdflow run -n`) to 2, or let the ranks see more devices "
+        "(CUDA_VISIBLE_DEVICES)"
+    )
+
+
+def test_ranks_on_cpus_and_on_devices_of_their_own_are_accepted() -> None:
+    _check_devices({rank: info_of("a", "") for rank in range(3)})
+    _check_devices({rank: info_of("a", f"GPU-{rank}") for rank in range(3)})
