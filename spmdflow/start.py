@@ -136,6 +136,8 @@ def check_command(command: CommandLine) -> Loaded:
     if arguments.script is None:
         expected = "one such as algos/ppo.py"
         raise ConfigError.of("command line", "no SCRIPT", expected, "--help shows the usage")
+    if command.ranks is not None:
+        check_ranks(int(command.ranks), Path("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
     most_nodes = int(command.nodes.rpartition(":")[2])
     world_size = most_nodes * int(command.ranks or num_gpus() or 1)
     try:
@@ -144,6 +146,27 @@ def check_command(command: CommandLine) -> Loaded:
         raise with_problems(err, world_size) from err
     check_open(loaded.cfg, world_size)
     return loaded
+
+
+def check_ranks(ranks: int, devices: Path, visible: str | None) -> None:
+    """Raise ConfigError for more ranks than this node has NVIDIA GPUs, without torch.
+
+    It counts files /dev/nvidia0, ..., or the entries of CUDA_VISIBLE_DEVICES if there are fewer. A
+    node without GPUs, or that shows none, may have any number of ranks. When ranks meet they are
+    compared again, by the UUIDs of their devices.
+    devices: the folder /dev. visible: CUDA_VISIBLE_DEVICES, None if it is not set.
+    """
+    count = len(list(devices.glob("nvidia[0-9]*")))
+    if visible is not None:
+        entries = [word.strip() for word in visible.split(",")]
+        count = min(count, len([word for word in entries if word and not word.startswith("-")]))
+    if 0 < count < ranks:
+        raise ConfigError.of(
+            "command line",
+            f"-n {ranks} on a node with {count} GPU{'s' * (count > 1)}",
+            "at most one rank for each GPU",
+            f"write -n {count} or omit -n; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU",
+        )
 
 
 def num_gpus() -> int:

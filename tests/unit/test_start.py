@@ -154,6 +154,21 @@ def test_inside_of_torchrun_and_in_one_process_it_is_one_rank(
     assert calls == [["--inproc", "ppo.py"], ["ppo.py"]]
 
 
+@pytest.mark.parametrize(
+    ("visible", "most"), [(None, 2), ("0,1,2", 2), ("1", 1), ("GPU-8a", 1), ("", 9), ("-1", 9)]
+)
+def test_more_ranks_than_gpus_are_refused_before_torchrun_starts(
+    tmp_path: Path, visible: str | None, most: int
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+    start.check_ranks(most, tmp_path, visible)
+    if most < 9:
+        with pytest.raises(ConfigError, match=rf"got -n {most + 1} on a node with {most} GPU"):
+            start.check_ranks(most + 1, tmp_path, visible)
+
+
 def test_number_of_ranks_is_that_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "num_gpus", lambda: 8)
 
