@@ -21,7 +21,7 @@ from torch.distributed.tensor import debug
 
 from spmdflow.errors import ProtocolError
 from spmdflow.message import decode, encode
-from spmdflow.parallel.device import backend_of, own_device
+from spmdflow.parallel.device import CPU, backend_of, own_device
 
 LANES = ("compute", "transfer")
 
@@ -68,17 +68,20 @@ class GroupTable:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
-    def make(self, specs: Iterable[GroupSpec]) -> None:
-        """Create the process groups that do not exist yet.
+    def make(self, specs: Iterable[GroupSpec], device: torch.device = CPU) -> None:
+        """Create the process groups that do not exist yet, and connect those of devices.
 
         All ranks of the default world call it together with the same specs in the same order,
         members or not. Groups of one rank are skipped: `get` creates them at first use.
+        device: of this rank, for groups with another backend than gloo.
         """
         for spec in specs:
             if spec in self._groups or len(spec.ranks) == 1:
                 continue
             group = dist.new_group(list(spec.ranks), timeout=self._timeout, backend=spec.backend)
             self._groups[spec] = group if self._rank in spec.ranks else None
+            if self._rank in spec.ranks and spec.backend != "gloo":
+                _connect(group, device)
 
     def destroy(self) -> None:
         """Destroy all groups and forget them. No operation may be running in them.
@@ -166,6 +169,17 @@ class GroupTable:
             return total.to(tensor.device)
 
         return reduce
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Run one small collective, with which all ranks of a group connect to each other.
+
+    NCCL connects the ranks in their first operation on a group and blocks until all of them have
+    called one. A group whose first operation is a message between some of its ranks would never
+    begin (torch's documentation of `batch_isend_irecv`). Connecting here has the same order on all
+    ranks.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class _Payload(NamedTuple):

@@ -160,7 +160,8 @@ class RankState:
         specs = plain["specs"]
         if self._settings.announce is not None:
             self._settings.announce(specs)
-        self._groups.make([GroupSpec(tuple(ranks), *kind) for ranks, *kind in specs or ()])
+        wanted = [GroupSpec(tuple(ranks), *kind) for ranks, *kind in specs or ()]
+        self._groups.make(wanted, self._settings.device)
         return {}
 
     def _spawn(self, plain: Plain, number: int) -> dict[str, Any]:
