@@ -44,9 +44,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except SignalException as err:
         return _code_after_signal(err.sigval, Path(run_dir))
     except Exception as err:  # the rendezvous: an address that is taken, a node that does not come
+        cause = ": ".join(text for text in (type(err).__name__, str(err)) if text)
         sys.stderr.write(
-            f"spmdflow: torchrun: got {type(err).__name__}: {err}; expected to start the ranks; "
-            f"check addresses, ports and number of nodes in: {' '.join(arguments)}\n"
+            f"spmdflow: torchrun cannot start the ranks ({cause}); check that all nodes are there, "
+            f"and the addresses and ports in: {' '.join(arguments)}\n"
         )
         return FAILED
     return FINISHED
