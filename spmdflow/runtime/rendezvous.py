@@ -101,8 +101,8 @@ def meet(
     The controller's rank calls claim() first, which locks RUN_DIR; then it writes the key file and
     binds its sockets. The other ranks read the key from RUN_DIR and publish their process. If claim
     raises ConfigError, RUN_DIR is not shared, or two ranks use one device, every rank raises
-    StartRefused. If the controller's rank fails otherwise, the other ranks raise RunFailed. DeadlineError names the
-    ranks that did not arrive within settings.start_seconds.
+    StartRefused. If the controller's rank fails otherwise, the other ranks raise RunFailed.
+    DeadlineError names the ranks that did not arrive within settings.start_seconds.
     """
     members = hashlib.blake2b(repr(settings.ranks).encode(), digest_size=6).hexdigest()
     launch = store.add(f"spmdflow/{members}/launches/{rank}", 1)  # every rank counts its own

@@ -21,6 +21,7 @@ from spmdflow.checkpoint.run_dir import path_of
 from spmdflow.errors import ConfigError
 from spmdflow.requirement import install_command
 from spmdflow.tracking.reading import RunFiles
+from spmdflow.tracking.summary_table import differing_settings, summary_metrics
 from spmdflow.view.content import PageData, content_of
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def page_text(runs: Sequence[RunFiles], *, refresh_seconds: float = 0.0) -> str:
         "made": datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
         "refresh": refresh_seconds,
         "runs": [content.summary for content in contents],
+        "table": {"settings": differing_settings(runs), "metrics": summary_metrics(runs)},
     }
     pieces = {
         "title": ", ".join(run.name for run in runs),

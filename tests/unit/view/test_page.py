@@ -120,10 +120,12 @@ def test_runs_are_shown_together_with_their_own_settings(run_dir: Path, tmp_path
     Tracker(other).write_metrics(1, {"reward/mean": 1.0})
     (other / "config.yaml").write_text("run:\n  seed: 1\n")
 
-    runs = page_of(run_dir, other).runs
+    page = page_of(run_dir, other)
 
-    assert [run["name"] for run in runs] == ["one", "two"]
-    assert [run["settings"]["run.seed"] for run in runs] == ["0", "1"]
+    assert [run["name"] for run in page.runs] == ["one", "two"]
+    assert [run["settings"]["run.seed"] for run in page.runs] == ["0", "1"]
+    table = json.loads(page.texts["summary"])["table"]
+    assert table == {"settings": ["run.seed", "actor.optimizer.lr"], "metrics": ["reward/mean"]}
 
 
 def test_long_run_is_thinned_in_whole_steps_and_says_so(
