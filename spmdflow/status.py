@@ -45,6 +45,7 @@ EXIT_CODES = {
 _PARTS = {"ranks", "controller", "calls", "slow", "medians"}
 _OLD_SECONDS = 20.0
 _STACK_SECONDS = 12.0
+_MOST_MEDIANS = 5
 Status = Mapping[str, Any]
 """The content of status.json (`StallWatch.status` in failure/stall.py)."""
 
@@ -107,7 +108,9 @@ def is_status(status: Status) -> bool:
 
 
 def _live(state: Status, now: float) -> Iterator[str]:
-    """Yield lines about a live run: its ranks, running calls with their ranks, slow ranks, medians.
+    """Yield lines about a live run: its ranks, running calls, slow ranks, longest calls.
+
+    A running call has its ranks. The longest calls are the five with the longest medians.
 
     Ranks are listed only if their process has ended or is stopped, or if they had sent nothing for
     20 s. A planning run has one line. A status older than 20 s means that the controller or its
@@ -131,7 +134,8 @@ def _live(state: Status, now: float) -> Iterator[str]:
     for first, *parts in state["calls"]:
         yield from (first, *(f"  {part}" for part in parts))
     yield from (f"slow: {text}" for text in state["slow"])
-    yield "medians: " + ", ".join(f"{name} {s:.2g} s" for name, s in state["medians"].items())
+    longest = sorted(state["medians"].items(), key=lambda median: -median[1])[:_MOST_MEDIANS]
+    yield "longest calls: " + ", ".join(f"{name} {s:.2g} s" for name, s in longest)
 
 
 def _last_step(run_dir: Path, now: float) -> str:

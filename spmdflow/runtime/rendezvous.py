@@ -214,7 +214,8 @@ def _open_hub(
     for network, host in hosts.items():
         addresses[network] = bound[host]
     _publish(store, f"{prefix}/controller", [run_id, info.process, addresses, []])
-    logger.info("controller listens on %s", ", ".join(bound.values()) or "no port")
+    if bound:
+        logger.info("controller listens on %s", ", ".join(bound.values()))
     processes = {settings.controller_rank: info.process}
     processes |= {rank: other.process for rank, other in others.items()}
     return Rendezvous(run_id, LOCAL_ADDRESS, info.process, key, hub, processes)

@@ -175,17 +175,29 @@ def print_samples(
     """Print a table of samples (prompt, response, score) to a file, by default stderr.
 
     Control characters of the texts are escaped. max_characters: longer texts lose their middle.
-    width: by default the terminal's, otherwise COLUMNS or 80.
+    Rows have lines between them only if a text needs more than one line. width: by default the
+    terminal's, otherwise COLUMNS or 80.
     """
-    title = f"samples of step {step}"
-    table = Table(title=title, title_justify="left", box=box.ASCII2, show_lines=True, expand=True)
+    console = Console(file=file, stderr=file is None, width=width)
+    rows = []
+    for sample in samples:
+        prompt = shorten_text(printable(sample.prompt), max_characters)
+        response = shorten_text(printable(sample.response), max_characters)
+        rows.append((prompt, response, f"{sample.score:.3g}"))
+    longest = max((len(text) for row in rows for text in row), default=0)
+    table = Table(
+        title=f"samples of step {step}",
+        title_justify="left",
+        box=box.ASCII2,
+        show_lines=longest > console.width // 3,
+        expand=True,
+    )
     table.add_column("prompt", ratio=2, overflow="fold")
     table.add_column("response", ratio=3, overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
-    for sample in samples:
-        texts = (shorten_text(printable(text), max_characters) for text in sample[:2])
-        table.add_row(*map(Text, texts), f"{sample.score:.3g}")
-    Console(file=file, stderr=file is None, width=width).print(table)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def printable(text: str) -> str:

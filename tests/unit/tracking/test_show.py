@@ -105,6 +105,15 @@ def test_sample_table_holds_prompt_response_and_score():
     assert any(all(part in line for part in ("47+38=", " 85 ", " 0.988 ")) for line in lines)
 
 
+def test_sample_table_has_lines_between_rows_only_if_texts_are_long():
+    short = [Sample("47+38=", "85", 1.0), Sample("1+1=", "2", 1.0)]
+    long = [Sample("once upon a time " * 9, "85", 1.0), Sample("1+1=", "2", 1.0)]
+
+    rules = [text.count("\n+--") for text in map(table_text, (short, long))]
+
+    assert rules == [3, 4]
+
+
 def test_sample_table_fits_80_and_120_columns_of_ascii_lines():
     sample = Sample("once upon a time " * 40, "x" * 900, -1.0)
     for width in (80, 120):
