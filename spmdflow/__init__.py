@@ -10,7 +10,7 @@ the files of the package to read first.
 | part | packages |
 |---|---|
 | library | objectives, rewards, datasets, envs, episodes |
-| system: what all need | errors, log, message, derivative, renamed, requirement |
+| system: what all need | errors, log, message, derivative, renamed, deferred_name, requirement |
 | system: files and settings | source_file, kind, config |
 | system: layouts, rows, weights | parallel, blocks, data, transfer, weights, hybrid_engine |
 | system: models on a rank | worker_api, models, workers, rollout, cpu |
@@ -37,13 +37,13 @@ pass on what it made. Nobody needs them in order to train.
 | derivative | backward functions that refuse to be differentiated themselves |
 | renamed | old names of public things, which warn for one release |
 | requirement | what to install for an optional feature |
+| deferred_name | public names that are not imported before they are used |
 | source_file | imports files that users edit, always from their source |
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
+from spmdflow.deferred_name import find_name
 from spmdflow.renamed import GONE_NAMES
 
 __version__ = "0.2.0"
@@ -112,7 +112,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """The public object `name`, imported from its module at first use.
+    """The public object `name`, imported from its module at first use (see deferred_name).
 
     ImportError for a name of before 0.2.0, which says what replaces it: of an AttributeError,
     `from spmdflow import name` would drop the text.
@@ -121,7 +121,7 @@ def __getattr__(name: str) -> object:
         raise ImportError(f"spmdflow.{name} is gone since 0.2.0; use {GONE_NAMES[name]}")
     if name not in _HOMES:
         raise AttributeError(f"spmdflow has no public name {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    return find_name(_HOMES[name], name)
 
 
 def __dir__() -> list[str]:

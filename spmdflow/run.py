@@ -45,6 +45,7 @@ from spmdflow.config.parallel import batch_algebra
 from spmdflow.config.schema import ModelConfig, PPOConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.cpu.memory import keep_freed_memory
+from spmdflow.deferred_name import deferring
 from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
 from spmdflow.failure.launcher import AGENT_MARK, die_with_launcher
 from spmdflow.failure.start_watch import StartWatch
@@ -155,7 +156,8 @@ def _load(words: Sequence[str], environment: RankEnvironment) -> tuple[Loaded, b
         if arguments.script is None:
             settings = schema_help(PPOConfig)
         else:
-            settings = help_text(arguments.script, arguments.config, arguments.overrides)
+            with deferring():
+                settings = help_text(arguments.script, arguments.config, arguments.overrides)
         _say(environment, _USAGE + settings)
         return None
     loaded = prepare_rank(arguments, environment)

@@ -20,6 +20,7 @@ from spmdflow import run
 from spmdflow.config.check import check_open, with_problems
 from spmdflow.config.load import Loaded, load
 from spmdflow.config.location import run_dir_of
+from spmdflow.deferred_name import deferring
 from spmdflow.errors import CheckpointError, ConfigError
 
 REFUSED = run.REFUSED
@@ -141,7 +142,8 @@ def check_command(command: CommandLine) -> Loaded:
     most_nodes = int(command.nodes.rpartition(":")[2])
     world_size = most_nodes * int(command.ranks or num_gpus() or 1)
     try:
-        loaded = load(arguments.script, arguments.config, arguments.overrides)
+        with deferring():
+            loaded = load(arguments.script, arguments.config, arguments.overrides)
     except ConfigError as err:
         raise with_problems(err, world_size) from err
     check_open(loaded.cfg, world_size)

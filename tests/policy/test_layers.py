@@ -13,7 +13,17 @@ import graphlib
 from tests.policy.house import import_graph, room_of, tree_of
 
 LAYERS = [
-    ["errors", "log", "kind", "message", "derivative", "renamed", "requirement", "source_file"],
+    [
+        "errors",
+        "log",
+        "kind",
+        "message",
+        "derivative",
+        "renamed",
+        "requirement",
+        "source_file",
+        "deferred_name",
+    ],
     ["parallel", "blocks", "weights", "cpu"],
     ["config"],
     ["data", "worker_api"],

@@ -132,14 +132,42 @@ def test_mistakes_are_refused_once_before_torchrun_starts(
         assert part in said
 
 
-def test_check_imports_no_torch() -> None:
+@pytest.mark.parametrize("script", ["ppo.py", "grpo", "dapo", "evaluate"])
+def test_check_imports_no_torch(script: str) -> None:
+    refused = without_torch("-n", "2", script, "total_stepz=1")
+
+    assert refused.returncode == run.REFUSED
+    assert "unknown key total_stepz" in refused.stderr
+
+
+def test_check_of_a_whole_command_line_imports_no_torch() -> None:
     fine = without_torch("-n", "2", "ppo.py")
-    refused = without_torch("-n", "2", "ppo.py", "total_stepz=1")
 
     assert fine.returncode == 0, fine.stderr
     assert "-m spmdflow.run ppo.py" in fine.stdout
-    assert refused.returncode == run.REFUSED
-    assert "unknown key total_stepz" in refused.stderr
+
+
+def test_script_that_uses_a_worker_at_import_gets_the_real_class(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from spmdflow import ActorWorker, Flow, PPOConfig, map_function\n"
+        "class Own(ActorWorker):\n    pass\n"
+        "@map_function(reads=('scores',), writes=('twice',))\n"
+        "def double(batch, *, reduce, report):\n    return batch\n"
+        "def main(flow: Flow | None, cfg: PPOConfig) -> None:\n    pass\n"
+    )
+    program = (
+        "from spmdflow.config.script import load_script, schema_of\n"
+        "from spmdflow.deferred_name import deferring\n"
+        f"with deferring():\n    script = load_script({str(script)!r})\n"
+        "print(script.Own.__mro__[1].__name__, script.double.__name__, schema_of(script).__name__)"
+    )
+
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+
+    assert shown.split() == ["ActorWorker", "double", "PPOConfig"]
 
 
 def test_inside_of_torchrun_and_in_one_process_it_is_one_rank(
