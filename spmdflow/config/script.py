@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from dataclasses import is_dataclass
-from inspect import signature
+from inspect import iscoroutinefunction, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -23,7 +23,7 @@ def load_script(path: str | Path) -> ModuleType:
     """Import the script as the module `spmdflow_script` and return it.
 
     Its folder is appended to sys.path. A name without a file means a bundled script. ConfigError if
-    there is no such file, it cannot be imported, or it does not define main(flow, cfg).
+    there is no such file, it cannot be imported, or it does not define a plain main(flow, cfg).
     """
     path = find_file(path, ".py")
     if not path.is_file():
@@ -40,6 +40,11 @@ def load_script(path: str | Path) -> ModuleType:
     module = _execute(path)
     if not callable(getattr(module, "main", None)):
         raise ConfigError(f"script: {path} has no main, expected main(flow, cfg); define it")
+    if iscoroutinefunction(module.main):
+        raise ConfigError(
+            f"script: main in {path} is an async function, expected a plain one: calls of workers "
+            f"return at once without await; write def main(flow, cfg)"
+        )
     return module
 
 

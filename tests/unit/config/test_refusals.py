@@ -371,6 +371,7 @@ def test_missing_settings_are_listed_with_their_sentences() -> None:
 
 SCRIPT_PROBLEMS = {
     "x = 1": r"^script: bad\.py has no main, expected main\(flow, cfg\); define it$",
+    "async def main(flow, cfg): pass": r"^script: main in bad\.py is an async function, expected",
     "def main(:": r"^script: bad\.py cannot be imported: SyntaxError: .*line 1.*; expected a",
     "import no_such_thing": r"^script: bad\.py cannot be imported: ModuleNotFoundError: No module",
     "Config = 3\ndef main(flow, cfg): 0": r"^script: got main\(flow, cfg\) and a class",
