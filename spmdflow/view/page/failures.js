@@ -10,11 +10,12 @@ function failureBlock(file, failure) {
     el("h3", {}, file), el("pre", {class: "notice bad"}, `rank ${failure.rank}: ${failure.cause}`),
     table(["fact", "value"], shown.map(([name, value]) => [name, String(value)]), ["", "key"]),
     failure.own_traceback ? [el("h2", {}, "In your code"), el("pre", {}, failure.own_traceback)] : null,
-    failure.traceback ? el("details", {open: !failure.own_traceback}, el("summary", {}, "whole traceback"), el("pre", {}, failure.traceback)) : null,
+    failure.traceback ? el("details", {open: !failure.own_traceback && !failure.cause.includes("Traceback")}, el("summary", {}, "whole traceback"), el("pre", {}, failure.traceback)) : null,
     others.length ? [el("h2", {}, "Other ranks"), table(["rank", "cause"], others.map((other) => [String(other.rank), other.cause]), ["number", "key"])] : null);
 }
 
-views.push({
+const hasFailed = (run) => Object.keys(run.failures).length || Object.keys(run.stacks).length;
+if (runs.some(hasFailed)) views.push({
   key: "failures", title: "Failures",
   draw(main) {
     for (const run of shownRuns()) {
