@@ -140,10 +140,20 @@ def save_bytes(model: Model, cut: Strategy) -> Parts:
 def build_bytes(earlier: Sequence[tuple[Model, Strategy]], model: Model, cut: Strategy) -> Parts:
     """Return the bytes of a rank while it builds a model, by use; `earlier` were built before it.
 
-    The model's engine is built as a whole, before parts of it are offloaded. The earlier models
-    have their residents. They have freed their KV caches, and generation weights as for training.
+    The model's engine is built as a whole, before parts of it are offloaded, and its generator
+    after that, with a KV cache of fixed size if it has one. The larger of the two counts. The
+    earlier models have their residents. They have freed their KV caches, and generation weights as
+    for training.
     """
     parts = state_bytes(model, cut)
+    if model.rollout is not None:
+        generator = {
+            "generation_weights": generator_weights(model, cut, "infer"),
+            "kv_cache": (model.rollout.kv_cache_bytes or 0.0) + 0.0 * cut.dp,
+        }
+        with_generator = add_parts(resident_bytes(model, cut), generator)
+        if np.all(total(with_generator) > total(parts)):
+            parts = with_generator
     for one, strategy in earlier:
         parts = add_parts(parts, resident_bytes(one, strategy))
         kept = generator_weights(one, strategy, "train")

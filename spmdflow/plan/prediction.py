@@ -156,7 +156,7 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
 
     The resident states of all models of a pool add up. Pools without a simulated model are skipped.
     A KV cache that would be negative counts as 0. `on_host` has the part of the pool's parameters
-    and optimizer that is not on the device during the phase.
+    and optimizer that is not on the device during the phase; it is empty for the start of a model.
     """
     phases: dict[str, PhaseMemory] = {}
     for pool in dict.fromkeys(model.pool for model in trace.models.values()):
@@ -174,9 +174,10 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
             if "kv_cache" in parts:
                 parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}
             on_host = {}
+            is_start = title.endswith(".build")  # some models are not there yet
             for part in ("parameters", "optimizer"):
                 size = float(state[part] - parts.get(part, 0.0))
-                if size > 0:
+                if size > 0 and not is_start:
                     on_host[part] = size
             phases[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes, on_host)
     return phases
