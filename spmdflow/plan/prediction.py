@@ -17,16 +17,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, transition_seconds
+from spmdflow.mapping.unequal import SharedRows
 from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
-from spmdflow.plan.workload import Simulated, simulate_calls
+from spmdflow.plan.workload import Simulated, rows_by_rank, simulate_calls
 from spmdflow.runtime.call import Call
 from spmdflow.runtime.executor import COMPUTE
 
@@ -109,6 +110,7 @@ def predict(
     hardware: Hardware,
     *,
     weights: Sequence[WeightPlan] = (),
+    by_row: bool = False,
 ) -> Prediction:
     """Return the predicted seconds of every call of a step, and memory by pool and phase.
 
@@ -117,6 +119,8 @@ def predict(
     last call ends.
     weights: `weight_plans` of the trace. For a model without a plan, or whose bytes by edge are
     unknown, the seconds of a weight sync follow the paper's formula (Table 2).
+    by_row: every row counts with its own length where the trace knows it; otherwise all rows of a
+    call with their mean.
     """
     step = simulate_calls(trace, step_calls)
     memory = _memory(trace, step, hardware)
@@ -128,7 +132,8 @@ def predict(
     for plan in weights:
         if plan.inter_bytes >= 0:
             planned[plan.target] = plan
-    estimates = _estimates(step, hardware, memory, planned, problems)
+    rows = _rows_by_rank(trace, step_calls, step) if by_row else {}
+    estimates = _estimates(step, hardware, memory, planned, problems, rows)
     calls = _schedule(step_calls, step, estimates, hardware)
     tokens = _counted_tokens(trace, step)
     return Prediction(
@@ -220,6 +225,7 @@ def _estimates(
     memory: Mapping[str, PhaseMemory],
     weights: Mapping[str, WeightPlan],
     problems: list[Problem],
+    rows: Mapping[Key, tuple[SharedRows, ...]],
 ) -> dict[Key, CallSeconds]:
     """Return the seconds of each simulated call, by the call's key.
 
@@ -235,11 +241,13 @@ def _estimates(
         strategy = step.strategies[model_call.model]
         generates = model_call.kind == "generate"
         cache = memory[model_call.title].parts.get("kv_cache", 0.0) if generates else 0.0
+        own = rows.get(key, ())
+        call = partial(call_seconds, model_call, model, strategy, hardware, rows=own)
         try:
-            estimate = call_seconds(model_call, model, strategy, hardware, kv_bytes=cache)
+            estimate = call(kv_bytes=cache)
         except ConfigError as err:
             problems.append(Problem("memory", str(err)))
-            estimate = call_seconds(model_call, model, strategy, hardware, kv_bytes=1e15)
+            estimate = call(kv_bytes=1e15)
         if generates and model_call.model not in synced:
             synced.add(model_call.model)
             if model_call.model in weights:
@@ -249,6 +257,17 @@ def _estimates(
                 estimate = estimate + CallSeconds({"transition": float(seconds)})
         estimates[key] = estimate
     return estimates
+
+
+def _rows_by_rank(
+    trace: Trace, step_calls: Sequence[Call], step: Simulated
+) -> dict[Key, tuple[SharedRows, ...]]:
+    """Return the rows of each rank in every simulated call, by the call's key."""
+    result = {}
+    for call in step_calls:
+        if call.key in step.calls:
+            result[call.key] = rows_by_rank(trace, call, step.calls[call.key].kind)
+    return result
 
 
 def weight_sync_seconds(plan: WeightPlan, hardware: Hardware) -> CallSeconds:
