@@ -126,7 +126,7 @@ register_generator(
         "builtin",
         "Hugging Face model with KV cache",
         overlaps_host=True,  # it looks at the tokens once in 8 steps
-        layer_operators=31,
+        layer_operators=28,
         step_operators=110,
     )
 )("spmdflow.rollout.builtin:BuiltinGenerator")

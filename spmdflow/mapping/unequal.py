@@ -79,13 +79,13 @@ def pass_parts_by_row(
     """Return the seconds of a training or forward call by cause, the sum over its steps."""
     parts: Parts = {}
     for one in steps:
-        micro = busiest_micro_batch(model, one)
+        micro = busiest_tokens(model, one)
         more = update_parts(model, micro, one.num_micro, cut, hw, trains=trains)
         parts = add_parts(parts, more)
     return add_parts(parts, {"host": hw.call_seconds})
 
 
-def busiest_micro_batch(model: Model, one: SharedRows) -> PassTokens:
+def busiest_tokens(model: Model, one: SharedRows) -> PassTokens:
     """Return the mean micro-batch of the rank that all others wait for.
 
     It is the rank with most tokens, padding included. If ranks meet in every micro-batch, it is
