@@ -151,7 +151,7 @@ def _varied_lines(report: PlanReport) -> Iterator[str]:
         return
     prediction = report.varied.prediction
     text = (
-        f"if rows have one length; if they vary {seconds_of(prediction.seconds)}, "
+        f"with rows of one length; with lengths that vary {seconds_of(prediction.seconds)}, "
         f"{prediction.tokens_per_second:,.0f} tokens/s ({report.varied.lengths})"
     )
     yield from textwrap.wrap(text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)

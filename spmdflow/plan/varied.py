@@ -69,7 +69,7 @@ def vary(
         return None
     text = str(spread)
     if not is_assumed:
-        text += "; nothing is assumed, so the mean is half of that"
+        text += "; nothing is assumed: rows of one length have the most, here the mean is half"
     return _predicted(again, hardware, weights, text)
 
 

@@ -62,7 +62,8 @@ def test_step_with_assumed_lengths_is_longer_if_they_vary() -> None:
 
     assert report.varied is not None
     assert "mean 100, coefficient of variation 1, at most 512" in report.varied.lengths
-    one, varied = report.prediction, report.varied.prediction
+    one = report.prediction
+    varied = report.varied.prediction
     assert varied.stage_seconds()["generate_sequences"] > one.stage_seconds()["generate_sequences"]
     assert varied.seconds > one.seconds
     assert varied.tokens == pytest.approx(one.tokens, rel=0.05)
@@ -101,7 +102,7 @@ def test_both_predictions_are_in_the_text() -> None:
     text = plan_text(report)
 
     lines = text.splitlines()
-    assert "a step predicted" in lines[1] and lines[2].startswith("       if rows have one length;")
+    assert "a step predicted" in lines[1] and lines[2].startswith("       with rows of one length;")
     assert "  if lengths vary: generate_sequences" in text
     assert max(map(len, lines)) <= 100
 
