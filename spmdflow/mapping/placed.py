@@ -29,6 +29,7 @@ from spmdflow.mapping.seconds import (
     transition_seconds,
 )
 from spmdflow.mapping.table import CostTable
+from spmdflow.mapping.unequal import Generated, SharedRows, generate, pass_parts_by_row
 
 
 @dataclass(frozen=True)
@@ -150,20 +151,30 @@ class Placed:
 
 
 def call_seconds(
-    call: ModelCall, model: Model, cut: Strategy, hardware: Hardware, *, kv_bytes: float = 0.0
+    call: ModelCall,
+    model: Model,
+    cut: Strategy,
+    hardware: Hardware,
+    *,
+    kv_bytes: float = 0.0,
+    rows: Sequence[SharedRows] = (),
 ) -> CallSeconds:
     """Return the seconds of one call by cause (paper Appendix C), without the weight transition.
 
     The copies of offloaded parts are included. A call with fixed_seconds has only these. Raises
     ConfigError if a generation has no room for one sequence.
     kv_bytes: cache of one rank in a generation.
+    rows: of each rank in each optimizer step, with their own lengths; (): all have the mean length.
     """
     workload = call.workload
     notes = tuple[str, ...]()
     if call.fixed_seconds is not None:
         return CallSeconds({"fixed": call.fixed_seconds})
-    if call.kind != "generate":
-        parts = pass_parts(model, workload, cut, hardware, trains=call.kind == "train")
+    trains = call.kind == "train"
+    if call.kind != "generate" and rows:
+        parts = pass_parts_by_row(model, rows, cut, hardware, trains=trains)
+    elif call.kind != "generate":
+        parts = pass_parts(model, workload, cut, hardware, trains=trains)
     else:
         concurrent = concurrency(model, workload, cut, kv_bytes)
         if concurrent < 1:
@@ -172,12 +183,26 @@ def call_seconds(
                 f"expected room for one sequence of {workload.tokens} tokens; raise the generation "
                 f"sizes, use more ranks or share the pool with fewer models"
             )
-        rows = rows_per_replica(workload, cut)
-        notes = (f"{int(rows)} sequences a replica in {int(-(-rows // concurrent))} waves",)
-        parts = generation_parts(model, workload, cut, hardware, kv_bytes=kv_bytes)
+        if rows:
+            found = generate(model, rows[0], cut, hardware, slots=int(concurrent))
+            parts = found.parts
+            notes = (_tail_text(found, int(concurrent)),)
+        else:
+            count = rows_per_replica(workload, cut)
+            notes = (f"{int(count)} sequences a replica in {int(-(-count // concurrent))} waves",)
+            parts = generation_parts(model, workload, cut, hardware, kv_bytes=kv_bytes)
     if model.engine.moved:
         parts = parts | {"offload": offload_seconds(model, call.kind, cut, hardware)}
     return CallSeconds({name: float(one) for name, one in parts.items()}, notes)
+
+
+def _tail_text(found: Generated, slots: int) -> str:
+    """Return the note of a generation of rows of unequal lengths: its rows and its tail."""
+    return (
+        f"{found.num_rows} sequences a replica, at most {slots} at once, the longest of "
+        f"{found.longest} tokens; for {found.tail_seconds:.3g} s less than a quarter of its "
+        f"largest batch is left"
+    )
 
 
 TIE = 1.01

@@ -11,11 +11,13 @@ it. Data-parallel engines gather the weights instead.
 Generation consists of prefill, decode, waves, and the transition before it. A replica of t_g * p_g
 ranks decodes its share of the sequences, in waves of equal size if its KV cache is too small for
 all of them. A decode step reads the weights once (through the matrices' bytes) and every sequence's
-keys and values (at the middle of its response), reduces twice per layer over t_g, and costs host
-time per step and per sequence. A layer takes at least the launch time of its kernels, which is
-longer outside a CUDA graph. With p_g stages, a step passes them one after another, and the next
-step starts when the previous one has ended. An engine inside the trainer's processes (vLLM's
-external launcher) has only one batch in flight, so stages save memory but no time.
+keys and values (at the middle of its response), and reduces twice per layer over t_g. A layer
+takes at least the launch time of its kernels, which is longer outside a CUDA graph. The host takes
+time per step and per sequence. vLLM with asynchronous scheduling and the built-in generator work
+ahead of the device: a step takes the longer of both times, plus a gap. Otherwise both add up. With
+p_g stages, a step passes them one after another, and the next step starts when the previous one has
+ended. An engine inside the trainer's processes (vLLM's external launcher) has only one batch in
+flight, so stages save memory but no time.
 
 Matrices: FLOPs over the rate of large matrices, plus the bytes of both operands and the result over
 the memory's rate. The sum is compute-bound for many tokens and wide shards, and memory-bound for
@@ -30,10 +32,12 @@ Every function takes one strategy and returns numbers, or many strategies and re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from spmdflow.kind.generator import PREFILL_TOKENS
-from spmdflow.mapping.dataflow import Array, Model, Precision, Rollout, Strategy, Workload
+from spmdflow.mapping.dataflow import Array, Engine, Model, Precision, Rollout, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.weights.architecture import Architecture
 
@@ -41,6 +45,15 @@ Parts = dict[str, Array]
 """Seconds by cause, or bytes by use."""
 
 GRADIENT_BYTES = 4
+_FORWARD_BYTES = (84, 10, 20, 36)
+_BACKWARD_BYTES = (222, 18, 28, 94)
+"""Bytes per token and layer for each unit of (hidden size, ffn size, width of queries and keys, the
+same if they are normed) in bfloat16. Counted on transformers' layers, whose norms are computed in
+float32 (`tests/unit/mapping/test_kernels.py` counts again)."""
+LOGIT_BYTES = (46, 44)
+"""Bytes that the float32 passes over a logit move in forward and backward, in bfloat16: copied,
+scaled, largest, less the largest, bounded, to the power, summed; and the like. Counted in
+`objectives/log_prob.py`."""
 
 
 def total(parts: Parts) -> Array:
@@ -56,20 +69,49 @@ def add_parts(first: Parts, second: Parts) -> Parts:
     return result
 
 
+@dataclass(frozen=True)
+class PassTokens:
+    """What a rank computes in one micro-batch."""
+
+    tokens: Array
+    context: Array
+    """Tokens that each token attends to on average."""
+    answered: Array
+    """Response tokens, for which the head runs."""
+
+
 def pass_parts(
     model: Model, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
     """Return the seconds of a training call with all its updates, or of a forward call, by cause.
 
-    One micro-batch (`_micro_batch_parts`, plus weight gathers and gradient reductions that the
+    All rows have the same length (`update_parts` for one update). All updates add up, and the call
+    adds call_seconds.
+    """
+    rows, num_micro = micro_batches(model, workload, cut, trains=trains)
+    micro = PassTokens(
+        tokens=rows * workload.tokens,
+        context=workload.tokens / 2,
+        answered=rows * workload.response_tokens,
+    )
+    parts = update_parts(model, micro, num_micro, cut, hw, trains=trains)
+    if trains:
+        parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
+    return add_parts(parts, {"host": hw.call_seconds})
+
+
+def update_parts(
+    model: Model, micro: PassTokens, num_micro: Array, cut: Strategy, hw: Hardware, *, trains: bool
+) -> Parts:
+    """Return the seconds of one optimizer step, or of a forward over the same rows, by cause.
+
+    A micro-batch (`_micro_batch_parts`, plus weight gathers and gradient reductions that the
     engine does for each) is counted num_micro times, and the bubble (pp - 1) / virtual_size times.
     An update adds once: other gathers and reductions, the optimizer and host time. With `overlap`,
-    a micro-batch's forward (a third of it) hides the gather and its backward the reduction. All
-    updates add up, and the call adds call_seconds.
+    a micro-batch's forward (a third of it) hides the gather and its backward the reduction.
     """
     sharding = model.engine.sharding
-    rows, num_micro = micro_batches(model, workload, cut, trains=trains)
-    parts = _micro_batch_parts(model, rows * workload.tokens, workload, cut, hw, trains=trains)
+    parts = _micro_batch_parts(model, micro, cut, hw, trains=trains)
     gather, reduce, between = _weight_traffic(model, cut, hw)
     if trains:
         each = sharding.micro_batch_gathers
@@ -88,16 +130,14 @@ def pass_parts(
     # filling and draining the pipeline, for one model chunk on each stage
     parts["bubble"] = (cut.pp - 1) * one_micro_batch / model.engine.virtual_size
     if not trains:
-        return parts | {"host": hw.call_seconds}
+        return parts
     reductions = np.maximum(sharding.reductions * reduce - 2 * overlapped, 0.0)
     parts["gradient_sync"] = parts["gradient_sync"] + reductions + between
     local = trained_parameters(model, cut)
     # weight and moments are read and written, the gradient is read, in float32
     size = 4 * (3 + 2 * model.engine.moments)
     parts["optimizer"] = local / share_of(sharding.optimizer, model, cut) * size / hw.memory_rate
-    parts["host"] = hw.update_seconds
-    parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
-    return add_parts(parts, {"host": hw.call_seconds})
+    return parts | {"host": hw.update_seconds}
 
 
 def micro_batches(
@@ -144,37 +184,60 @@ def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
 
 
 def _micro_batch_parts(
-    model: Model, tokens: Array, workload: Workload, cut: Strategy, hw: Hardware, *, trains: bool
+    model: Model, micro: PassTokens, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
     """Return the seconds of one micro-batch in the busiest stage, and of sending it on, by cause.
 
     A layer counts once for the forward, and for training twice more for the backward (once with
     adapters) and once for recomputation. The head counts four times in training, as the backward
     runs it again. It is computed for response tokens only.
-    tokens: of the micro-batch.
     """
     engine = model.engine
     shape = model.shape
     layers = np.ceil(shape.num_layers / cut.pp)
-    one = layer_pass(shape, tokens, workload.tokens / 2, cut.tp, hw, engine)
+    one = layer_pass(shape, micro.tokens, micro.context, cut.tp, hw, engine)
     passes = (2 if model.adapters else 3) + cut.recompute if trains else 1
     parts = {}
     for name, seconds in one.items():
         parts[name] = layers * seconds * passes
     if trains and "selective_recompute" in engine.options:
-        core = attention_flops(shape, tokens, workload.tokens / 2, cut.tp) / hw.flops(engine.dtype)
-        parts["compute"] = parts["compute"] + layers * core
-    answered = tokens * workload.response_tokens / workload.tokens
-    head = head_seconds(shape, answered, cut.tp, hw, engine)
+        flops = attention_flops(shape, micro.tokens, micro.context, cut.tp)
+        parts["compute"] = parts["compute"] + layers * flops / hw.flops(engine.dtype)
+    head = head_seconds(shape, micro.answered, cut.tp, hw, engine)
     parts["compute"] = parts["compute"] + (4 if trains else 1) * head  # backward runs it again
+    if engine.own_kernels and not hw.is_cpu:
+        forward, backward = elementwise_bytes(shape, engine)
+        moved = forward * (1 + cut.recompute) + backward if trains else forward
+        logits = LOGIT_BYTES[0] + LOGIT_BYTES[1] * trains
+        words = shape.vocab_size / cut.tp if shape.head == "causal_lm" else 0.0
+        moved = layers * micro.tokens * moved + micro.answered * words * logits
+        parts["memory"] = parts["memory"] + moved / hw.memory_rate
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
-    size = tokens * shape.hidden_size * engine.element_bytes
+    size = micro.tokens * shape.hidden_size * engine.element_bytes
     crosses = cut.tp * cut.pp > hw.gpus_per_node
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
     hand_overs = (2 if trains else 1) * engine.virtual_size
     parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)
     return parts
+
+
+def elementwise_bytes(shape: Architecture, engine: Engine) -> tuple[float, float]:
+    """Return the bytes that kernels besides matrix products move per token and layer.
+
+    They are (of a forward, of a backward), for an engine whose kernels are separate; otherwise 0.
+    Each operator reads its operands and writes its result: norms and residual sums as wide as the
+    hidden states, rotations and norms as wide as queries and keys, the gated activation.
+    """
+    if not engine.facts.separate_kernels:
+        return 0.0, 0.0
+    heads = shape.q_size + shape.kv_size
+    scale = engine.element_bytes / 2
+    moved = []
+    for hidden, ffn, turned, normed in (_FORWARD_BYTES, _BACKWARD_BYTES):
+        wide = ffn * shape.ffn_size + (turned + normed * shape.qk_norm) * heads
+        moved.append(hidden * shape.hidden_size + scale * wide)
+    return moved[0], moved[1]
 
 
 def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, Array, Array]:
@@ -212,10 +275,12 @@ def generation_parts(
     with np.errstate(divide="ignore", invalid="ignore"):
         waves = np.where(concurrent >= 1, np.ceil(rows / np.maximum(concurrent, 1)), np.inf)
         batch = rows / waves
-    parts = _decode_parts(model, workload, cut, hw, np.maximum(batch, 1e-9))
+    context = workload.prompt_tokens + workload.response_tokens / 2
+    parts = decode_parts(model, cut, hw, batch=np.maximum(batch, 1e-9), context=context)
     steps = waves * workload.response_tokens
     parts = {name: seconds * steps for name, seconds in parts.items()}
-    parts["prefill"] = _prefill_seconds(model, workload, cut, hw, rows)
+    prompts = rows * workload.prompt_tokens
+    parts["prefill"] = prefill_seconds(model, prompts, workload.prompt_tokens / 2, cut, hw)
     parts["host"] = parts["host"] + hw.call_seconds
     return parts
 
@@ -298,46 +363,66 @@ def _rollout(model: Model) -> Rollout:
     return model.rollout
 
 
-def _decode_parts(
-    model: Model, workload: Workload, cut: Strategy, hw: Hardware, batch: Array
+def decode_parts(
+    model: Model, cut: Strategy, hw: Hardware, *, batch: Array, context: Array
 ) -> Parts:
     """Return the seconds of one decode step of `batch` sequences on a replica, by cause.
 
-    Keys and values are read at the middle of the response. `launch` is the part of a layer's launch
-    time (longer if eager) that its compute, memory and kv_read time do not cover.
+    `launch` is the part of a layer's launch time (longer if eager) that its compute, memory and
+    kv_read time do not cover. `host` is the host's time. If the host works ahead
+    (`Rollout.overlaps_host`, on a device, with one stage), it is only what the device's time does
+    not cover, plus step_gap_seconds; eager launches then belong to the host's time.
+    context: tokens of a sequence whose keys and values are read.
     """
     shape = model.shape
     how = _rollout(model)
-    context = workload.prompt_tokens + workload.response_tokens / 2
     one = layer_pass(shape, batch, context, cut.gen_tp, hw, how)
     width = kv_width(shape, cut.gen_tp)
     kv = 2 * batch * context * width * how.element_bytes / hw.kv_rate
-    floor = hw.eager_layer_seconds if how.eager else hw.layer_floor_seconds
+    ahead = np.logical_and(how.overlaps_host and not hw.is_cpu, cut.gen_pp == 1)
+    eager = hw.eager_layer_seconds if how.eager else hw.layer_floor_seconds
+    floor = np.where(ahead, hw.layer_floor_seconds, eager)
     launch = np.maximum(floor - one["compute"] - one["memory"] - kv, 0)
     head = head_seconds(shape, batch, cut.gen_tp, hw, how)
-    return {
+    parts = {
         "compute": shape.num_layers * one["compute"],
         "weights": shape.num_layers * one["memory"] + head,
         "kv_read": shape.num_layers * kv,
         "launch": shape.num_layers * launch,
         "tensor_parallel": shape.num_layers * one["tensor_parallel"],
         "pipeline": _hand_over_seconds(model, cut, hw, batch),
-        "host": hw.step_seconds + hw.sequence_step_seconds * batch,
     }
+    host = _host_seconds(model, hw, batch)
+    launches = shape.num_layers * eager * how.eager
+    uncovered = np.maximum(host + launches - total(parts), 0) + hw.step_gap_seconds
+    return parts | {"host": np.where(ahead, uncovered, host)}
 
 
-def _prefill_seconds(
-    model: Model, workload: Workload, cut: Strategy, hw: Hardware, rows: Array
+def _host_seconds(model: Model, hw: Hardware, batch: Array) -> Array:
+    """Host time of one decode step of `batch` sequences.
+
+    A generator that calls its operators from Python takes operator_seconds for each on a device.
+    Others schedule requests: step_seconds + sequence_step_seconds * batch.
+    """
+    facts = _rollout(model).facts
+    if facts.layer_operators and not hw.is_cpu:
+        operators = model.shape.num_layers * facts.layer_operators + facts.step_operators
+        return operators * hw.operator_seconds + 0.0 * batch
+    return hw.step_seconds + hw.sequence_step_seconds * batch
+
+
+def prefill_seconds(
+    model: Model, tokens: Array, context: Array, cut: Strategy, hw: Hardware
 ) -> Array:
-    """Return the seconds of `rows` prompts of a replica, in passes of at most PREFILL_TOKENS."""
-    shape = model.shape
-    tokens = rows * workload.prompt_tokens
+    """Return the seconds of prompts of `tokens` tokens in all, in passes of at most PREFILL_TOKENS.
+
+    context: tokens that each token attends to on average.
+    """
     passes = np.ceil(tokens / PREFILL_TOKENS)
-    one = layer_pass(
-        shape, tokens / passes, workload.prompt_tokens / 2, cut.gen_tp, hw, _rollout(model)
-    )
-    hand_overs = _hand_over_seconds(model, cut, hw, tokens / passes)
-    return passes * (shape.num_layers * total(one) + hand_overs)
+    each = tokens / passes
+    one = layer_pass(model.shape, each, context, cut.gen_tp, hw, _rollout(model))
+    hand_overs = _hand_over_seconds(model, cut, hw, each)
+    return passes * (model.shape.num_layers * total(one) + hand_overs)
 
 
 def _hand_over_seconds(model: Model, cut: Strategy, hw: Hardware, tokens: Array) -> Array:

@@ -9,6 +9,8 @@ Usage: python -m spmdflow.plan SCRIPT [CONFIG.yaml] [key=value ...]
     --assume NAME=X    example of a value that only a run knows: scores=0,1 responses=200
                        actor/kl=0.1 (overrides the section assume of CONFIG.yaml, which overrides
                        flow.assume)
+    --spread C         coefficient of variation of the lengths of responses in a second prediction
+                       (default: 1; 0: no second prediction)
     --calls N          largest number of calls in a step (default: 100)
     --no-data          do not read the data file; prompts have the largest length allowed
     --json             print everything as JSON
@@ -52,6 +54,7 @@ from spmdflow.plan.placement import (
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.report import PlanReport, plan
 from spmdflow.plan.showing import show_planning
+from spmdflow.plan.spread import USUAL_VARIATION
 from spmdflow.plan.text import plan_text
 from spmdflow.plan.trace import TraceSettings, settings_of_run
 from spmdflow.plan.transport import MOST_CALLS
@@ -61,6 +64,7 @@ FINE = 0
 WRONG = 1
 REFUSED = 2
 _HERE = "command line"
+_MOST_VARIATION = 10.0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -88,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hardware", metavar="NAME")
     parser.add_argument("--node-size", type=int, metavar="N")
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--spread", type=float, default=USUAL_VARIATION, metavar="C")
     parser.add_argument("--calls", type=int, default=MOST_CALLS, metavar="N")
     parser.add_argument("--no-data", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -107,9 +112,7 @@ def _plan(options: argparse.Namespace) -> int:
     script, config, overrides = sort_words(options.words)
     if script is None:
         raise ConfigError.of(_HERE, "no SCRIPT", "one such as ppo", "--help shows the usage")
-    if options.world < 1:
-        got = f"--world {options.world}"
-        raise ConfigError.of(_HERE, got, "at least 1 rank", "set --world 1 or more")
+    _check_numbers(options)
     _check_folder(options.picture)
     if options.replay is not None and (options.replay / "config.yaml").exists():
         config = config or str(options.replay / "config.yaml")
@@ -146,7 +149,15 @@ def _plan(options: argparse.Namespace) -> int:
         fit = find_fit(loaded.script, cfg, len(world), hardware, examples=examples)
         _set_all(fit, cfg)
         choices += fit
-        report = plan(loaded.script, cfg, settings, hardware, replay=replay, choices=choices)
+        report = plan(
+            loaded.script,
+            cfg,
+            settings,
+            hardware,
+            replay=replay,
+            choices=choices,
+            variation=options.spread,
+        )
     _print_report(report, search, options)
     if report.problems:
         return WRONG
@@ -193,6 +204,17 @@ def _write_picture(report: PlanReport, path: Path) -> None:
     except OSError as err:
         got = f"--picture {path}: {err.strerror}"
         raise ConfigError.of(_HERE, got, "a writable file", "choose another file") from err
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Raise ConfigError if --world or --spread is out of range."""
+    if options.world < 1:
+        got = f"--world {options.world}"
+        raise ConfigError.of(_HERE, got, "at least 1 rank", "set --world 1 or more")
+    if not 0 <= options.spread <= _MOST_VARIATION:
+        got = f"--spread {options.spread:g}"
+        do = "set --spread 1, or 0 for no second prediction"
+        raise ConfigError.of(_HERE, got, f"a number from 0 to {_MOST_VARIATION:g}", do)
 
 
 def _check_folder(picture: Path | None) -> None:

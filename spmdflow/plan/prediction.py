@@ -1,7 +1,8 @@
 """Seconds and memory of a traced step, by the simulators of `mapping` on the trace's own order.
 
 A call starts when all its ranks have finished earlier calls and its rows have arrived. So pools
-overlap as in the trace, not by a table of stages.
+overlap as in the trace, not by a table of stages. A generator that got its rows in an earlier step
+has worked on them since then: a step takes the longer of generation and of everything else.
 
 On CPUs, calls that run at the same time share the cores. Every rank of a running task demands one
 core for the part of the time in which it works. If the ranks of a node demand more cores than the
@@ -17,16 +18,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
+
+import numpy as np
 
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, transition_seconds
+from spmdflow.mapping.unequal import SharedRows
 from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
-from spmdflow.plan.workload import Simulated, simulate_calls
+from spmdflow.plan.workload import Simulated, rows_by_rank, simulate_calls
 from spmdflow.runtime.call import Call
 from spmdflow.runtime.executor import COMPUTE
 
@@ -109,6 +113,7 @@ def predict(
     hardware: Hardware,
     *,
     weights: Sequence[WeightPlan] = (),
+    by_row: bool = False,
 ) -> Prediction:
     """Return the predicted seconds of every call of a step, and memory by pool and phase.
 
@@ -117,6 +122,8 @@ def predict(
     last call ends.
     weights: `weight_plans` of the trace. For a model without a plan, or whose bytes by edge are
     unknown, the seconds of a weight sync follow the paper's formula (Table 2).
+    by_row: every row counts with its own length where the trace knows it; otherwise all rows of a
+    call with their mean.
     """
     step = simulate_calls(trace, step_calls)
     memory = _memory(trace, step, hardware)
@@ -128,8 +135,13 @@ def predict(
     for plan in weights:
         if plan.inter_bytes >= 0:
             planned[plan.target] = plan
-    estimates = _estimates(step, hardware, memory, planned, problems)
+    rows = _rows_by_rank(trace, step_calls, step) if by_row else {}
+    estimates = _estimates(step, hardware, memory, planned, problems, rows)
     calls = _schedule(step_calls, step, estimates, hardware)
+    ahead = _begun_earlier(trace, step_calls, step)
+    if ahead and hardware.cores == math.inf:  # on CPUs both would share the cores
+        estimates = _beside_training(estimates, ahead, step_calls, step, hardware)
+        calls = _schedule(step_calls, step, estimates, hardware)
     tokens = _counted_tokens(trace, step)
     return Prediction(
         hardware=hardware.name,
@@ -221,6 +233,7 @@ def _estimates(
     memory: Mapping[str, PhaseMemory],
     weights: Mapping[str, WeightPlan],
     problems: list[Problem],
+    rows: Mapping[Key, tuple[SharedRows, ...]],
 ) -> dict[Key, CallSeconds]:
     """Return the seconds of each simulated call, by the call's key.
 
@@ -236,11 +249,13 @@ def _estimates(
         strategy = step.strategies[model_call.model]
         generates = model_call.kind == "generate"
         cache = memory[model_call.title].parts.get("kv_cache", 0.0) if generates else 0.0
+        own = rows.get(key, ())
+        call = partial(call_seconds, model_call, model, strategy, hardware, rows=own)
         try:
-            estimate = call_seconds(model_call, model, strategy, hardware, kv_bytes=cache)
+            estimate = call(kv_bytes=cache)
         except ConfigError as err:
             problems.append(Problem("memory", str(err)))
-            estimate = call_seconds(model_call, model, strategy, hardware, kv_bytes=1e15)
+            estimate = call(kv_bytes=1e15)
         if generates and model_call.model not in synced:
             synced.add(model_call.model)
             if model_call.model in weights:
@@ -250,6 +265,65 @@ def _estimates(
                 estimate = estimate + CallSeconds({"transition": float(seconds)})
         estimates[key] = estimate
     return estimates
+
+
+def _rows_by_rank(
+    trace: Trace, step_calls: Sequence[Call], step: Simulated
+) -> dict[Key, tuple[SharedRows, ...]]:
+    """Return the rows of each rank in every simulated call, by the call's key."""
+    result = {}
+    for call in step_calls:
+        if call.key in step.calls:
+            result[call.key] = rows_by_rank(trace, call, step.calls[call.key].kind)
+    return result
+
+
+def _begun_earlier(trace: Trace, step_calls: Sequence[Call], step: Simulated) -> list[Key]:
+    """Return the generations whose rows were given to their generator in an earlier step.
+
+    Such a generator works on them while the rows of the earlier step are trained.
+    """
+    keys = []
+    for call in step_calls:
+        rows = trace.tokens.get(call.key)
+        is_known = rows is not None and rows.by_row is not None
+        if call.key not in step.calls or step.calls[call.key].kind != "generate" or not is_known:
+            continue
+        assert rows is not None and rows.by_row is not None
+        for earlier in trace.calls:
+            given = trace.tokens.get(earlier.key)
+            if earlier.model != call.model or earlier.step >= call.step or given is None:
+                continue
+            if given.by_row is not None and np.isin(rows.by_row.ids, given.by_row.ids).any():
+                keys.append(call.key)
+                break
+    return keys
+
+
+def _beside_training(
+    estimates: Mapping[Key, CallSeconds],
+    ahead: Sequence[Key],
+    step_calls: Sequence[Call],
+    step: Simulated,
+    hardware: Hardware,
+) -> dict[Key, CallSeconds]:
+    """Return the estimates with less time for generations that were begun a step ahead.
+
+    A step waits only for what the rest of a step does not cover: max(seconds - rest, 0).
+    """
+    without = dict(estimates)
+    for key in ahead:
+        without[key] = CallSeconds({"hidden": 0.0})
+    rest = max(timed.end for timed in _schedule(step_calls, step, without, hardware))
+    result = dict(estimates)
+    for key in ahead:
+        whole = estimates[key]
+        left = max(whole.seconds - rest, 0.0)
+        share = left / whole.seconds
+        parts = {name: seconds * share for name, seconds in whole.parts.items()}
+        note = f"{whole.seconds:.4g} s, begun a step ahead; the step waits for {left:.3g} s of it"
+        result[key] = CallSeconds(parts, (*whole.notes, note))
+    return result
 
 
 def weight_sync_seconds(plan: WeightPlan, hardware: Hardware) -> CallSeconds:

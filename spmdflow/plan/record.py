@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from spmdflow.config.placement import Pool
 from spmdflow.config.resolve import Choice
 from spmdflow.data.column import ColumnSpec
 from spmdflow.mapping.dataflow import Kind
+from spmdflow.mapping.unequal import Rows
 from spmdflow.models.base import EngineWorker
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.parallel.layout import Layout
@@ -51,12 +54,29 @@ def name_of(call: Call) -> str:
 
 
 @dataclass(frozen=True)
+class RowTokens:
+    """Tokens of each row of a call."""
+
+    ids: np.ndarray
+    """(n,), ascending."""
+    prompts: np.ndarray
+    responses: np.ndarray
+
+    def of(self, ids: np.ndarray) -> Rows:
+        """The rows with these ids, in this order."""
+        at = np.searchsorted(self.ids, ids)
+        return Rows(self.prompts[at], self.responses[at])
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Rows of a call, each counted once, and the mean of their tokens."""
 
     num_rows: int
     prompts: float
     responses: float
+    by_row: RowTokens | None = field(default=None, compare=False, repr=False)
+    """None: not all are known."""
 
 
 @dataclass(frozen=True)

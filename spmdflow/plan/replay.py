@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from spmdflow.datasets.scan import ScanReport
 from spmdflow.plan.example import PROMPTS, RESPONSES
 from spmdflow.plan.record import (
     Key,
+    RowTokens,
     Tokens,
     Trace,
     bytes_by_edge,
@@ -35,6 +36,8 @@ Commands = Mapping[int, Plain]
 """Command by rank."""
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
+_ITEMS = ColumnSpec("ragged", "int64", ())
+"""Of lengths that several columns gave."""
 
 
 class Replay:
@@ -113,6 +116,15 @@ class ColumnLengths:
         """(n,) int64: items of the rows ids."""
         return self.items[np.searchsorted(self.ids, ids)]
 
+    def items_or_zeros(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) int64: items of the rows ids, 0 for a row that is not known."""
+        items = np.zeros(len(ids), dtype=np.int64)
+        if len(self.ids):
+            at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+            known = self.ids[at] == ids
+            items[known] = self.items[at[known]]
+        return items
+
     def add(self, ids: np.ndarray, items: np.ndarray) -> None:
         """Add the rows of one more rank; rows that are known keep their items."""
         joined, first = np.unique(np.concatenate([self.ids, ids]), return_index=True)
@@ -174,37 +186,51 @@ class RowLengths:
         if not by_inputs or "inputs" not in next(iter(by_inputs.values())):
             return None
         means = dict.fromkeys((PROMPTS, RESPONSES), 0.0)
+        ids = unique_ids(plain["ids"] for plain in by_inputs.values())
+        by_row: dict[str, np.ndarray] = {}
         for name in means:
-            parts = []
-            for plain in by_inputs.values():
-                for part in plain["inputs"]:
-                    for seen, stored in names_in(part):
-                        if seen == name:
-                            parts.append((part["ids"], self.of_input(stored, part)))
+            read = _join_items(self._parts_of(name, by_inputs.values()))
             written = self.results.get(number, {}).get(name)
-            means[name] = before = _mean(parts)
+            means[name] = before = _mean(read.items)
+            by_row[name] = read.items_or_zeros(ids)
             if written and len(written.ids):
                 means[name] = float(written.items.mean())
+                by_row[name] = written.items_or_zeros(ids)
                 if name == RESPONSES:  # the model reads the response that goes on
                     means |= {PROMPTS: means[PROMPTS] + before, name: means[name] - before}
-        return Tokens(
-            len(unique_ids(plain["ids"] for plain in by_inputs.values())), *means.values()
-        )
+                    old = read.items_or_zeros(ids)
+                    by_row |= {PROMPTS: by_row[PROMPTS] + old, name: by_row[name] - old}
+        rows = RowTokens(ids, by_row[PROMPTS], by_row[RESPONSES])
+        return Tokens(len(ids), means[PROMPTS], means[RESPONSES], rows)
+
+    def _parts_of(
+        self, name: str, commands: Iterable[Plain]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Yield (ids, items or None) of each input of these commands that is seen as `name`."""
+        for plain in commands:
+            for part in plain["inputs"]:
+                for seen, stored in names_in(part):
+                    if seen == name:
+                        yield part["ids"], self.of_input(stored, part)
 
 
-def _mean(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> float:
-    """Return the mean number of items of rows given as (ids, items); a repeated id counts once.
-
-    Parts without items (None) are skipped. 0.0 if no row is left.
-    """
+def _join_items(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> ColumnLengths:
+    """Return the items of all rows by ascending id, each id once; skip parts without items."""
     known = []
     for ids, items in parts:
         if items is not None and len(ids):
             known.append((ids, items))
     if not known:
-        return 0.0
-    first = np.unique(np.concatenate([ids for ids, _ in known]), return_index=True)[1]
-    return float(np.concatenate([items for _, items in known])[first].mean())
+        return ColumnLengths(_ITEMS)
+    joined, first = np.unique(np.concatenate([ids for ids, _ in known]), return_index=True)
+    return ColumnLengths(_ITEMS, joined, np.concatenate([items for _, items in known])[first])
+
+
+def _mean(items: np.ndarray) -> float:
+    """Return the mean; 0.0 if there are none."""
+    if len(items):
+        return float(items.mean())
+    return 0.0
 
 
 def unique_ids(parts: Iterable[np.ndarray | None]) -> np.ndarray:

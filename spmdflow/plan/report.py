@@ -32,6 +32,7 @@ from spmdflow.plan.record import (
 )
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import TraceSettings, trace
+from spmdflow.plan.varied import Varied, vary
 from spmdflow.plan.weight import WeightPlan, weight_plans
 from spmdflow.runtime.call import Call
 from spmdflow.runtime.executor import COMPUTE, TRANSFER
@@ -70,6 +71,9 @@ class PlanReport:
     edges: tuple[TracedEdge, ...]
     weights: tuple[WeightPlan, ...]
     prediction: Prediction
+    """Of rows of one length."""
+    varied: Varied | None
+    """The same step with rows of different lengths; None if it is not wanted or not known."""
     checks: tuple[CheckResult, ...]
     missing_here: str | None
     """Why the run could not start on this node although the plan is fine; None if it could."""
@@ -195,6 +199,7 @@ class PlanReport:
                 "step": prediction.seconds,
                 "tokens_per_second": prediction.tokens_per_second,
                 "stages": prediction.stage_seconds(),
+                "varied": self._plain_varied(),
             },
             "assumed": list(trace.assumptions),
             "missing_here": self.missing_here,
@@ -202,6 +207,17 @@ class PlanReport:
             "not_predicted": dict(prediction.without),
             "chosen": [asdict(choice) for choice in self.choices],
             "planning_seconds": self.seconds,
+        }
+
+    def _plain_varied(self) -> dict[str, Any] | None:
+        """Return the seconds of the step with rows of different lengths, or None."""
+        if self.varied is None:
+            return None
+        return {
+            "lengths": self.varied.lengths,
+            "step": self.varied.prediction.seconds,
+            "tokens_per_second": self.varied.prediction.tokens_per_second,
+            "stages": self.varied.prediction.stage_seconds(),
         }
 
     def _plain_edges(self, edges: BytesByEdge) -> list[list[Any]]:
@@ -264,6 +280,7 @@ def plan(
     *,
     replay: Replay | None = None,
     choices: Sequence[Choice] = (),
+    variation: float = 0.0,
 ) -> PlanReport:
     """Trace a script, then check its last traced step, count its bytes and predict its seconds.
 
@@ -273,6 +290,8 @@ def plan(
     Any: an object of the script's settings class.
     choices: what `auto` was resolved to in it.
     replay: the run to compare bytes with.
+    variation: coefficient of variation of the lengths of responses, for `PlanReport.varied`; 0: do
+    not predict a step with rows of different lengths.
     """
     started = time.perf_counter()
     is_collecting = gc.isenabled()
@@ -287,6 +306,12 @@ def plan(
         edges = tuple(row_edges(step_calls))
         weights = tuple(weight_plans(traced))
         prediction = predict(traced, step_calls, hardware, weights=weights)
+        varied = None
+        if variation and prediction.seconds:
+            again = replace(settings, num_steps=len(traced.steps))
+            varied = vary(
+                script, cfg, again, hardware, traced, weights=weights, variation=variation
+            )
         checks = [
             _check_settings(cfg, len(traced.world)),
             _check_members(traced),
@@ -309,6 +334,7 @@ def plan(
         edges=edges,
         weights=weights,
         prediction=prediction,
+        varied=varied,
         checks=tuple(checks),
         missing_here=_missing_here(cfg, len(traced.world)),
         choices=(*choices, *traced.choices),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from spmdflow.config.parallel import spans
 from spmdflow.config.resolve import choices_text
+from spmdflow.plan.prediction import Prediction
 from spmdflow.plan.record import Key
 from spmdflow.plan.report import PlanReport
 from spmdflow.plan.workload import adapter_parameters
@@ -16,6 +17,7 @@ WIDTH = 100
 MOST_LISTED = 16
 """Largest world size of which every process group and transfer is printed."""
 _MOST_EDGES = 16
+_INDENT = " " * 7
 _MOST_LINES = 24
 _ROUNDED_UP = 0.9995
 """Smallest value that rounds to 1 with three digits."""
@@ -134,12 +136,25 @@ def _head(report: PlanReport) -> Iterator[str]:
             f"{prediction.tokens_per_second:,.0f} tokens/s; {_moved_text(report)} of rows and "
             f"{bytes_of(synced)} of weights move"
         )
+    yield from _varied_lines(report)
     wrong = len(report.problems)
     if wrong:
         verdict = f"{wrong} problem{'s' * (wrong > 1)}, listed at the end"
     else:
         verdict = "no problems"
     yield f"       {verdict}; planned in {report.seconds:.1f} s"
+
+
+def _varied_lines(report: PlanReport) -> Iterator[str]:
+    """Yield what the same step takes with rows of different lengths, if that is predicted."""
+    if report.varied is None:
+        return
+    prediction = report.varied.prediction
+    text = (
+        f"with rows of one length; with lengths that vary {seconds_of(prediction.seconds)}, "
+        f"{prediction.tokens_per_second:,.0f} tokens/s ({report.varied.lengths})"
+    )
+    yield from textwrap.wrap(text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
 
 
 def _pools(report: PlanReport) -> Iterator[str]:
@@ -217,15 +232,27 @@ def _calls(report: PlanReport) -> Iterator[str]:
         )
     yield f"calls of step {report.step}, in the order of their numbers"
     yield from table(rows, right=(0, 3, 5, 6))
-    stages = prediction.stage_seconds().items()
-    if prediction.seconds and stages:
-        shown = ", ".join(f"{stage} {seconds_of(value)}" for stage, value in stages)
-        yield from wrap_paragraph("  by stage", shown)
-    yield from (
-        f"  {timed.call.label}: {note}" for timed in prediction.calls for note in timed.notes
-    )
+    if prediction.seconds and prediction.stage_seconds():
+        yield from wrap_paragraph("  by stage", _stages_text(prediction))
+    yield from _notes(prediction)
+    if report.varied is not None:
+        varied = report.varied.prediction
+        yield from wrap_paragraph("  if lengths vary", _stages_text(varied))
+        yield from _notes(varied)
     for why in prediction.without.values():
         yield from wrap_paragraph("  not predicted", why)
+
+
+def _stages_text(prediction: Prediction) -> str:
+    stages = prediction.stage_seconds().items()
+    return ", ".join(f"{stage} {seconds_of(value)}" for stage, value in stages)
+
+
+def _notes(prediction: Prediction) -> Iterator[str]:
+    """Yield the notes of each call, such as the waves of a generation."""
+    for timed in prediction.calls:
+        for note in timed.notes:
+            yield from wrap_paragraph(f"  {timed.call.label}", note)
 
 
 def _routes(report: PlanReport) -> Iterator[str]:

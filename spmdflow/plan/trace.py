@@ -74,7 +74,7 @@ def trace(
     replay: a run whose lengths and values are used instead of examples.
     """
     file = str(script.__file__)
-    examples = Examples(settings.examples, _longest(cfg), is_replayed=replay is not None)
+    examples = Examples(settings.examples, longest_rows(cfg), is_replayed=replay is not None)
     answers = Answers(examples, replay, read_data=settings.read_data)
     transport = DryRunTransport(settings.nodes, answers, file, most_calls=settings.most_calls)
     caller = Caller(transport, cfg.run, settings.world, on_read=transport.use)
@@ -152,7 +152,7 @@ def _locate_error(err: BaseException, line: int | None, examples: Examples) -> s
     return f"script line {line}: {text}"
 
 
-def _longest(cfg: Any) -> dict[str, int]:
+def longest_rows(cfg: Any) -> dict[str, int]:
     """Return the most tokens that the settings allow: {"prompts": ..., "responses": ...}.
 
     They are data.max_prompt_tokens and rollout.max_new_tokens, 1 without such a section.

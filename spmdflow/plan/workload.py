@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from spmdflow.mapping.dataflow import (
     Workload,
 )
 from spmdflow.mapping.hardware import Hardware, load_hardware
+from spmdflow.mapping.unequal import SharedRows
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
 from spmdflow.parallel.device import CPU, own_device
@@ -174,6 +176,7 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         micro_batch_tokens=cfg.engine.max_micro_batch_tokens,
         dtype=model.precision,
         moved=cfg.engine.offloaded_parts,
+        own_kernels=True,
     )
     if hasattr(cfg, "optimizer"):
         facts = optimizer_kind(cfg.optimizer.name)
@@ -225,6 +228,7 @@ def _rollout(traced: TracedModel) -> Rollout:
         dtype=rollout.precision,
         kv_cache_bytes=float(rollout.cache_bytes) if has_size else None,
         max_batch_size=rollout.max_batch_size,
+        overlaps_host=generator_kind(rollout.generator).overlaps_host,
     )
 
 
@@ -274,3 +278,37 @@ def _model_call_or_none(trace: Trace, call: Call, models: Mapping[str, Model]) -
     return ModelCall(
         call.model, kind, "step" if trace.links else STAGES[kind], workload, call.method
     )
+
+
+def rows_by_rank(trace: Trace, call: Call, kind: Kind) -> tuple[SharedRows, ...]:
+    """Return the rows of each rank in each optimizer step of a call, with their own lengths.
+
+    () if they are not known. Ranks of one replica have the same rows and count once.
+    """
+    tokens = trace.tokens.get(call.key)
+    if tokens is None or tokens.by_row is None:
+        return ()
+    by_ids: dict[int, Mapping[str, Any]] = {}
+    for plain in call.commands.values():
+        if plain.get("ids") is None:
+            return ()
+        if len(plain["ids"]):
+            by_ids.setdefault(id(plain["ids"]), plain)
+    commands = list(by_ids.values())
+    counted = tokens.by_row.responses
+    if kind != "generate":
+        counted = counted + tokens.by_row.prompts
+    if not commands or not counted.all():
+        return ()
+    if kind != "train":
+        shares = [tokens.by_row.of(plain["ids"]) for plain in commands]
+        return (SharedRows(tuple(shares), commands[0].get("micro", 1)),)
+    result = []
+    minis = [plain.get("mini", ()) for plain in commands]
+    for steps in zip(*minis, strict=False):
+        shares = []
+        for plain, (index, _) in zip(commands, steps, strict=True):
+            if len(index):
+                shares.append(tokens.by_row.of(plain["ids"][index]))
+        result.append(SharedRows(tuple(shares), steps[0][1]))
+    return tuple(result)

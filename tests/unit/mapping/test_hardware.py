@@ -13,7 +13,7 @@ import yaml
 from bench._cells import scaled
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.hardware import COEFFICIENTS, FOLDER, HARDWARE, load_hardware
+from spmdflow.mapping.hardware import COEFFICIENTS, FOLDER, HARDWARE, OPTIONAL, load_hardware
 from spmdflow.plan import workload
 from spmdflow.plan.workload import hardware_of
 from tests.policy.house import REPOSITORY
@@ -25,7 +25,9 @@ def test_packaged_file_loads_and_names_a_source_for_every_value(name: str) -> No
 
     assert hardware.name == name
     assert [key for key, source in hardware.sources if len(source) < 5] == []
-    assert [key for key, _ in hardware.sources] == list(COEFFICIENTS)
+    named = [key for key, _ in hardware.sources]
+    assert named == [*COEFFICIENTS, *(key for key in OPTIONAL if key in named)]
+    assert named[len(COEFFICIENTS) :] == [key for key in OPTIONAL if getattr(hardware, key)]
     assert 0 < hardware.usable_bytes < hardware.memory_bytes
 
 

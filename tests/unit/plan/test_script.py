@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from spmdflow.config.load import load
 from spmdflow.errors import PlanError
 from spmdflow.plan.check import check_group_members
+from spmdflow.plan.trace import trace
 from tests.proofs.rows import check_rows
 from tests.unit.plan.test_trace import own_script
-from tests.unit.planned import SMALL_GROUPS, traced
+from tests.unit.planned import ALGORITHMS, SMALL_GROUPS, settings_of, traced
 
 RECOMPUTE = "actor.update.old_log_probs=recompute"
 LOOP = """\
@@ -61,3 +63,17 @@ def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Pat
 def test_metric_of_a_call_that_computes_nothing_is_refused_with_the_setting(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="set actor.update.old_log_probs=recompute"):
         own_script(tmp_path, LOOP, examples={"actor/entropy": 0.7})
+
+
+def test_calls_of_a_script_with_a_relative_path_have_their_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ALGORITHMS)
+    loaded = load("grpo.py", None, SMALL_GROUPS)
+
+    calls = trace(loaded.script, loaded.cfg, settings_of(2)).in_step()
+
+    generation = next(call for call in calls if call.label == "actor.generate_sequences")
+    lines = (ALGORITHMS / "grpo.py").read_text().splitlines()
+    assert generation.line_number
+    assert "actor.generate_sequences" in lines[generation.line_number - 1]
