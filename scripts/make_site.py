@@ -1,10 +1,11 @@
 """The pages of docs/ as a site that is searched without a network, with pages made from the code.
 
-Made here: every setting from the schemas, a page for each script and for each learning run, the
-API from the docstrings. The rest is docs/*.md as it is; docs/index.md is the order. Open
-build/site/index.html. Fails on a link that leads nowhere.
+Made here: a table of every setting from the schemas, a page for each script and for each learning
+run, the API from the docstrings. The rest is docs/*.md as it is, without docs/STATUS.md;
+docs/index.md is the order. Open build/site/index.html. Fails on a link that leads nowhere.
 
     python scripts/make_site.py [--out build/site]
+    python scripts/make_site.py --draft     # a third of the time: no source pages, coarse pictures
 """
 
 from __future__ import annotations
@@ -28,15 +29,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also when started from els
 
 import spmdflow  # noqa: E402
 from scripts.learn.curves import draw, panels_of, table  # noqa: E402
-from spmdflow.config.leaf import schema_help  # noqa: E402
+from scripts.site_pages.docstring import script_text  # noqa: E402
+from scripts.site_pages.plain_text import markup_of  # noqa: E402
+from scripts.site_pages.settings import settings_page  # noqa: E402
+from spmdflow.config.leaf import Leaf, defaults, leaves  # noqa: E402
 from spmdflow.config.script import load_script, schema_of  # noqa: E402
 from spmdflow.tracking.progress import printable  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "algos").glob("*.py"), key=lambda path: (path.stem != "ppo", path.stem))
+OUTSIDE = ("STATUS.md",)
+"""Pages of docs/ that are for the project itself and not on the site."""
 CONF = """
 project, html_title = "spmdflow", "spmdflow"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions += ["scripts.site_pages.navigation", "scripts.site_pages.plain_text"]
 html_theme, root_doc, default_role = "furo", "index", "code"
 myst_heading_anchors = 4
 autodoc_member_order, autodoc_typehints_format = "bysource", "short"
@@ -44,83 +51,66 @@ python_maximum_signature_line_length = 88
 autodoc_class_signature = "separated"
 html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}
 html_show_sphinx = html_show_copyright = html_copy_source = False
-suppress_warnings = ["misc.highlighting_failure", "docutils"]
+suppress_warnings = ["misc.highlighting_failure"]
 """
-SETTINGS = """A setting is a key of the script's YAML, a `key=value` on the command line, or an
-attribute of `cfg`: one thing under one name. `python -m spmdflow.run SCRIPT --help` prints those of
-one script, your own too."""
+SOURCE_PAGES = """
+extensions.append("sphinx.ext.viewcode")
+"""
 
 
 def main() -> int:
     """Gather the pages, make the others, build; the exit code of Sphinx."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="folder")
-    out = parser.parse_args().out
+    parser.add_argument("--draft", action="store_true", help="no source pages, coarse pictures")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         pages = gather(Path(name))
+        (pages / "conf.py").write_text(CONF if options.draft else CONF + SOURCE_PAGES)
         write_settings(pages / "settings.md")
         write_scripts(pages)
-        write_runs(pages)
+        write_runs(pages, dpi=20 if options.draft else 200)
         write_api(pages)
-        return build(pages, out)
+        return build(pages, options.out, processes=1 if options.draft else 2)
 
 
 def gather(folder: Path) -> Path:
-    """The pages in a folder of their own, with what they link to in its place beside it."""
+    """The pages in a folder of their own, next to what they link to."""
     for path in ROOT.iterdir():
         if path.name not in ("docs", ".git", ".venv", "build", "runs"):
             (folder / path.name).symlink_to(path)
-    pages = Path(shutil.copytree(ROOT / "docs", folder / "docs"))
-    (pages / "conf.py").write_text(CONF)
-    for path in pages.glob("*.md"):
-        path.write_text(path.read_text().replace("](../CHANGELOG.md", "](CHANGELOG.md"))
+    ignored = shutil.ignore_patterns(*OUTSIDE)
+    pages = Path(shutil.copytree(ROOT / "docs", folder / "docs", ignore=ignored))
+    for path in pages.rglob("*.md"):
+        path.write_text(path.read_text().replace("../CHANGELOG.md", "CHANGELOG.md"))
     text = (
         (ROOT / "CHANGELOG.md")
         .read_text()
         .replace("](docs/", "](")
         .replace("](algos/", "](../algos/")
     )
-    (pages / "CHANGELOG.md").write_text(text)
-    for name in ("CHANGELOG", "STATUS"):  # history: the search shows the pages that say how
-        page = pages / f"{name}.md"
-        page.write_text(f"---\nnosearch: true\n---\n{page.read_text()}")
+    # history: the search shows the pages that say how
+    (pages / "CHANGELOG.md").write_text(f"---\nnosearch: true\n---\n{text}")
     return pages
 
 
-def build(pages: Path, out: Path) -> int:
+def build(pages: Path, out: Path, *, processes: int) -> int:
     """HTML from the pages; warnings, such as a link that leads nowhere, are errors."""
     from sphinx.cmd.build import build_main
 
-    return build_main(["-q", "-W", "--keep-going", "-j", "2", str(pages), str(out)])
+    strict = ["-q", "-W", "--keep-going"]
+    trees = ["-d", str(pages.parent / "doctrees")]  # they are as large as the site
+    return build_main([*strict, *trees, "-j", str(processes), str(pages), str(out)])
 
 
 def write_settings(page: Path) -> None:
-    """A heading for each setting of any script, by section; what differs from script to script."""
-    found: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
-    for script in SCRIPTS:
-        lines = schema_help(schema_of(load_script(script))).splitlines()
-        for head, sentence in zip(lines[::2], lines[1::2], strict=True):
-            key, _, facts = head.partition(" (")
-            found[key][facts.removesuffix(")"), sentence.strip()].append(script.stem)
-    text = ["# Every setting", SETTINGS, f"{len(found)} settings of {len(SCRIPTS)} scripts."]
-    for section in ("", *sorted({key.split(".")[0] for key in found if "." in key})):
-        text.append(f"## {section or 'Of the script itself'}")
-        for key, kinds in found.items():
-            if key.rpartition(".")[0].split(".")[0] == section:
-                text += [f"### `{key}`", *_kinds(kinds)]
-    page.write_text("\n\n".join(text))
+    """The table of the settings of all scripts."""
+    page.write_text(settings_page(settings_of_scripts()))
 
 
-def _kinds(kinds: dict[tuple[str, str], list[str]]) -> Iterator[str]:
-    sentences = {sentence for _, sentence in kinds}
-    for place, ((facts, sentence), scripts) in enumerate(kinds.items()):
-        if not place or len(sentences) > 1:
-            yield sentence
-        others = [script.stem for script in SCRIPTS if script.stem not in scripts]
-        few = min(scripts, others, key=len)
-        links = ", ".join(f"[{name}](scripts/{name}.md)" for name in few)
-        most = f"every script but {links}" if others else "every script"
-        yield f"`{facts}` in {links if few is scripts else most}"
+def settings_of_scripts() -> dict[str, list[Leaf]]:
+    """The settings of each script."""
+    return {path.stem: list(leaves(defaults(schema_of(load_script(path))))) for path in SCRIPTS}
 
 
 def write_scripts(pages: Path) -> None:
@@ -130,28 +120,30 @@ def write_scripts(pages: Path) -> None:
     entries = {}
     for script in SCRIPTS:
         source = script.read_text()
-        title, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
+        words = script_text(ast.get_docstring(ast.parse(source)) or "")
         body = source[source.index("def main(") :].rstrip()
-        text = [f"# {script.stem}", title, f"```text\n{rest.strip()}\n```", "## The algorithm"]
-        text += [f"```python\n{body}\n```", f"[algos/{script.name}](../../algos/{script.name})"]
+        text = [f"# {script.stem}", words.title, words.text, f"```bash\n{words.command}\n```"]
         if script.stem in runs:
             text.append(f"Its learning run: [{script.stem}](../runs/{script.stem}.md).")
-        text += ["## Defaults", "What each key means: [every setting](../settings.md)."]
+        text += ["## The algorithm", f"```python\n{body}\n```"]
+        text += [f"The file: [algos/{script.name}](../../algos/{script.name})", words.departures]
+        text += ["## Settings for its task", f"`{script.stem}.yaml`, which is next to the script:"]
         text.append(f"```yaml\n{script.with_suffix('.yaml').read_text().rstrip()}\n```")
+        text.append("[Every setting](../settings.md) says what each key means.")
         (pages / "scripts" / f"{script.stem}.md").write_text("\n\n".join(text) + "\n")
-        entries[script.stem] = title
+        entries[script.stem] = words.title
     _write_list(pages / "scripts.md", "Scripts", entries)
 
 
-def write_runs(pages: Path) -> None:
-    """A page for each learning run: command, result, curve, cost."""
+def write_runs(pages: Path, *, dpi: int) -> None:
+    """A page for each learning run: command, result, curve of this many dots per inch, cost."""
     (pages / "runs").mkdir()
     entries = {}
     for path in sorted((ROOT / "docs" / "learning").glob("*.json")):
         made: dict[str, Any] = json.loads(path.read_text())
         name = made["name"]
         entries[name] = f"{made['metric']}: {made['start']:.3f} -> {made['end']:.3f}"
-        draw(panels_of([made]), pages / "runs" / f"{name}.png", dpi=200)
+        draw(panels_of([made]), pages / "runs" / f"{name}.png", dpi=dpi)
         cost = ", ".join(f"{seconds:.0f}" for seconds in made["cpu_seconds"]) or "not counted"
         text = [
             f"# {name}",
@@ -216,7 +208,7 @@ def write_api(pages: Path) -> None:
             words = "\n".join(ModuleAnalyzer.for_module(home).find_attr_docs().get(("", name), []))
             path = f"{'spmdflow' if name in spmdflow.__all__ else home}.{name}"
             if words:  # a registry's decorator, an alias: the words below its definition
-                indented = words.replace("\n", "\n   ")
+                indented = markup_of(words).replace("\n", "\n   ")
                 module = path.rpartition(".")[0]
                 text.append(f".. py:data:: {name}\n   :module: {module}\n\n   {indented}\n")
             elif isinstance(found, type):
@@ -233,7 +225,7 @@ def write_api(pages: Path) -> None:
 
 
 def _write_list(page: Path, title: str, entries: Mapping[str, str]) -> None:
-    """A page that lists the pages of the folder beside it: name -> a sentence."""
+    """A page that lists the pages of the folder next to it: name -> a sentence."""
     rows = [f"| [{name}]({page.stem}/{name}.md) | {text} |" for name, text in entries.items()]
     tree = _tree(f"{page.stem}/{name}" for name in entries)
     page.write_text("\n".join([f"# {title}\n", "| | |", "|---|---|", *rows, tree]))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from spmdflow.config.leaf import part, setting
 from spmdflow.config.objective import AdvantageConfig, CorrectionConfig, PolicyLossConfig
 from spmdflow.config.schema import (
+    PLACEMENT_TYPE,
     ActorConfig,
     CriticConfig,
     DataConfig,
@@ -300,5 +301,7 @@ class GRPOAsyncConfig(GRPOConfig):
         at_least=0,
     )
     placement: Any = setting(
-        "split: the generator on half of the ranks; standalone, or a map of pools.", "split"
+        "split: the generator on half of the ranks; standalone, or a map of pools.",
+        "split",
+        type_words=PLACEMENT_TYPE,
     )

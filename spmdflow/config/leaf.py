@@ -70,17 +70,19 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     resets: str = "",
+    type_words: str = "",
 ) -> Any:
     """Return a dataclass field for one setting, with its sentence for `--help` and its bounds.
 
     Without a default the setting is required. A default that is a list or dict is copied for each
     object.
     resets: a setting of the same section that wins over this one. It becomes null where a later
-    source gives only this one. The result is a `dataclasses.Field`; Any, as the field takes its
-    declared type.
+    source gives only this one.
+    type_words: the type for `--help`, where the annotation says too little, such as Any.
+    The result is a `dataclasses.Field`; Any, as the field takes its declared type.
     """
     bounds = Bounds(one_of, at_least, above, at_most, below)
-    metadata = {"doc": doc, "bounds": bounds, "resets": resets}
+    metadata = {"doc": doc, "bounds": bounds, "resets": resets, "type_words": type_words}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -120,6 +122,37 @@ class Leaf:
     bounds: Bounds
     resets: str = ""
     """Key of a setting that becomes null where a source gives this one and not that."""
+    type_words: str = ""
+    """The type in words, where `hint` says too little."""
+
+    @property
+    def type_text(self) -> str:
+        """The type for `--help`: "one of auto, copy", "int or none", "map of name -> str", ..."""
+        if self.type_words:
+            return self.type_words
+        choices = self.bounds.one_of
+        if not choices or _is_list(self.hint):
+            return type_name(self.hint)
+        text = choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+        if type(None) in get_args(self.hint):
+            return f"{text} or none"
+        return text
+
+    @property
+    def default_text(self) -> str:
+        """The value on one line as YAML writes it; "required" if there is none."""
+        text = value_text(self.value)
+        return "required" if text == REQUIRED else text
+
+    @property
+    def limits_text(self) -> str:
+        """The bounds in words: "at least 0, less than 1"; for a list also the choices: "a | b"."""
+        limits = []
+        for words, _, limit in self.bounds.limits:
+            limits.append(f"{words} {limit:g}")
+        if self.bounds.one_of and _is_list(self.hint):
+            limits.append(" | ".join(self.bounds.one_of))
+        return ", ".join(limits)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
@@ -139,7 +172,15 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[Leaf]:
         doc = each.metadata.get("doc", "")
         bounds = each.metadata.get("bounds", Bounds())
         resets = each.metadata.get("resets", "")
-        yield Leaf(key, hints[each.name], value, doc, bounds, resets and prefix + resets)
+        yield Leaf(
+            key=key,
+            hint=hints[each.name],
+            value=value,
+            doc=doc,
+            bounds=bounds,
+            resets=resets and prefix + resets,
+            type_words=each.metadata.get("type_words", ""),
+        )
 
 
 def check_bounds(leaf: Leaf) -> None:
@@ -242,11 +283,20 @@ def type_name(hint: Any) -> str:
         return " or ".join(type_name(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
         return f"list of {type_name(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return f"map of name -> {type_name(get_args(hint)[1])}"
+    if hint is Any:
+        return "value"
     if hint is type(None):
         return "none"
     if is_dataclass(hint):
         return "a group of settings"
     return getattr(hint, "__name__", str(hint)).lower()
+
+
+def _is_list(hint: Any) -> bool:
+    """Return whether a type is a list, or a list or none."""
+    return list in (get_origin(choice) for choice in (hint, *get_args(hint)))
 
 
 NOT_GIVEN = "(not given)"
@@ -307,20 +357,17 @@ def schema_help(schema: type, changed: Mapping[str, tuple[Any, str]] | None = No
 def _entry(leaf: Leaf, change: tuple[Any, str] | None) -> str:
     """Return the two lines of a setting in the help: key, type and default, then its sentence.
 
-    Bounds and choices follow the sentence in parentheses. change: the setting's value and its
-    source if it is not the default; it is added to the first line.
+    Its limits follow the sentence in parentheses. change: the setting's value and its source if it
+    is not the default; it is added to the first line.
     """
-    value = value_text(leaf.value)
-    default = "required" if value == REQUIRED else f"default {value}"
+    default = leaf.default_text
+    if default != "required":
+        default = f"default {default}"
     if change is not None:
         here, source = change
         default += f"; here {value_text(here)} by {source}"
-    limits = []
-    for words, _, limit in leaf.bounds.limits:
-        limits.append(f"{words} {limit:g}")
-    limits += [" | ".join(leaf.bounds.one_of)] if leaf.bounds.one_of else []
-    shown = f" ({', '.join(limits)})" if limits else ""
-    return f"{leaf.key} ({type_name(leaf.hint)}, {default})\n    {leaf.doc}{shown}"
+    limits = f" ({leaf.limits_text})" if leaf.limits_text else ""
+    return f"{leaf.key} ({leaf.type_text}, {default})\n    {leaf.doc}{limits}"
 
 
 def value_text(value: Any) -> str:

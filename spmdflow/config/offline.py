@@ -15,6 +15,7 @@ from spmdflow.config.schema import (
     CHAT_ARGUMENTS_DOC,
     EVAL_PROMPTS_DOC,
     EVAL_SAMPLES_DOC,
+    PLACEMENT_TYPE,
     TOOLS_DOC,
     TRUSTED_ROLES,
     TRUSTED_ROLES_DOC,
@@ -260,7 +261,9 @@ class EvaluateConfig:
     reward: RewardConfig = part(RewardConfig)
     # Any: a preset's name or a map; config/placement.py reads it
     placement: Any = setting(
-        "colocate, split, or a map pool -> {roles: [generator, reward], ranks: [...]}.", "colocate"
+        "colocate, split, or a map pool -> {roles: [generator, reward], ranks: [...]}.",
+        "colocate",
+        type_words=PLACEMENT_TYPE,
     )
 
     @classmethod

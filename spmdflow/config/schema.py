@@ -91,6 +91,9 @@ class RunConfig:
 MAX_TEXTS_PER_LINE = 1 << 12
 """Most answers of a conversation that is cut into rows."""
 
+PLACEMENT_TYPE = "str or map of pool -> {roles, ranks}"
+"""Type of a script's `placement` in words; its annotation is Any."""
+
 CHAT_ARGUMENTS_DOC = (
     "Variables that the chat template reads, as in {enable_thinking: false} for Qwen3 or "
     "{date_string: 26 Jul 2024} for Llama 3.2; episodes use them too."
@@ -171,7 +174,10 @@ class DrawnDataConfig(DataSettings):
     """Rows that steps draw: files, columns, lengths and how many make a step."""
 
     # Any: a path, or a map of weighted ones; config/data_source.py reads it
-    train_path: Any = setting("File or data set of training prompts, or a weighted map of them.")
+    train_path: Any = setting(
+        "File or data set of training prompts, or a weighted map of them.",
+        type_words="str or map of name -> str",
+    )
     tokenizer_path: str = setting("Folder of the tokenizer.", "${actor.model.path}")
     max_prompt_tokens: int = setting("Longer prompts are omitted and counted.", 512, at_least=1)
     prompts_per_step: int = setting("Prompts drawn for one step.", 64, at_least=1)
@@ -183,7 +189,9 @@ class DrawnDataConfig(DataSettings):
 class AnswerDataConfig(DrawnDataConfig):
     """Rows that steps draw, and held-out rows for evaluation."""
 
-    eval_path: str | None = setting("The same of held-out prompts; none: no evaluation.", None)
+    eval_path: str | None = setting(
+        "File or data set of held-out prompts; none: no evaluation.", None
+    )
     chat_template: bool = setting("Render prompts with the tokenizer's chat template.", False)
     chat_template_arguments: dict[str, Any] = setting(CHAT_ARGUMENTS_DOC, {})
     trusted_roles: list[str] = setting(TRUSTED_ROLES_DOC, list(TRUSTED_ROLES))
@@ -435,6 +443,7 @@ class RewardConfig:
         "plain or async; or a map name -> weight * function, or name -> {source: function}; model "
         "is the model's score.",
         None,
+        type_words="str, map of name -> str, or none",
     )
     source_column: str = setting(
         "Column with the data source of a row, for a table {source: function}.", SOURCE_COLUMN
@@ -467,6 +476,7 @@ class ScriptConfig:
     placement: Any = setting(
         "colocate, split, standalone, auto, or a map pool -> {roles: [...], ranks: [...]}.",
         "colocate",
+        type_words=PLACEMENT_TYPE,
     )
     total_steps: int = setting("Steps of the run.", 100, at_least=1)
     eval_every: int = setting("Steps between evaluations (0: never).", 10, at_least=0)

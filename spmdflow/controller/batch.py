@@ -6,6 +6,7 @@ row id (`a | b`). Looking at values (`fetch`, `lengths`) waits for the producer.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,8 +76,10 @@ class Batch:
     def column(self, name: str) -> ColumnRef:
         """Return the reference of a column. ColumnError, with existing names, if it is missing."""
         if name not in self.refs:
+            near = difflib.get_close_matches(name, self.refs, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ColumnError(
-                f"column {name!r}: the batch has {sorted(self.refs)}, expected it too; "
+                f"no column {name!r}{hint}; the batch has {sorted(self.refs)}; "
                 f"{self.how_to_get(name)}"
             )
         return self.refs[name]

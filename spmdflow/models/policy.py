@@ -99,7 +99,7 @@ class PolicyWorker(EngineWorker):
         """Prepare to publish weights to a vLLM server outside the run.
 
         url: http://host:port. The server must serve actor.model.path with the weight-transfer
-        backend named here: spmdflow, or nccl, which is vLLM's own (docs/HYBRID.md).
+        backend named here: spmdflow, or nccl, which is vLLM's own (docs/lab/HYBRID.md).
         """
         self._publisher = publisher_of(
             self.engine, self.context, self.cfg, url=url, backend=backend

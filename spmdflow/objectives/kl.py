@@ -9,12 +9,12 @@ the gradient of k2 (straight-through): d^2 / 2 - sg[d^2 / 2] + sg[k].
 
 `AdaptiveKL` adapts the weight of the KL in the reward to the measured KL:
 
-weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=6.0))
-...
-batch |= batch.map(measure_kl)
-weight.update(batch.mean("reference_kl"))
-applied = weight.applied_to(cfg.advantage)
-batch |= batch.map(compute_advantages, estimator=applied.estimator, cfg=applied)
+    weight = flow.keep(weight=AdaptiveKL(cfg.advantage, target=6.0))
+    ...
+    batch |= batch.map(measure_kl)
+    weight.update(batch.mean("reference_kl"))
+    applied = weight.applied_to(cfg.advantage)
+    batch |= batch.map(compute_advantages, estimator=applied.estimator, cfg=applied)
 
 `compute_rollout_weights` is truncated importance sampling. Tokens are sampled from the generator's
 policy mu, gradients are taken at the trainer's pi_old; they differ by kernels, by precision, or

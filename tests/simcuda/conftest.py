@@ -1,4 +1,4 @@
-"""CUDA without a GPU: the tests here run programs on simulated devices (docs/GPU.md)."""
+"""CUDA without a GPU: the tests here run programs on simulated devices (docs/lab/GPU.md)."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_without_an_installation_the_extra_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_page_and_no_message_says_to_install_an_extra_by_a_name_that_pypi_lacks() -> None:
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "spmdflow").rglob("*.py")]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "spmdflow").rglob("*.py")]
     for path in files:
         if path.name not in ("STATUS.md", "CHANGELOG.md"):
             assert "spmdflow[" not in path.read_text(encoding="utf-8"), path

@@ -20,7 +20,7 @@ class Config(GRPOConfig):
 
 
 def main(flow: Flow, cfg: Config) -> None:
-    """The loop, with the two calls that docs/HYBRID.md names."""
+    """The loop, with the two calls that docs/lab/HYBRID.md names."""
     actor = flow.spawn(ActorWorker, cfg.actor)
     reward = flow.spawn(RewardWorker, cfg.reward)
     prompts = flow.prompts(cfg.data)

@@ -285,15 +285,35 @@ def test_help_writes_a_default_with_line_breaks_in_one_line() -> None:
 def test_help_names_key_type_default_and_sentence_of_every_setting() -> None:
     text = schema_help(PPOConfig)
 
-    assert "data.train_path (any, required)\n    File or data set of training prompts" in text
+    assert "data.train_path (str or map of name -> str, required)\n    File or data set of" in text
     assert (
         "actor.optimizer.betas (list of float, default [0.9, 0.95])\n"
         "    AdamW's two moment decays. (at least 0, less than 1)"
     ) in text
     assert "run.dir (str or none, default null)\n    RUN_DIR itself; overrides name." in text
-    assert "(auto | never | reload_frozen | afresh)" in text
+    assert "run.resume (one of auto, never, reload_frozen, afresh, default auto)\n" in text
+    assert "(parameters | gradients | optimizer)" in text  # a list, each item one of them
     assert "reward.model.path (str, required)" in text
     assert text.count("\n    ") == len(list(leaves(defaults(PPOConfig))))
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("actor.optimizer.lr", "float"),
+        ("actor.engine.micro_batch_rows", "int or none"),
+        ("actor.optimizer.decay_parameters", "one of all, matrices"),
+        ("actor.engine.offload", "list of str or none"),
+        ("reference.shares", "actor or none"),
+        ("data.chat_template_arguments", "map of name -> value"),
+        ("reward.function", "str, map of name -> str, or none"),
+        ("placement", "str or map of pool -> {roles, ranks}"),
+    ],
+)
+def test_help_gives_the_type_that_a_user_writes(key: str, words: str) -> None:
+    types = {leaf.key: leaf.type_text for leaf in leaves(defaults(PPOConfig))}
+
+    assert types[key] == words
 
 
 def test_bundled_ppo_settings_pass_the_check_on_every_small_world() -> None:

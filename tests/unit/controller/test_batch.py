@@ -226,7 +226,7 @@ def test_drop_leaves_the_others_and_wants_a_column_that_is_there(batch: Batch) -
 
     assert left.columns == ("prompts", "prompt_text", "text", "ragged")
     assert len(left) == ROWS and "number" in batch.columns
-    with pytest.raises(ColumnError, match=r"^column 'number': the batch has \['prompt_text', "):
+    with pytest.raises(ColumnError, match=r"^no column 'number'; the batch has \['prompt_text', "):
         left.drop("number")
 
 

@@ -321,7 +321,8 @@ def test_reading_them_is_refused_with_the_setting_before_and_after_the_update(
         batch.fetch("old_log_probs")
 
     with pytest.raises(
-        ColumnError, match=r"column 'old_log_probs': .*; set actor\.update\.old_log_probs=recompute"
+        ColumnError,
+        match=r"no column 'old_log_probs'.*; set actor\.update\.old_log_probs=recompute",
     ):
         run(tmp_path / "own", body=reading)
     assert run(tmp_path / "recompute", body=reading, old_log_probs="recompute").labels

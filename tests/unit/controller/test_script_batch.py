@@ -96,7 +96,7 @@ def test_rename_sends_nothing(rank: Rank, batch: Batch) -> None:
     ("names", "told"),
     [
         ({"text": "number"}, "rename: got the new name 'text', which the batch has already"),
-        ({"new": "nothing"}, "column 'nothing': the batch has"),
+        ({"new": "nothing"}, "no column 'nothing'; the batch has"),
     ],
 )
 def test_rename_to_a_taken_or_of_a_missing_name_is_refused(

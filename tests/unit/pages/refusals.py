@@ -701,7 +701,7 @@ PARTS: dict[str, dict[str, Parts]] = {
         "batch.select([0, 9])": ("select", "0 to 9", "0 to 5", ""),
         "batch.select([1, 1])": ("select", "2 positions", "repeat"),
         "batch.repeat(0)": ("repeat", "0", "at least 1", "select"),
-        "batch.drop('values')": ("column 'values'", "'prompt_text'", "'values'"),
+        "batch.drop('values')": ("no column 'values'", "'prompt_text'", "'values'"),
         "batch.map(lambda batch: batch)": ("map", "<lambda>", ""),
         "batch.map(unmarked_maths)": (
             "map",

@@ -243,7 +243,7 @@ def test_value_without_an_example_is_refused_with_its_line_and_what_to_declare(
     body = "batch = actor.generate_sequences(next(prompts))\n"
     body += "batch |= reward.compute_reward(batch)\nbatch.mean('rollout_entropy')"
 
-    with pytest.raises(PlanError, match=r"script line 11: column 'rollout_entropy'"):
+    with pytest.raises(PlanError, match=r"script line 11: no column 'rollout_entropy'"):
         own_script(tmp_path, body)
 
 

@@ -1,6 +1,6 @@
 """The HybridFlow paper's placements and figures with the checked-in coefficients.
 
-What docs/MAPPING.md reports; a score may rise, not fall.
+What docs/lab/MAPPING.md reports; a score may rise, not fall.
 """
 
 from __future__ import annotations
