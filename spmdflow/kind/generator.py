@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from spmdflow.kind.engine import Backend, Kinds
+from spmdflow.kind.registry import Reference
 
 PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass: vLLM's limit on a device, and the value that plans assume."""
@@ -22,6 +23,9 @@ class GeneratorKind(Backend):
     """It can compute with unmerged adapters (rollout.weights=adapter)."""
     least_head_dim: int = 1
     """Smallest head dimension for which it has kernels."""
+    takes_expandable_segments: Reference = None
+    """(tp_size) -> whether it works in a process with expandable segments of device memory
+    (`parallel.allocator`), on tp_size ranks that hold one model. None: always."""
 
 
 _GENERATORS: Kinds[GeneratorKind] = Kinds(

