@@ -25,7 +25,7 @@ _LIBRARY_FOLDERS = (
     "usr/lib",
     "usr/local/lib",
 )
-_BUILDS = "to build TransformerEngine, and for the sampler of FlashInfer if vLLM is to draw with it"
+_SAMPLER = "for the sampler of FlashInfer if vLLM is to draw with it"
 _SOCKETS = "NCCL falls back to sockets between nodes, about ten times slower"
 
 
@@ -40,8 +40,13 @@ def check_gpu_node(root: Path, path: str, cuda: str | None) -> list[Check]:
         return [Check(_TOPIC, "driver", GOOD, _without_cuda(driver_version(root)))]
     return [
         check_driver(root, cuda),
-        _check_program("nvcc", _find(("nvcc",), root, path), _BUILDS, GOOD),
-        _check_program("ninja", _find(("ninja",), root, path), _BUILDS, GOOD),
+        _check_program("nvcc", _find(("nvcc",), root, path), _SAMPLER, GOOD),
+        _check_program(
+            "ninja",
+            _find(("ninja",), root, path),
+            f"to build TransformerEngine, and {_SAMPLER}",
+            GOOD,
+        ),
         _check_program(
             "C compiler",
             _find(("gcc", "clang", "cc"), root, path),
