@@ -99,11 +99,11 @@ def prepare(
     return replace(loaded, cfg=settings.cfg), choices_text(reasons) or None
 
 
-def check_versions(cfg: Any) -> None:
+def check_versions(cfg: Any) -> list[str]:
     """Raise ConfigError if a package that this run needs is installed in a version never tested.
 
     Checks torch, transformers and the packages of the run's engines and generators against the
-    ranges of the installed spmdflow. With SPMDFLOW_UNTESTED_VERSIONS=1 it logs a warning instead.
+    ranges of the installed spmdflow. With SPMDFLOW_UNTESTED_VERSIONS=1 it returns warnings instead.
     """
     kinds: list[Backend] = []
     for key, engine in parts_of(cfg, EngineConfig):
@@ -116,8 +116,8 @@ def check_versions(cfg: Any) -> None:
             extras += kind.extra.split(",")
     if os.environ.get(UNTESTED_VERSIONS) != "1":
         refuse_untested_versions(extras)
-    for sentence in untested_versions(extras):
-        logger.warning("%s", sentence)
+        return []
+    return [f"warning: {sentence}" for sentence in untested_versions(extras)]
 
 
 def _previous_run(run: RunConfig) -> PreviousRun | None:
@@ -208,7 +208,8 @@ def launch(
     check_ranks(members, world_size)
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     ready, _ = prepare(loaded, len(members), node_size=min(node_size, len(members)))
-    check_versions(ready.cfg)
+    for warning in check_versions(ready.cfg):
+        logger.warning("%s", warning)
     outcome = run_prepared(ready.script, ready.cfg, ranks=members, inproc=inproc)
     if wait:
         return outcome.wait()

@@ -77,9 +77,10 @@ def untested_versions(extras: Iterable[str]) -> list[str]:
         except metadata.PackageNotFoundError:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
+            tested = ",".join(sorted(map(str, requirement.specifier), reverse=True))
             result.append(
-                f"{requirement.name}: got {version}, expected {requirement.specifier}, the range "
-                f"that was tested; pip install '{requirement}'"
+                f"{requirement.name}: got {version}, expected {tested}, the range that was tested; "
+                f"pip install '{requirement.name}{tested}'"
             )
     return sorted(set(result))
 

@@ -236,8 +236,8 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
     with show_planning(run_dir_of(loaded.cfg.run)) if environment.rank == 0 else nullcontext():
         loaded, placed = prepare(loaded, environment.world_size, node_size=node_size)
-    check_versions(loaded.cfg)
-    _say(environment, "\n".join([*loaded.warnings, settings_text(loaded)]))
+    warnings = check_versions(loaded.cfg)
+    _say(environment, "\n".join([*warnings, *loaded.warnings, settings_text(loaded)]))
     if placed:
         _say(environment, placed)
     if own_code := unused_code_text(part.path for _, part in parts_of(loaded.cfg, ModelConfig)):
