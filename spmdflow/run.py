@@ -36,22 +36,26 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spmdflow.config.check import with_problems
 from spmdflow.config.leaf import parts_of, schema_help
 from spmdflow.config.load import Loaded, help_text, load, settings_text
 from spmdflow.config.location import run_dir_of, to_yaml
-from spmdflow.config.parallel import batch_algebra
-from spmdflow.config.schema import ModelConfig, PPOConfig, RunConfig
+from spmdflow.config.parallel import batch_algebra, generation_sizes
+from spmdflow.config.schema import ModelConfig, PPOConfig, RolloutConfig, RunConfig
 from spmdflow.config.source import sort_words
 from spmdflow.cpu.memory import keep_freed_memory
 from spmdflow.deferred_name import deferring
 from spmdflow.errors import CheckpointError, ConfigError, SpmdflowError
 from spmdflow.failure.launcher import AGENT_MARK, die_with_launcher
 from spmdflow.failure.start_watch import StartWatch
+from spmdflow.kind.generator import generator_kind
+from spmdflow.kind.registry import resolve
 from spmdflow.log import print_text
+from spmdflow.parallel.allocator import EXPANDABLE_SEGMENTS, VARIABLE, allocator_settings
 from spmdflow.plan.showing import show_planning
-from spmdflow.program import prepare
+from spmdflow.program import check_versions, prepare
 from spmdflow.runtime.process import allow_open_files, open_closed_streams
 from spmdflow.weights.own_code import unused_code_text
 
@@ -234,7 +238,8 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
     with show_planning(run_dir_of(loaded.cfg.run)) if environment.rank == 0 else nullcontext():
         loaded, placed = prepare(loaded, environment.world_size, node_size=node_size)
-    _say(environment, "\n".join([*loaded.warnings, settings_text(loaded)]))
+    warnings = check_versions(loaded.cfg)
+    _say(environment, "\n".join([*warnings, *loaded.warnings, settings_text(loaded)]))
     if placed:
         _say(environment, placed)
     if own_code := unused_code_text(part.path for _, part in parts_of(loaded.cfg, ModelConfig)):
@@ -306,8 +311,7 @@ def _launch(
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-    if own_device() == CPU:
-        keep_freed_memory()
+    _set_up_memory(loaded.cfg)
     try:
         if inproc:
             if watch is not None:
@@ -368,6 +372,38 @@ def _join_group(run: RunConfig) -> None:
         raise refusal from err
     if own_device() != CPU:  # NCCL's communicators are made in the first calls
         store.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+
+
+def _set_up_memory(cfg: Any) -> None:
+    """Configure the allocator of this process: of the host on a CPU, otherwise of the device."""
+    from spmdflow.parallel.device import CPU, own_device
+
+    if own_device() == CPU:
+        keep_freed_memory()
+    else:
+        _expand_segments(cfg)
+
+
+def _expand_segments(cfg: Any) -> None:
+    """Turn on expandable segments of device memory, if every generator of the run takes them.
+
+    Micro-batches of changing length otherwise leave gaps in device memory that nothing fits into. A
+    setting of the user is left alone. The variable is for libraries that read it, such as vLLM;
+    torch may have read it already, so it is also told.
+    """
+    import torch
+
+    if allocator_settings(os.environ):
+        return
+    for role, part in parts_of(cfg, object):
+        rollout = getattr(part, "rollout", None)
+        if not isinstance(rollout, RolloutConfig):
+            continue
+        takes = resolve(generator_kind(rollout.generator).takes_expandable_segments)
+        if takes is not None and not takes(generation_sizes(role, part).tp):
+            return
+    os.environ[VARIABLE] = EXPANDABLE_SEGMENTS
+    torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)
 
 
 def _take_device(environment: RankEnvironment) -> None:

@@ -8,6 +8,7 @@ Exit code 1: it cannot, and the lines marked `bad` say why.
 | `__main__` | the command line and its output |
 | `packages` | Python, versions against the ranges of the installed package, extras |
 | `node` | torch's build, GPUs, addresses, RUN_DIR, limits, environment |
+| `gpu` | NVIDIA's driver, compilers, NCCL's network |
 """
 
 from __future__ import annotations

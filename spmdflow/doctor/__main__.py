@@ -55,7 +55,7 @@ def find_checks(run_dir: Path) -> list[Check]:
     return [
         check_system(),
         *check_packages(),
-        *check_devices(),
+        *check_devices(Path("/"), os.environ.get("PATH", "")),
         *check_addresses(),
         *check_run_dir(run_dir),
         *check_limits(),

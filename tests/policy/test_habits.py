@@ -16,10 +16,10 @@ SHELL = [".ci/run", "launch/local.sh", "launch/multinode.sh", "launch/slurm.sbat
 SHELL += [f"scripts/{name}.sh" for name in ("setup", "quickstart", "test", "check")]
 
 ENVIRONMENT = {
-    "spmdflow/run.py": "reads what torchrun set",
+    "spmdflow/run.py": "reads what torchrun set, and configures torch's allocator",
     "spmdflow/start.py": "reads whether torchrun started it, and what configures torchrun",
     "spmdflow/torchrun.py": "sets the number of threads that torchrun would set with six lines",
-    "spmdflow/program.py": "reads how many ranks a node has",
+    "spmdflow/program.py": "reads how many ranks a node has, and whether any version may run",
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/rewards/process.py": "starts worker processes without the run's secret",
     "spmdflow/doctor/__main__.py": "reports the variables that a run would see",
@@ -40,7 +40,7 @@ LATE_IMPORTERS = {
 """Files that may import other things late, and why."""
 
 CUDA_ALONE = {
-    "spmdflow/doctor/node.py": (1, "says what torch was built for"),
+    "spmdflow/doctor/node.py": (2, "says what torch was built for"),
     "spmdflow/plan/__main__.py": (2, "hardware files describe CUDA devices"),
     "spmdflow/serving/publisher.py": (1, "names vLLM's own backend"),
     "spmdflow/workers/attention.py": (4, "asks which of PyTorch's kernels takes packed rows"),

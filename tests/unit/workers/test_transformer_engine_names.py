@@ -25,9 +25,11 @@ CALLS = {
     "Linear": {"in_features", "out_features", "sequence_parallel", "tp_group", "tp_size", "bias"},
     "LayerNormLinear": {"eps", "sequence_parallel", "tp_group", "parallel_mode", "bias"},
     "DotProductAttention": {"num_attention_heads", "kv_channels", "attn_mask_type", "tp_group"},
-    "RMSNorm": {"hidden_size", "eps", "sequence_parallel"},
+    "RMSNorm": {"eps", "sequence_parallel"},
 }
 """Class of TransformerEngine -> arguments that Megatron gives it."""
+WIDTHS = {"hidden_size", "normalized_shape"}
+"""How Megatron names the width of a norm: up to 0.18, and since 0.19."""
 
 
 def source(name: str) -> ast.Module:
@@ -49,6 +51,18 @@ def keywords(tree: ast.AST, called: str) -> set[str | None]:
     return {keyword.arg for call in calls for keyword in call.keywords}
 
 
+def layer_function(name: str) -> ast.FunctionDef:
+    """The function that puts a layer together; Megatron 0.16 and 0.19 name it differently."""
+    tree = source("models/gpt/gpt_layer_specs.py")
+    names = {x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+    if f"{name}_submodules" in names:
+        name += "_submodules"
+    else:
+        name += "_spec"
+    function: ast.FunctionDef = found(tree, ast.FunctionDef, name)
+    return function
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_wrapper_has_the_base_whose_parameters_are_mapped(name: str) -> None:
     wrapper = found(source(EXTENSION), ast.ClassDef, name)
@@ -61,7 +75,9 @@ def test_class_of_transformer_engine_is_given_what_it_needs(name: str) -> None:
     tree = source(EXTENSION)
     wrapper = next((w for w, base in BASES.items() if base == f"te.pytorch.{name}"), None)
     if wrapper is None:
-        given = keywords(found(tree, ast.ClassDef, "TENorm"), f"te.pytorch.{name}")
+        norm = found(tree, ast.ClassDef, "TENorm")
+        given = keywords(norm, f"te.pytorch.{name}") or keywords(norm, "norm_module")
+        assert given & WIDTHS
     else:
         given = keywords(found(tree, ast.ClassDef, wrapper), "super().__init__")
 
@@ -75,9 +91,7 @@ def test_fused_norms_have_the_names_that_megatron_gives_them() -> None:
         for x in ast.parse(text).body
         if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "_FUSED_NORMS"
     )
-    local = found(
-        source("models/gpt/gpt_layer_specs.py"), ast.FunctionDef, "get_gpt_layer_local_spec"
-    )
+    local = layer_function("get_gpt_layer_local")
     (names,) = (
         ast.literal_eval(x.value)
         for x in ast.walk(local)
@@ -97,15 +111,11 @@ def test_layer_of_transformer_engine_fuses_norm_and_linear() -> None:
         name: ast.unparse(found(provider, ast.FunctionDef, name).body[-1])
         for name in ("column_parallel_layer_norm_linear", "row_parallel_linear", "core_attention")
     }
-    spec = found(
-        source("models/gpt/gpt_layer_specs.py"),
-        ast.FunctionDef,
-        "get_gpt_layer_with_transformer_engine_spec",
-    )
+    layer = layer_function("get_gpt_layer_with_transformer_engine")
 
     assert list(returned.values()) == [
         "return TELayerNormColumnParallelLinear",
         "return TERowParallelLinear",
         "return TEDotProductAttention",
     ]
-    assert "qk_layernorm" in {argument.arg for argument in spec.args.args}
+    assert "qk_layernorm" in {argument.arg for argument in layer.args.args}
