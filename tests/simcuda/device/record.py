@@ -19,7 +19,6 @@ import surface
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_FOLDERS = ("/spmdflow/", "/algos/", "/tests/")
 operations: list[dict[str, Any]] = []
 waits: Counter[tuple[str, str, str]] = Counter()
 wait_bytes: Counter[tuple[str, str, str]] = Counter()
@@ -60,24 +59,8 @@ def _close_run() -> None:
     launches[_run] += Counter(surface.native.launches()) - before
 
 
-def line() -> str:
-    """file:function of the innermost frame of the project; else of the innermost library's."""
-    frame = sys._getframe(2)
-    library = ""
-    while frame is not None:
-        code = frame.f_code
-        *root, path = code.co_filename.split("/site-packages")  # which may lie in the checkout
-        for folder in _FOLDERS:
-            if folder in path and "/simcuda/device/" not in path:
-                return f"{path[path.rfind(folder) + 1 :]}:{code.co_name}"
-        if not library and root:
-            library = f"{path[1:]}:{code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return library
-
-
 def _wait(what: str, size: int) -> None:
-    key = (_run, what, line())
+    key = (_run, what, surface.line_of(sys._getframe(1)))
     waits[key] += 1
     wait_bytes[key] += size
 
@@ -92,7 +75,7 @@ def _operation(group: str, op: str, shapes: list[Any], peer: int, tag: int) -> N
             "peer": peer,
             "tag": tag,
             "thread": threading.current_thread().name,
-            "line": line(),
+            "line": surface.line_of(sys._getframe(1)),
             "batch": getattr(_local, "batch", None),
         }
     )
