@@ -470,6 +470,7 @@ void bind_groups(py::module& module) {
 
 PYBIND11_MODULE(simulated_cuda, module) {
   simulated::bind_device(module);
+  simulated::bind_kernels(module);
   simulated::bind_pools(module);
   simulated::bind_groups(module);
   for (auto* name : {"on_sync", "on_segment", "on_operation"})  // no Python after its end

@@ -300,6 +300,25 @@ int64_t attention_kernel(
 
 }  // namespace simulated
 
+namespace simulated {
+
+// For kernels in Python: a tensor's values on the host, and the way back. Nobody waits.
+void bind_kernels(py::module& module) {
+  module.def("peek", [](const at::Tensor& tensor) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (on_device(tensor))
+      use(tensor, current_stream(tensor.device().index()), false, "a kernel");
+    return Aliases().to_host(tensor).clone();
+  });
+  module.def("poke", [](const at::Tensor& tensor, const at::Tensor& values) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    use(tensor, current_stream(tensor.device().index()), true, "a kernel");
+    Aliases().to_host(tensor).copy_(values);
+  });
+}
+
+}  // namespace simulated
+
 namespace at::native {
 REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &simulated::attention_kernel)
 }  // namespace at::native

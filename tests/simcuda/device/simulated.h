@@ -84,6 +84,7 @@ at::Tensor empty_on_device(
 void grow(const at::Tensor& tensor, int64_t bytes);
 
 void bind_device(py::module& module);
+void bind_kernels(py::module& module);
 void bind_pools(py::module& module);
 void bind_groups(py::module& module);
 

@@ -37,6 +37,7 @@ def install(library: str) -> None:
     spec.loader.exec_module(native)
     _install_devices()
     _kernels.impl("mm.dtype", _product, "CUDA")
+    _install_attention()
     _install_memory()
     _install_streams()
     _install_generators()
@@ -166,6 +167,12 @@ _kernels = torch.library.Library("aten", "IMPL")
 def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """torch.mm(a, b, out_dtype=): products and sums in out_dtype."""
     return a.to(out_dtype) @ b.to(out_dtype)
+
+
+def _install_attention() -> None:
+    import attention
+
+    attention.install(_kernels)
 
 
 def _install_memory() -> None:

@@ -3,8 +3,8 @@
 Each rank writes what it waits for into a file of SIMCUDA_STATE, a folder of the whole run, and
 reads the others' files. An operation hangs if this rank has waited in it for SIMCUDA_HANG_SECONDS
 (45) and no other member does anything about it: each waits in an operation for as long, has ended,
-or has used almost no processor time for as long. A rank that computes is waited for, so a busy
-machine gives no verdict.
+or has hardly wanted a processor for as long. A rank that computes, or would if a processor were
+free, is waited for, so that a busy machine gives no verdict.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ def start() -> None:
 
 def _watch(folder: Path, limit: float) -> None:
     pause = min(2.0, limit / 5)
-    seen = (time.monotonic(), time.process_time())
-    busy_at = seen[0]
+    seen_at = busy_at = time.monotonic()
+    wanted = _wanted_seconds()
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         time.sleep(pause)
-        now = (time.monotonic(), time.process_time())
-        if now[1] - seen[1] > _IDLE_SHARE * (now[0] - seen[0]):
-            busy_at = now[0]
-        seen = now
-        mine = _own_state(now[0] - busy_at)
+        now = time.monotonic()
+        more = _wanted_seconds() - wanted
+        if not 0 <= more <= _IDLE_SHARE * (now - seen_at):  # below 0: a thread has ended
+            busy_at = now
+        seen_at = now
+        wanted += more
+        mine = _own_state(now - busy_at)
         path = folder / f"{mine['rank']}.json"
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps(mine))
@@ -58,6 +60,18 @@ def _watch(folder: Path, limit: float) -> None:
                 sys.stderr.write(f"simulated NCCL: {text}\n")
                 sys.stderr.flush()
                 os._exit(EXIT_CODE)
+
+
+def _wanted_seconds() -> float:
+    """How long this process has run on processors, or waited for one."""
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            running, waiting, _ = path.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread has ended
+        total += int(running) + int(waiting)
+    return total / 1e9
 
 
 def _own_state(idle: float) -> State:
