@@ -110,6 +110,14 @@ def costs(folder: Path, rank: int = 0) -> dict[str, Counter[str]]:
     return dict(runs)
 
 
+def read_memory(folder: Path, rank: int = 0) -> dict[str, dict[int, tuple[int, int]]]:
+    """Run -> step -> (bytes, blocks) of tensors that were on a rank's device after it."""
+    return {
+        name: {int(step): (used, blocks) for step, (used, blocks) in steps.items()}
+        for name, steps in _record(folder, rank)["memory"].items()
+    }
+
+
 def _record(folder: Path, rank: int) -> dict[str, Any]:
     (path,) = folder.glob(f"{rank}-*.json")
     return dict(json.loads(path.read_text()))

@@ -6,10 +6,12 @@ One JSON a rank: operations in the order in which they were started, waits by li
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from itertools import count
 from pathlib import Path
@@ -23,7 +25,9 @@ operations: list[dict[str, Any]] = []
 waits: Counter[tuple[str, str, str]] = Counter()
 wait_bytes: Counter[tuple[str, str, str]] = Counter()
 launches: defaultdict[str, Counter[str]] = defaultdict(Counter)
+memory: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
 _run = ""
+_DROP_SECONDS = 5.0
 _batches = count()
 _local = threading.local()
 
@@ -51,6 +55,24 @@ def mark(name: str) -> None:
     global _run
     _close_run()
     _run = name
+
+
+def measure(step: int) -> None:
+    """Note (bytes, blocks) of tensors on the rank's device as those after a step.
+
+    A rank may still drop what it has answered with: more blocks than after the step before are
+    looked at again for a while.
+    """
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    before = memory[_run].get(step - 1)
+    end = time.monotonic() + _DROP_SECONDS
+    while True:
+        gc.collect()
+        used, _, _, blocks = surface.native.memory(device)
+        if before is None or blocks <= before[1] or time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    memory[_run][step] = (used, blocks)
 
 
 def _close_run() -> None:
@@ -89,7 +111,6 @@ def write(folder: Path) -> None:
     rank = int(os.environ.get("RANK", "0"))
     listed = [[*key, number, wait_bytes[key]] for key, number in waits.most_common()]
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(
-        {"rank": rank, "operations": operations, "waits": listed, "launches": launches}
-    )
+    found = {"rank": rank, "operations": operations, "waits": listed}
+    text = json.dumps(found | {"launches": launches, "memory": memory})
     (folder / f"{rank}-{os.getpid()}.json").write_text(text)

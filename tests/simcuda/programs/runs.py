@@ -13,12 +13,16 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import spmdflow
+from spmdflow.kind.registry import register_tracker
+from spmdflow.run import RankEnvironment, _take_device
+from spmdflow.tracking.tracker import Sink
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "algos" / "arithmetic" / "model"
@@ -140,11 +144,16 @@ _STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo, fsdp": ("grpo", (*SMALL, "actor.update.mini_batch_size=64")),
 }
 STEPS = (2, 3)
+BLOCKS = "device_blocks"
 RUNS |= {
     f"{name}, {steps} steps": (
         script,
         2,
-        (*settings, "eval_every=0", "save_every=0", "run.save_last=false", f"total_steps={steps}"),
+        (
+            *(*settings, "eval_every=0", "save_every=0", "run.save_last=false"),
+            *(f"total_steps={steps}", f"run.trackers=[{BLOCKS}]"),
+            "actor.update.old_log_probs=recompute",  # auto may change its mind after a step
+        ),
     )
     for name, (script, settings) in _STEPS.items()
     for steps in STEPS
@@ -152,12 +161,24 @@ RUNS |= {
 """What a run of three steps does more than one of two is what a step does."""
 
 
+@register_tracker(BLOCKS)
+class DeviceBlocks(Sink):
+    """Records what is on the device of the first rank after each step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics are of no interest."""
+        if "SIMCUDA_LOG" in os.environ:
+            import record  # on simulated devices only
+
+            record.measure(step)
+
+
 def main() -> int:
     """0 if every run has ended as it should."""
     folder = Path(sys.argv[1])
     names = sys.argv[2:]
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _take_device(RankEnvironment.from_environment())
     limit = datetime.timedelta(seconds=1400)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
     if rank == 0:
