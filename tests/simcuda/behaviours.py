@@ -198,11 +198,13 @@ def reading_a_value_makes_the_host_wait() -> None:
     with waits() as found:
         made.sum().item()
         made.nonzero()
+        made[made > 0]
         made.cpu()
         _ = made * 2
     assert found == {
         "aten::_local_scalar_dense": 1,
         "aten::nonzero": 1,
+        "aten::index": 1,
         "copy to the host (pageable) and wait": 1,
     }
 

@@ -82,7 +82,7 @@ def _close_run() -> None:
 
 
 def _wait(what: str, size: int) -> None:
-    key = (_run, what, surface.line_of(sys._getframe(1)))
+    key = (_run, what, surface.line_of(sys._getframe().f_back))
     waits[key] += 1
     wait_bytes[key] += size
 
@@ -97,7 +97,7 @@ def _operation(group: str, op: str, shapes: list[Any], peer: int, tag: int) -> N
             "peer": peer,
             "tag": tag,
             "thread": threading.current_thread().name,
-            "line": surface.line_of(sys._getframe(1)),
+            "line": surface.line_of(sys._getframe().f_back),
             "batch": getattr(_local, "batch", None),
         }
     )

@@ -72,9 +72,17 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ),
     "ppo, split, zero 3": ("ppo", 4, (*PPO, "placement=split", "actor.engine.kind=zero3")),
     "grpo, fsdp": ("grpo", 2, (*SMALL, "actor.update.mini_batch_size=64")),
+    "grpo, fsdp, resumed": (
+        "grpo",
+        2,
+        (
+            *(word for word in SMALL if not word.startswith("total_steps")),
+            *("actor.update.mini_batch_size=64", "total_steps=3"),
+        ),
+    ),
     "grpo, one step off policy": ("grpo_async", 4, (*SMALL, "actor.update.mini_batch_size=32")),
 }
-"""Name -> script, number of ranks, settings."""
+"""Name -> script, number of ranks, settings. A resumed run continues the run of that name."""
 WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "ppo, megatron t2, vllm t2, blocks": (
         "ppo",
@@ -184,7 +192,8 @@ def main() -> int:
     if rank == 0:
         write_deep(folder / "deep")
     dist.barrier()
-    for number, name in enumerate(names):
+    for name in names:
+        run_dir = folder / f"run-{names.index(name.removesuffix(', resumed'))}"
         script, num_ranks, settings = RUNS[name]
         begin_run(name)
         began = time.perf_counter()
@@ -192,7 +201,7 @@ def main() -> int:
             ROOT / "algos" / f"{script}.py",
             settings=[
                 *(x.format(folder=folder) for x in settings),
-                f"run.dir={folder}/run-{number}",
+                f"run.dir={run_dir}",
             ],
             ranks=tuple(range(num_ranks)),
         )
