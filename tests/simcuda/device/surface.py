@@ -42,6 +42,7 @@ def install(library: str) -> None:
     _install_streams()
     _install_generators()
     _install_groups()
+    _install_batches()
     if folder := os.environ.get("SIMCUDA_LOG"):
         import record
 
@@ -269,6 +270,7 @@ def _install_streams() -> None:
         @property
         def cuda_stream(self) -> int:
             return self.stream_id
+
     class Event(torch.Event):
         def __new__(
             cls,
@@ -372,6 +374,15 @@ def _install_groups() -> None:
             name = f"gloo:{made_by.get('group_name', '?')}:{list(ranks)}"
             return native.Group(gloo(store, rank, size, timeout=timeout), False, name, store)
 
+    _replace([c10d, dist], {"ProcessGroupNCCL": ProcessGroupNCCL})
+    _replace([c10d], {"_NCCL_AVAILABLE": True})
+    _replace([c10d, dist], {"is_nccl_available": lambda: True})
+    _replace([c10d], {"ProcessGroupGloo": ProcessGroupGloo})
+    _replace([torch._C], {"_nccl_version": lambda: 22703, "_nccl_version_suffix": lambda: b""})
+
+
+def _install_batches() -> None:
+    """Messages of one batch share their group's communicator."""
     stock = c10d.batch_isend_irecv
 
     def batch_isend_irecv(p2p_op_list: Any) -> Any:
@@ -382,8 +393,3 @@ def _install_groups() -> None:
             native.in_batch(before)
 
     _replace([c10d, dist], {"batch_isend_irecv": batch_isend_irecv})
-    _replace([c10d, dist], {"ProcessGroupNCCL": ProcessGroupNCCL})
-    _replace([c10d], {"_NCCL_AVAILABLE": True})
-    _replace([c10d, dist], {"is_nccl_available": lambda: True})
-    _replace([c10d], {"ProcessGroupGloo": ProcessGroupGloo})
-    _replace([torch._C], {"_nccl_version": lambda: 22703, "_nccl_version_suffix": lambda: b""})

@@ -28,7 +28,7 @@ State = Mapping[str, Any]
 
 
 def start() -> None:
-    """Watch this process from now on, if the run has a folder for it. A second call does nothing."""
+    """Watch this process, if the run has a folder for it. A second call does nothing."""
     folder = os.environ.get("SIMCUDA_STATE")
     name = "simulated nccl watchdog"
     if folder and all(thread.name != name for thread in threading.enumerate()):
