@@ -199,12 +199,14 @@ def reading_a_value_makes_the_host_wait() -> None:
         made.sum().item()
         made.nonzero()
         made[made > 0]
+        made[made > 0] = torch.ones(3, device="cuda")
+        made[made > 0] = 2
         made.cpu()
         _ = made * 2
     assert found == {
         "aten::_local_scalar_dense": 1,
-        "aten::nonzero": 1,
-        "aten::index": 1,
+        "aten::nonzero": 2,
+        "aten::_index_put_impl_": 1,
         "copy to the host (pageable) and wait": 1,
     }
 

@@ -133,19 +133,17 @@ void wait_here(const std::string& what, int device, int64_t bytes = 0) {
   host_waits_for_stream(current_stream(device));
 }
 
-// A mask as index: CUDA looks for its ones first, and the host waits for their number. A single
-// value of the host is filled in under the mask without that.
-bool has_mask(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+// A mask as index: CUDA looks for its ones first, and the host waits for their number. (`index`
+// does that by an operator of its own.) A single value of the host is filled in without a wait.
+bool writes_by_mask(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (op.schema().name().find("index_put") == std::string::npos) return false;
+  const auto& values = arguments[2].toTensor();
+  if (values.numel() == 1 && values.device().is_cpu()) return false;
   bool found = false;
-  const bool fills = arguments.size() > 2 && arguments[2].isTensor() &&
-      arguments[2].toTensor().numel() == 1 && arguments[2].toTensor().device().is_cpu();
-  if (kTakesHostIndices.count(op.schema().name()) && !fills)
-    for (auto& argument : arguments)
-      if (argument.isOptionalTensorList())
-        for_tensors(argument, [&](const at::Tensor& each) {
-          const auto dtype = each.scalar_type();
-          found = found || (on_device(each) && (dtype == at::kBool || dtype == at::kByte));
-        });
+  for_tensors(arguments.slice(1, 1), [&](const at::Tensor& each) {
+    const auto dtype = each.scalar_type();
+    found = found || (on_device(each) && (dtype == at::kBool || dtype == at::kByte));
+  });
   return found;
 }
 
@@ -165,7 +163,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_devices(op, arguments);
   if (is_fused(op)) check_fused(op, arguments);
   use_arguments(op, arguments);
-  if (kWaits.count(schema.name()) || has_mask(op, arguments)) wait_here(schema.name(), device_of(arguments));
+  if (kWaits.count(schema.name()) || writes_by_mask(op, arguments)) wait_here(schema.name(), device_of(arguments));
   if (schema.name() != "aten::_local_scalar_dense") count_launch(schema.name());
   Aliases aliases;
   for (size_t i = stack->size() - num_arguments; i < stack->size(); i++) {
