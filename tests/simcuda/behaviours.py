@@ -331,6 +331,19 @@ def copies_to_pinned_memory_have_come_when_the_host_has_waited() -> None:
     assert target.tolist() == list(range(8))
 
 
+def copies_of_pinned_memory_on_two_streams_are_ordered() -> None:
+    target = torch.empty(8, pin_memory=True)
+    side = torch.cuda.Stream()
+    values = torch.ones(8, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        target.copy_(values, non_blocking=True)
+    with refused("stream race", "pinned memory", "stream 0", "writes"):
+        target.to("cuda", non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
+    assert target.to("cuda", non_blocking=True).tolist() == [1] * 8
+
+
 def pinned_memory_is_not_written_before_it_is_copied() -> None:
     source = torch.ones(8, pin_memory=True)
     source.to("cuda", non_blocking=True)

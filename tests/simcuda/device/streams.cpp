@@ -133,6 +133,17 @@ bool overlaps(const HostCopy& copy, const char* memory, int64_t bytes) {
   return start < memory + bytes && memory < start + copy.bytes;
 }
 
+// Another copy of the same pinned memory must come after one that is on its way.
+void check_pinned(const char* memory, int64_t bytes, Stream stream, bool writes) {
+  for (auto& copy : copies) {
+    if (!overlaps(copy, memory, bytes) || comes_after(stream, copy.stream, copy.number)) continue;
+    TORCH_CHECK(
+        copy.source && !writes, "stream race: a copy on ", name_of(stream),
+        " uses pinned memory that a copy on ", name_of(copy.stream), copy.source ? " reads" : " writes",
+        ", and nothing orders the two; wait for an event of the other stream or synchronize");
+  }
+}
+
 void finish(HostCopy& copy) {
   if (!copy.source) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -280,6 +291,7 @@ void copy_to_pinned(at::Tensor& target, const at::Tensor& source, Stream stream)
   Locked locked(lock);
   auto* memory = static_cast<char*>(target.data_ptr());
   const int64_t bytes = target.numel() * target.itemsize();
+  check_pinned(memory, bytes, stream, /*writes=*/true);
   done = finish_where([&](auto& copy) { return overlaps(copy, memory, bytes); });
   spoil(memory, bytes);
   copies.push_back({stream, clock_of(stream)[stream], target.detach(), values, nullptr, bytes, 0});
@@ -291,6 +303,7 @@ void copy_from_pinned(const at::Tensor& source, Stream stream) {
   Locked locked(lock);
   auto* memory = static_cast<const char*>(source.const_data_ptr());
   const int64_t bytes = source.numel() * source.itemsize();
+  check_pinned(memory, bytes, stream, /*writes=*/false);
   done = finish_where([&](auto& copy) { return !copy.source && overlaps(copy, memory, bytes); });
   const auto number = clock_of(stream)[stream];
   copies.push_back({stream, number, {}, {}, memory, bytes, hash_of(memory, bytes)});

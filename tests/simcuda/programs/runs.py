@@ -51,6 +51,8 @@ OFFLOAD = (
     "actor.engine.offload=[parameters,gradients,optimizer]",
     "critic.engine.offload=[parameters,gradients,optimizer]",
 )
+MICRO = ("actor.update.mini_batch_size=64", "actor.engine.micro_batch_rows=8")
+"""Several micro-batches a step, between which the host does not wait."""
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "ppo, fsdp, bfloat16": ("ppo", 2, PPO),
     "ppo, zero 1 and 2, offload": (
@@ -71,14 +73,11 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ),
     ),
     "ppo, split, zero 3": ("ppo", 4, (*PPO, "placement=split", "actor.engine.kind=zero3")),
-    "grpo, fsdp": ("grpo", 2, (*SMALL, "actor.update.mini_batch_size=64")),
+    "grpo, fsdp": ("grpo", 2, (*SMALL, *MICRO)),
     "grpo, fsdp, resumed": (
         "grpo",
         2,
-        (
-            *(word for word in SMALL if not word.startswith("total_steps")),
-            *("actor.update.mini_batch_size=64", "total_steps=3"),
-        ),
+        (*(word for word in SMALL if not word.startswith("total_steps")), *MICRO, "total_steps=3"),
     ),
     "grpo, one step off policy": ("grpo_async", 4, (*SMALL, "actor.update.mini_batch_size=32")),
 }
