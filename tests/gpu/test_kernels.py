@@ -1,11 +1,9 @@
 """CUDA kernels as this project calls them, each against float64 on the CPU.
 
-Simulated devices have none of these kernels: they run the CPU's (docs/lab/GPU.md).
+Simulated devices have the CPU's kernels, and check what a call gives them (docs/lab/GPU.md).
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -16,12 +14,7 @@ from spmdflow.parallel.device import all_to_device, to_host
 from spmdflow.weights.move import Storages
 from spmdflow.workers.attention import PackedRows, SeenKeys, _has_varlen, _varlen_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        os.environ.get("SIMCUDA") == "1", reason="a simulated device has no kernels"
-    ),
-]
+pytestmark = pytest.mark.gpu
 BFLOAT16_GAP = 2e-2
 """8 bits of mantissa, values up to 3; also relative, for gradients."""
 

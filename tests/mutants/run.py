@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 REPOSITORY = FOLDER.parents[1]
-LIMIT_SECONDS = 600.0
+LIMIT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 from collections import Counter
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 
 @contextmanager
@@ -196,11 +198,15 @@ def reading_a_value_makes_the_host_wait() -> None:
     with waits() as found:
         made.sum().item()
         made.nonzero()
+        made[made > 0]
+        made[made > 0] = torch.ones(3, device="cuda")
+        made[made > 0] = 2
         made.cpu()
         _ = made * 2
     assert found == {
         "aten::_local_scalar_dense": 1,
-        "aten::nonzero": 1,
+        "aten::nonzero": 2,
+        "aten::_index_put_impl_": 1,
         "copy to the host (pageable) and wait": 1,
     }
 
@@ -215,9 +221,190 @@ def only_pinned_memory_is_copied_behind() -> None:
         pinned.to("cuda")
     assert found == {
         "copy to the device": 1,
-        "copy to the device (pageable)": 1,
+        "copy to the device (pageable) and wait": 1,
         "copy to the device and wait": 1,
     }
+
+
+def work_of_two_streams_is_ordered_by_events_and_waits() -> None:
+    other = torch.cuda.Stream()
+    written = torch.ones(8, device="cuda")
+    with torch.cuda.stream(other), refused("aten::add", "stream 0", "aten::fill_", "writes"):
+        written + 1
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        read = written + 1
+    with refused("aten::zero_ on stream 0 writes", "aten::add", "reads"):
+        written.zero_()
+    event = other.record_event()
+    torch.cuda.current_stream().wait_event(event)
+    written.zero_()
+    with torch.cuda.stream(other):
+        read += 1
+    with refused("aten::mul"):
+        read * 2
+    torch.cuda.synchronize()
+    assert (read * 2).tolist() == [6] * 8
+
+
+def streams_that_only_read_need_no_order() -> None:
+    values = torch.ones(8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        values + 1
+    values + 2
+    torch.cuda.synchronize()
+
+
+def parts_of_a_storage_are_used_by_two_streams() -> None:
+    whole = torch.zeros(8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        whole[:4] += 1
+    whole[4:] += 1
+    with refused("stream race on cuda:0"):
+        whole[3:] += 1
+    torch.cuda.synchronize()
+
+
+def the_wait_of_one_event_is_none_for_later_work() -> None:
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        values = torch.ones(8, device="cuda")
+        event = torch.cuda.Event()
+        event.record()
+        values += 1
+    event.synchronize()
+    with refused("stream race"):
+        values * 2
+    torch.cuda.synchronize()
+
+
+def memory_is_not_freed_while_another_stream_uses_it() -> None:
+    def used_by_another() -> tuple[torch.Tensor, torch.cuda.Stream]:
+        made = torch.ones(1 << 18, device="cuda")
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            made + 1
+        return made, stream
+
+    made, _ = used_by_another()
+    del made
+    with refused("freed too early", "aten::add", "record_stream"):
+        torch.empty(1 << 18, device="cuda")
+    torch.cuda.synchronize()
+    made, stream = used_by_another()
+    made.record_stream(stream)
+    del made
+    torch.empty(1 << 18, device="cuda")
+    made, stream = used_by_another()
+    torch.cuda.current_stream().wait_stream(stream)
+    del made
+    torch.empty(1 << 18, device="cuda")
+
+
+def backward_runs_on_the_stream_of_its_forward() -> None:
+    layer = nn.Linear(8, 8, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        loss = layer(torch.ones(2, 8, device="cuda")).sum()
+    loss.backward()  # which waits for the gradients' streams at its end
+    assert layer.weight.grad.isfinite().all()
+
+
+def copies_to_pinned_memory_have_come_when_the_host_has_waited() -> None:
+    values = torch.arange(8.0, device="cuda")
+    target = torch.empty(8, pin_memory=True)
+    target.copy_(values, non_blocking=True)
+    assert target.isnan().all()
+    torch.cuda.synchronize()
+    assert target.tolist() == list(range(8))
+    target.copy_(values + 1, non_blocking=True)
+    again = target.to("cuda", non_blocking=True)  # the same stream, so after the first copy
+    assert again.tolist() == list(range(1, 9)) == target.tolist()
+    event = torch.cuda.Event()
+    target.copy_(values, non_blocking=True)
+    event.record()
+    event.synchronize()
+    assert target.tolist() == list(range(8))
+
+
+def copies_of_pinned_memory_on_two_streams_are_ordered() -> None:
+    target = torch.empty(8, pin_memory=True)
+    side = torch.cuda.Stream()
+    values = torch.ones(8, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        target.copy_(values, non_blocking=True)
+    with refused("stream race", "pinned memory", "stream 0", "writes"):
+        target.to("cuda", non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
+    assert target.to("cuda", non_blocking=True).tolist() == [1] * 8
+
+
+def pinned_memory_is_not_written_before_it_is_copied() -> None:
+    source = torch.ones(8, pin_memory=True)
+    source.to("cuda", non_blocking=True)
+    source[0] = 2
+    with refused("pinned memory", "before", "copied"):
+        torch.cuda.synchronize()
+    source.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    source[0] = 3
+
+
+def memory_is_limited() -> None:
+    used = torch.cuda.memory_allocated(7)
+    os.environ["SIMCUDA_MEMORY"] = str(used + (8 << 20))
+    try:
+        kept = torch.zeros(1 << 20, device="cuda:7")
+        for allocate in (
+            lambda: torch.zeros((1 << 20) + 1, device="cuda:7"),
+            lambda: torch.cat([kept, kept]),  # a kernel's result
+        ):
+            try:
+                allocate()
+            except torch.OutOfMemoryError as err:
+                assert "CUDA out of memory. Tried to allocate" in str(err)
+            else:
+                raise AssertionError("was not refused")
+        torch.zeros(1 << 20, device="cuda:7")
+    finally:
+        del os.environ["SIMCUDA_MEMORY"]
+
+
+def blocks_of_memory_are_counted() -> None:
+    before = torch.cuda.memory_stats(3)["allocation.all.current"]
+    made = [torch.zeros(4, device="cuda:3"), torch.ones(4, device="cuda:3") + 1]
+    assert torch.cuda.memory_stats(3)["allocation.all.current"] == before + 2
+    del made
+    assert torch.cuda.memory_stats(3)["allocation.all.current"] == before
+
+
+def fused_optimizers_take_no_step_counter_on_the_host() -> None:
+    weight = nn.Parameter(torch.ones(4, device="cuda"))
+    weight.grad = torch.ones(4, device="cuda")
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    state = optimizer.state[weight]
+    state["step"] = state["step"].cpu()
+    with refused("_fused_adamw_", "cpu", "state_steps"):
+        optimizer.step()
+
+
+def packed_attention_takes_what_flash_takes() -> None:
+    def attend(dtype: torch.dtype = torch.bfloat16, offsets: torch.dtype = torch.int32) -> None:
+        rows = torch.randn(5, 2, 8, device="cuda", dtype=dtype)
+        starts = torch.tensor([0, 2, 5], device="cuda", dtype=offsets)
+        varlen_attn(rows, rows, rows, starts, starts, 3, 3, window_size=(-1, 0))
+
+    attend()
+    with refused("cu_seqlens_q must have dtype int32"):
+        attend(offsets=torch.int64)
+    with refused("fp16 and bf16"):
+        attend(dtype=torch.float32)
 
 
 def attention_that_stores_its_scores_is_told() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +59,8 @@ def simulated() -> Simulated:
         }
         if log is not None:
             variables["SIMCUDA_LOG"] = str(log)
+        state = tempfile.mkdtemp(prefix="simcuda-")
+        variables["SIMCUDA_STATE"] = state
         process = subprocess.Popen(
             [sys.executable, *map(str, words)],
             env={**os.environ, **variables},
@@ -71,6 +75,8 @@ def simulated() -> Simulated:
         except BaseException:
             os.killpg(process.pid, 9)
             raise
+        finally:
+            shutil.rmtree(state, ignore_errors=True)
         assert process.returncode == 0, f"{output[-3000:]}\n{errors[-6000:]}"
         return output
 

@@ -9,7 +9,10 @@ in the record:
 3. no cycle: an operation waits for those that its rank started before it. On NCCL all threads of a
    rank share a queue, and the messages of one batch_isend_irecv go together; on gloo a thread waits
    for a collective, but not for a message;
-4. NCCL knows no tags, and a communicator belongs to one lane of a rank and its autograd thread.
+4. NCCL knows no tags, and a communicator belongs to one lane of a rank and its autograd thread;
+5. the first operation of a rank on a communicator holds its thread up until all members have come
+   to theirs, so all of them must, and these meetings have no cycle either. A message outside of
+   batch_isend_irecv has a communicator of its two ranks.
 """
 
 from __future__ import annotations
@@ -110,6 +113,14 @@ def costs(folder: Path, rank: int = 0) -> dict[str, Counter[str]]:
     return dict(runs)
 
 
+def read_memory(folder: Path, rank: int = 0) -> dict[str, dict[int, tuple[int, int]]]:
+    """Run -> step -> (bytes, blocks) of tensors that were on a rank's device after it."""
+    return {
+        name: {int(step): (used, blocks) for step, (used, blocks) in steps.items()}
+        for name, steps in _record(folder, rank)["memory"].items()
+    }
+
+
 def _record(folder: Path, rank: int) -> dict[str, Any]:
     (path,) = folder.glob(f"{rank}-*.json")
     return dict(json.loads(path.read_text()))
@@ -117,7 +128,7 @@ def _record(folder: Path, rank: int) -> dict[str, Any]:
 
 def problems(ranks: Ranks) -> list[str]:
     """What is wrong with the operations of one run; [] if nothing is."""
-    return [*_mismatches(ranks), *_cycles(ranks), *_rules(ranks)]
+    return [*_mismatches(ranks), *_cycles(ranks), *_rules(ranks), *_first_uses(ranks)]
 
 
 def _events(operations: Iterable[Operation]) -> Iterator[tuple[Hashable, Operation]]:
@@ -157,29 +168,70 @@ def _content(each: Operation) -> tuple[Any, ...]:
     return (each.op, each.peer, () if unequal else each.shapes)
 
 
+_Queue = list[list[tuple[Hashable, Operation]]]
+
+
 def _cycles(ranks: Ranks) -> Iterator[str]:
     for backends in ({"nccl"}, {"nccl", "gloo"}):
-        graph = networkx.DiGraph()
-        for operations in ranks.values():
-            for queue in _queues(operations, backends):
-                for before, after in pairwise(queue):
-                    graph.add_edges_from(
-                        (first, second, {"why": f"{one}, then {two}"})
-                        for first, one in before
-                        for second, two in after
-                    )
-        try:
-            cycle = networkx.find_cycle(graph)
-        except networkx.NetworkXNoCycle:
-            continue
-        why = "; ".join(graph.edges[edge[:2]]["why"] for edge in cycle[:4])
-        yield f"a cycle of {len(cycle)} operations on {' and '.join(sorted(backends))}: {why}"
-        return
+        queues = [q for operations in ranks.values() for q in _queues(operations, backends)]
+        if found := _cycle(queues):
+            size, why = found
+            yield f"a cycle of {size} operations on {' and '.join(sorted(backends))}: {why}"
+            return
 
 
-def _queues(
-    operations: Iterable[Operation], backends: set[str]
-) -> Iterable[list[list[tuple[Hashable, Operation]]]]:
+def _cycle(queues: Iterable[_Queue]) -> tuple[int, str] | None:
+    """(number of operations, the first of them) that wait for each other in a circle."""
+    graph = networkx.DiGraph()
+    for queue in queues:
+        for before, after in pairwise(queue):
+            graph.add_edges_from(
+                (first, second, {"why": f"{one}, then {two}"})
+                for first, one in before
+                for second, two in after
+            )
+    try:
+        cycle = networkx.find_cycle(graph)
+    except networkx.NetworkXNoCycle:
+        return None
+    return len(cycle), "; ".join(graph.edges[edge[:2]]["why"] for edge in cycle[:4])
+
+
+def _first_uses(ranks: Ranks) -> Iterator[str]:
+    """Communicators that some members never use, and first uses that wait for each other."""
+    joined: dict[Hashable, dict[int, Operation]] = defaultdict(dict)
+    members: dict[Hashable, set[int]] = {}
+    queues = []
+    for rank, operations in ranks.items():
+        by_thread: dict[str, _Queue] = defaultdict(list)
+        for event, each in _events(operations):
+            if each.backend == "gloo":
+                if not each.is_message:
+                    by_thread[each.thread].append([(event, each)])
+                continue
+            key, needed = _communicator(each)
+            members[key] = needed
+            if rank not in joined[key]:
+                joined[key][rank] = each
+                by_thread[each.thread].append([(("first use", key), each)])
+        queues += by_thread.values()
+    for key, found in joined.items():
+        if lacking := sorted(members[key] - set(found)):
+            first = next(iter(found.values()))
+            yield f"{first} is its first use, which ranks {lacking} never reach"
+    if cycle := _cycle(queues):
+        yield f"a cycle of {cycle[0]} first uses and collectives of hosts: {cycle[1]}"
+
+
+def _communicator(each: Operation) -> tuple[Hashable, set[int]]:
+    """Key and members of the communicator that an operation on NCCL takes."""
+    if each.is_message and each.batch is None:
+        pair = {each.rank, each.members[each.peer]}
+        return (each.group, *sorted(pair)), pair
+    return (each.group,), set(each.members)
+
+
+def _queues(operations: Iterable[Operation], backends: set[str]) -> Iterable[_Queue]:
     """By queue of a rank: what it starts one after another, batches together."""
     queues: dict[str, list[list[tuple[Hashable, Operation]]]] = defaultdict(list)
     batches: dict[str, int | None] = {}

@@ -16,6 +16,12 @@ WITH_VLLM = "kv_cache and optimizer"
 """What no other test of this folder does with every push; all of them run under slow."""
 
 
+def test_kernels_are_called_as_cuda_takes_them(simulated: Simulated) -> None:
+    output = simulated(*("-m", "pytest", *QUIET, "tests/gpu/test_kernels.py"))
+
+    assert "9 passed" in output and "skipped" not in output
+
+
 @pytest.mark.parametrize(
     ("chosen", "number"),
     [
@@ -36,8 +42,6 @@ def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_all_that_a_gpu_will_run_first_runs_on_simulated_devices(simulated: Simulated) -> None:
-    output = simulated(
-        *("-m", "pytest", *QUIET, "tests/gpu", "--ignore=tests/gpu/test_kernels.py"), seconds=2900
-    )
+    output = simulated(*("-m", "pytest", *QUIET, "tests/gpu"), seconds=2900)
 
     assert "passed" in output and "skipped" not in output

@@ -21,12 +21,20 @@ def started(rank: int, group: str, op: str = "allreduce", **more: Any) -> Operat
 
 def ranks(*operations: Operation) -> dict[int, list[Operation]]:
     """By rank, in this order."""
-    return {rank: [each for each in operations if each.rank == rank] for rank in (0, 1)}
+    members = range(1 + max(each.rank for each in operations))
+    return {rank: [each for each in operations if each.rank == rank] for rank in members}
+
+
+EXCHANGE = [
+    Operation(rank, "nccl:5:[0, 1, 2]", op, FLOATS, peer=1 - rank, batch=1)
+    for rank in (0, 1)
+    for op in ("send", "recv")
+]
 
 
 def message(rank: int, op: str, **more: Any) -> Operation:
     """A message to, or from, the other of two ranks."""
-    return started(rank, ONE, op, peer=1 - rank, **more)
+    return started(rank, **{"group": ONE, "op": op, "peer": 1 - rank, **more})
 
 
 GOOD = {
@@ -39,6 +47,14 @@ GOOD = {
     ],
     "an exchange in one batch": [
         message(rank, op, batch=1) for rank in (0, 1) for op in ("send", "recv")
+    ],
+    "an exchange of two of three ranks after a collective of all": [
+        *(started(rank, "nccl:5:[0, 1, 2]") for rank in range(3)),
+        *EXCHANGE,
+    ],
+    "messages without a batch of two of three ranks": [
+        Operation(rank, "nccl:5:[0, 1, 2]", op, FLOATS, peer=1 - rank)
+        for rank, op in enumerate(("send", "recv"))
     ],
     "two groups of gloo in two threads": [
         started(0, LOCAL, thread="transfer"),
@@ -83,6 +99,19 @@ BAD = {
     "a message of another type": (
         [message(0, "send"), message(1, "recv", shapes=(((4,), "BFloat16"),))],
         "BFloat16",
+    ),
+    "a first exchange that a third rank does not reach": (
+        EXCHANGE,
+        "first use, which ranks [2] never reach",
+    ),
+    "first uses in two orders, for messages that fit": (
+        [
+            message(0, "send", batch=1),
+            message(0, "send", batch=2, group=OTHER),
+            message(1, "recv", batch=3, group=OTHER),
+            message(1, "recv", batch=4),
+        ],
+        "a cycle of 2 first uses",
     ),
     "a tag": ([message(0, "send", tag=7), message(1, "recv", tag=7)], "tag 7"),
     "two threads on one communicator": (

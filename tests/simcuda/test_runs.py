@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.simcuda.conftest import Simulated
 from tests.simcuda.orders import Operation, problems, read
@@ -48,9 +50,15 @@ def check(started: Started, name: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.fixture(scope="module")
-def started(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Started:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of all that runs with every push."""
-    return start(simulated, tmp_path_factory.mktemp("runs"), *PLAIN, FIRST)
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def started(simulated: Simulated, folder: Path) -> Started:
+    """Of all that runs with every push."""
+    return start(simulated, folder, *PLAIN, FIRST)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, FIRST])
@@ -58,6 +66,38 @@ def test_run_starts_what_nccl_can_end(
     started: Started, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(started, name, capsys)
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if "megatron" not in name])
+def test_sums_over_devices_are_made_in_float32(started: Started, name: str) -> None:
+    """Gradients above all; Megatron sums activations too, in the precision of its layers."""
+    reduced = [
+        (each.op, dtype)
+        for operations in started[name].values()
+        for each in operations
+        for _, dtype in each.shapes
+        if each.backend == "nccl" and "reduce" in each.op
+    ]
+
+    assert reduced and {dtype for _, dtype in reduced} <= {"Float", "Double", "Long"}
+
+
+def test_resumed_run_makes_the_third_step_only(started: Started, folder: Path) -> None:
+    metrics = folder / f"run-{PLAIN.index('grpo, fsdp')}" / "metrics.jsonl"
+
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+
+    assert steps[-1] == 3 and steps.count(2) == 1, steps
+
+
+def test_saved_tensors_are_finite(started: Started, folder: Path) -> None:
+    """Copies in pinned memory hold NaN until the host has waited for them."""
+    files = [*folder.glob("run-*/checkpoints/**/*.safetensors")]
+    for file in files:
+        for name, tensor in load_file(file).items():
+            assert not tensor.is_floating_point() or tensor.isfinite().all(), (file, name)
+
+    assert len(files) >= len(PLAIN)
 
 
 @pytest.mark.slow

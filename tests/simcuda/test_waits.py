@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.simcuda.conftest import Simulated
-from tests.simcuda.orders import costs, is_wait, read_waits
+from tests.simcuda.orders import costs, is_wait, read_memory, read_waits
 from tests.simcuda.programs.runs import RUNS, STEPS
 
 pytestmark = pytest.mark.drill
@@ -100,6 +100,16 @@ def test_offload_waits_for_no_copy(
     waits: Mapping[str, Counter[tuple[str, str]]], name: str
 ) -> None:
     assert waits[name] == waits[name.removesuffix(", offload")]
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_third_step_leaves_on_the_device_what_the_second_left(log: Path, name: str) -> None:
+    steps = read_memory(log)[f"{name}, 3 steps"]
+
+    assert set(steps) == {1, 2, 3}
+    second, third = (steps[number] for number in (2, 3))
+    assert third[1] == second[1], f"blocks after the second and the third step: {steps}"
+    assert abs(third[0] - second[0]) <= 4096, f"bytes, of which a few are of the batch: {steps}"
 
 
 @pytest.mark.parametrize("name", ONE_STEP)

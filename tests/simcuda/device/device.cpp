@@ -1,7 +1,8 @@
 // A CUDA device without a GPU, for a torch without CUDA: device type and dispatch key are CUDA's,
 // the memory is the host's, filled with NaN when it is handed out and when it is given back.
 // What it keeps: one device an operator, generators by device, memory by device, no reading of
-// device memory from the host. What it cannot show: asynchrony, numerics and speed of kernels.
+// device memory from the host. What it cannot show: numerics and speed of kernels. Of asynchrony it
+// shows what has no order (streams.cpp).
 
 #include "simulated.h"
 
@@ -56,7 +57,7 @@ void check_index(int index) {
 // ---- memory ----------------------------------------------------------------------------------
 
 struct Usage {
-  int64_t bytes = 0, peak_bytes = 0, allocations = 0;
+  int64_t bytes = 0, peak_bytes = 0, allocations = 0, blocks = 0;
 };
 
 std::mutex usage_lock;
@@ -68,6 +69,7 @@ void count(int device, int64_t bytes) {
   std::lock_guard<std::mutex> guard(usage_lock);
   auto& seen = usage[device];
   seen.bytes += bytes;
+  seen.blocks += bytes > 0 ? 1 : bytes < 0 ? -1 : 0;
   seen.allocations += bytes > 0;
   seen.peak_bytes = std::max(seen.peak_bytes, seen.bytes);
 }
@@ -79,6 +81,7 @@ void spoil(void* memory, int64_t bytes) { memset(memory, 0xFF, bytes); }  // NaN
 namespace {
 
 struct Block {
+  const void* address;
   void* memory;
   int64_t bytes;
   int device;
@@ -88,6 +91,7 @@ struct Block {
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   count(block->device, -rounded(block->bytes));
+  remove_block(block->address);
   if (block->memory) {
     spoil(block->memory, block->bytes);
     free(block->memory);
@@ -97,8 +101,10 @@ void free_block(void* context) {
 
 c10::DataPtr counted(void* memory, int64_t bytes, int device, c10::Storage owner) {
   count(device, rounded(bytes));
+  add_block(memory, bytes, current_stream(device));
   void* own = owner ? nullptr : memory;
-  return {memory, new Block{own, bytes, device, owner}, &free_block, Device(kDevice, device)};
+  auto* block = new Block{memory, own, bytes, device, owner};
+  return {memory, block, &free_block, Device(kDevice, device)};
 }
 
 int64_t whole_memory() {
@@ -106,12 +112,27 @@ int64_t whole_memory() {
   return text ? atoll(text) : int64_t{80} << 30;
 }
 
+}  // namespace
+
+void check_memory(int device, int64_t bytes) {
+  const auto used = usage[device].bytes + kept_by_pools(device);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, used + rounded(bytes) <= whole_memory(),
+      "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ", device,
+      " has a total capacity of ", whole_memory(), " bytes of which ", whole_memory() - used,
+      " are free (simulated)");
+  check_reuse(current_stream(device), bytes);
+}
+
+namespace {
+
 struct SimulatedAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (bytes) check_memory(current_device, bytes);
     if (bytes && in_pool()) return allocate_in_pool(bytes);
     void* memory = nullptr;
     if (bytes) {
-      TORCH_CHECK(!posix_memalign(&memory, 512, rounded(bytes)), "CUDA out of memory (simulated)");
+      TORCH_CHECK(!posix_memalign(&memory, 512, rounded(bytes)), "the host is out of memory");
       spoil(memory, bytes);
     }
     return counted(memory, bytes, current_device, {});
@@ -122,7 +143,7 @@ struct SimulatedAllocator final : c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}  // as an operator: kernels.cpp
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
     const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -152,10 +173,14 @@ std::mutex pinned_lock;
 std::map<const char*, size_t> pinned;
 
 void free_pinned(void* memory) {
+  auto* address = static_cast<const char*>(memory);
+  size_t bytes = 0;
   {
     std::lock_guard<std::mutex> guard(pinned_lock);
-    pinned.erase(static_cast<const char*>(memory));
+    bytes = pinned.at(address);
+    pinned.erase(address);
   }
+  forget_pinned(address, bytes);
   free(memory);
 }
 
@@ -231,16 +256,39 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     stream_of[stream.device_index()] = stream.id();
     return before;
   }
-  void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag)
+  static Stream key(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+  static int64_t number(void* event) { return reinterpret_cast<int64_t>(event); }
+  void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag)
       const override {
     if (!*event) *event = reinterpret_cast<void*>(next_event++);
+    record_event(number(*event), key(stream));
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { tell_sync("synchronize"); }
-  void synchronizeEvent(void*) const override { tell_sync("synchronize"); }
-  void synchronizeDevice(const DeviceIndex) const override { tell_sync("synchronize"); }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    if (event) forget_event(number(event));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) wait_for_event(key(stream), number(event));
+  }
+  bool queryEvent(void* event) const override {
+    if (event) host_waits_for_event(number(event));
+    return true;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    host_waits_for_stream(key(stream));
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    tell_sync("synchronize");
+    host_waits_for_stream(key(stream));
+  }
+  void synchronizeEvent(void* event) const override {
+    tell_sync("synchronize");
+    if (event) host_waits_for_event(number(event));
+  }
+  void synchronizeDevice(const DeviceIndex index) const override {
+    tell_sync("synchronize");
+    host_waits_for_device(index);
+  }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }
   DeviceIndex deviceCount() const noexcept override { return num_devices(); }
 };
@@ -289,6 +337,9 @@ const at::Generator& default_generator(int index) {
 
 }  // namespace
 
+Stream current_stream(int device) { return {device, stream_of[device]}; }
+int64_t new_stream() { return next_stream++; }
+
 REGISTER_ALLOCATOR(kDevice, &device_allocator);
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
@@ -325,7 +376,10 @@ struct SimulatedHooks : CUDAHooksInterface {
   Generator getNewGenerator(DeviceIndex index = -1) const override {
     return simulated::new_generator(67280421310721, index < 0 ? simulated::current_device : index);
   }
-  void deviceSynchronize(DeviceIndex) const override { simulated::tell_sync("synchronize"); }
+  void deviceSynchronize(DeviceIndex index) const override {
+    simulated::tell_sync("synchronize");
+    simulated::host_waits_for_device(index < 0 ? simulated::current_device : index);
+  }
 };
 
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, SimulatedHooks)
@@ -371,6 +425,7 @@ at::Tensor Aliases::to_device(const at::Tensor& tensor) {
   auto found = device_of_.find(storage.unsafeGetStorageImpl());
   if (found == device_of_.end()) {
     int index = device_.index() < 0 ? current_device : device_.index();
+    check_memory(index, storage.nbytes());
     c10::Storage made(
         c10::Storage::use_byte_size_t(), storage.nbytes(),
         counted(const_cast<void*>(storage.data()), storage.nbytes(), index, storage),
@@ -434,7 +489,7 @@ void bind_device(py::module& module) {
   module.def("memory", [](int index) {
     std::lock_guard<std::mutex> guard(usage_lock);
     auto& seen = usage[index];
-    return std::make_tuple(seen.bytes, seen.peak_bytes, seen.allocations);
+    return std::make_tuple(seen.bytes, seen.peak_bytes, seen.allocations, seen.blocks);
   });
   module.def("reset_peak", [](int index) { device_allocator.resetPeakStats(index); });
   module.def("free_and_whole", [](int index) { return device_allocator.getMemoryInfo(index); });
@@ -444,6 +499,10 @@ void bind_device(py::module& module) {
   module.def("stream", [](int index) { return stream_of[index]; });
   module.def("set_stream", [](int index, int64_t id) { stream_of[index] = id; });
   module.def("default_generator", [](int index) { return default_generator(index); });
+  module.def("synchronize", &host_waits_for_device);
+  module.def("wait_for_stream", [](int device, int64_t id) {
+    host_waits_for_stream({device, id});
+  });
   module.def("launches", [] {
     std::lock_guard<std::mutex> guard(launches_lock);
     return launches;

@@ -90,12 +90,80 @@ void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
       "Expected a 'cpu' device type for generator but found 'cuda'");
 }
 
+bool is_fused(const c10::OperatorHandle& op) {
+  return op.schema().name().rfind("aten::_fused_ada", 0) == 0 ||
+      op.schema().name().rfind("aten::_fused_sgd", 0) == 0;
+}
+
+// Their kernel reads every tensor of its lists, the step counters too.
+void check_fused(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  for (auto& argument : arguments)
+    if (argument.isTensorList())
+      for (const at::Tensor& each : argument.toTensorVector())
+        TORCH_CHECK(
+            on_device(each), op.schema().name(), " got a tensor on ", each.device(),
+            ", expected all of params, grads, moments and state_steps on the device");
+}
+
+// What an operator reads and writes, on the current stream; a view touches no memory.
+void use_arguments(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> values) {
+  const auto& schema = op.schema();
+  for (size_t i = 0; i < values.size(); i++) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias && !alias->isWrite()) continue;
+    for_tensors(values.slice(i, 1), [&](const at::Tensor& each) {
+      if (on_device(each))
+        use(each, current_stream(each.device().index()), alias != nullptr, schema.name());
+    });
+  }
+}
+
+void use_results(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> values) {
+  for (size_t i = 0; i < values.size(); i++)
+    if (!op.schema().returns()[i].alias_info())
+      for_tensors(values.slice(i, 1), [&](const at::Tensor& each) {
+        if (on_device(each))
+          use(each, current_stream(each.device().index()), true, op.schema().name());
+      });
+}
+
+// The host waits for the current stream.
+void wait_here(const std::string& what, int device, int64_t bytes = 0) {
+  tell_sync(what, bytes);
+  host_waits_for_stream(current_stream(device));
+}
+
+// A mask as index: CUDA looks for its ones first, and the host waits for their number. (`index`
+// does that by an operator of its own.) A single value of the host is filled in without a wait.
+bool writes_by_mask(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (op.schema().name().find("index_put") == std::string::npos) return false;
+  const auto& values = arguments[2].toTensor();
+  if (values.numel() == 1 && values.device().is_cpu()) return false;
+  bool found = false;
+  for_tensors(arguments.slice(1, 1), [&](const at::Tensor& each) {
+    const auto dtype = each.scalar_type();
+    found = found || (on_device(each) && (dtype == at::kBool || dtype == at::kByte));
+  });
+  return found;
+}
+
+int device_of(c10::ArrayRef<c10::IValue> arguments) {
+  int device = current_device;
+  for_tensors(arguments, [&](const at::Tensor& each) {
+    if (on_device(each)) device = each.device().index();
+  });
+  return device;
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto& schema = op.schema();
   const auto num_arguments = schema.arguments().size();
-  check_devices(op, torch::jit::last(*stack, num_arguments));
-  if (kWaits.count(schema.name())) tell_sync(schema.name());
+  const auto arguments = torch::jit::last(*stack, num_arguments);
+  check_devices(op, arguments);
+  if (is_fused(op)) check_fused(op, arguments);
+  use_arguments(op, arguments);
+  if (kWaits.count(schema.name()) || writes_by_mask(op, arguments)) wait_here(schema.name(), device_of(arguments));
   if (schema.name() != "aten::_local_scalar_dense") count_launch(schema.name());
   Aliases aliases;
   for (size_t i = stack->size() - num_arguments; i < stack->size(); i++) {
@@ -114,6 +182,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++)
     (*stack)[i] = with_tensors(
         (*stack)[i], [&](const at::Tensor& each) { return aliases.to_device(each); });
+  use_results(op, torch::jit::last(*stack, schema.returns().size()));
 }
 
 // ---- operators that make, view or copy memory ------------------------------------------------
@@ -180,21 +249,36 @@ at::Tensor& set_to_part(
 // side is pinned: CUDA stages pageable memory through a buffer of its own.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
-  if (on_device(self) != on_device(source)) {
-    const auto& host = on_device(self) ? source : self;
-    std::string what = on_device(self) ? "copy to the device" : "copy to the host";
+  const bool to_host = on_device(source) && !on_device(self);
+  const bool to_device = on_device(self) && !on_device(source);
+  const auto stream = current_stream((to_host ? source : self).device().index());
+  use(source, on_device(source) ? current_stream(source.device().index()) : stream, false,
+      "aten::copy_");
+  use(self, stream, true, "aten::copy_");
+  const auto& host = to_device ? source : self;
+  const bool is_behind = non_blocking && (to_host || to_device) && host.is_pinned();
+  if (to_host || to_device) {
+    std::string what = to_device ? "copy to the device" : "copy to the host";
     if (!host.is_pinned()) what += " (pageable)";
-    if (!non_blocking) what += " and wait";
+    if (!is_behind) what += " and wait";
     tell_sync(what, source.numel() * source.itemsize());
+    if (!is_behind) host_waits_for_stream(stream);
   } else {
     count_launch("aten::copy_");
   }
   Aliases aliases;
+  if (is_behind && to_host) {
+    copy_to_pinned(self, aliases.to_host(source), stream);
+    return self;
+  }
+  if (is_behind) copy_from_pinned(source, stream);
   aliases.to_host(self).copy_(aliases.to_host(source));
   return self;
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  record_use(self, {stream.device_index(), stream.id()});
+}
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
@@ -226,6 +310,25 @@ int64_t attention_kernel(
   const bool is_grouped = query.dim() == 4 && query.size(1) != key.size(1);
   if (dtype == at::kDouble || (!is_half && is_grouped)) tell_sync("attention by the math kernel");
   return 0;
+}
+
+}  // namespace simulated
+
+namespace simulated {
+
+// For kernels in Python: a tensor's values on the host, and the way back. Nobody waits.
+void bind_kernels(py::module& module) {
+  module.def("peek", [](const at::Tensor& tensor) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (on_device(tensor))
+      use(tensor, current_stream(tensor.device().index()), false, "a kernel");
+    return Aliases().to_host(tensor).clone();
+  });
+  module.def("poke", [](const at::Tensor& tensor, const at::Tensor& values) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    use(tensor, current_stream(tensor.device().index()), true, "a kernel");
+    Aliases().to_host(tensor).copy_(values);
+  });
 }
 
 }  // namespace simulated

@@ -25,6 +25,7 @@ thread_local int64_t current_pool = 0;
 std::function<void(py::tuple)> on_segment;
 
 void free_segment(void* memory) {  // the pool keeps it until it is unmapped
+  remove_block(memory);
   std::lock_guard<std::mutex> guard(segments_lock);
   auto& segment = segments.at(memory);
   segment.in_use = false;
@@ -80,12 +81,13 @@ c10::DataPtr allocate_in_pool(int64_t bytes) {
     if (memory == nullptr) {
       is_new = true;
       memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      TORCH_CHECK(memory != MAP_FAILED, "CUDA out of memory (simulated)");
+      TORCH_CHECK(memory != MAP_FAILED, "the host is out of memory");
       segments[memory] = {bytes, device, current_pool, true, true};
       spoil(memory, bytes);
     }
     segments[memory].in_use = true;
     count(device, bytes);
+    add_block(memory, bytes, current_stream(device));
   }
   if (is_new && on_segment) {
     py::gil_scoped_acquire gil;

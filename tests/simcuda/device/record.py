@@ -6,10 +6,12 @@ One JSON a rank: operations in the order in which they were started, waits by li
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from itertools import count
 from pathlib import Path
@@ -19,12 +21,13 @@ import surface
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_FOLDERS = ("/spmdflow/", "/algos/", "/tests/")
 operations: list[dict[str, Any]] = []
 waits: Counter[tuple[str, str, str]] = Counter()
 wait_bytes: Counter[tuple[str, str, str]] = Counter()
 launches: defaultdict[str, Counter[str]] = defaultdict(Counter)
+memory: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
 _run = ""
+_DROP_SECONDS = 5.0
 _batches = count()
 _local = threading.local()
 
@@ -54,30 +57,32 @@ def mark(name: str) -> None:
     _run = name
 
 
+def measure(step: int) -> None:
+    """Note (bytes, blocks) of tensors on the rank's device as those after a step.
+
+    A rank may still drop what it has answered with: more blocks than after the step before are
+    looked at again for a while.
+    """
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    before = memory[_run].get(step - 1)
+    end = time.monotonic() + _DROP_SECONDS
+    while True:
+        gc.collect()
+        used, _, _, blocks = surface.native.memory(device)
+        if before is None or blocks <= before[1] or time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    memory[_run][step] = (used, blocks)
+
+
 def _close_run() -> None:
     """What was started since the last call belongs to the run that ends."""
     before = sum(launches.values(), Counter())
     launches[_run] += Counter(surface.native.launches()) - before
 
 
-def line() -> str:
-    """file:function of the innermost frame of the project; else of the innermost library's."""
-    frame = sys._getframe(2)
-    library = ""
-    while frame is not None:
-        code = frame.f_code
-        *root, path = code.co_filename.split("/site-packages")  # which may lie in the checkout
-        for folder in _FOLDERS:
-            if folder in path and "/simcuda/device/" not in path:
-                return f"{path[path.rfind(folder) + 1 :]}:{code.co_name}"
-        if not library and root:
-            library = f"{path[1:]}:{code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return library
-
-
 def _wait(what: str, size: int) -> None:
-    key = (_run, what, line())
+    key = (_run, what, surface.line_of(sys._getframe().f_back))
     waits[key] += 1
     wait_bytes[key] += size
 
@@ -92,7 +97,7 @@ def _operation(group: str, op: str, shapes: list[Any], peer: int, tag: int) -> N
             "peer": peer,
             "tag": tag,
             "thread": threading.current_thread().name,
-            "line": line(),
+            "line": surface.line_of(sys._getframe().f_back),
             "batch": getattr(_local, "batch", None),
         }
     )
@@ -106,7 +111,6 @@ def write(folder: Path) -> None:
     rank = int(os.environ.get("RANK", "0"))
     listed = [[*key, number, wait_bytes[key]] for key, number in waits.most_common()]
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(
-        {"rank": rank, "operations": operations, "waits": listed, "launches": launches}
-    )
+    found = {"rank": rank, "operations": operations, "waits": listed}
+    text = json.dumps(found | {"launches": launches, "memory": memory})
     (folder / f"{rank}-{os.getpid()}.json").write_text(text)

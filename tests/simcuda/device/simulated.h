@@ -42,9 +42,34 @@ class Aliases {
   c10::Device device_{kDevice, -1};
 };
 
+// Streams (streams.cpp): what two of them do with the same memory must be ordered.
+using Stream = std::pair<int, int64_t>;  // device, id
+Stream current_stream(int device);
+int64_t new_stream();
+void name_stream(Stream stream, std::string name);  // of a communicator
+void record_event(int64_t event, Stream stream);
+void forget_event(int64_t event);
+void wait_for_event(Stream stream, int64_t event);
+void wait_for_stream(Stream stream, Stream other);
+void host_waits_for_event(int64_t event);
+void host_waits_for_stream(Stream stream);
+void host_waits_for_device(int device);
+// An operator reads or writes a tensor's memory on a stream: an error if it may be another's turn.
+void use(const at::Tensor& tensor, Stream stream, bool writes, const std::string& op);
+void record_use(const at::Tensor& tensor, Stream stream);  // record_stream
+void check_reuse(Stream stream, int64_t bytes);            // before memory is given out
+void add_block(const void* memory, int64_t bytes, Stream owner);
+void remove_block(const void* memory);
+// Values of a copy arrive in pinned memory when the host waits; until then it holds NaN.
+void copy_to_pinned(at::Tensor& target, const at::Tensor& source, Stream stream);
+void copy_from_pinned(const at::Tensor& source, Stream stream);
+void forget_pinned(const char* memory, int64_t bytes);
+
 // Memory: how many bytes a device's tensors take, and what memory holds that nobody has written.
 int64_t rounded(int64_t bytes);
 void count(int device, int64_t bytes);
+// OutOfMemoryError if the device has no such bytes left.
+void check_memory(int device, int64_t bytes);
 void spoil(void* memory, int64_t bytes);
 bool in_pool();
 c10::DataPtr allocate_in_pool(int64_t bytes);
@@ -59,6 +84,7 @@ at::Tensor empty_on_device(
 void grow(const at::Tensor& tensor, int64_t bytes);
 
 void bind_device(py::module& module);
+void bind_kernels(py::module& module);
 void bind_pools(py::module& module);
 void bind_groups(py::module& module);
 

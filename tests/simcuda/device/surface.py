@@ -1,7 +1,8 @@
 """`torch.cuda` and NCCL over the compiled device: `install()` once, right after `import torch`.
 
 Set by the environment: SIMCUDA_DEVICES (8), SIMCUDA_MEMORY (bytes of a device, 80 GiB),
-SIMCUDA_LOG (a folder: each rank writes there what it has started and where it has waited).
+SIMCUDA_LOG (a folder: each rank writes there what it has started and where it has waited),
+SIMCUDA_STATE (a folder: a collective that hangs is told by `watchdog`).
 """
 
 from __future__ import annotations
@@ -36,14 +37,34 @@ def install(library: str) -> None:
     spec.loader.exec_module(native)
     _install_devices()
     _kernels.impl("mm.dtype", _product, "CUDA")
+    _install_attention()
     _install_memory()
     _install_streams()
     _install_generators()
     _install_groups()
+    _install_batches()
     if folder := os.environ.get("SIMCUDA_LOG"):
         import record
 
         record.listen(folder)
+
+
+_FOLDERS = ("/spmdflow/", "/algos/", "/tests/")
+
+
+def line_of(frame: Any) -> str:
+    """file:function of the innermost frame of the project; else of the innermost library's."""
+    library = ""
+    while frame is not None:
+        code = frame.f_code
+        *root, path = code.co_filename.split("/site-packages")  # which may lie in the checkout
+        for folder in _FOLDERS:
+            if folder in path and "/simcuda/device/" not in path:
+                return f"{path[path.rfind(folder) + 1 :]}:{code.co_name}"
+        if not library and root:
+            library = f"{path[1:]}:{code.co_name}"
+        frame = frame.f_back
+    return library
 
 
 def _replace(places: list[Any], names: Mapping[str, Any]) -> None:
@@ -58,8 +79,9 @@ def index_of(device: Any = None) -> int:
 
 
 def synchronize(device: Any = None) -> None:
-    """Nothing runs behind: only counted."""
+    """The host waits for all streams of a device."""
     sync("torch.cuda.synchronize", 0)
+    native.synchronize(index_of(device))
 
 
 sync: Callable[[str, int], None] = lambda what, size: None  # noqa: E731
@@ -147,6 +169,12 @@ def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.
     return a.to(out_dtype) @ b.to(out_dtype)
 
 
+def _install_attention() -> None:
+    import attention
+
+    attention.install(_kernels)
+
+
 def _install_memory() -> None:
     def in_use(device: Any = None) -> int:
         return int(native.memory(index_of(device))[0])
@@ -155,13 +183,14 @@ def _install_memory() -> None:
         return int(native.memory(index_of(device))[1])
 
     def statistics(device: Any = None) -> dict[str, int]:
-        current, highest, made = native.memory(index_of(device))
+        current, highest, made, blocks = native.memory(index_of(device))
         return {
             "allocated_bytes.all.current": current,
             "allocated_bytes.all.peak": highest,
             "reserved_bytes.all.current": current,
             "reserved_bytes.all.peak": highest,
             "allocation.all.allocated": made,
+            "allocation.all.current": blocks,
             "num_alloc_retries": 0,
             "num_ooms": 0,
         }
@@ -241,9 +270,6 @@ def _install_streams() -> None:
         def cuda_stream(self) -> int:
             return self.stream_id
 
-        def synchronize(self) -> None:
-            sync("Stream.synchronize", 0)
-
     class Event(torch.Event):
         def __new__(
             cls,
@@ -253,9 +279,6 @@ def _install_streams() -> None:
             external: bool = False,
         ) -> Any:
             return super().__new__(cls, device="cuda", enable_timing=enable_timing)
-
-        def synchronize(self) -> None:
-            sync("Event.synchronize", 0)
 
     def stream(device: Any, number: int) -> Stream:
         return Stream(stream_id=number, device_index=index_of(device), device_type=1)
@@ -313,6 +336,8 @@ def _install_generators() -> None:
 
 
 def _install_groups() -> None:
+    import watchdog
+
     gloo = c10d.ProcessGroupGloo
 
     class WhileMade(type):
@@ -331,22 +356,39 @@ def _install_groups() -> None:
                 self.config = types.SimpleNamespace()
 
         def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+            watchdog.start()
             ranks = options.global_ranks_in_group or range(size)
             group = gloo(store, rank, size, timeout=options._timeout)
-            return native.Group(group, True, f"nccl:{options.group_name}:{list(ranks)}")
+            name = f"nccl:{options.group_name}:{list(ranks)}"
+            return native.Group(group, True, name, store)
 
     class ProcessGroupGloo(metaclass=WhileMade):
         create_device = gloo.create_device
         create_default_device = gloo.create_default_device
 
         def __new__(cls, store: Any, rank: int, size: int, timeout: Any = None) -> Any:
+            watchdog.start()
             made_by = sys._getframe(1).f_locals
             ranks = made_by.get("global_ranks_in_group") or range(size)
             name = f"gloo:{made_by.get('group_name', '?')}:{list(ranks)}"
-            return native.Group(gloo(store, rank, size, timeout=timeout), False, name)
+            return native.Group(gloo(store, rank, size, timeout=timeout), False, name, store)
 
     _replace([c10d, dist], {"ProcessGroupNCCL": ProcessGroupNCCL})
     _replace([c10d], {"_NCCL_AVAILABLE": True})
     _replace([c10d, dist], {"is_nccl_available": lambda: True})
     _replace([c10d], {"ProcessGroupGloo": ProcessGroupGloo})
     _replace([torch._C], {"_nccl_version": lambda: 22703, "_nccl_version_suffix": lambda: b""})
+
+
+def _install_batches() -> None:
+    """Messages of one batch share their group's communicator."""
+    stock = c10d.batch_isend_irecv
+
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        before = native.in_batch(True)
+        try:
+            return stock(p2p_op_list)
+        finally:
+            native.in_batch(before)
+
+    _replace([c10d, dist], {"batch_isend_irecv": batch_isend_irecv})

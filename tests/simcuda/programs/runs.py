@@ -13,12 +13,16 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import spmdflow
+from spmdflow.kind.registry import register_tracker
+from spmdflow.run import RankEnvironment, _take_device
+from spmdflow.tracking.tracker import Sink
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "algos" / "arithmetic" / "model"
@@ -47,6 +51,8 @@ OFFLOAD = (
     "actor.engine.offload=[parameters,gradients,optimizer]",
     "critic.engine.offload=[parameters,gradients,optimizer]",
 )
+MICRO = ("actor.update.mini_batch_size=64", "actor.engine.micro_batch_rows=8")
+"""Several micro-batches a step, between which the host does not wait."""
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "ppo, fsdp, bfloat16": ("ppo", 2, PPO),
     "ppo, zero 1 and 2, offload": (
@@ -67,10 +73,15 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ),
     ),
     "ppo, split, zero 3": ("ppo", 4, (*PPO, "placement=split", "actor.engine.kind=zero3")),
-    "grpo, fsdp": ("grpo", 2, (*SMALL, "actor.update.mini_batch_size=64")),
+    "grpo, fsdp": ("grpo", 2, (*SMALL, *MICRO)),
+    "grpo, fsdp, resumed": (
+        "grpo",
+        2,
+        (*(word for word in SMALL if not word.startswith("total_steps")), *MICRO, "total_steps=3"),
+    ),
     "grpo, one step off policy": ("grpo_async", 4, (*SMALL, "actor.update.mini_batch_size=32")),
 }
-"""Name -> script, number of ranks, settings."""
+"""Name -> script, number of ranks, settings. A resumed run continues the run of that name."""
 WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "ppo, megatron t2, vllm t2, blocks": (
         "ppo",
@@ -140,11 +151,16 @@ _STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo, fsdp": ("grpo", (*SMALL, "actor.update.mini_batch_size=64")),
 }
 STEPS = (2, 3)
+BLOCKS = "device_blocks"
 RUNS |= {
     f"{name}, {steps} steps": (
         script,
         2,
-        (*settings, "eval_every=0", "save_every=0", "run.save_last=false", f"total_steps={steps}"),
+        (
+            *(*settings, "eval_every=0", "save_every=0", "run.save_last=false"),
+            *(f"total_steps={steps}", f"run.trackers=[{BLOCKS}]"),
+            "actor.update.old_log_probs=recompute",  # auto may change its mind after a step
+        ),
     )
     for name, (script, settings) in _STEPS.items()
     for steps in STEPS
@@ -152,18 +168,31 @@ RUNS |= {
 """What a run of three steps does more than one of two is what a step does."""
 
 
+@register_tracker(BLOCKS)
+class DeviceBlocks(Sink):
+    """Records what is on the device of the first rank after each step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics are of no interest."""
+        if "SIMCUDA_LOG" in os.environ:
+            import record  # on simulated devices only
+
+            record.measure(step)
+
+
 def main() -> int:
     """0 if every run has ended as it should."""
     folder = Path(sys.argv[1])
     names = sys.argv[2:]
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _take_device(RankEnvironment.from_environment())
     limit = datetime.timedelta(seconds=1400)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
     if rank == 0:
         write_deep(folder / "deep")
     dist.barrier()
-    for number, name in enumerate(names):
+    for name in names:
+        run_dir = folder / f"run-{names.index(name.removesuffix(', resumed'))}"
         script, num_ranks, settings = RUNS[name]
         begin_run(name)
         began = time.perf_counter()
@@ -171,7 +200,7 @@ def main() -> int:
             ROOT / "algos" / f"{script}.py",
             settings=[
                 *(x.format(folder=folder) for x in settings),
-                f"run.dir={folder}/run-{number}",
+                f"run.dir={run_dir}",
             ],
             ranks=tuple(range(num_ranks)),
         )
