@@ -53,7 +53,7 @@ from spmdflow.failure.start_watch import StartWatch
 from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.log import print_text
-from spmdflow.parallel.allocator import EXPANDABLE_SEGMENTS, VARIABLE, allocator_settings
+from spmdflow.parallel.allocator import VARIABLE, allocator_settings, settings_for
 from spmdflow.plan.showing import show_planning
 from spmdflow.program import check_versions, prepare
 from spmdflow.runtime.process import allow_open_files, open_closed_streams
@@ -381,29 +381,37 @@ def _set_up_memory(cfg: Any) -> None:
     if own_device() == CPU:
         keep_freed_memory()
     else:
-        _expand_segments(cfg)
+        _configure_allocator(cfg)
 
 
-def _expand_segments(cfg: Any) -> None:
-    """Turn on expandable segments of device memory, if every generator of the run takes them.
+def _configure_allocator(cfg: Any) -> None:
+    """Configure torch's allocators of device memory and of pinned host memory.
 
-    Micro-batches of changing length otherwise leave gaps in device memory that nothing fits into. A
-    setting of the user is left alone. The variable is for libraries that read it, such as vLLM;
-    torch may have read it already, so it is also told.
+    Segments of device memory may expand if every generator of the run takes that: micro-batches of
+    changing length otherwise leave gaps that nothing fits into. Large blocks of pinned memory get
+    their own size. A setting of the user is left alone. The variable is for libraries that read it,
+    such as vLLM; torch may have read it already, so it is also told.
     """
     import torch
 
     if allocator_settings(os.environ):
         return
+    settings = settings_for(torch.__version__, expandable=_takes_expandable_segments(cfg))
+    if settings:
+        os.environ[VARIABLE] = settings
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _takes_expandable_segments(cfg: Any) -> bool:
+    """Whether every generator of the run works with expandable segments of device memory."""
     for role, part in parts_of(cfg, object):
         rollout = getattr(part, "rollout", None)
         if not isinstance(rollout, RolloutConfig):
             continue
         takes = resolve(generator_kind(rollout.generator).takes_expandable_segments)
         if takes is not None and not takes(generation_sizes(role, part).tp):
-            return
-    os.environ[VARIABLE] = EXPANDABLE_SEGMENTS
-    torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)
+            return False
+    return True
 
 
 def _take_device(environment: RankEnvironment) -> None:

@@ -23,8 +23,8 @@ Simulators (`seconds`, `memory`, `pass_memory`; paper Appendix C) model: FLOPs o
 large matrices plus bytes over the memory's rate; ring collectives over NVLink and a network that
 the devices of a node share; pipeline bubbles; gradient traffic once an update; several waves of
 generation if the KV cache is small. Coefficients are in `hardware/*.yaml`, each with its source.
-docs/lab/MAPPING.md compares the predictions with the paper's placements and with runs. `unequal` takes
-rows of different lengths, for one strategy.
+docs/lab/MAPPING.md compares the predictions with the paper's placements and with runs. `unequal`
+takes rows of different lengths, for one strategy.
 
 `placed` describes the resulting placements, and explains why the best one wins.
 

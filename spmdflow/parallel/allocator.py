@@ -14,6 +14,22 @@ _KEY = "expandable_segments"
 EXPANDABLE_SEGMENTS = f"{_KEY}:True"
 """The setting with which segments of device memory grow, instead of a new one for each large block.
 Blocks of changing sizes then leave fewer gaps that nothing fits into."""
+_EXACT_PINNED = "pinned_max_round_threshold_mb:1"
+"""The setting with which torch rounds only small blocks of pinned host memory up to a power of two.
+Without it, buffers of offloaded parts and copies for checkpoints take up to twice their size."""
+_TORCH_WITH_EXACT_PINNED = (2, 13)
+"""The first version in whose settings we have found it."""
+
+
+def settings_for(torch_version: str, *, expandable: bool) -> str:
+    """Return the allocator's settings for a run; "" for none. expandable: segments grow."""
+    settings = []
+    if expandable:
+        settings.append(EXPANDABLE_SEGMENTS)
+    major, minor = torch_version.split(".")[:2]
+    if (int(major), int(minor)) >= _TORCH_WITH_EXACT_PINNED:
+        settings.append(_EXACT_PINNED)
+    return ",".join(settings)
 
 
 def allocator_settings(variables: Mapping[str, str]) -> str:

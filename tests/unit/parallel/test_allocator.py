@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from spmdflow.parallel.allocator import (
     EXPANDABLE_SEGMENTS,
     VARIABLE,
     allocator_settings,
     has_expandable_segments,
+    settings_for,
 )
 
 OLDER = "PYTORCH_CUDA_ALLOC_CONF"
@@ -44,6 +46,20 @@ def test_torch_reads_the_variables_after_its_import_and_in_the_same_order() -> N
 
     assert settings_of_torch(alone) == allocator_settings(alone) == EXPANDABLE_SEGMENTS
     assert settings_of_torch(hidden) == allocator_settings(hidden) == OFF
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_settings_of_a_run_are_settings_of_the_installed_torch(expandable: bool) -> None:
+    settings = settings_for(torch.__version__, expandable=expandable)
+
+    assert settings_of_torch({VARIABLE: settings}) == settings
+    assert "pinned_max_round_threshold_mb:1" in settings
+    assert has_expandable_segments({VARIABLE: settings}) == expandable
+
+
+def test_torch_without_exact_pinned_memory_is_not_told_of_it() -> None:
+    assert settings_for("2.11.0+cu130", expandable=True) == EXPANDABLE_SEGMENTS
+    assert settings_for("2.12.1", expandable=False) == ""
 
 
 @pytest.mark.parametrize(
