@@ -78,8 +78,7 @@ def planned_peak(settings: list[str]) -> float:
         check=True,
         timeout=600,
     )
-    phases = json.loads(done.stdout)["prediction"]["memory"]
-    return max(sum(phase["parts"].values()) for phase in phases)
+    return float(max(phase["total"] for phase in json.loads(done.stdout)["memory"]))
 
 
 def run(simulated: Simulated, folder: Path, settings: list[str]) -> None:
