@@ -83,10 +83,13 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 """Name -> script, number of ranks, settings. A resumed run continues the run of that name."""
 WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "ppo, megatron t2, vllm t2, blocks": (
+    "ppo, megatron t4, vllm t2, blocks": (
         "ppo",
-        2,
-        (*PPO, *VLLM, *T2, "actor.rollout.weights=blocks"),
+        4,
+        (
+            *(*PPO, *VLLM, *T2, "actor.rollout.weights=blocks"),
+            *("actor.engine.layout=t4", "actor.rollout.layout=t2"),
+        ),
     ),
     "grpo, megatron p2, vllm t2, copy": (
         "grpo",
