@@ -31,7 +31,8 @@ A setting is a key of the script's YAML, a `key=value` on the command line, and 
 `cfg`. All three have the same name. The table has the {count} settings of the {num_scripts} bundled
 scripts. Its defaults are those of the code. Next to a script is a YAML file with the values for its
 bundled task; the [script's page](scripts.md) shows it. `spmdflow run SCRIPT --help` prints the
-settings of one script, also of your own, with the values that a run would have.
+settings of one script, also of your own, with the values that a run would have. If the last column
+is empty, all scripts have the setting.
 
 ```{{raw}} html
 {style}
