@@ -19,8 +19,12 @@ pytestmark = pytest.mark.drill
 
 BUNDLED = ROOT / "algos" / "arithmetic" / "model"
 ROLES = ("actor", "critic", "reference")
-VLLM = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache_gib=0.5")
-"""A cache that is larger than all that is built after it."""
+VLLM = (
+    "actor.rollout.engine=vllm",
+    "actor.rollout.kv_cache_gib=0.5",
+    "critic.engine.offload=[parameters,gradients,optimizer]",
+)
+"""A large cache, and a model that is on the device with all of its parts only while it is built."""
 
 
 @pytest.fixture(scope="module")
