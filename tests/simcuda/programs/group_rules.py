@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.simcuda.behaviours import refused
+from tests.simcuda.order_of_work import refused
 
 
 def two_ranks_on_one_device() -> None:
