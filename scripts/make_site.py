@@ -54,7 +54,7 @@ html_show_sphinx = html_show_copyright = html_copy_source = False
 suppress_warnings = ["misc.highlighting_failure"]
 """
 SOURCE_PAGES = """
-extensions.append("sphinx.ext.viewcode")
+extensions.append("scripts.site_pages.source_pages")
 """
 
 

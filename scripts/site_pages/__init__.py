@@ -5,5 +5,6 @@
 | docstring | a script's docstring as Markdown |
 | plain_text | a Sphinx extension: the package's docstrings as the API's text |
 | settings | the table of all settings with its filter |
+| source_pages | a Sphinx extension: pages with the package's source |
 | navigation | a Sphinx extension: the list of pages at the left |
 """
