@@ -15,7 +15,6 @@ LONG_FUNCTIONS = {
     "tests/distributed/test_lora_sync.py:measure": "what a rank does and measures, in its order",
 }
 LONG_FILES = {
-    "tests/simcuda/behaviours.py": "a short function for each behaviour of CUDA and NCCL",
     "tests/unit/test_every_size_limit.py": "one table of limits, with a test for each",
 }
 """What is longer, and why."""
