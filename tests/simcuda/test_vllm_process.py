@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from spmdflow.parallel.allocator import EXPANDABLE_SEGMENTS, VARIABLE
+from spmdflow.parallel.allocator import VARIABLE, settings_for
 from tests.simcuda.conftest import ROOT, Simulated
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -44,7 +45,8 @@ def allocator_of(simulated: Simulated, folder: Path, *settings: str, ranks: int 
 
 
 VLLM = ("actor.rollout.engine=vllm", "actor.rollout.kv_cache_gib=0.1", "actor.rollout.weights=copy")
-ON = [(VARIABLE, EXPANDABLE_SEGMENTS)]
+ON = [(VARIABLE, settings_for(torch.__version__, expandable=True))]
+OFF = [(VARIABLE, settings_for(torch.__version__, expandable=False))]
 
 
 def test_memory_grows_in_segments_with_the_builtin_generator(
@@ -65,7 +67,7 @@ def test_setting_of_the_user_is_left_alone(
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 @pytest.mark.parametrize(
-    ("tp_size", "expected"), [(1, ON), pytest.param(2, [], marks=pytest.mark.drill)]
+    ("tp_size", "expected"), [(1, ON), pytest.param(2, OFF, marks=pytest.mark.drill)]
 )
 def test_memory_grows_in_segments_with_vllm_on_single_ranks_only(
     simulated: Simulated, tmp_path: Path, tp_size: int, expected: list[tuple[str, str]]

@@ -112,7 +112,7 @@ def test_missing_module_of_ours_is_called_a_broken_installation(tmp_path: Path) 
 
     program = (  # an editable installation fills the gap: without its finder
         "import sys; sys.meta_path = [item for item in sys.meta_path if '_Edit' not in str(item)]\n"
-        "from spmdflow.run import main; sys.exit(main(['ppo', '--help']))"
+        "from spmdflow.run import main; sys.exit(main(['ppo', '--inproc']))"
     )
     done = python("-c", program, path=tmp_path)
 
@@ -127,7 +127,7 @@ def test_missing_library_of_ours_is_not_blamed_on_the_script(tmp_path: Path) -> 
     (tmp_path / "mine.py").write_text("from spmdflow import ActorWorker\n")
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from spmdflow.run import main; sys.exit(main(['mine.py', '--help']))"
+        "from spmdflow.run import main; sys.exit(main(['mine.py', '--inproc']))"
     )
 
     done = python("-c", program)
