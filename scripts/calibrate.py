@@ -2,6 +2,7 @@
 
     python scripts/calibrate.py --out cpu_here.yaml [--name cpu_here] [--processes 2] [--vllm]
     python scripts/calibrate.py --out gpu_here.yaml --device cuda [--name gpu_here] [--processes 8]
+    python scripts/calibrate.py --out gpu_here.yaml --device cuda --processes 1      a single GPU
 
 The setting run.hardware and the option --hardware of spmdflow.plan take the file. Whether it is of
 processors or of GPUs is read from its name: of processors it begins with cpu.
@@ -164,9 +165,15 @@ def update_seconds(device: torch.device, known: Values) -> Values:
 def collectives(device: torch.device, known: Values) -> Values:
     """Ring latencies and bandwidth among all processes of this machine.
 
-    Latencies are what a run pays on average: a rank that waits is woken late now and then.
+    Latencies are what a run pays on average: a rank that waits is woken late now and then. One
+    process has no peer: it gets the values of the bundled file for such devices.
     """
     number = dist.get_world_size()
+    if number == 1:
+        from spmdflow.mapping.hardware import load_hardware
+
+        bundled = load_hardware(LINKS_OF[device.type])
+        return {name: float(getattr(bundled, name)) for name in LINKS}
     rank = dist.get_rank()
     words = torch.zeros(1024, device=device)  # gloo sends fewer messages for single numbers
     reduce_seconds = usual(lambda: dist.all_reduce(words), device)
@@ -183,6 +190,11 @@ def collectives(device: torch.device, known: Values) -> Values:
         "link_hop_seconds": hop,
         "link_bandwidth": 4 * own.numel() * (number - 1) / busy,
     }
+
+
+LINKS = ("collective_base_seconds", "link_hop_seconds", "link_bandwidth")
+LINKS_OF = {"cpu": "cpu", "cuda": "h100"}
+"""Bundled file with the links of such devices."""
 
 
 def generation_seconds(name: str) -> Values:
@@ -245,6 +257,8 @@ def file_text(arguments: argparse.Namespace, values: Values) -> str:
     ]
     for name in COEFFICIENTS:
         source = SOURCES.get(name, measured)
+        if arguments.processes == 1 and name in LINKS:
+            source = f"{LINKS_OF[arguments.device]}.yaml: one process has no peer"
         if name in ("step_seconds", "sequence_step_seconds"):
             source = measured + ", vLLM" if arguments.vllm else "estimate: run with --vllm"
         value = {**FIXED, **values}[name]
@@ -291,7 +305,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--name", help="of the hardware; cpu... (cpu_here), or of GPUs (gpu_here)")
     parser.add_argument("--out", type=Path, default=Path("hardware.yaml"), help="file to write")
-    parser.add_argument("--processes", type=int, default=2, help="ranks of this machine")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=2,
+        help="ranks of this machine; 1: links are not measured",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--vllm", action="store_true", help="measure generation with vLLM")
     parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
@@ -301,11 +320,8 @@ def _arguments() -> argparse.Namespace:
         arguments.name = hardware_name(arguments.name, arguments.device)
     except ValueError as err:
         parser.error(str(err))
-    if arguments.processes < 2:
-        parser.error(
-            f"got --processes {arguments.processes}, expected at least 2, as collectives need a "
-            f"peer; start 2"
-        )
+    if arguments.processes < 1:
+        parser.error(f"got --processes {arguments.processes}, expected at least 1; start 2")
     return arguments
 
 

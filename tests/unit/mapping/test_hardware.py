@@ -174,6 +174,7 @@ def calibrate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("--name cpu7", "cpu7"),
         ("--device cuda", "gpu_here"),
         ("--device cuda --name mine", "mine"),
+        ("--device cuda --processes 1", "gpu_here"),
     ],
 )
 def test_calibrated_file_is_taken_for_the_device_that_was_measured(
@@ -190,9 +191,11 @@ def test_calibrated_file_is_taken_for_the_device_that_was_measured(
     arguments = calibrate._arguments()
     cpu = load_hardware("cpu")
     measured = {name: getattr(cpu, name) for name in COEFFICIENTS}
-    (tmp_path / "mine.yaml").write_text(calibrate.file_text(arguments, measured))
+    text = calibrate.file_text(arguments, measured)
+    (tmp_path / "mine.yaml").write_text(text)
 
     assert arguments.name == name
+    assert ("h100.yaml: one process has no peer" in text) == (arguments.processes == 1)
     assert load_hardware(tmp_path / "mine.yaml").is_cpu == (arguments.device == "cpu")
     renamed = "named cpu_mine, as files of processors begin with cpu"
     assert (renamed in capsys.readouterr().err) == (name == "cpu_mine")
