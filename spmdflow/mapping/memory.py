@@ -147,10 +147,9 @@ def build_bytes(earlier: Sequence[tuple[Model, Strategy]], model: Model, cut: St
     """
     parts = state_bytes(model, cut)
     if model.rollout is not None:
-        generator = {
-            "generation_weights": generator_weights(model, cut, "infer"),
-            "kv_cache": (model.rollout.kv_cache_bytes or 0.0) + 0.0 * cut.dp,
-        }
+        generator = {"generation_weights": generator_weights(model, cut, "infer")}
+        if model.rollout.facts.fixed_cache and model.rollout.kv_cache_bytes is not None:
+            generator["kv_cache"] = model.rollout.kv_cache_bytes + 0.0 * cut.dp
         with_generator = add_parts(resident_bytes(model, cut), generator)
         if np.all(total(with_generator) > total(parts)):
             parts = with_generator

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 
 import numpy as np
@@ -56,7 +56,7 @@ class CallTime:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of a rank of one pool while one call runs, by what uses it."""
+    """Memory of a rank of one pool while one call runs or a model starts, by what uses it."""
 
     pool: str
     phase: str
@@ -70,6 +70,11 @@ class PhaseMemory:
     def total(self) -> float:
         """Sum of all parts."""
         return sum(self.parts.values())
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it is the start of a model, `NAME.build`."""
+        return self.phase.endswith(".build")
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,7 @@ def predict(
     """
     step = simulate_calls(trace, step_calls)
     memory = _memory(trace, step, hardware)
-    problems = []
-    for phase in memory.values():
-        if phase.total > hardware.usable_bytes * 1.0001:
-            problems.append(_memory_problem(phase, step, hardware))
+    problems = [_memory_problem(phase, step, hardware) for phase in _full_phases(memory.values())]
     planned = {}
     for plan in weights:
         if plan.inter_bytes >= 0:
@@ -186,13 +188,26 @@ def _memory(trace: Trace, step: Simulated, hardware: Hardware) -> dict[str, Phas
             if "kv_cache" in parts:
                 parts = {**parts, "kv_cache": max(parts["kv_cache"], 0.0)}
             on_host = {}
-            is_start = title.endswith(".build")  # some models are not there yet
             for part in ("parameters", "optimizer"):
                 size = float(state[part] - parts.get(part, 0.0))
-                if size > 0 and not is_start:
+                if size > 0:
                     on_host[part] = size
-            phases[title] = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes, on_host)
+            phase = PhaseMemory(pool, title, dict(parts), hardware.usable_bytes, on_host)
+            if phase.is_start:  # some models are not there yet, so this is not what is offloaded
+                phase = replace(phase, on_host={})
+            phases[title] = phase
     return phases
+
+
+def _full_phases(phases: Iterable[PhaseMemory]) -> list[PhaseMemory]:
+    """Return the phases that need more than a plan may fill.
+
+    The start of a model counts only if no other phase of its pool does: what is too large there is
+    too large in a call as well.
+    """
+    full = [phase for phase in phases if phase.total > phase.budget * 1.0001]
+    pools = {phase.pool for phase in full if not phase.is_start}
+    return [phase for phase in full if not phase.is_start or phase.pool not in pools]
 
 
 def _memory_problem(phase: PhaseMemory, step: Simulated, hardware: Hardware) -> Problem:

@@ -171,7 +171,6 @@ RUNS |= {
 """What a run of three steps does more than one of two is what a step does."""
 
 
-@register_tracker(BLOCKS)
 class DeviceBlocks(Sink):
     """Records what is on the device of the first rank after each step."""
 
@@ -188,6 +187,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     names = sys.argv[2:]
     rank = int(os.environ["RANK"])
+    register_tracker(BLOCKS)(DeviceBlocks)  # only here: tests import this module
     _take_device(RankEnvironment.from_environment())
     limit = datetime.timedelta(seconds=1400)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
