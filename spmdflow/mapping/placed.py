@@ -184,9 +184,9 @@ def call_seconds(
                 f"sizes, use more ranks or share the pool with fewer models"
             )
         if rows:
-            found = generate(model, rows[0], cut, hardware, slots=int(concurrent))
-            parts = found.parts
-            notes = (_tail_text(found, int(concurrent)),)
+            result = generate(model, rows[0], cut, hardware, slots=int(concurrent))
+            parts = result.parts
+            notes = (_tail_text(result, int(concurrent)),)
         else:
             count = rows_per_replica(workload, cut)
             notes = (f"{int(count)} sequences a replica in {int(-(-count // concurrent))} waves",)
@@ -196,11 +196,11 @@ def call_seconds(
     return CallSeconds({name: float(one) for name, one in parts.items()}, notes)
 
 
-def _tail_text(found: Generated, slots: int) -> str:
+def _tail_text(result: Generated, slots: int) -> str:
     """Return the note of a generation of rows of unequal lengths: its rows and its tail."""
     return (
-        f"{found.num_rows} sequences a replica, at most {slots} at once, the longest of "
-        f"{found.longest} tokens; for {found.tail_seconds:.3g} s less than a quarter of its "
+        f"{result.num_rows} sequences a replica, at most {slots} at once, the longest of "
+        f"{result.longest} tokens; for {result.tail_seconds:.3g} s less than a quarter of its "
         f"largest batch is left"
     )
 

@@ -306,10 +306,10 @@ def _begun_earlier(trace: Trace, step_calls: Sequence[Call], step: Simulated) ->
             continue
         assert rows is not None and rows.by_row is not None
         for earlier in trace.calls:
-            given = trace.tokens.get(earlier.key)
-            if earlier.model != call.model or earlier.step >= call.step or given is None:
+            known = trace.tokens.get(earlier.key)
+            if earlier.model != call.model or earlier.step >= call.step or known is None:
                 continue
-            if given.by_row is not None and np.isin(rows.by_row.ids, given.by_row.ids).any():
+            if known.by_row is not None and np.isin(rows.by_row.ids, known.by_row.ids).any():
                 keys.append(call.key)
                 break
     return keys

@@ -49,8 +49,8 @@ def vary(
     """
     if _differ(traced):
         text = "the rows' own lengths"
-        return _predicted(traced, hardware, weights, text)
-    generated = _generated(traced)
+        return _predict(traced, hardware, weights, text)
+    generated = _generated_tokens(traced)
     if not generated:
         return None
     most = longest_rows(cfg)[RESPONSES]
@@ -70,10 +70,10 @@ def vary(
     text = str(spread)
     if not is_assumed:
         text += "; nothing is assumed: rows of one length have the most, here the mean is half"
-    return _predicted(again, hardware, weights, text)
+    return _predict(again, hardware, weights, text)
 
 
-def _predicted(
+def _predict(
     traced: Trace, hardware: Hardware, weights: Sequence[WeightPlan], text: str
 ) -> Varied:
     step_calls = tuple(traced.in_step())
@@ -82,7 +82,7 @@ def _predicted(
 
 def _differ(traced: Trace) -> bool:
     """Whether responses differ in length, or prompts if nothing is generated."""
-    generated = _generated(traced)
+    generated = _generated_tokens(traced)
     if generated:
         each = [tokens.by_row.responses for tokens in generated if tokens.by_row]
     else:
@@ -94,7 +94,7 @@ def _differ(traced: Trace) -> bool:
     return any(len(items) and items.min() != items.max() for items in each)
 
 
-def _generated(traced: Trace) -> list[Tokens]:
+def _generated_tokens(traced: Trace) -> list[Tokens]:
     """The rows of each generation of the last traced step."""
     result = []
     for call in traced.in_step():
