@@ -21,7 +21,7 @@ from torch.distributed.tensor import debug
 
 from spmdflow.errors import ProtocolError
 from spmdflow.message import decode, encode
-from spmdflow.parallel.device import CPU, backend_of, own_device
+from spmdflow.parallel.device import backend_of, own_device
 
 LANES = ("compute", "transfer")
 
@@ -68,12 +68,12 @@ class GroupTable:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[GroupSpec, dist.ProcessGroup | None] = {}
 
-    def make(self, specs: Iterable[GroupSpec], device: torch.device = CPU) -> None:
+    def make(self, specs: Iterable[GroupSpec], device: torch.device | None = None) -> None:
         """Create the process groups that do not exist yet, and connect those of devices.
 
         All ranks of the default world call it together with the same specs in the same order,
         members or not. Groups of one rank are skipped: `get` creates them at first use.
-        device: of this rank, for groups with another backend than gloo.
+        device: of this rank, for groups with another backend than gloo; None: the current one.
         """
         for spec in specs:
             if spec in self._groups or len(spec.ranks) == 1:
@@ -81,7 +81,7 @@ class GroupTable:
             group = dist.new_group(list(spec.ranks), timeout=self._timeout, backend=spec.backend)
             self._groups[spec] = group if self._rank in spec.ranks else None
             if self._rank in spec.ranks and spec.backend != "gloo":
-                _connect(group, device)
+                _connect(group, own_device() if device is None else device)
 
     def destroy(self) -> None:
         """Destroy all groups and forget them. No operation may be running in them.

@@ -73,9 +73,7 @@ def vary(
     return _predict(again, hardware, weights, text)
 
 
-def _predict(
-    traced: Trace, hardware: Hardware, weights: Sequence[WeightPlan], text: str
-) -> Varied:
+def _predict(traced: Trace, hardware: Hardware, weights: Sequence[WeightPlan], text: str) -> Varied:
     step_calls = tuple(traced.in_step())
     return Varied(text, predict(traced, step_calls, hardware, weights=weights, by_row=True))
 
