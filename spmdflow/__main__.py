@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -74,7 +75,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         sys.stderr.write(f"spmdflow: {_unknown(name)}\n")
         return REFUSED
-    status: int = import_module(COMMANDS[name][0]).main(words[1:])
+    try:
+        status: int = import_module(COMMANDS[name][0]).main(words[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINISHED
     return status
 
 

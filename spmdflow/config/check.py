@@ -300,13 +300,16 @@ def _check_placed(cfg: Any, world_size: int, is_known: Callable[[Any], bool]) ->
     data = _only(cfg, DataSettings)
     if data is None:
         return
+    errors = Errors()
     for role, ranks in num_ranks.items():
         part = getattr(cfg, role)
         engine = getattr(cfg, role).engine
         update = _only(part, UpdateConfig)
         if update:
             replicas = ranks // parallel.training_sizes(role, engine).replica
-            parallel.batch_algebra_of(role, data, update, engine, num_ranks=replicas)
+            with errors.collecting():
+                parallel.batch_algebra_of(role, data, update, engine, num_ranks=replicas)
+    errors.raise_all()
 
 
 def _check_optimizer(cfg: Any, role: str) -> None:

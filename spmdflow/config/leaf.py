@@ -327,7 +327,11 @@ class Errors:
         self._errors: list[ConfigError] = []
 
     def add(self, error: ConfigError) -> None:
-        """Record an error, unless one with the same message is there."""
+        """Record an error, unless one with the same message is there; each one of SettingErrors."""
+        if isinstance(error, SettingErrors):
+            for each in error.errors:
+                self.add(each)
+            return
         if str(error) not in map(str, self._errors):
             self._errors.append(error)
 

@@ -39,6 +39,7 @@ from spmdflow.config.old_forms import translate_setting, warning_text
 from spmdflow.config.script import load_script, schema_of
 from spmdflow.config.source import (
     ASSUME,
+    COMMAND_LINE,
     Source,
     find_file,
     read_override,
@@ -128,10 +129,14 @@ def help_text(
 def settings_text(loaded: Loaded) -> str:
     """Return the settings that differ from their defaults as wrapped lines, one block per section.
 
-    The first line names the files and words that changed them, in order of first appearance.
+    The first line names the files and words that changed them, what overrides the others last.
     Without a change: "settings  all have their defaults".
     """
-    names = dict.fromkeys(source for _, source in loaded.changed.values())
+    own = str(Path(str(loaded.script.__file__)).with_suffix(".yaml"))
+    names = sorted(
+        dict.fromkeys(source for _, source in loaded.changed.values()),
+        key=lambda name: (name == COMMAND_LINE, name != own),
+    )
     if not names:
         return "settings  all have their defaults"
     sections: dict[str, list[str]] = {}

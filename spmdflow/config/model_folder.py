@@ -246,13 +246,14 @@ def _step_folder(key: str, path: Path) -> Path | None:
 
     It is the path itself if it is named step-N and has no config.json. Otherwise the file `latest`,
     in the folder or in its checkpoints/, names the step; the path may also be that file.
-    ConfigError if that step does not exist.
+    ConfigError if that step does not exist, or for a RUN_DIR without a step.
     """
     if _STEP.fullmatch(path.name) and not (path / "config.json").exists():
         return path
     files = (path, path / _LATEST, path / "checkpoints" / _LATEST)
     latest = next((p for p in files if p.name == _LATEST and p.is_file()), None)
     if latest is None:
+        _refuse_unsaved_run(key, path)
         return None
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if not _STEP.fullmatch(name) or not (latest.parent / name).is_dir():
@@ -261,6 +262,16 @@ def _step_folder(key: str, path: Path) -> Path | None:
             f"write the name of one of {_steps(latest.parent)} into it, or give the step's folder"
         )
     return latest.parent / name
+
+
+def _refuse_unsaved_run(key: str, path: Path) -> None:
+    """Raise ConfigError if a path is the RUN_DIR of a run that has saved nothing."""
+    is_run_dir = (path / "metrics.jsonl").is_file() and not (path / "config.json").exists()
+    if is_run_dir:
+        raise ConfigError(
+            f"{key}: the run in {path} has saved no step, expected a checkpoint; start the run "
+            f"again (it saves its last step), or give another model"
+        )
 
 
 def _sizes(key: str, step: Path) -> dict[str, int]:

@@ -272,9 +272,9 @@ class EvaluateConfig:
 
         A file that sets data.train_path is a training run's: of it only run.seed is taken, and
         those of data, actor and reward that an evaluation has. If the file's folder has
-        checkpoints/, it is a RUN_DIR: actor.model.path becomes that folder, so that its newest
-        checkpoint is evaluated. Of any other file all settings are taken: the same dict is
-        returned.
+        checkpoints/ or metrics.jsonl, it is a RUN_DIR: actor.model.path becomes that folder, so
+        that its newest checkpoint is evaluated; a run that saved none is refused. Of any other file
+        all settings are taken: the same dict is returned.
         """
         if not settings.get("data.train_path"):
             return settings
@@ -284,6 +284,6 @@ class EvaluateConfig:
         for k, value in settings.items():
             if k in keys or k == "run.seed":
                 used[k] = value
-        if (file.parent / "checkpoints").is_dir():
+        if any((file.parent / name).exists() for name in ("checkpoints", "metrics.jsonl")):
             used["actor.model.path"] = str(file.parent)
         return used

@@ -24,6 +24,8 @@ from spmdflow.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER_NAME = "algos"
+COMMAND_LINE = "command line"
+"""Name of the source of settings that words of the command line set."""
 ASSUME = "assume"
 """Section of examples that only a plan reads; a settings class may have a field of that name."""
 
@@ -182,7 +184,7 @@ def read_override(text: str) -> Source:
         raise _too_long(f"command line: {key}", err) from err
     assert isinstance(tree, dict), tree
     settings = {str(name): value for name, value in tree.items()}
-    return Source("command line", _locate_paths(settings, Path()), key=key)
+    return Source(COMMAND_LINE, _locate_paths(settings, Path()), key=key)
 
 
 def sort_words(words: Sequence[str]) -> tuple[str | None, str | None, tuple[str, ...]]:

@@ -87,6 +87,16 @@ def test_configuration_of_a_run_is_that_of_its_evaluation(
     assert loaded.cfg.actor.model.path == exported_folder("path", str(trained))
 
 
+def test_run_that_saved_nothing_is_not_evaluated_with_the_model_it_began_with(
+    trained: Path, tmp_path: Path
+) -> None:
+    for name in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(trained / name, tmp_path)
+
+    with pytest.raises(ConfigError, match=r"^actor\.model\.path: the run in .* has saved no step"):
+        load(SCRIPT, tmp_path / "config.yaml", [])
+
+
 def test_table_that_standard_output_does_not_take_costs_no_evaluation(
     trained: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

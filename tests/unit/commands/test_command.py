@@ -36,6 +36,18 @@ def test_help_lists_every_command_with_a_phrase_and_every_script(
     assert [name for name in bundled_scripts() if name not in text] == []
 
 
+def test_output_that_its_reader_closes_ends_the_command_without_a_traceback(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    line = f"{sys.executable} -m spmdflow report {tmp_path} | true; exit ${{PIPESTATUS[0]}}"
+
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
+
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
 def test_commands_are_dispatched_with_their_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "no-such-folder"]) == 2
     assert "report: no-such-folder/metrics.jsonl is not there" in capsys.readouterr().err

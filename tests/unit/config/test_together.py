@@ -62,6 +62,16 @@ def test_first_start_shows_all_that_is_missing_or_wrong(capfd: pytest.CaptureFix
     )
 
 
+def test_batch_sizes_of_all_roles_are_told_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = refused(["ppo.py", "data.prompts_per_step=7"], capfd)
+
+    heads = [line.split(". ", 1)[1] for line in lines[1:]]
+    assert [head.partition(":")[0] for head in heads] == [
+        "actor.update.mini_batch_size",
+        "critic.update.mini_batch_size",
+    ]
+
+
 def test_one_error_looks_as_it_does_alone(capfd: pytest.CaptureFixture[str]) -> None:
     lines = refused(["ppo.py", "actor.model.path=actor", "data.train_path=nowhere.jsonl"], capfd)
 
