@@ -120,7 +120,12 @@ MISTAKES = (
     Mistake("tool", "spmdflow plan ppo --hardware h1000", "h100"),
     Mistake("finished", f"spmdflow run ppo {SMALL} total_steps=2 run.dir=runs/done", "step 2", 0),
     Mistake("finished", f"spmdflow run ppo {SMALL} total_steps=2 run.dir=runs/done", "finished", 0),
-    Mistake("finished", "spmdflow run grpo total_steps=2 run.dir=runs/done", "runs/done"),
+    Mistake(
+        "finished",
+        "spmdflow run grpo total_steps=2 run.dir=runs/done",
+        "resume with the script",
+        code=1,
+    ),
 )
 README = (
     ("spmdflow --version", 0),
@@ -179,7 +184,7 @@ def main() -> int:
         if answer.code != code:
             wrong.append(line)
     wrong += [mistake.command for mistake, answer in answers if not is_answered(mistake, answer)]
-    wrong += [stop.text for stop in stops if stop.code not in (1, 3)]
+    wrong += [stop.text for stop in stops if stop.code not in (1, 3, -2)]
     for line in wrong:
         print(f"first day: not as expected: {line}", file=sys.stderr)
     return 1 if wrong else 0
