@@ -29,7 +29,12 @@ from spmdflow.mapping.seconds import (
     transition_seconds,
 )
 from spmdflow.mapping.table import CostTable
-from spmdflow.mapping.unequal import Generated, SharedRows, generate, pass_parts_by_row
+from spmdflow.mapping.unequal import (
+    GenerationEstimate,
+    SharedRows,
+    estimate_generation,
+    pass_parts_by_row,
+)
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def call_seconds(
                 f"sizes, use more ranks or share the pool with fewer models"
             )
         if rows:
-            result = generate(model, rows[0], cut, hardware, slots=int(concurrent))
+            result = estimate_generation(model, rows[0], cut, hardware, slots=int(concurrent))
             parts = result.parts
             notes = (_tail_text(result, int(concurrent)),)
         else:
@@ -196,7 +201,7 @@ def call_seconds(
     return CallSeconds({name: float(one) for name, one in parts.items()}, notes)
 
 
-def _tail_text(result: Generated, slots: int) -> str:
+def _tail_text(result: GenerationEstimate, slots: int) -> str:
     """Return the note of a generation of rows of unequal lengths: its rows and its tail."""
     return (
         f"{result.num_rows} sequences a replica, at most {slots} at once, the longest of "

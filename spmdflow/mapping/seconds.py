@@ -51,8 +51,8 @@ _BACKWARD_BYTES = (222, 18, 28, 94)
 same if they are normed) in bfloat16. Counted on transformers' layers, whose norms are computed in
 float32 (`tests/unit/mapping/test_kernels.py` counts again)."""
 LOGIT_BYTES = (46, 44)
-"""Bytes that the float32 passes over a logit move in forward and backward, in bfloat16: copied,
-scaled, largest, less the largest, bounded, to the power, summed; and the like. Counted in
+"""Bytes that the float32 passes over a logit move in forward and backward, with a bfloat16 model.
+The passes are copy, scale, max, subtract, clamp, exp and sum, and their derivatives. Counted in
 `objectives/log_prob.py`."""
 
 
@@ -207,11 +207,15 @@ def _micro_batch_parts(
     parts["compute"] = parts["compute"] + (4 if trains else 1) * head  # backward runs it again
     if engine.own_kernels and not hw.is_cpu:
         forward, backward = elementwise_bytes(shape, engine)
-        moved = forward * (1 + cut.recompute) + backward if trains else forward
-        logits = LOGIT_BYTES[0] + LOGIT_BYTES[1] * trains
-        words = shape.vocab_size / cut.tp if shape.head == "causal_lm" else 0.0
-        moved = layers * micro.tokens * moved + micro.answered * words * logits
-        parts["memory"] = parts["memory"] + moved / hw.memory_rate
+        per_token = forward
+        per_logit = LOGIT_BYTES[0]
+        if trains:
+            per_token = forward * (1 + cut.recompute) + backward
+            per_logit += LOGIT_BYTES[1]
+        vocabulary = shape.vocab_size / cut.tp if shape.head == "causal_lm" else 0.0
+        layer_bytes = layers * micro.tokens * per_token
+        logit_bytes = micro.answered * vocabulary * per_logit
+        parts["memory"] = parts["memory"] + (layer_bytes + logit_bytes) / hw.memory_rate
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
     size = micro.tokens * shape.hidden_size * engine.element_bytes

@@ -32,7 +32,7 @@ from spmdflow.mapping.seconds import (
 )
 
 _FEW = 0.25
-"""Part of a replica's largest batch below which `Generated.tail_seconds` counts."""
+"""Part of a replica's largest batch below which `GenerationEstimate.tail_seconds` counts."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class SharedRows:
 
 
 @dataclass(frozen=True)
-class Generated:
-    """The slowest replica of a generation."""
+class GenerationEstimate:
+    """Seconds and rows of the slowest replica of a generation."""
 
     parts: Parts
     num_rows: int
@@ -108,13 +108,13 @@ def busiest_tokens(model: Model, one: SharedRows) -> PassTokens:
     )
 
 
-def generate(
+def estimate_generation(
     model: Model, one: SharedRows, cut: Strategy, hw: Hardware, *, slots: int
-) -> Generated:
+) -> GenerationEstimate:
     """Return the slowest replica of a generation. slots: rows that a replica decodes at once."""
-    replicas = [_generate_share(model, share, cut, hw, slots=slots) for share in one.shares]
+    replicas = [_estimate_share(model, share, cut, hw, slots=slots) for share in one.shares]
     slowest = max(replicas, key=lambda replica: float(total(replica.parts)))
-    return Generated(
+    return GenerationEstimate(
         parts=add_parts(slowest.parts, {"host": hw.call_seconds}),
         num_rows=slowest.num_rows,
         longest=slowest.longest,
@@ -160,9 +160,9 @@ def _micro_costs(model: Model, share: Rows, num_micro: int) -> np.ndarray:
     return costs
 
 
-def _generate_share(
+def _estimate_share(
     model: Model, share: Rows, cut: Strategy, hw: Hardware, *, slots: int
-) -> Generated:
+) -> GenerationEstimate:
     """Return the generation of one replica, without call_seconds.
 
     Between two events (a row starts or ends) the batch is constant. Its context is that in the
@@ -173,13 +173,13 @@ def _generate_share(
     events = np.unique(np.concatenate([starts, ends]))
     steps = np.diff(events)
     middle = (events[:-1] + events[1:]) / 2
-    begun = np.zeros(len(events))
+    started = np.zeros(len(events))  # rows that start less those that end
     read = np.zeros(len(events))  # prompt tokens less the start, of the rows that run
     for times, sign in ((starts, 1), (ends, -1)):
-        at = np.searchsorted(events, times)
-        np.add.at(begun, at, sign)
-        np.add.at(read, at, sign * (share.prompts - starts))
-    batch = begun.cumsum()[:-1]
+        positions = np.searchsorted(events, times)
+        np.add.at(started, positions, sign)
+        np.add.at(read, positions, sign * (share.prompts - starts))
+    batch = started.cumsum()[:-1]
     context = read.cumsum()[:-1] / np.maximum(batch, 1) + middle
     busy = batch > 0
     each = decode_parts(model, cut, hw, batch=batch[busy], context=context[busy])
@@ -191,7 +191,7 @@ def _generate_share(
     middle_of_prompts = float(np.square(share.prompts.astype(np.float64)).sum()) / prompts / 2
     parts["prefill"] = float(prefill_seconds(model, prompts, middle_of_prompts, cut, hw))
     few = batch[busy] < _FEW * batch.max(initial=0)
-    return Generated(
+    return GenerationEstimate(
         parts=parts,
         num_rows=len(share),
         longest=int(share.responses.max()),

@@ -186,7 +186,7 @@ class RewardWorker(Worker):
             by_model = pad(by_model).double().sum(-1)
         result = []
         for score in by_model.tolist():
-            result.append(combine_terms(self._model_terms, [{"score": score}]))
+            result.append(combine_terms(self._model_terms, {0: {"score": score}}))
         return result
 
     def _token_rewards(self, scores: Tensor, by_model: Tensor | None, batch: TensorDict) -> Tensor:

@@ -140,9 +140,9 @@ def predict(
     rows = _rows_by_rank(trace, step_calls, step) if by_row else {}
     estimates = _estimates(step, hardware, memory, planned, problems, rows)
     calls = _schedule(step_calls, step, estimates, hardware)
-    ahead = _begun_earlier(trace, step_calls, step)
+    ahead = _generations_begun_earlier(trace, step_calls, step)
     if ahead and hardware.cores == math.inf:  # on CPUs both would share the cores
-        estimates = _beside_training(estimates, ahead, step_calls, step, hardware)
+        estimates = _overlap_with_training(estimates, ahead, step_calls, step, hardware)
         calls = _schedule(step_calls, step, estimates, hardware)
     tokens = _counted_tokens(trace, step)
     return Prediction(
@@ -293,7 +293,9 @@ def _rows_by_rank(
     return result
 
 
-def _begun_earlier(trace: Trace, step_calls: Sequence[Call], step: Simulated) -> list[Key]:
+def _generations_begun_earlier(
+    trace: Trace, step_calls: Sequence[Call], step: Simulated
+) -> list[Key]:
     """Return the generations whose rows were given to their generator in an earlier step.
 
     Such a generator works on them while the rows of the earlier step are trained.
@@ -315,7 +317,7 @@ def _begun_earlier(trace: Trace, step_calls: Sequence[Call], step: Simulated) ->
     return keys
 
 
-def _beside_training(
+def _overlap_with_training(
     estimates: Mapping[Key, CallSeconds],
     ahead: Sequence[Key],
     step_calls: Sequence[Call],
@@ -324,7 +326,8 @@ def _beside_training(
 ) -> dict[Key, CallSeconds]:
     """Return the estimates with less time for generations that were begun a step ahead.
 
-    A step waits only for what the rest of a step does not cover: max(seconds - rest, 0).
+    Such a generation runs while the other calls of a step do. The step waits only for the seconds
+    by which it is longer than these.
     """
     without = dict(estimates)
     for key in ahead:

@@ -32,7 +32,7 @@ from spmdflow.plan.record import (
 )
 from spmdflow.plan.replay import Replay
 from spmdflow.plan.trace import TraceSettings, trace
-from spmdflow.plan.varied import Varied, vary
+from spmdflow.plan.varied import VariedPrediction, predict_varied
 from spmdflow.plan.weight import WeightPlan, weight_plans
 from spmdflow.runtime.call import Call
 from spmdflow.runtime.executor import COMPUTE, TRANSFER
@@ -72,7 +72,7 @@ class PlanReport:
     weights: tuple[WeightPlan, ...]
     prediction: Prediction
     """Of rows of one length."""
-    varied: Varied | None
+    varied: VariedPrediction | None
     """The same step with rows of different lengths; None if it is not wanted or not known."""
     checks: tuple[CheckResult, ...]
     missing_here: str | None
@@ -309,7 +309,7 @@ def plan(
         varied = None
         if variation and prediction.seconds:
             again = replace(settings, num_steps=len(traced.steps))
-            varied = vary(
+            varied = predict_varied(
                 script, cfg, again, hardware, traced, weights=weights, variation=variation
             )
         checks = [

@@ -23,7 +23,7 @@ from spmdflow.plan.weight import WeightPlan
 
 
 @dataclass(frozen=True)
-class Varied:
+class VariedPrediction:
     """Seconds of a step whose rows differ in length."""
 
     lengths: str
@@ -31,7 +31,7 @@ class Varied:
     prediction: Prediction
 
 
-def vary(
+def predict_varied(
     script: ModuleType,
     cfg: Any,
     settings: TraceSettings,
@@ -40,7 +40,7 @@ def vary(
     *,
     weights: Sequence[WeightPlan],
     variation: float,
-) -> Varied | None:
+) -> VariedPrediction | None:
     """Return the prediction of the last traced step with rows of different lengths.
 
     None without calls that have rows; if all responses have the largest length because somebody
@@ -73,9 +73,13 @@ def vary(
     return _predict(again, hardware, weights, text)
 
 
-def _predict(traced: Trace, hardware: Hardware, weights: Sequence[WeightPlan], text: str) -> Varied:
+def _predict(
+    traced: Trace, hardware: Hardware, weights: Sequence[WeightPlan], text: str
+) -> VariedPrediction:
     step_calls = tuple(traced.in_step())
-    return Varied(text, predict(traced, step_calls, hardware, weights=weights, by_row=True))
+    return VariedPrediction(
+        text, predict(traced, step_calls, hardware, weights=weights, by_row=True)
+    )
 
 
 def _differ(traced: Trace) -> bool:

@@ -152,7 +152,7 @@ class RewardPool:
     def _calls_of(self, samples: Sequence[Any]) -> list[list[int]]:
         """Return the numbers of each sample's calls: sample * number of functions + function.
 
-        RewardError for a row whose source has an entry in no table, unless another term scores it.
+        RewardError for a row that no function scores, because no table has its source.
         """
         width = len(self._terms)
         calls = []
@@ -450,19 +450,14 @@ class CallQueue:
             self._waiting = deque(number for number in self._waiting if number < first)
 
 
-def combine_terms(
-    all_terms: Sequence[RewardTerm], results: Mapping[int, Result] | Sequence[Result]
-) -> Result:
+def combine_terms(all_terms: Sequence[RewardTerm], results: Mapping[int, Result]) -> Result:
     """Combine the results of functions for one sample into {"score": weighted sum, ...}.
 
     Each named term's score is under its name. Further numbers of the first term keep their names
     unless a term has that name; those of the other terms are prefixed with their term's name
     (format_length). "errors" add up, and the first "answer" counts.
-    results: one for each term; or index of the term -> result, of the terms that score the sample.
+    results: index of the term -> its result, for the terms that score the sample.
     """
-    if not isinstance(results, Mapping):
-        assert len(all_terms) == len(results), (len(all_terms), len(results))
-        results = dict(enumerate(results))
     names = {term.name for term in all_terms}
     total: Result = {"score": 0.0}
     for number, result in sorted(results.items()):

@@ -13,7 +13,7 @@ from spmdflow.mapping.unequal import (
     Rows,
     SharedRows,
     busiest_tokens,
-    generate,
+    estimate_generation,
     pass_parts_by_row,
     starts_of,
 )
@@ -38,7 +38,9 @@ def test_rows_start_when_earlier_ones_end() -> None:
 
 
 def test_generation_of_equal_rows_is_that_of_the_formula() -> None:
-    found = generate(model_of(), SharedRows((rows_of(*[400] * 32),)), ONE, H100, slots=32)
+    found = estimate_generation(
+        model_of(), SharedRows((rows_of(*[400] * 32),)), ONE, H100, slots=32
+    )
 
     expected = generation_parts(model_of(), Workload(32, 100, 400), ONE, H100, kv_bytes=1e12)
     for name, seconds in expected.items():
@@ -47,8 +49,12 @@ def test_generation_of_equal_rows_is_that_of_the_formula() -> None:
 
 
 def test_generation_takes_as_many_steps_as_its_longest_row() -> None:
-    short = generate(model_of(), SharedRows((rows_of(*[100] * 32),)), ONE, H100, slots=32)
-    long = generate(model_of(), SharedRows((rows_of(*[100] * 31, 2100),)), ONE, H100, slots=32)
+    short = estimate_generation(
+        model_of(), SharedRows((rows_of(*[100] * 32),)), ONE, H100, slots=32
+    )
+    long = estimate_generation(
+        model_of(), SharedRows((rows_of(*[100] * 31, 2100),)), ONE, H100, slots=32
+    )
 
     alone = decode_parts(model_of(), ONE, H100, batch=1, context=100 + (100 + 2100) / 2)
     tail = 2000 * float(total(alone))
@@ -60,9 +66,9 @@ def test_generation_takes_as_many_steps_as_its_longest_row() -> None:
 def test_generation_waits_for_its_slowest_replica() -> None:
     replicas = (rows_of(10, 10), rows_of(10, 500), rows_of(20, 20))
 
-    found = generate(model_of(), SharedRows(replicas), ONE, H100, slots=8)
+    found = estimate_generation(model_of(), SharedRows(replicas), ONE, H100, slots=8)
 
-    alone = generate(model_of(), SharedRows((replicas[1],)), ONE, H100, slots=8)
+    alone = estimate_generation(model_of(), SharedRows((replicas[1],)), ONE, H100, slots=8)
     assert found.parts == alone.parts and found.longest == 500
 
 
@@ -70,7 +76,7 @@ def test_fewer_slots_take_longer() -> None:
     rows = SharedRows((rows_of(*range(50, 90)),))
     seconds = []
     for slots in (40, 20, 10, 1):
-        seconds.append(total(generate(model_of(), rows, ONE, H100, slots=slots).parts))
+        seconds.append(total(estimate_generation(model_of(), rows, ONE, H100, slots=slots).parts))
 
     assert seconds == sorted(seconds) and seconds[-1] > 10 * seconds[0]
 

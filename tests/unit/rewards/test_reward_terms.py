@@ -217,7 +217,7 @@ def test_score_is_the_sum_in_order_and_terms_keep_their_own() -> None:
         {"score": 9.0},
     ]
 
-    assert combine_terms(terms, results) == {
+    assert combine_terms(terms, dict(enumerate(results))) == {
         "score": 0.25 - 1.5,
         "a": 0.25,
         "accuracy": 1.0,  # of the first term
@@ -231,8 +231,8 @@ def test_score_is_the_sum_in_order_and_terms_keep_their_own() -> None:
 
 @given(st.floats(-1e6, 1e6), st.floats(-10, 10))
 def test_one_function_alone_keeps_its_numbers(score: float, weight: float) -> None:
-    alone = combine_terms([RewardTerm("", "m:f")], [{"score": score, "accuracy": 1.0}])
-    scaled = combine_terms([RewardTerm("", "m:f", weight)], [{"score": score}])
+    alone = combine_terms([RewardTerm("", "m:f")], {0: {"score": score, "accuracy": 1.0}})
+    scaled = combine_terms([RewardTerm("", "m:f", weight)], {0: {"score": score}})
 
     assert alone == {"score": score, "accuracy": 1.0}
     assert scaled == {"score": weight * score}
