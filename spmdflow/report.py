@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from spmdflow.errors import DataError
 from spmdflow.requirement import install_command
-from spmdflow.tracking.progress import Point, stage_seconds, text_curve
+from spmdflow.tracking.progress import Point, Sample, print_samples, stage_seconds, text_curve
 from spmdflow.tracking.reading import RunFiles, failure_text, setting_differences
 
 DEFAULT_KEYS = ("eval/accuracy", "reward/mean")
@@ -33,6 +34,8 @@ _TABLE_KEYS = (
     "perf/tokens_per_second",
     "time/step_seconds",
 )
+_MOST_SAMPLES = 4
+"""Samples of one step that are printed."""
 Records = Sequence[Mapping[str, Any]]  # Any: JSON values; null where a metric was not finite
 
 
@@ -55,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="where to write the picture of the last run (default: RUN_DIR/curve.png)",
     )
+    parser.add_argument(
+        "--samples",
+        action="store_true",
+        help="also print samples of the first and of the last step that has them, held-out ones if "
+        "there are any",
+    )
     options = parser.parse_args(arguments)
     runs = list(map(RunFiles, options.run_dirs))
     wanted = options.keys and options.keys.split(",")
@@ -74,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             png_path = run.path / "curve.png"
         if keys:
             sys.stdout.write(f"\ncurve: {write_png(run.metrics, keys, png_path)}\n")
+        if options.samples:
+            for step, samples in first_and_last_samples(run.samples):
+                sys.stdout.write("\n")
+                print_samples(step, samples, file=sys.stdout)
     sys.stdout.writelines(f"{line}\n" for line in _settings_table(runs))
     return 0
 
@@ -121,6 +134,25 @@ def _nearest(key: str, present: Collection[str]) -> str:
     if near:
         return f" (did you mean {near[0]}?)"
     return ""
+
+
+def first_and_last_samples(records: Records) -> list[tuple[int, list[Sample]]]:
+    """Return up to 4 samples of the first and of the last step that has any, with its number.
+
+    records: of samples.jsonl. Only samples of evaluations count if there are any. At most one of a
+    prompt. One pair if all samples are of one step, and [] without samples.
+    """
+    held_out = [record for record in records if record.get("phase") == "eval"]
+    chosen = held_out or list(records)
+    result = []
+    for step in sorted({chosen[0]["step"], chosen[-1]["step"]}) if chosen else ():
+        by_prompt: dict[str, Sample] = {}
+        for record in chosen:
+            if record["step"] == step and record["prompt"] not in by_prompt:
+                score = math.nan if record["score"] is None else float(record["score"])
+                by_prompt[record["prompt"]] = Sample(record["prompt"], record["response"], score)
+        result.append((int(step), list(by_prompt.values())[:_MOST_SAMPLES]))
+    return result
 
 
 def points_of(records: Records, key: str) -> list[Point]:

@@ -22,6 +22,8 @@ VOCABULARY = 32_000
 END = VOCABULARY - 1
 LENGTHS = (8, 96)
 """Shortest and longest prompt of the second setting; drawn evenly."""
+RARE_WORD = "<jupyter_script>"
+"""A special token that SmolLM2 practically never draws."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Work:
     lr: float = 1e-5
     micro_rows: int = 16
     """Rows of a forward where a trainer is asked to cut its batch."""
+    dtype: str = "float32"
+    """Of the products; bfloat16: with float32 master weights."""
 
     @property
     def rows(self) -> int:
@@ -53,6 +57,7 @@ class Work:
         """Lengths of the prompts of each step."""
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self.model)
         texts = [json.loads(line)["prompt"] for line in Path(self.prompts).open()]
+        texts = texts[: self.num_prompts * self.steps]
         lengths = [len(ids) for ids in tokenizer(texts).input_ids]
         starts = range(0, len(lengths), self.num_prompts)
         return [lengths[at : at + self.num_prompts] for at in starts]
@@ -125,6 +130,26 @@ def vocabulary(folder: Path, *, threads: int, steps: int) -> Work:
         for _ in range(work.num_prompts * steps):
             text = " ".join(f"w{rng.randrange(3, END)}" for _ in range(rng.randint(*LENGTHS)))
             file.write(json.dumps({"prompt": text}) + "\n")
+    return work
+
+
+def smollm2(
+    folder: Path, data: Path, source: Path, *, threads: int, steps: int, dtype: str
+) -> Work:
+    """SmolLM2-135M-Instruct (scripts/make_smollm2.py) and questions of GSM8K as plain text."""
+    model = folder / "smollm2"
+    shutil.copytree(source, model, copy_function=shutil.copy)
+    _change(model / "tokenizer_config.json", eos_token=RARE_WORD)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    _set_end(model, tokenizer.convert_tokens_to_ids(RARE_WORD))
+    prompts = folder / "smollm2.jsonl"
+    work = Work(
+        "smollm2", str(model), str(prompts), threads, steps, 8, 4, micro_rows=8, dtype=dtype
+    )
+    with prompts.open("w") as file:
+        for line in (data / "gsm8k" / "train.jsonl").read_text().splitlines():
+            question = json.loads(line)["question"]
+            file.write(json.dumps({"prompt": question}) + "\n")
     return work
 
 

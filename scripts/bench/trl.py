@@ -7,17 +7,22 @@ TRL lives in an environment of its own:
         --extra-index-url https://download.pytorch.org/whl/cpu
     scripts/bench.py trl --trl ~/trl/bin/python --data FOLDER
 
-Two settings: `stories`, the 0.7-million-parameter model in FOLDER/models/stories260K-hd64 with the
+Settings: `stories`, the 0.7-million-parameter model in FOLDER/models/stories260K-hd64 with the
 openings in FOLDER/tinystories, with 16 prompts x 8 samples x 64 new tokens a step; `vocabulary`, a
-random Llama of 11.3 million with 32,000 words and prompts of 8 to 96 tokens, with 8 x 4 x 64. Beta
-0.04, one update a step, float32, AdamW. No response ends early (bench/_trl_work.py). On a machine
+random Llama of 11.3 million with 32,000 words and prompts of 8 to 96 tokens, with 8 x 4 x 64;
+`smollm2` (with --model FOLDER of scripts/make_smollm2.py), the real model of 134.5 million with
+questions of FOLDER/gsm8k, with 8 x 4 x 64, in float32 or with --dtype bfloat16 (TRL: bf16=True,
+which is autocast). Beta 0.04 or --beta, one update a step, AdamW with float32 weights. No response
+ends early (bench/_trl_work.py). On a machine
 that others use, give it real-time priority (`chrt -r 5`). The first round tries
 TRL in three settings of its own (the batch whole, cut into micro-batches, over two processes) and
 spmdflow in three: on one rank, on as many as threads under FSDP, and there under ZeRO 1, where
 every rank has all weights, as under DDP; the following rounds run the fastest of each again.
 A run's seconds are the median of its steps without the first two, from end to end; the table's are
 the medians over rounds. CPU seconds are those of all processes: compare them where others use the
-machine. `products` is what the step's matrix products alone take.
+machine. `products` is what the step's matrix products alone take, `shared` the same with each
+prompt computed once for all its samples, as spmdflow does it where that saves an eighth of the
+tokens. `peak_gb` is the largest memory of all processes of a trainer together.
 """
 
 from __future__ import annotations
@@ -29,18 +34,18 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench._products import products
-from bench._steps import Moment, run_watched
-from bench._trl_work import Work, stories, vocabulary
+from bench._steps import Moment, Watched, run_watched
+from bench._trl_work import Work, smollm2, stories, vocabulary
 from spmdflow.config.schema import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 SIDE = Path(__file__).parent / "_trl"
-SETTINGS = ("stories", "vocabulary")
+SETTINGS = ("stories", "vocabulary", "smollm2")
 ENGINES = ("actor", "reference")
 SKIPPED = 2
 """First steps of a run that are not counted."""
@@ -51,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given = os.environ.get("SPMDFLOW_DATA")
     parser.add_argument("--trl", type=Path, default=Path("/tmp/trl/venv/bin/python"), metavar="PY")
     parser.add_argument("--data", type=Path, default=given and Path(given), metavar="FOLDER")
-    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=SETTINGS)
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=SETTINGS[:2])
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="SmolLM2, for smollm2")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--beta", type=float, default=0.04, help="weight of the KL in the loss")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of a run, at least 3")
     parser.add_argument("--threads", type=int, default=2, help="of all processes of a trainer")
@@ -78,11 +86,13 @@ class Contestant:
 
     trainer: str
     way: str
-    run: Callable[[Path], list[Moment]]
+    run: Callable[[Path], Watched]
     stays: bool = False
     """Runs in every round, fastest or not."""
     steps: list[Moment] = field(default_factory=list)
     """Medians of each round."""
+    peak_bytes: int = 0
+    """Largest memory of any round."""
 
     @property
     def median(self) -> Moment:
@@ -106,23 +116,32 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _compare(name: str, folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     sizes = {"threads": arguments.threads, "steps": arguments.steps}
-    make = {
-        "stories": lambda: stories(folder, arguments.data, **sizes),
-        "vocabulary": lambda: vocabulary(folder, **sizes),
-    }
-    work = make[name]()
+    if name == "stories":
+        work = stories(folder, arguments.data, **sizes)
+    elif name == "vocabulary":
+        work = vocabulary(folder, **sizes)
+    elif arguments.model is None:
+        sys.exit("trl: smollm2 needs --model, a folder of scripts/make_smollm2.py")
+    else:
+        dtype = arguments.dtype
+        work = smollm2(folder, arguments.data, arguments.model, dtype=dtype, **sizes)
+    work = replace(work, kl_coef=arguments.beta)
     found = [x for x in _contestants(work, arguments) if arguments.only in (None, x.trainer)]
-    product_seconds = []
+    product_seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(arguments.rounds):
         for each in found if number == 0 else _finalists(found):
             with tempfile.TemporaryDirectory(dir=folder) as place:
-                each.steps.append(_medians(each.run(Path(place))[SKIPPED - 1 :]))
+                watched = each.run(Path(place))
+            each.steps.append(_medians(watched.steps[SKIPPED - 1 :]))
+            each.peak_bytes = max(each.peak_bytes, watched.peak_bytes)
             wall, cpu = each.steps[-1]
             told = f"{name} round {number + 1} {each.trainer} {each.way}"
-            print(f"{told}: {wall:.3f} s, CPU {cpu:.3f} s")
-            sys.stdout.flush()
-        product_seconds.append(products(work))
-    return _rows(work, found, statistics.median(product_seconds))
+            told += f": {wall:.3f} s, CPU {cpu:.3f} s, {watched.peak_bytes / 1e9:.2f} GB"
+            print(told, flush=True)
+        for shares, seconds in product_seconds.items():
+            seconds.append(products(work, shares_prompts=shares).seconds)
+    least = {shares: statistics.median(seconds) for shares, seconds in product_seconds.items()}
+    return _rows(work, found, least)
 
 
 def _finalists(found: list[Contestant]) -> list[Contestant]:
@@ -141,7 +160,9 @@ def _medians(moments: list[Moment]) -> Moment:
     return Moment(*map(statistics.median, zip(*moments)))
 
 
-def _rows(work: Work, found: list[Contestant], product_seconds: float) -> list[dict[str, Any]]:
+def _rows(
+    work: Work, found: list[Contestant], product_seconds: dict[bool, float]
+) -> list[dict[str, Any]]:
     others = [x for x in found if x.trainer == "trl"] or found
     best = min(x.median.wall for x in others)
     least = min(x.median.cpu for x in others)
@@ -157,8 +178,11 @@ def _rows(work: Work, found: list[Contestant], product_seconds: float) -> list[d
             "ratio": best / each.median.wall,
             "cpu_s": each.median.cpu,
             "cpu_ratio": least / each.median.cpu,
-            "products_cpu_s": product_seconds,
-            "of_products": each.median.cpu / product_seconds,
+            "products_cpu_s": product_seconds[False],
+            "of_products": each.median.cpu / product_seconds[False],
+            "shared_cpu_s": product_seconds[True],
+            "of_shared": each.median.cpu / product_seconds[True],
+            "peak_gb": each.peak_bytes / 1e9,
         }
         for each in found
     ]
@@ -185,7 +209,7 @@ def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
     return found
 
 
-def _trl(work: Work, way: str, folder: Path, python: Path) -> list[Moment]:
+def _trl(work: Work, way: str, folder: Path, python: Path) -> Watched:
     """TRL's steps."""
     out = folder / "trl.json"
     count = work.threads if way == "ranks" else 1
@@ -193,28 +217,28 @@ def _trl(work: Work, way: str, folder: Path, python: Path) -> list[Moment]:
     if count > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     command += [str(SIDE / "side.py"), str(work.write(folder / "work.json")), way, str(out)]
-    steps = _watch(command, folder / "steps", folder, threads=work.threads // count, path=SIDE)
+    watched = _watch(command, folder / "steps", folder, threads=work.threads // count, path=SIDE)
     found = json.loads(out.read_text())
     lengths = {log["completions/mean_length"] for log in found["logs"]}
     assert lengths == {float(work.new_tokens)}, lengths
-    return steps
+    return watched
 
 
 def _own(
     work: Work, count: int, more: list[str], *, root: Path = ROOT
-) -> Callable[[Path], list[Moment]]:
+) -> Callable[[Path], Watched]:
     """What runs spmdflow on so many ranks and returns its steps."""
 
-    def run(folder: Path) -> list[Moment]:
+    def run(folder: Path) -> Watched:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={count}", "-m", "spmdflow.run", "algos/grpo.py"]
         words = [*command, "algos/grpo.yaml", *own_settings(work, folder), *more]
         lines = folder / "run" / "metrics.jsonl"
-        steps = _watch(words, lines, folder, threads=work.threads // count, path=root)
+        watched = _watch(words, lines, folder, threads=work.threads // count, path=root)
         texts = lines.read_text().splitlines()
         made = {json.loads(text)["rollout/response_tokens"] for text in texts}
         assert made == {work.rows * work.new_tokens}, made
-        return steps
+        return watched
 
     return run
 
@@ -239,6 +263,8 @@ def own_settings(work: Work, folder: Path) -> list[str]:
         *("actor.optimizer.schedule=constant", "actor.optimizer.warmup_steps=0"),
         f"actor.rollout.max_new_tokens={work.new_tokens}",
         f"actor.loss.kl_coef={work.kl_coef}",
+        *(f"actor.model.dtype={work.dtype}", f"actor.rollout.dtype={work.dtype}"),
+        f"reference.model.dtype={work.dtype}",
         *(
             f"{role}.engine.micro_batch_tokens={EngineConfig().micro_batch_tokens}"
             for role in ENGINES
@@ -247,9 +273,7 @@ def own_settings(work: Work, folder: Path) -> list[str]:
     ]
 
 
-def _watch(
-    command: list[str], lines: Path, folder: Path, *, threads: int, path: Path
-) -> list[Moment]:
+def _watch(command: list[str], lines: Path, folder: Path, *, threads: int, path: Path) -> Watched:
     more = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1"}
     more |= {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     return run_watched(command, lines, folder / "log", cwd=path, more=more)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from spmdflow.config.leaf import part, setting
 from spmdflow.config.objective import AdvantageConfig, CorrectionConfig, PolicyLossConfig
 from spmdflow.config.schema import (
+    ALWAYS,
     PLACEMENT_TYPE,
     ActorConfig,
     CriticConfig,
@@ -260,6 +261,8 @@ class ReinforcePPConfig(CriticFreeConfig):
 class TeacherConfig(ReferenceConfig):
     """The frozen policy that is imitated; it reads the actor's tokens."""
 
+    # Not a setting: the script reads its log-probs in every step.
+    compute: ClassVar[str] = ALWAYS  # type: ignore[misc]
     model: ModelConfig = part(ModelConfig)
 
 

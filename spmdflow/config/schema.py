@@ -34,6 +34,7 @@ from spmdflow.kind.generator import generator_names, generators_doc, generators_
 from spmdflow.kind.table import optimizers_doc
 
 NO_LIMIT = 1 << 30
+ALWAYS = "always"
 CPU_CACHE_BYTES = 64 << 20
 
 
@@ -422,6 +423,12 @@ class ReferenceConfig:
     )
     model: ModelConfig = part(ModelConfig, path="${actor.model.path}")
     engine: FrozenEngineConfig = part(FrozenEngineConfig)
+    compute: str = setting(
+        "auto: only if a setting or the script reads its log-probs, and not built before that; "
+        "always: also if only the metric actor/reference_kl needs them.",
+        AUTO,
+        one_of=(AUTO, ALWAYS),
+    )
     temperature: float = follows("actor.rollout.temperature", 1.0)  # divides the logits
 
 

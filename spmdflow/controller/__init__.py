@@ -36,6 +36,7 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | extending | what the answer of a call carries along of its batch |
 | guarding | what is done when a guard holds |
 | old_log_probs | where the log-probs of before an update come from |
+| on_demand | calls that wait until something reads their columns |
 | result, transfers | what is known of rows, and how they move |
 | script | builds all of this and runs `main` |
 """

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from spmdflow.controller.result import ColumnRef, RowResult
+from spmdflow.controller.result import Ref, RowResult
 from spmdflow.data.ragged import VALID, is_ragged
 from spmdflow.data.row_id import Ids, RowIds
 from spmdflow.errors import ColumnError, ProtocolError, RowError
@@ -33,10 +33,10 @@ class BatchCaller(Protocol):
     ) -> dict[str, Tensor | list[str]]:
         """Values of columns."""
 
-    def lengths(self, ref: ColumnRef) -> np.ndarray:
+    def lengths(self, ref: Ref) -> np.ndarray:
         """(B,) items of each row."""
 
-    def is_text(self, ref: ColumnRef) -> bool:
+    def is_text(self, ref: Ref) -> bool:
         """Whether a column is text that a call has made."""
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
@@ -45,7 +45,7 @@ class BatchCaller(Protocol):
     def why_missing(self, column: str) -> str:
         """Why no call has written a column that one may be expected to write; empty: unknown."""
 
-    def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
+    def join(self, columns: Mapping[str, Sequence[Ref]], ids: Ids) -> dict[str, Ref]:
         """Columns of rows that several calls made."""
 
 
@@ -59,7 +59,7 @@ class Batch:
     """(B,): row ids."""
     parents: Ids
     """(B,): rows with the same parent are samples of one prompt."""
-    refs: Mapping[str, ColumnRef]
+    refs: Mapping[str, Ref]
     """Where each column lives."""
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Batch:
         """Names of the columns."""
         return tuple(self.refs)
 
-    def column(self, name: str) -> ColumnRef:
+    def column(self, name: str) -> Ref:
         """Return the reference of a column. ColumnError, with existing names, if it is missing."""
         if name not in self.refs:
             near = difflib.get_close_matches(name, self.refs, 1)
@@ -108,7 +108,7 @@ class Batch:
             columns[name] = moved
         return self._with(columns)
 
-    def _with(self, columns: Mapping[str, ColumnRef]) -> Batch:
+    def _with(self, columns: Mapping[str, Ref]) -> Batch:
         """The same rows with other columns."""
         return Batch(self.caller, self.ids, self.parents, columns)
 

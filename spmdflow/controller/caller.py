@@ -25,10 +25,12 @@ from spmdflow.controller.draw_count import DrawCounts
 from spmdflow.controller.extending import carried_columns
 from spmdflow.controller.joining import plan_join
 from spmdflow.controller.old_log_probs import RECOMPUTE, ROLLOUT, OldLogProbs
+from spmdflow.controller.on_demand import OnDemand, join_or_postpone, make_postponed
 from spmdflow.controller.planning import (
     CallContext,
     Input,
     Method,
+    columns_of_map,
     columns_read,
     plan_map,
     plan_method,
@@ -37,6 +39,7 @@ from spmdflow.controller.planning import (
 from spmdflow.controller.result import (
     ColumnRef,
     OnRead,
+    Ref,
     ReportedMetrics,
     Result,
     RowResult,
@@ -107,6 +110,7 @@ class Caller:
         self.fetched_bytes: Counter[str] = Counter()
         self.row_ids = RowIds()
         self.old_log_probs = OldLogProbs()
+        self.on_demand = OnDemand()
         self._draws = DrawCounts()
         self._last_number = 0
         self.freed: deque[int] = deque()
@@ -137,12 +141,19 @@ class Caller:
         """Call a registered method of a worker group; return its lazy answer (paper section 4.1).
 
         A method that writes columns returns a Batch, any other a Result. An update may be skipped
-        (`_update`). `compute_log_prob` may be answered without running (`_without_running`). If the
-        method has a `followed_by`, its map function then runs, and its columns join the answer.
-        Errors of planning are raised before anything is sent.
+        (`_update`). `compute_log_prob` may be answered without running (`_without_running`), and a
+        method on demand may be postponed (on_demand.py). If the method has a `followed_by`, its map
+        function then runs, and its columns join the answer. Errors of planning are raised before
+        anything is sent.
         """
         spec = method.spec
-        if not isinstance(data, Batch):
+        if self.on_demand.postpones(target, method) and isinstance(data, Batch):
+            later = partial(self.invoke, target, method, data, arguments)
+            return self.on_demand.postpone(self.next_number(), target, method, data, later)
+        self.on_demand.build(target.name)
+        if isinstance(data, Batch):
+            make_postponed(data, spec, getattr(target.worker_class, method.name))
+        else:
             return self._send(self._plan(target, method, data, arguments), None)
         answer: Batch | Result | None = None
         if spec.instead and spec.writes:
@@ -220,6 +231,7 @@ class Caller:
 
         settings: its arguments. Returns a lazy batch of the columns that it writes.
         """
+        make_postponed(batch, columns_of_map(batch, function, settings), function)
         call = plan_map(batch, function, settings, self._context(), busy=self.busy)
         answer = self._send(call, batch)
         assert isinstance(answer, Batch)
@@ -251,7 +263,11 @@ class Caller:
             return Result(call.label, self._submit(call), call.reply_ranks, self._on_read)
         self._last_number = call.number
         result = RowResult.of(call, self.freed.append) if call.writes else None
-        inputs = {ref.result.number: ref.result for ref in batch.refs.values()}
+        inputs = {}
+        for ref in batch.refs.values():
+            if not ref.is_postponed:
+                result_of_ref = ref.resolve().result
+                inputs[result_of_ref.number] = result_of_ref
         for required in call.required_rows:  # first: the rows are under way before the call
             source = inputs[required.result]
             assert isinstance(source, RowResult), source.label
@@ -259,7 +275,7 @@ class Caller:
         pending = self._submit(call, result, batch)
         if result is None:
             return Result(call.label, pending, call.reply_ranks, self._on_read)
-        columns = {}
+        columns: dict[str, Ref] = {}
         for name in call.writes:
             columns[name] = ColumnRef(result, batch.ids, name)
         if extends is not None:
@@ -353,17 +369,18 @@ class Caller:
         return values
 
     def column(
-        self, name: str, ref: ColumnRef, *, purpose: str, piece_bytes: int = PIECE_BYTES
+        self, name: str, ref: Ref, *, purpose: str, piece_bytes: int = PIECE_BYTES
     ) -> Column:
         """Fetch the rows of a reference to the controller, in the order of its ids; waits for them.
 
         A row that occurs several times travels once. The rows travel in pieces of at most
         piece_bytes, because a reply is one message; a single row may have MAX_MESSAGE_BYTES. Adds
-        the bytes to fetched_bytes[purpose].
+        the bytes to fetched_bytes[purpose]. Makes a postponed call.
         """
+        known = ref.resolve()
         pieces = []
         ids = []
-        for part in self._pieces_of(ref, piece_bytes):
+        for part in self._pieces_of(known, piece_bytes):
             fetched, fetched_ids = self._fetch_rows(name, part)
             pieces.append(fetched)
             ids.append(fetched_ids)
@@ -371,7 +388,7 @@ class Caller:
         all_ids = np.concatenate(ids)
         self.fetched_bytes[purpose] += column.values.nbytes
         order = np.argsort(all_ids, kind="stable")
-        positions = order[np.searchsorted(all_ids, ref.ids, sorter=order)]
+        positions = order[np.searchsorted(all_ids, known.ids, sorter=order)]
         return column.take(torch.from_numpy(positions))
 
     def _pieces_of(self, ref: ColumnRef, piece_bytes: int) -> list[ColumnRef]:
@@ -422,25 +439,27 @@ class Caller:
             columns.append(read_message(replies[rank]["column"]))
         return join(columns), np.concatenate(list(parts.values()))
 
-    def lengths(self, ref: ColumnRef) -> np.ndarray:
+    def lengths(self, ref: Ref) -> np.ndarray:
         """Return (B,) int64: items of each row, 1 if the column is dense; waits for the producer.
 
         ColumnError for a column of a data file whose lengths the controller does not know.
         """
-        if isinstance(ref.result, SourceRows):
-            return ref.result.lengths_of(ref.stored, ref.ids)
-        ref.result.wait()
-        return ref.result.facts[ref.stored].lengths_of(ref.ids)
+        known = ref.resolve()
+        if isinstance(known.result, SourceRows):
+            return known.result.lengths_of(known.stored, known.ids)
+        known.result.wait()
+        return known.result.facts[known.stored].lengths_of(known.ids)
 
-    def is_text(self, ref: ColumnRef) -> bool:
+    def is_text(self, ref: Ref) -> bool:
         """Return whether a column is text that a call has made; waits for the call.
 
         False for every column of a data file.
         """
-        if isinstance(ref.result, SourceRows):
+        known = ref.resolve()
+        if isinstance(known.result, SourceRows):
             return False
-        ref.result.wait()
-        return ref.result.facts[ref.stored].spec.kind == "text"
+        known.result.wait()
+        return known.result.facts[known.stored].spec.kind == "text"
 
     def metrics_of(self, results: Iterable[RowResult]) -> Mapping[str, float]:
         """Return what the calls that made the results reported, merged; waits for them.
@@ -451,7 +470,7 @@ class Caller:
         for result in results:
             result.wait()
             metrics += result.metrics
-        omitted = self.old_log_probs.omitted_metrics()
+        omitted = self.old_log_probs.omitted_metrics() | self.on_demand.omitted_metrics()
         return ReportedMetrics(merge(metrics), omitted, self._on_read)
 
     def why_missing(self, column: str) -> str:
@@ -460,14 +479,20 @@ class Caller:
 
     # Rows of several calls as rows of one result
 
-    def join(self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids) -> dict[str, ColumnRef]:
+    def join(self, columns: Mapping[str, Sequence[Ref]], ids: Ids) -> dict[str, Ref]:
         """Concatenate the parts of each column under the row ids `ids`; return references by name.
 
         columns: name -> its parts in order. Parts of one result need no call: the reference repeats
         the result's ids. Neither do parts of one data file. Otherwise each rank joins the rows that
         it answers for, in one call for all columns with the same origin, so that these share a
-        result again. Joined rows do not travel.
+        result again. Joined rows do not travel. If a part is postponed, so is its column.
         """
+        return join_or_postpone(columns, ids, self._join_there, self.next_number)
+
+    def _join_there(
+        self, columns: Mapping[str, Sequence[ColumnRef]], ids: Ids
+    ) -> dict[str, ColumnRef]:
+        """As `join`, for columns of which no part is postponed."""
         groups: dict[tuple[Any, ...], list[str]] = {}
         for name, parts in columns.items():
             has_one_name = len({part.stored for part in parts}) == 1

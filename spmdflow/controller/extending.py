@@ -8,7 +8,7 @@ would not match the longer one, so the result omits them.
 from __future__ import annotations
 
 from spmdflow.controller.batch import Batch
-from spmdflow.controller.result import ColumnRef, RowResult
+from spmdflow.controller.result import Ref, SourceRows
 from spmdflow.errors import ColumnError
 from spmdflow.worker_api.register import MethodSpec
 
@@ -40,7 +40,7 @@ def check_extended(label: str, spec: MethodSpec, batch: Batch) -> None:
         )
 
 
-def carried_columns(spec: MethodSpec, batch: Batch) -> dict[str, ColumnRef]:
+def carried_columns(spec: MethodSpec, batch: Batch) -> dict[str, Ref]:
     """Return the columns of the batch that the result keeps, by name.
 
     Omits columns that the method replaces or uses up. Also omits columns that were computed from
@@ -53,7 +53,7 @@ def carried_columns(spec: MethodSpec, batch: Batch) -> dict[str, ColumnRef]:
 
     def is_valid(name: str) -> bool:
         result = batch.column(name).result
-        is_older = not isinstance(result, RowResult) or not old & result.lineage
+        is_older = isinstance(result, SourceRows) or not old & result.lineage
         return name not in _consumed_columns(spec) and (is_older or name in spec.reads)
 
     result = {}

@@ -26,6 +26,7 @@ from spmdflow.controller.group import ResourcePool, WeightLink, WorkerGroup
 from spmdflow.controller.guarding import Guarding
 from spmdflow.controller.observer import Observer, StepRecord
 from spmdflow.controller.old_log_probs import OldLogProbs, readers_of
+from spmdflow.controller.on_demand import can_wait
 from spmdflow.controller.planning import script_line
 from spmdflow.controller.prompts import MAIN_STREAM, PromptStream, no_held_out_prompts
 from spmdflow.controller.queue import RolloutQueue
@@ -84,6 +85,9 @@ class Flow:
         self._backend = backend
         self._has_outside = has_outside
         self.groups: dict[str, WorkerGroup] = {}
+        """Models that were built, by name."""
+        self._spawned: dict[str, WorkerGroup] = {}
+        """All models, also those that are built when something needs them."""
         self._links: list[WeightLink] = []
         self.kept: dict[str, Any] = {}
         self._guarding = guarding
@@ -129,10 +133,12 @@ class Flow:
     ) -> WorkerGroup:
         """Build a model on the ranks of a pool, and return its handle without waiting.
 
-        Without a pool it goes where the placement puts its name, or else its role; a model without
-        an engine shares the pool of the reward (config/placement.py). name: by default the role.
-        Every rank of the run helps to make its process groups. ProtocolError once a step has begun,
-        or if the name is taken.
+        A reference whose log-probs no setting needs is built when something first reads them
+        (on_demand.py). Without a pool the model goes where the placement puts its name, or else its
+        role; a model without an engine shares the pool of the reward (config/placement.py).
+
+        name: by default the role. Every rank of the run helps to make its process groups.
+        ProtocolError once a step has begun, or if the name is taken.
         """
         if self.step is not None:
             raise ProtocolError(
@@ -140,10 +146,10 @@ class Flow:
                 f"before the first step; spawn every model at the top of main"
             )
         name = name or worker_class.role
-        if name in self.groups:
+        if name in self._spawned:
             raise ProtocolError(
                 f"spawn {worker_class.__name__}: got the name {name!r}, expected one that is not "
-                f"taken by {self.groups[name]}; give name=... for a second one"
+                f"taken by {self._spawned[name]}; give name=... for a second one"
             )
         pool = pool or self.pool(pool_name_of(self._pools, name, worker_class.role, cfg))
         layout = worker_class.layout_of(cfg, pool.ranks)
@@ -163,9 +169,18 @@ class Flow:
         commands = {}
         for rank in pool.ranks:
             commands[rank] = dict(command)
-        self.caller.submit(f"{name}.spawn", commands, seconds=seconds)
         group = WorkerGroup(self.caller, Target(name, worker_class, layout, cfg))
-        self.groups[name] = group
+        self._spawned[name] = group
+
+        def build() -> None:
+            """Have the pool's ranks build the model; do not wait for them."""
+            self.caller.submit(f"{name}.spawn", commands, seconds=seconds)
+            self.groups[name] = group
+
+        if can_wait(worker_class, self._config):
+            self.caller.on_demand.add(name, build)
+        else:
+            build()
         return group
 
     def connect(self, policy: WorkerGroup, generator: WorkerGroup) -> WeightLink:

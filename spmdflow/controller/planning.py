@@ -264,10 +264,7 @@ def plan_map(
     """
     marks = map_spec(function)
     label = f"map.{function.__name__}"
-    _check_arguments(label, function, [batch], arguments, marks.rank_arguments)
-    reads = marks.reads_with(arguments)
-    optional = tuple(name for name in marks.optional if name not in reads)
-    spec = MethodSpec("rows", reads, optional, marks.writes, False, False)
+    spec = columns_of_map(batch, function, arguments)
     inputs = _inputs_of(batch, columns_read(spec, batch, label))
     positions = _positions_held(_home(batch, inputs, label, busy))
     head = {
@@ -284,6 +281,21 @@ def plan_map(
         numbers["places"], head["largest_group"] = positions_in_groups(numbers["groups"])
         head["num_groups"] = int(numbers["groups"].max(initial=-1)) + 1
     return _plan_rows(label, marks.writes, head, batch, inputs, assignment, context, numbers)
+
+
+def columns_of_map(
+    batch: Batch, function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> MethodSpec:
+    """Return which columns a map function reads and writes with these arguments.
+
+    ProtocolError for an unmarked function or wrong arguments.
+    """
+    marks = map_spec(function)
+    label = f"map.{function.__name__}"
+    _check_arguments(label, function, [batch], arguments, marks.rank_arguments)
+    reads = marks.reads_with(arguments)
+    optional = tuple(name for name in marks.optional if name not in reads)
+    return MethodSpec("rows", reads, optional, marks.writes, False, False)
 
 
 def _plan_rows(
@@ -370,7 +382,7 @@ def _inputs_of(batch: Batch, names: Iterable[str]) -> tuple[Input, ...]:
     """Group columns of a batch by the result that made them and their row ids in it."""
     inputs: dict[tuple[int, bytes], Input] = {}
     for name in names:
-        ref = batch.refs[name]
+        ref = batch.refs[name].resolve()
         key = (ref.result.number, ref.ids.tobytes())
         if key not in inputs:
             inputs[key] = Input.of(ref.result, {}, ref.ids)
@@ -447,10 +459,12 @@ def _home(
 
     Candidates are, in this order, the inputs, then all columns of the batch, both without results
     that span several pools, as these have no common process group; then the same with such results.
-    Data files never count. Ranks that are busy are avoided unless all candidates are busy.
-    ProtocolError if no column of the batch was made by a call.
+    Data files never count, and neither do calls that were not made yet. Ranks that are busy are
+    avoided unless all candidates are busy. ProtocolError if no column of the batch was made by a
+    call.
     """
-    levels = (inputs, _inputs_of(batch, batch.refs))
+    there = [name for name, ref in batch.refs.items() if not ref.is_postponed]
+    levels = (inputs, _inputs_of(batch, there))
     of_one_pool = []
     for each in levels:
         of_one_pool.append([x for x in each if not getattr(x.result, "spans_pools", False)])
@@ -504,7 +518,8 @@ def _positions_held(source: Input) -> dict[int, np.ndarray]:
 def columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
     """Return the columns that travel to the call: `reads`, then those of `optional` that exist.
 
-    ColumnError if the batch lacks a column of `reads`.
+    A postponed column of `optional` does not exist. ColumnError if the batch lacks a column of
+    `reads`.
     """
     missing = []
     for name in spec.reads:
@@ -515,7 +530,11 @@ def columns_read(spec: MethodSpec, batch: Batch, label: str) -> list[str]:
             f"{label}: the batch has {sorted(batch.refs)}, expected {missing} too; "
             f"{batch.how_to_get(missing[0])}"
         )
-    return [*spec.reads, *(name for name in spec.optional if name in batch.refs)]
+    result = list(spec.reads)
+    for name in spec.optional:
+        if name in batch.refs and not batch.refs[name].is_postponed:
+            result.append(name)
+    return result
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}

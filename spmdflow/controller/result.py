@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -212,16 +212,82 @@ class ColumnRef:
         """The rows at these places."""
         return ColumnRef(self.result, self.ids[indices], self.stored)
 
+    is_postponed: ClassVar[bool] = False
+
+    def resolve(self) -> ColumnRef:
+        """Itself; see PostponedRef."""
+        return self
+
     def row_bytes(self) -> np.ndarray:
         """(B,) bytes of each row; of rows that a call has made."""
         assert isinstance(self.result, RowResult), self.result.label
         fact = self.result.facts[self.stored]
         return fact.lengths_of(self.ids) * fact.spec.item_bytes
 
-    def equals(self, other: ColumnRef) -> bool:
+    def equals(self, other: Ref) -> bool:
         """Whether both are the same column of the same rows."""
-        same = self.result is other.result and self.stored == other.stored
-        return same and np.array_equal(self.ids, other.ids)
+        return _are_equal(self, other)
+
+
+@dataclass(eq=False)
+class PostponedRows:
+    """Rows of a call that is made when something first reads them (controller/on_demand.py)."""
+
+    number: int
+    label: str
+    ids: Ids
+    """(B,): the rows that the call is made for."""
+    lineage: frozenset[int]
+    """Of the results that it would be made from."""
+    make: Callable[[], Mapping[str, Ref]] | None
+    """Makes the call; returns the references of its columns, for the rows `ids`. None: it was
+    made."""
+    refs: Mapping[str, Ref] = field(default_factory=dict)
+    """What `make` returned."""
+
+    def column(self, stored: str, ids: Ids) -> ColumnRef:
+        """Return the reference of the rows `ids` of a column; makes the call if nothing did yet."""
+        if self.make is not None:
+            self.refs = self.make()
+            self.make = None  # it keeps the call's inputs
+        order = np.argsort(self.ids, kind="stable")
+        positions = order[np.searchsorted(self.ids, ids, sorter=order)]
+        return self.refs[stored].at(positions).resolve()
+
+
+@dataclass(frozen=True)
+class PostponedRef:
+    """A column of a batch whose values may not have been computed yet; otherwise a ColumnRef."""
+
+    result: PostponedRows
+    ids: Ids
+    stored: str
+
+    @property
+    def is_postponed(self) -> bool:
+        """Whether the call that makes the column was not made yet."""
+        return self.result.make is not None
+
+    def resolve(self) -> ColumnRef:
+        """Return where the values are; makes the call if nothing did yet."""
+        return self.result.column(self.stored, self.ids)
+
+    def at(self, indices: np.ndarray) -> PostponedRef:
+        """The rows at these places."""
+        return PostponedRef(self.result, self.ids[indices], self.stored)
+
+    def equals(self, other: Ref) -> bool:
+        """Whether both are the same column of the same rows."""
+        return _are_equal(self, other)
+
+
+Ref = ColumnRef | PostponedRef
+"""A column of a batch."""
+
+
+def _are_equal(one: Ref, other: Ref) -> bool:
+    same = one.result is other.result and one.stored == other.stored
+    return same and np.array_equal(one.ids, other.ids)
 
 
 def cut_rows(row_bytes: np.ndarray, piece_bytes: int) -> list[int]:

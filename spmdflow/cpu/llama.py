@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from spmdflow.cpu.product import linear
 from spmdflow.cpu.shared_prompts import SharedPrompts
 from spmdflow.parallel.device import to_device
 
@@ -56,7 +57,7 @@ class _Linear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 from spmdflow.derivative import differentiable_once
 
-_PIECES = (1024, 128, 32)
+_PIECES = (1024, 128)
 """Numbers of rows per call of oneDNN. It compiles code for every new shape (milliseconds and 0.6 MB
-each), so rows, whose number always differs, are cut into pieces of these sizes, or padded to one of
-eight sizes between two powers of two. A row's bits do not depend on the size of its piece."""
+each), so rows, whose number always differs, are cut into pieces of these sizes, and fewer rows are
+padded (`_padded_size`). A row's bits do not depend on the size of its piece."""
+_PADDED_TO = 16
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return (n, k) @ (k, m) -> (n, m), with any n, few different k and m, and any strides.
 
-    Uses oneDNN for float32 on the CPU, in pieces of 1024, 128 and 32 rows or padded rows, otherwise
+    Uses oneDNN for float32 on the CPU, in pieces of 1024 and 128 rows or padded rows, otherwise
     PyTorch's product. A row of the result does not depend on the other rows. Autograd cannot
     differentiate this function; `Linear` can be trained.
     """
@@ -34,15 +35,30 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         padded = nn.functional.pad(left, (0, 0, 0, -len(left) % unit))
         return _multiply_with_onednn(padded, right)[: len(left)]
     pieces, start = _split_rows(len(left))
+    num_left_over = len(left) - start
+    if not pieces and num_left_over == _padded_size(num_left_over):
+        return _multiply_with_onednn(left, right)
     result = left.new_empty(len(left), right.shape[1])
     for piece in pieces:
         result[piece] = _multiply_with_onednn(left[piece], right)
-    num_left_over = len(left) - start
     if num_left_over:
-        padded = left.new_zeros(_PIECES[-1], left.shape[1])
+        padded = left.new_zeros(_padded_size(num_left_over), left.shape[1])
         padded[:num_left_over] = left[start:]
         result[start:] = _multiply_with_onednn(padded, right)[:num_left_over]
     return result
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b -> (n, out) of x (n, in), by `product` on a CPU; not differentiable there.
+
+    A row of the result does not depend on the other rows on a CPU.
+    """
+    if not x.is_cpu:
+        return nn.functional.linear(x, weight, bias)
+    result = product(x, weight.T)
+    if bias is None:
+        return result
+    return result.add_(bias)
 
 
 def transposed_product(left: Tensor, right: Tensor) -> Tensor:
@@ -54,7 +70,13 @@ def transposed_product(left: Tensor, right: Tensor) -> Tensor:
     if not _can_use_onednn(left, right):
         return left.T @ right
     pieces, start = _split_rows(len(left))
-    result = left[start:].T @ right[start:]
+    num_left_over = len(left) - start
+    if num_left_over:
+        missing = _padded_size(num_left_over) - num_left_over  # rows of zeros add nothing
+        last = [nn.functional.pad(x[start:], (0, 0, 0, missing)) for x in (left, right)]
+        result = _multiply_with_onednn(last[0].T, last[1])
+    else:
+        result = left.new_zeros(left.shape[1], right.shape[1])
     for piece in pieces:
         result += _multiply_with_onednn(left[piece].T, right[piece])
     return result
@@ -66,7 +88,7 @@ def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
 
 
 def _split_rows(num_rows: int) -> tuple[list[slice], int]:
-    """Return slices of 1024, then 128, then 32 rows, and the start of the remainder (< 32)."""
+    """Return slices of 1024, then 128 rows, and the start of the remainder (< 128)."""
     pieces = list[slice]()
     start = 0
     for size in _PIECES:
@@ -74,6 +96,13 @@ def _split_rows(num_rows: int) -> tuple[list[slice], int]:
             pieces.append(slice(start, start + size))
             start += size
     return pieces, start
+
+
+def _padded_size(num_rows: int) -> int:
+    """The number of rows that oneDNN gets for 1 to 128 rows: 8, or a multiple of 16."""
+    if num_rows <= _PADDED_TO // 2:
+        return _PADDED_TO // 2
+    return -(-num_rows // _PADDED_TO) * _PADDED_TO
 
 
 def _multiply_with_onednn(left: Tensor, right: Tensor) -> Tensor:
@@ -109,10 +138,7 @@ class _Linear(torch.autograd.Function):
         Saves x and weight for the backward.
         """
         ctx.save_for_backward(x, weight)
-        result = product(x, weight.T)
-        if bias is None:
-            return result
-        return result.add_(bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     @differentiable_once

@@ -9,11 +9,10 @@ last "<answer>" of the reply.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 from spmdflow.envs.client import ChatClient
+from spmdflow.rewards.reasoning import find_problem
 
 _FORM = "\nGive your final answer as <answer>answer</answer>."
 
@@ -33,7 +32,7 @@ async def episode(
     "<answer>" of the reply, "" without one. Returns score, accuracy (1.0 if the score is 1) and the
     answer.
     """
-    data, entry = _problem(str(row.get("task", task)), int(row["seed"]))
+    data, entry = find_problem(str(row.get("task", task)), int(row["seed"]))
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
     ask = [{"role": "user", "content": entry["question"] + _FORM}]
     async with ChatClient(base_url, model=model, api_key=api_key) as client:
@@ -41,10 +40,3 @@ async def episode(
     answer = str(reply["content"]).rpartition("<answer>")[2].partition("</answer>")[0].strip()
     score = float(data.score_answer(answer, entry))
     return {"score": score, "accuracy": float(score >= 1), "answer": answer}
-
-
-@lru_cache(maxsize=1024)
-def _problem(task: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """(reasoning-gym's data set, its only entry)."""
-    data = import_module("reasoning_gym").create_dataset(task, size=1, seed=seed)
-    return data, data[0]

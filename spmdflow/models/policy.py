@@ -382,6 +382,7 @@ class ReferenceWorker(EngineWorker):
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask"),
         writes=("ref_log_probs",),
+        on_demand=True,
     )
     def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
         """Return ref_log_probs (ragged float32): log-probability of each response token.

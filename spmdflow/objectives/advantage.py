@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -50,9 +51,22 @@ from spmdflow.worker_api.metric import Mean, Metric
 from spmdflow.worker_api.register import map_function
 
 
+def _columns_of_penalty(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the column that advantages need if the KL in the reward has a weight."""
+    return ("ref_log_probs",) if arguments["cfg"].kl_coef else ()
+
+
+def _columns_of_advantages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns that `compute_advantages` needs for its estimator and its KL penalty."""
+    return (
+        *ESTIMATORS.find(arguments["estimator"]).reads,
+        *_columns_of_penalty(arguments),
+    )
+
+
 @map_function(
     reads=("response_mask", "token_level_rewards"),
-    reads_for=lambda arguments: ESTIMATORS.find(arguments["estimator"]).reads,
+    reads_for=_columns_of_advantages,
     optional=("old_log_probs", "ref_log_probs", "rollout_weights", *VALID),
     writes=("advantages", "returns"),
     groups=True,
@@ -193,6 +207,7 @@ def advantage_metrics(
 
 @map_function(
     reads=("response_mask", "token_level_rewards", "token_level_costs", "values", "cost_values"),
+    reads_for=_columns_of_penalty,
     optional=("old_log_probs", "ref_log_probs", *VALID),
     writes=("advantages", "returns", "cost_returns"),
 )

@@ -17,6 +17,7 @@ keyword arguments come from the setting. docs/REWARDS.md has examples.
 | dapo | DAPO's scorer of mathematical answers |
 | format, length | the required format, and where the answer is; penalties for long responses |
 | arithmetic, sentiment | the bundled task's reward and control; a lexicon score of a text |
+| instructions, reasoning | conditions of a prompt; answers to problems of reasoning-gym |
 
 A worker process lives until its pool kills it or the pool's process ends. All processes that it
 started end with it, including those in another session.

@@ -65,6 +65,9 @@ class MethodSpec:
     """Returns a map function and its arguments, from the model's settings. That function runs on
     the rows and the answer, and the columns that it writes join the answer. None: there is no such
     function."""
+    on_demand: bool = False
+    """Whether a call waits until something reads its columns, unless the settings say that
+    something will (controller/on_demand.py). The model may not have been built before that."""
 
 
 def register(
@@ -80,6 +83,7 @@ def register(
     early: str | None = None,
     instead: Mapping[str, str] | None = None,
     followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None,
+    on_demand: bool = False,
 ) -> Callable[[F], F]:
     """Return a decorator that marks a worker method for the controller (paper 4.1, Table 3).
 
@@ -110,6 +114,8 @@ def register(
     and what it gets instead.
     followed_by: returns a map function and its arguments from the model's settings. Its columns
     join the answer.
+    on_demand: nothing is computed until something reads the columns, for a frozen model whose
+    answer often nobody needs, such as `compute_ref_log_prob`.
     """
     spec = MethodSpec(
         transfer_mode=transfer_mode,
@@ -123,6 +129,7 @@ def register(
         early=early,
         instead=dict(instead or {}),
         followed_by=followed_by,
+        on_demand=on_demand,
     )
 
     def mark(method: F) -> F:

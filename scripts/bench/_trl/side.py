@@ -68,7 +68,7 @@ def main(work_file: str, setting: str, out: str) -> None:
         loss_type="grpo",
         num_iterations=1,
         shuffle_dataset=False,
-        bf16=False,
+        bf16=work["dtype"] == "bfloat16",
         fp16=False,
         use_cpu=True,
         gradient_checkpointing=False,

@@ -137,3 +137,21 @@ def test_report_tells_failures_predicted_seconds_and_settings_that_differ(
         ["0.1", run_dir.name],
         ["0.2", other.name],
     ]
+
+
+def test_report_shows_held_out_samples_of_the_first_and_last_step(run_dir, capsys):
+    lines = []
+    for step, phase in ((0, "eval"), (1, "train"), (10, "eval"), (20, "eval")):
+        for number in range(6):
+            sample = {"prompt": f"prompt {number % 5}", "response": f"{phase} {step} {number}"}
+            lines.append(json.dumps({"step": step, "phase": phase, "score": None, **sample}))
+    (run_dir / "samples.jsonl").write_text("\n".join(lines) + "\n")
+
+    assert main([str(run_dir), "--samples"]) == 0
+
+    text = capsys.readouterr().out
+    assert text.index("samples of step 0") < text.index("samples of step 20")
+    shown = [f"eval {step} {number}" for step in (0, 20) for number in range(4)]
+    assert [name for name in shown if name in text] == shown
+    for name in ("train 1", "eval 10", "eval 0 4", "eval 0 5"):
+        assert name not in text

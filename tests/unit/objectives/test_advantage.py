@@ -172,8 +172,14 @@ def test_compute_advantages_declares_its_columns() -> None:
     spec = map_spec(compute_advantages)
 
     assert spec.reads == ("response_mask", "token_level_rewards")
-    assert spec.reads_with({"estimator": "gae"}) == (*spec.reads, "values")
-    assert spec.reads_with({"estimator": "grpo"}) == spec.reads
+    plain = AdvantageConfig()
+    penalised = AdvantageConfig(kl_coef=0.1)
+    needed = {"gae": ("values",), "grpo": ()}
+    for estimator, columns in needed.items():
+        own = (*spec.reads, *columns)
+        assert spec.reads_with({"estimator": estimator, "cfg": plain}) == own
+        with_kl = spec.reads_with({"estimator": estimator, "cfg": penalised})
+        assert with_kl == (*own, "ref_log_probs")
     assert spec.groups
     assert spec.writes == ("advantages", "returns")
 

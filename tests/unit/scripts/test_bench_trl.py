@@ -51,7 +51,10 @@ def test_prompts_of_the_second_setting_have_their_lengths_and_no_end(tmp_path: P
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     ids = tokenizer(Path(work.prompts).read_text().split('"')[3]).input_ids
     assert tokenizer.eos_token_id == module.END and module.END not in ids
-    assert load("_products").products(work) > 0
+    products = load("_products").products
+    whole = products(work)
+    assert whole.seconds > 0
+    assert products(work, shares_prompts=True).flops < whole.flops, "prompts are computed once"
 
 
 def test_steps_of_a_program_are_timed_with_its_cpu_seconds(
@@ -68,10 +71,11 @@ def test_steps_of_a_program_are_timed_with_its_cpu_seconds(
         return seconds
 
     monkeypatch.setattr(module, "cpu_seconds", look)
-    steps = module.run_watched(command, tmp_path / "steps", tmp_path / "log", cwd=tmp_path, more={})
+    seen = module.run_watched(command, tmp_path / "steps", tmp_path / "log", cwd=tmp_path, more={})
 
-    assert len(steps) == 2
-    for step in steps:
+    assert seen.peak_bytes > 4e6, "of a Python process"
+    assert len(seen.steps) == 2
+    for step in seen.steps:
         assert 0.2 < step.cpu < 0.5 and step.wall > 0.35
 
 
