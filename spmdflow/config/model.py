@@ -39,8 +39,8 @@ class ModelConfig(Precise):
         "Hugging Face folder, owner/name[@revision] on the hub, or a RUN_DIR or checkpoint."
     )
     dtype: str = setting(
-        "Compute precision; gradients and optimizer stay float32. auto: bfloat16 on CUDA, float32 "
-        "on CPU.",
+        "Compute precision; gradients and optimizer stay float32. On a CPU bfloat16 is that of "
+        "matrix products. auto: bfloat16 on CUDA, float32 on CPU, for a reference the actor's.",
         AUTO,
         one_of=DTYPES,
     )

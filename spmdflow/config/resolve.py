@@ -218,7 +218,7 @@ def choose_device_defaults(cfg: Any, device: str, *, here: bool = True) -> list[
     why = f"the device is {device}"
     for key, part in parts_of(cfg, Precise):
         if part.dtype == AUTO:
-            choices.append(Choice(f"{key}.dtype", DTYPES[1 if on_cpu else 2], why))
+            choices.append(_choose_dtype(cfg, f"{key}.dtype", device))
     for key, rollout in parts_of(cfg, RolloutConfig):
         engine = rollout.engine
         if engine == AUTO:
@@ -238,6 +238,21 @@ def choose_device_defaults(cfg: Any, device: str, *, here: bool = True) -> list[
             for name in engine_kind(engines.kind).chosen_options("device", engines.options):
                 choices.append(Choice(f"{key}.options", name, why))
     return choices
+
+
+_LIKE_ACTOR = ("actor.rollout.dtype", "reference.model.dtype")
+"""Settings that follow actor.model.dtype on a CPU: the models are compared with the actor."""
+
+
+def _choose_dtype(cfg: Any, key: str, device: str) -> Choice:
+    """Return the precision of a model whose dtype is auto."""
+    if device != "cpu":
+        return Choice(key, DTYPES[2], f"the device is {device}")
+    actor = getattr(cfg, "actor", None)
+    dtype = getattr(getattr(actor, "model", None), "dtype", AUTO)
+    if key in _LIKE_ACTOR and dtype != AUTO:
+        return Choice(key, dtype, f"actor.model.dtype is {dtype}")
+    return Choice(key, DTYPES[1], "the device is cpu")
 
 
 def _first_installed_generator(here: bool) -> str:

@@ -335,7 +335,7 @@ class RolloutConfig(Precise):
         one_of=("auto", "copy", "blocks", "flat", "adapter"),
     )
     dtype: str = setting(
-        "Precision of the generator's weights. auto: bfloat16 on CUDA, float32 on CPU.",
+        "Precision of the generator's weights. auto: bfloat16 on CUDA, the actor's on CPU.",
         AUTO,
         one_of=DTYPES,
     )

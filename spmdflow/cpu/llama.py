@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from spmdflow.cpu.product import linear
+from spmdflow.cpu.product import compute_dtype, linear
 from spmdflow.cpu.shared_prompts import SharedPrompts
 from spmdflow.parallel.device import to_device
 
@@ -114,11 +114,14 @@ class LlamaForward:
             state[name] = tensor.detach()
         self._layers = [self._layer_of(state, i) for i in range(config.num_hidden_layers)]
         self._embedding = self._fuse_layers(state, "model.embed_tokens").weight
+        self._dtype = compute_dtype(self._embedding)
+        self._wide_head: _Linear | None = None
+        """The head's weight in self._dtype, until the weights change. None: not made."""
         self._norm = self._fuse_layers(state, "model.norm").weight
         tied = config.tie_word_embeddings
         self._head = _Linear(self._embedding, None) if tied else self._fuse_layers(state, "lm_head")
         rotary = type(module.model.rotary_emb)(config=config).to(device)
-        self._rotations = _rotations(rotary, self.max_positions, self._embedding.dtype)
+        self._rotations = _rotations(rotary, self.max_positions, self._dtype)
         self.release()
 
     def reserve(self, rows: int, slots: int) -> None:
@@ -138,7 +141,7 @@ class LlamaForward:
         """
         for number, old in enumerate(self._cache):
             if rows > old.shape[1] or slots > old.shape[3]:
-                new = self._embedding.new_zeros(2, rows, old.shape[2], slots, self._head_dim)
+                new = old.new_zeros(2, rows, old.shape[2], slots, self._head_dim)
                 new[:, : old.shape[1], :, : old.shape[3]] = old
                 self._cache[number] = new
 
@@ -225,7 +228,7 @@ class LlamaForward:
         attend: (layer, query, key, value), each (B, heads, F, head_dim) -> (B, H, F, head_dim).
         """
         batch, width = ids.shape
-        hidden = F.embedding(ids.view(-1), self._embedding)  # (B * F, D)
+        hidden = F.embedding(ids.view(-1), self._embedding).to(self._dtype)  # (B * F, D)
         cos, sin = (t[positions.view(-1)][:, None] for t in self._rotations)
         ends = torch.arange(batch) * width + torch.tensor(sizes) - 1
         chosen = to_device(torch.cat([ends, torch.tensor(source)]), ids.device)
@@ -271,8 +274,9 @@ class LlamaForward:
             self._prompts = SharedPrompts.of(self._lengths, live, self._query_heads, self._device)
         starts = self._prompts.starts
         seen = self._attention_mask(starts, positions[:, None], span)
-        bias = self._embedding.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
-        hidden = F.embedding(tokens, self._embedding)  # (n, D)
+        bias = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
+        bias = bias.masked_fill_(~seen, float("-inf"))[:, None]
+        hidden = F.embedding(tokens, self._embedding).to(self._dtype)  # (n, D)
         cos, sin = (t.index_select(0, positions)[:, None] for t in self._rotations)
         heads = torch.arange(parked * kv_heads, (parked + rows) * kv_heads, device=tokens.device)
         slot_rows = heads * self._cache[0].shape[3]
@@ -339,8 +343,9 @@ class LlamaForward:
         """Free the KV cache and forget all rows and prompts. The next batch allocates it again."""
         self._most_slots = 0
         shape = (2, 0, self._num_kv_heads, 0, self._head_dim)
-        self._cache = [self._embedding.new_zeros(shape) for _ in self._layers]
-        self._shared = [self._embedding.new_zeros(shape) for _ in self._layers]
+        empty = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self._cache = [empty.clone() for _ in self._layers]
+        self._shared = [empty.clone() for _ in self._layers]
         self._lengths = []
         self._prompt_of_row = []
         self._num_parked = 0
@@ -373,11 +378,26 @@ class LlamaForward:
         gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, -1)
         return hidden + layer.down(F.silu(gate).mul_(up))
 
+    def renew(self) -> None:
+        """See CachedForward.renew."""
+        self._wide_head = None
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head(self._rms_norm(hidden, self._norm))
+        """(n, V) of hidden states (n, D) before the last norm.
+
+        On a CPU neither is rounded to bfloat16: the head's weights are converted once after each
+        change.
+        """
+        if self._head.weight.dtype == self._dtype:
+            head = self._head
+        else:
+            if self._wide_head is None:
+                self._wide_head = _Linear(self._head.weight.to(self._dtype), self._head.bias)
+            head = self._wide_head
+        return head(self._rms_norm(hidden, self._norm))
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self._epsilon)
+        return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), self._epsilon)
 
     def _layer_of(self, state: dict[str, Tensor], number: int) -> _Layer:
         """Return the fused tensors of layer `number`, from a state dict by Hugging Face name.

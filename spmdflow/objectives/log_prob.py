@@ -71,8 +71,8 @@ class CausalOutput:
         assert temperature > 0, temperature
         rows = self.hidden.shape[-1] if self.weight is None else len(self.weight)
         words = rows if self.vocab_size is None else self.vocab_size - self.first
-        if self.weight is None:
-            hidden = self.hidden
+        if self.weight is None or self.hidden.is_cpu:
+            hidden = self.hidden  # a CPU multiplies float32 with weights in bfloat16: cpu.product
         else:
             hidden = self.hidden.to(self.weight.dtype)
         parts = HOST_PARTS if hidden.is_cpu else 1
@@ -138,10 +138,14 @@ class _Task:
         return result
 
     def scale_logits(self, hidden: Tensor, weight: Tensor | None, columns: slice) -> Tensor:
-        """(n, c): logits / temperature of a block, in float32 (float64 stays float64)."""
+        """(n, c): logits / temperature of a block, in float32 (float64 stays float64).
+
+        Hidden states in float32 are not rounded to the type of the weight.
+        """
         if weight is None:
             return _promote_dtype(hidden[:, columns]) / self.temperature
-        return _promote_dtype(product(hidden, weight[columns].T)).div_(self.temperature)
+        block = weight[columns].to(hidden.dtype)
+        return _promote_dtype(product(hidden, block.T)).div_(self.temperature)
 
     def locate_targets(self, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """Return the index of each target in a block, and whether it is in the block; both (n, 1).
@@ -210,6 +214,7 @@ class _Head(torch.autograd.Function):
         """
         hidden, weight, targets, normaliser, entropy, *saved = ctx.saved_tensors
         task: _Task = ctx.task
+        rounded = hidden if weight is None else hidden.to(weight.dtype)
         of_log_prob, of_entropy = (x if x is None else x / task.temperature for x in grads)
         if of_log_prob is None:
             of_log_prob = torch.zeros_like(normaliser)
@@ -238,7 +243,7 @@ class _Head(torch.autograd.Function):
             slope = slope.to(weight.dtype)
             to_hidden += product(slope, weight[columns])
             if to_weight is not None:
-                to_weight[columns] = transposed_product(slope, hidden)
+                to_weight[columns] = transposed_product(slope, rounded)
         if task.group is not None:
             dist.all_reduce(to_hidden, group=task.group)
         return to_hidden.to(hidden.dtype), to_weight, None, None

@@ -459,6 +459,7 @@ class BuiltinGenerator(RequestGenerator):
     def renew(self, version: int) -> None:
         """See Generator.renew. Parked rows are dropped: the old weights computed them."""
         self.forget({row.conversation for row in self._parked})
+        self._forward.renew()
         self.weights_version = version
 
     def hashes(self) -> dict[str, int]:
@@ -476,6 +477,7 @@ class BuiltinGenerator(RequestGenerator):
         if weights and self._asleep is None:
             self._asleep = Storages(self._forward.weights.values())
             self._asleep.free()
+            self._forward.renew()
             self.weights_version = NEVER
 
     def wake(self, part: WakePart | None = None) -> None:

@@ -61,6 +61,9 @@ class CachedForward(Protocol):
     def release(self) -> None:
         """Free the KV cache."""
 
+    def renew(self) -> None:
+        """Forget what was computed from the weights, because they have changed."""
+
 
 def forward_of(
     path: str, *, dtype: torch.dtype, device: torch.device, empty: bool
@@ -187,6 +190,9 @@ class HuggingFaceForward:
     def release(self) -> None:
         """Free the KV cache."""
         self._cache = None
+
+    def renew(self) -> None:
+        """Does nothing, because only the KV cache is computed from the weights."""
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         output = self._module(

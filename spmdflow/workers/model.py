@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdflow.config.model import LoRAConfig, ModelConfig
-from spmdflow.cpu.product import use_onednn_products
+from spmdflow.cpu.product import compute_dtype, use_onednn_products
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.weights.architecture import Architecture, Head, read_config
@@ -220,6 +220,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         module = _scalar_model(cfg, model)
         score = module.get_submodule("score")
     use_onednn_products(module)
+    model.get_input_embeddings().register_forward_hook(_compute_in_float32)
     units = set(model._no_split_modules or ())
     return LoadedModel(
         dtype=getattr(torch, cfg.precision),
@@ -231,6 +232,14 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         layers=tuple(part for part in module.modules() if type(part).__name__ in units),
         float32_modules=() if score is None else (score,),
     )
+
+
+def _compute_in_float32(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+    """Convert what layers get on a CPU to the type that it computes in (cpu.product).
+
+    The layers then also pass on and return this type.
+    """
+    return embedded.to(compute_dtype(embedded))
 
 
 def _rotate_in_one_pass(decoder: Any) -> None:

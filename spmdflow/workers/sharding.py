@@ -56,13 +56,19 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
 def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> None:
     """Shard model.module in place over the mesh with FSDP2.
 
+    On a CPU, what enters a layer stays in float32 (cpu.product).
+
     Each group of `unit_layers` is one unit, each float32 module is one, and the remainder of the
     module is one. Units are gathered in model.dtype; master parameters stay float32, and gradients
     are summed in float32. Backward sums over the mesh instead of averaging, because losses are
     divided by global totals. All ranks of the mesh call it together.
     """
     summed = torch.promote_types(model.dtype, torch.float32)
-    mixed = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=summed)
+    mixed = MixedPrecisionPolicy(
+        param_dtype=model.dtype,
+        reduce_dtype=summed,
+        cast_forward_inputs=mesh.device_type != "cpu",
+    )
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     reshard = _reshards(sharding)
     for layers in unit_layers(model.layers, model.dtype):

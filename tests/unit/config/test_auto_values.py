@@ -75,6 +75,20 @@ def test_auto_on_cuda_is_bfloat16_and_leaves_memory_to_the_plan() -> None:
     assert cfg.critic.engine.offload is None and needs_plan(cfg)
 
 
+def test_generator_and_reference_follow_the_actors_precision_on_a_cpu() -> None:
+    words = ["actor.model.dtype=bfloat16", "critic.model.dtype=auto"]
+    cfg = load(PPO, None, words).cfg
+
+    text = choices_text(set_defaults(cfg, "cpu"))
+
+    assert cfg.actor.rollout.dtype == cfg.reference.model.dtype == "bfloat16"
+    assert cfg.critic.model.dtype == "float32"
+    assert "(actor.rollout, reference.model), because actor.model.dtype is bfloat16" in text
+    cfg = load(PPO, None, [*words, "reference.model.dtype=float32"]).cfg
+    set_defaults(cfg, "cpu")
+    assert cfg.reference.model.dtype == "float32", "what is set stays"
+
+
 def test_way_of_weights_that_is_left_open_is_planned_on_devices_alone() -> None:
     words = [f"{role}.engine.offload=[]" for role in ("actor", "critic", "reference", "reward")]
     words += ["actor.rollout.engine=vllm", "actor.rollout.kv_cache_gib=0.0625"]
