@@ -83,7 +83,8 @@ def sections_of(cfg: Any, num_rows: int) -> Iterator[Section]:
             f"{key}.{name}, with the tokenizer of {data.tokenizer_path}",
             (
                 _FACTS[kind],
-                f"A row of more than {key}.max_prompt_tokens={data.max_prompt_tokens} is omitted.",
+                f"A row of more than {key}.max_prompt_tokens={data.max_prompt_tokens} tokens is "
+                f"omitted.",
                 *_response_facts(cfg, kind, tokenizer),
             ),
             tuple(rows),

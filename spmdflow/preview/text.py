@@ -1,7 +1,7 @@
 """Rows as lines of a terminal. The words are the same with and without colours.
 
-A line begins with `>` if its tokens are trained on, then says what they are. Tokens are separated
-by blanks, so blanks of the text are shown as a dot. Texts may hold anything, so control, format and
+A line begins with `>` if its tokens are trained on, then says what they are. Spaces separate the
+tokens, so those of the text are shown as a dot. Texts may hold anything, so control, format and
 unassigned characters are shown as escapes and never reach the terminal.
 """
 
@@ -36,10 +36,10 @@ _STYLES = {
 
 def legend(width: int) -> list[Text]:
     """Return the lines that explain the marks of all others."""
-    marks = f"{SPACE} blank  {NEWLINE} line feed  {TAB} tab  {CUT} part of a character"
+    marks = f"{SPACE} space, {NEWLINE} line feed, {TAB} tab, {CUT} part of a character"
     text = (
-        f"{_TRAINED} trained: the loss predicts these tokens. All others are only read. Tokens are "
-        f"separated by blanks; a special token is one token. {marks}"
+        f"{_TRAINED} trained: the loss predicts these tokens. All others are only read. Spaces "
+        f"separate tokens; a special token is one token. In a text: {marks}."
     )
     return [Text(line) for line in _wrap_words(text, width)]
 

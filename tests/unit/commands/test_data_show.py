@@ -186,7 +186,7 @@ def test_prompts_are_shown_as_they_will_be_rendered_with_the_end_of_a_response(
     assert "begins after the last token of its prompt" in said
     assert f"ends with <|im_end|> ({end}), which is part of it, or is cut off after" in said
     assert "actor.rollout.max_new_tokens=7 tokens" in said
-    assert "A row of more than data.max_prompt_tokens=4096 is omitted." in said
+    assert "A row of more than data.max_prompt_tokens=4096 tokens is omitted." in said
 
 
 def test_other_rows_say_what_the_loss_reads(
