@@ -16,7 +16,7 @@ the files of the package to read first.
 | system: models on a rank | worker_api, models, workers, rollout, cpu |
 | system: the start of a run | start, torchrun, run, program |
 | system: a run | controller, runtime, failure, checkpoint, tracking |
-| tools: before and during runs | plan, mapping, doctor, sweep, status, live |
+| tools: before and during runs | preview, plan, mapping, doctor, sweep, status, live |
 | tools: after runs | view, report, export, replay, clean, serving |
 
 The *library* is what a script calls by name: formulas, scores, data and agents. It uses settings

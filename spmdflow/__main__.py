@@ -17,6 +17,10 @@ REFUSED = 2
 COMMANDS = {
     "run": ("spmdflow.start", "train or evaluate: checks the command line, then starts torchrun"),
     "sweep": ("spmdflow.sweep", "run a script for each combination of some settings"),
+    "data": (
+        "spmdflow.preview.__main__",
+        "show the tokens of rows, and which of them are trained",
+    ),
     "plan": ("spmdflow.plan.__main__", "dry run without a device: errors, bytes, memory, seconds"),
     "report": ("spmdflow.report", "print curves and metrics of a RUN_DIR"),
     "view": ("spmdflow.view.__main__", "write an HTML page: curves, samples, timeline, settings"),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from spmdflow.config import model_folder, parallel
 from spmdflow.config.algorithm import TextConfig
+from spmdflow.config.data_check import check_form, check_tokenizer, preference_rules
 from spmdflow.config.data_source import SOURCE_COLUMN, check_sources, data_sources
 from spmdflow.config.episode import EpisodeConfig, check_episode
 from spmdflow.config.guard import guard_of
@@ -35,11 +36,8 @@ from spmdflow.config.objective import (
 )
 from spmdflow.config.offline import (
     EvaluatedConfig,
-    PreferenceDataConfig,
-    PreferenceLossConfig,
     RewardModelConfig,
     SupervisedConfig,
-    check_preferences,
 )
 from spmdflow.config.placement import has_engine, pools_of, roles_of
 from spmdflow.config.reward import check_rewards, check_tables, knows_right
@@ -63,7 +61,6 @@ from spmdflow.kind.generator import generator_kind
 from spmdflow.kind.registry import TRACKERS, home_of
 from spmdflow.kind.table import optimizer_kind
 from spmdflow.requirement import install_command
-from spmdflow.weights.own_code import refuse_own_code
 
 T = TypeVar("T")
 Rule = Callable[[], object]
@@ -191,16 +188,15 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> It
         yield partial(_check_model, cfg, key, path, is_known, here=here)
     if not here:
         return
-    for key, loss in parts_of(cfg, PreferenceLossConfig):
-        for _, preferences in parts_of(cfg, PreferenceDataConfig):
-            yield partial(check_preferences, key, loss, preferences)
+    yield from preference_rules(cfg)
     for key, data in parts_of(cfg, DataSettings):
         yield partial(check_sources, f"{key}.train_path", data.train_path)
         yield partial(check_sources, f"{key}.eval_path", data.eval_path)
         yield partial(_check_data, cfg, key, data)
+        yield partial(check_form, cfg, key, data)
         is_model = (Path(data.tokenizer_path) / "config.json").is_file()
         if is_model or data.tokenizer_path not in [path for _, path in folders]:
-            yield partial(_check_tokenizer, key, data)  # else the model's rule says it
+            yield partial(check_tokenizer, key, data)  # else the model's rule says it
     yield partial(_check_vocabularies, cfg, folders, is_known)
 
 
@@ -418,11 +414,11 @@ def _check_model(
 
 
 def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
-    """Raise ConfigError if evaluation, chats or answers of a data section do not fit together.
+    """Raise ConfigError if the evaluation or the texts of a data section do not fit the run.
 
     eval_samples needs prompts as rows and a reward function, as pass@k has to know what is right.
-    eval_every > 0 needs an eval_path. Rows with answers need answer columns or a chat template. A
-    section of texts (pretraining) has as many texts per step as the step has samples.
+    eval_every > 0 needs an eval_path. A section of texts (pretraining) has as many texts per step
+    as the step has samples.
     """
     where = f"{key}.eval_samples"
     samples = data.eval_samples
@@ -445,57 +441,6 @@ def _check_data(cfg: Any, key: str, data: DataSettings) -> None:
         got = f"none with eval_every {cfg.eval_every}"
         do = f"set {key}.eval_path or eval_every=0"
         raise ConfigError.of(f"{key}.eval_path", got, "a file of held-out prompts", do)
-    _check_chat(key, data, episodes=_only(cfg, EpisodeConfig) is not None)
-    if data.rows != "prompts" and not data.answer_columns and not data.chat_template:
-        got = "none without a chat template"
-        do = f"name the column, or set {key}.chat_template=true for conversations"
-        raise ConfigError.of(f"{key}.response_column", got, "one or the other", do)
-
-
-def _check_chat(key: str, data: DataSettings, *, episodes: bool) -> None:
-    """Raise ConfigError for chat settings that have no use or no effect.
-
-    chat_template_arguments need a chat template or episodes; tools_column and
-    rows_per_conversation=answers need a chat template. The name of an argument is an identifier and
-    none of `_OWN_TEMPLATE_ARGUMENTS`, which a run sets itself.
-    """
-    where = f"{key}.chat_template_arguments"
-    if data.chat_template_arguments and not (data.chat_template or episodes):
-        raise ConfigError(
-            f"{where}: no chat template is used, as {key}.chat_template is false; set "
-            f"{key}.chat_template=true or {where}={{}}"
-        )
-    if data.tools_column is not None and not data.chat_template:
-        got = f"{data.tools_column!r} with {key}.chat_template=false"
-        do = f"set {key}.chat_template=true or {key}.tools_column=null"
-        raise ConfigError.of(f"{key}.tools_column", got, "a chat template to show tools", do)
-    if data.rows_per_conversation == "answers" and not data.chat_template:
-        got = f"answers with {key}.chat_template=false"
-        do = f"set {key}.chat_template=true or {key}.rows_per_conversation=one"
-        raise ConfigError.of(f"{key}.rows_per_conversation", got, "conversations", do)
-    for name in data.chat_template_arguments:
-        if not str(name).isidentifier() or name in _OWN_TEMPLATE_ARGUMENTS:
-            expected = "a variable that the template reads and the run does not set itself"
-            raise ConfigError.of(where, repr(name), expected, f"remove it from {where}")
-
-
-_OWN_TEMPLATE_ARGUMENTS = frozenset(
-    "conversation messages tools chat_template add_generation_prompt continue_final_message "
-    "tokenize padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
-)
-"""Arguments of apply_chat_template that are no variables of a template, or that a run sets."""
-
-
-def _check_tokenizer(key: str, data: DataSettings) -> None:
-    """Raise ConfigError if the tokenizer's folder has no file tokenizer*, or needs its own code."""
-    folder = Path(data.tokenizer_path)
-    if not any(folder.glob("tokenizer*")):
-        raise ConfigError(
-            f"{key}.tokenizer_path: no tokenizer in {folder}, expected a folder with "
-            f"tokenizer.json; give the folder of the model it belongs to"
-        )
-    refuse_own_code(f"{key}.tokenizer_path", folder)
 
 
 def _check_vocabularies(

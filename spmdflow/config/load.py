@@ -74,6 +74,7 @@ def load(
     overrides: Sequence[str],
     *,
     download: bool = True,
+    weights: bool = True,
 ) -> Loaded:
     """Import the script and build its settings; one ConfigError lists everything that is wrong.
 
@@ -82,6 +83,7 @@ def load(
     YAML. Script and YAML may be bundled ones, by name. Paths of models and data become local
     folders.
     download: whether models that are named and not in the hub's cache may be downloaded.
+    weights: whether these models need their weights, or only config.json and the tokenizer.
     """
     script_path = find_file(script_path, ".py")
     script = load_script(script_path)
@@ -97,7 +99,7 @@ def load(
         with errors.collecting():
             _set(tree, assignment.key, assignment.value, assignment.source, known)
     cfg = _resolve(tree, known, errors)
-    resolve_paths(cfg, download=download)
+    resolve_paths(cfg, download=download, weights=weights)
     follow(cfg)
     return Loaded(cfg, script, assume, _changed_settings(assignments, known, tree), warnings)
 

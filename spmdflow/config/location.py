@@ -40,7 +40,7 @@ from spmdflow.config.schema import DataSettings, ModelConfig, RunConfig
 from spmdflow.errors import ConfigError
 
 
-def resolve_paths(cfg: Any, *, download: bool) -> None:
+def resolve_paths(cfg: Any, *, download: bool, weights: bool = True) -> None:
     """Replace every model, tokenizer and data set path of a settings object by a local folder.
 
     Changes `cfg` in place. A checkpoint or RUN_DIR becomes its model's folder, a name on the hub
@@ -48,10 +48,13 @@ def resolve_paths(cfg: Any, *, download: bool) -> None:
     path is left to `check`.
     download: whether a name that the hub's cache lacks may be downloaded (HF_HUB_OFFLINE forbids
     it); if not, a model's config.json is enough and data may be missing.
+    weights: whether a model needs its weights. If not, its config.json is enough, and only that and
+    its tokenizer are downloaded.
     """
+    model_files = MODEL if download and weights else SIZES
     find = _Finder(next((part for _, part in parts_of(cfg, RunConfig)), RunConfig()), download)
     for key, part in parts_of(cfg, ModelConfig):
-        part.path = find.model(f"{key}.path", part.path, MODEL if download else SIZES)
+        part.path = find.model(f"{key}.path", part.path, model_files)
     sections: Iterable[tuple[str, Any]] = parts_of(cfg, object)
     for key, part in sections:  # after the models: a model's folder has its tokenizer
         if "tokenizer_path" in plain_tree(part):
@@ -162,7 +165,7 @@ TOKENIZER = Wanted(
 MODEL = Wanted(("config.json", "*.safetensors"), (*TOKENIZER.files, *TOKENIZER.more), _IGNORED)
 """Files of a model, its tokenizer's among them."""
 SIZES = Wanted(("config.json",), TOKENIZER.more, TOKENIZER.ignored)
-"""What a plan reads of a model."""
+"""What is read of a model whose weights are not used, as in a plan."""
 
 
 def hub_name_of(text: str, kind: str = "model") -> HubName | None:

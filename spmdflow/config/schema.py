@@ -158,6 +158,13 @@ class DataSettings:
         return tuple(getattr(self, name) for name in names if getattr(self, name) is not None)
 
     @property
+    def shown_source(self) -> tuple[str, Any]:
+        """Name and value of the setting whose rows are shown: train_path, otherwise eval_path."""
+        if self.train_path is None:
+            return "eval_path", self.eval_path
+        return "train_path", self.train_path
+
+    @property
     def texts_per_line(self) -> int:
         """How many rows a line of a file may become: row number = line x this + index."""
         if self.rows_per_conversation == "answers":

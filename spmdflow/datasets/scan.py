@@ -115,12 +115,22 @@ def scan(cfg: DataSettings, setting: object, tokenizer: Any) -> ScanReport:
     DataError if a file cannot be read, if more than cfg.max_bad_rows of its rows are unreadable, or
     if no usable row remains.
     """
+    return report_of(scan_files(cfg, setting, tokenizer))
+
+
+def scan_files(cfg: DataSettings, setting: object, tokenizer: Any) -> list[FileScan]:
+    """Scan each source of a data setting, in its order; arguments and errors as of `scan`."""
     encoder = encoder_of(tokenizer, cfg)
-    passes: list[_FileScan] = []
+    passes: list[FileScan] = []
     for source in data_sources("data", str(setting) if isinstance(setting, Path) else setting):
         first = passes[-1].end if passes else 0
-        passes.append(_FileScan(source, encoder, cfg, first=first, tokenizer=tokenizer))
+        passes.append(FileScan(source, encoder, cfg, first=first, tokenizer=tokenizer))
         passes[-1].run()
+    return passes
+
+
+def report_of(passes: Sequence[FileScan]) -> ScanReport:
+    """Return the report of the scans of all sources of a setting."""
     return ScanReport(
         path=" + ".join(str(one.file.path) for one in passes),
         num_bytes=sum(one.file.num_bytes for one in passes),
@@ -147,7 +157,7 @@ def join_reports(parts: Sequence[ScanReport]) -> ScanReport:
     )
 
 
-class _FileScan:
+class FileScan:
     """The scan of one file. Lines, and the rows of a line, are counted from 0."""
 
     def __init__(
@@ -171,6 +181,7 @@ class _FileScan:
         self.rows: list[int] = []
         self.token_lengths: list[int] = []
         self._bad: list[tuple[int, str]] = []
+        self._first_too_long: tuple[int, str] | None = None
 
     def run(self) -> None:
         """Read the file once, fill the fields of this object and log a warning for every bad row.
@@ -209,6 +220,16 @@ class _FileScan:
             result.append(f"{self.file.path}:{line + 1} {reason}")
         return result
 
+    def first_too_long(self) -> str:
+        """Return "FILE:LINE has N tokens" of the first row that is too long; "" without one.
+
+        Of a row that was not tokenised, it says how many characters it has.
+        """
+        if self._first_too_long is None:
+            return ""
+        number, size = self._first_too_long
+        return f"{self.file.path}:{number // self._cfg.texts_per_line + 1} has {size}"
+
     @cached_property
     def _most_characters(self) -> float:
         """Number of characters above which a text has more than max_prompt_tokens tokens.
@@ -232,7 +253,7 @@ class _FileScan:
             size = self._encoder.num_characters(text)
             # only for long texts: _most_characters reads the complete vocabulary
             if size > self._cfg.max_prompt_tokens and size > self._most_characters:
-                self.num_too_long += 1
+                self._add_too_long(number, f"{size} characters")
                 continue
             batch.append((number, text))
             num_characters += size
@@ -281,10 +302,17 @@ class _FileScan:
                 line = number // self._cfg.texts_per_line
                 self._add_bad_row(line, f"has no tokens in {column!r}")
             elif len(ids) > self._cfg.max_prompt_tokens:
-                self.num_too_long += 1
+                self._add_too_long(number, f"{len(ids)} tokens")
             else:
                 self.rows.append(number)
                 self.token_lengths.append(len(ids))
+
+    def _add_too_long(self, number: int, size: str) -> None:
+        """Count a row that is too long. size: its tokens, or its characters if not tokenised."""
+        self.num_too_long += 1
+        # texts with too many characters are found before earlier ones are tokenised
+        if self._first_too_long is None or number < self._first_too_long[0]:
+            self._first_too_long = (number, size)
 
     def _add_bad_row(self, line: int, reason: str) -> None:
         self._bad.append((line, reason))

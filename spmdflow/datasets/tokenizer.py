@@ -211,6 +211,38 @@ def token_lengths(
     return result
 
 
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds to the ones before it; special tokens are spelled out.
+
+    A token that does not complete its last character ends with U+FFFD. A token without any text is
+    its entry in the vocabulary.
+    """
+    before = []
+    whole = []
+    for end in range(len(ids)):
+        start = max(0, end - _CONTEXT)
+        before.append(ids[start:end])
+        whole.append(ids[start : end + 1])
+    heads = _decode(tokenizer, before, keeps_special=True)
+    texts = _decode(tokenizer, whole, keeps_special=True)
+    alone = _decode(tokenizer, [[each] for each in ids], keeps_special=True)
+    result = []
+    for token, head, text, own in zip(ids, heads, texts, alone, strict=True):
+        added = own if not head else _remove_prefix(head, text)
+        if added is None:
+            added = own
+        if not added and text.endswith(_CUT):
+            added = _CUT
+        result.append(added or str(tokenizer.convert_ids_to_tokens(token)))
+    return result
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of the tokens that the tokenizer calls special."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(number for number, token in added if token.special)
+
+
 def _shown_lengths(pieces: Iterable[str], text: str) -> list[int]:
     """Return for each piece (a token decoded alone) how many characters of `text` it shows.
 
@@ -327,12 +359,18 @@ def _remove_prefix(head: str, text: str) -> str | None:
     return None
 
 
-def _decode(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Return the texts of rows of ids, without special tokens, in one batch."""
+def _decode(
+    tokenizer: Any, ids: Sequence[Sequence[int]], *, keeps_special: bool = False
+) -> list[str]:
+    """Return the texts of rows of ids in one batch, without special tokens if not `keeps_special`.
+
+    Any: a transformers tokenizer.
+    """
     rows = list(map(list, ids))
+    skips = not keeps_special
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        texts: list[str] = backend.decode_batch(rows, skip_special_tokens=True)
+        texts: list[str] = backend.decode_batch(rows, skip_special_tokens=skips)
         return texts
     return list(
-        tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer.batch_decode(rows, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from spmdflow.config.offline import EvaluatedConfig
 from spmdflow.config.parallel import generation_sizes
 from spmdflow.config.schema import ActorConfig
-from spmdflow.data.ragged import ragged, rows_of
+from spmdflow.data.ragged import lengths_of, ragged, rows_of
 from spmdflow.data.row_id import is_held_out, seed_of
 from spmdflow.datasets.tokenizer import load_tokenizer, template_ids
 from spmdflow.errors import ConfigError, ProtocolError, WeightSyncError
@@ -35,6 +35,7 @@ from spmdflow.models.episode import (
 )
 from spmdflow.models.turn import RESPONSE, ContinuedRows
 from spmdflow.parallel.layout import Layout
+from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import (
     NEVER,
     Generator,
@@ -155,6 +156,7 @@ class SamplingWorker(EpisodeWorker):
             return self._continue_responses(batch, sampling, seeds)
         columns = self.fresh_generator().generate(prompts, sampling, seeds)
         self._report_tokens(prompts, columns, num_rows=prompts.shape[0])
+        self._report_truncated(columns["responses"], limit=sampling.max_new_tokens)
         return columns
 
     def _continue_responses(
@@ -198,6 +200,21 @@ class SamplingWorker(EpisodeWorker):
                 "rollout/response_length": Mean(tokens, num_rows),
             }
         )
+
+    def _report_truncated(self, responses: Tensor, *, limit: int) -> None:
+        """Report rollout/truncated: the share of responses that were cut off at the limit.
+
+        These have `limit` tokens, and the last one is no end token. responses: ragged ids.
+        """
+        lengths = lengths_of(responses)
+        last = responses.values()[lengths.cumsum(0) - 1]
+        ends = torch.tensor(self._end_tokens, dtype=torch.int64, device=last.device)
+        is_cut = (lengths >= limit) & torch.isin(last, ends, invert=True)
+        self.report({"rollout/truncated": Mean(int(is_cut.sum()), len(lengths))})
+
+    @cached_property
+    def _end_tokens(self) -> tuple[int, ...]:
+        return end_tokens(self.cfg.model.path)
 
     def make_room(self, *, trains: bool) -> None:
         """Frees the KV cache."""
@@ -328,6 +345,7 @@ class GeneratorWorker(SamplingWorker):
         columns = response_columns(tokens, log_probs, lengths)
         columns["token_versions"] = ragged(versions, lengths)
         self._report_tokens(batch["prompts"], columns, num_rows=len(responses))
+        self._report_truncated(columns["responses"], limit=self.sampling.max_new_tokens)
         self._report_ages(version - versions)
         return columns
 

@@ -27,6 +27,7 @@ SETTINGS = ("total_steps=2", "eval_every=2", "run.sample_every=1", "run.save_las
 SOME_METRICS = {
     "reward/mean", "eval/mean", "eval/accuracy",
     "rollout/response_length", "rollout/prompt_tokens", "rollout/response_tokens",
+    "rollout/truncated",
     "rollout/drift_max", "rollout/weights_version",
     "actor/pg_loss", "actor/grad_norm", "actor/lr", "actor/entropy", "actor/clip_fraction",
     "actor/approx_kl", "actor/reference_kl", "actor/optimizer_steps",

@@ -39,6 +39,7 @@ LAYERS = [
         "sweep",
         "clean",
         "program",
+        "preview",
         "plan",
         "report",
         "view",
@@ -57,7 +58,7 @@ STRANGERS = (LAYER_OF["workers"], LAYER_OF["controller"])
 
 LIBRARY = {"objectives", "rewards", "datasets", "envs", "episodes"}
 TOOLS = {"plan", "mapping", "view", "report", "status", "live", "doctor", "export", "replay"}
-TOOLS |= {"serving", "sweep", "clean"}
+TOOLS |= {"serving", "sweep", "clean", "preview"}
 SYSTEM = set(LAYER_OF) - LIBRARY - TOOLS
 
 SYSTEM_USES_TOOLS = {
@@ -69,7 +70,7 @@ SYSTEM_USES_TOOLS = {
 }
 """(module of the system, tool that it imports) -> why."""
 READ_RECORDS = {"controller.transcript", "controller.capsule", "plan", "view", "report", "status"}
-READ_RECORDS |= {"replay", "live"}
+READ_RECORDS |= {"replay", "live", "preview"}
 """What looks at a run through the records of its calls."""
 START_THEM = {"controller.script", "program", "run", "__main__"}
 """What puts a run together: it starts what looks at it."""

@@ -152,6 +152,21 @@ def test_plan_needs_the_sizes_alone_and_downloads_nothing(
     assert f"{cache}/models--org--tiny" not in capsys.readouterr().err
 
 
+def test_tool_that_needs_no_weights_downloads_all_of_a_model_but_them(cache: Path) -> None:
+    files = model_files() | {"model.safetensors": b"weights"}
+    code = "from spmdflow.config.load import load; load('ppo.py', None, ['actor.model.path=org/x']"
+    weights = "GET models/org/x/model.safetensors"
+    with serve({"models/org/x": files}) as hub:
+        variables = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(cache)}
+        shown = python(f"{code}, weights=False)", **variables)
+        fetched = {name for name in hub.asked if name.startswith("GET")}
+        trained = python(f"{code})", **variables)
+
+    assert (shown.returncode, trained.returncode) == (0, 0), shown.stderr + trained.stderr
+    assert fetched == {f"GET models/org/x/{name}" for name in files} - {weights}
+    assert hub.asked[weights] == 1
+
+
 def test_first_download_is_the_only_one_and_the_printed_command_does_the_same(
     cache: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Chat templates of model families, from installed packages, with small tokenizers for them.
 
-The real tokenizers are not here: one byte-level BPE is trained, and each family's special tokens
-are added to it. A template without an installed source is skipped; none is known for SmolLM2.
+One byte-level BPE is trained, and each family's special tokens are added to it. SmolLM2 has its own
+tokenizer, if its folder is there. A template without an installed source is skipped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from spmdflow.datasets.tokenizer import load_tokenizer
+from tests.smollm2 import IS_HERE, REASON, SMOLLM2
+
 
 class Family(NamedTuple):
     """What is known of a family's chats."""
 
     template: str
-    """Name of the file in TRL's package; mistral: written by mistral_common."""
+    """Name of the file in TRL's package; mistral: written by mistral_common; smollm2: its own."""
     special: tuple[str, ...]
     """Special tokens; the first is bos, the last ends a turn."""
     plain: tuple[str, ...] = ()
@@ -54,15 +57,20 @@ FAMILIES = {
     "mistral": Family("mistral", _MISTRAL, rewrites=("system",)),
     "gemma": Family("gemma", _GEMMA, end="<end_of_turn>\n", has_system=False, has_tools=False),
     "gemma3": Family("gemma3", _GEMMA, end="<end_of_turn>\n", has_tools=False),
+    "smollm2": Family("smollm2", _CHATML, end="<|im_end|>\n", has_tools=False),
 }
 
 
 @cache
 def tokenizer_of(name: str) -> Any:
-    """A small tokenizer with the family's special tokens and template; skips without a source."""
+    """A tokenizer with the family's special tokens and template; skips without a source."""
     family = FAMILIES[name]
+    if name == "smollm2":
+        if not IS_HERE:
+            pytest.skip(REASON)
+        return load_tokenizer(str(SMOLLM2))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_byte_level_bpe()),
+        tokenizer_object=Tokenizer.from_str(byte_level_bpe()),
         bos_token=family.special[0],
         eos_token=family.special[-1],
     )
@@ -73,7 +81,8 @@ def tokenizer_of(name: str) -> Any:
 
 
 @cache
-def _byte_level_bpe() -> str:
+def byte_level_bpe() -> str:
+    """A small byte-level tokenizer as JSON, without special tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
