@@ -7,7 +7,8 @@ Departures from the papers:
 3. without a reward model the critic starts from the actor, with a zero value head (critic.model
    names another model).
 
-KL to the reference: in the loss (ppo.yaml), in the reward (ppo_70b.yaml, ppo_stories.yaml).
+KL to the reference: in the loss (ppo.yaml), in the reward (ppo_70b.yaml, ppo_dialogues.yaml,
+ppo_stories.yaml).
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/ppo.py
 """

@@ -63,6 +63,7 @@ def test_without_a_kl_in_the_reward_the_policy_scores_its_tokens_in_the_update_a
     tmp_path: Path,
 ) -> None:
     words = ("advantage.kl_coef=0", "actor.update.mini_batch_size=16", "total_steps=2")
+    words += ("reference.compute=always",)
     recomputed = run(tmp_path / "a", *words, "actor.update.old_log_probs=recompute")
     chosen = run(tmp_path / "b", *words)
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spmdflow.cpu import llama, product
 from spmdflow.cpu.llama import LlamaForward
 from spmdflow.kind.generator import generator_kind
 from spmdflow.mapping.dataflow import Engine
@@ -52,6 +53,12 @@ class Recorder(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     self.num_bytes += tensor.numel() * tensor.element_size()
         return result
+
+
+@pytest.fixture(autouse=True)
+def products_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device: what a CPU's own products copy and pad is not planned."""
+    monkeypatch.setattr(product, "_has_onednn", lambda: False)
 
 
 def config_of(family: str, num_layers: int, **sizes: int) -> Any:
@@ -112,10 +119,13 @@ def test_bytes_of_logits_are_those_of_the_head() -> None:
     assert backward.num_bytes / TOKENS / words + 14 == pytest.approx(LOGIT_BYTES[1], rel=0.15)
 
 
-def test_operators_of_the_builtin_generator_are_those_that_it_calls() -> None:
+def test_operators_of_the_builtin_generator_are_those_that_it_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llama, "linear", torch.nn.functional.linear)
     counts = []
     for num_layers in (2, 4):
-        module = model_of(config_of("qwen2", num_layers)).eval().requires_grad_(False)
+        module = model_of(config_of("qwen2", num_layers)).float().eval().requires_grad_(False)
         forward = LlamaForward(module, torch.device("cpu"))
         rows = torch.arange(4)
         with torch.inference_mode():
