@@ -37,6 +37,8 @@ def readers_of_ref_log_probs(cfg: Any) -> list[str]:
     """Return the settings that make something read ref_log_probs; empty: none does.
 
     These are the weights of a KL, an estimator of advantages that reads the column, a guard of the
+    user's own or run.keep_best on a metric that needs it, and reference.compute=always. The default
+    guards do not count.
     """
     readers = []
     for key, loss in parts_of(cfg, PolicyLossConfig):

@@ -118,11 +118,14 @@ class EngineKind(Backend):
         return self.packs and "padded" not in options
 
     def is_plain(self, num_ranks: int, dtype: str) -> bool:
-        """Whether a pool's weights are those of a plain module: nothing to gather, cast or reduce.
+        """Whether a pool's weights are those of a plain module: nothing to gather and to cast.
 
+        That is on one rank, and on several if each has all weights (ZeRO stage 1), which then only
+        sum their gradients.
         dtype: of the computation, such as float32.
         """
-        return self.float32_weights and num_ranks == 1 and dtype == "float32"
+        has_all_weights = num_ranks == 1 or not self.sharding.parameters
+        return self.float32_weights and has_all_weights and dtype == "float32"
 
     def chosen_options(self, why: str, options: Collection[str]) -> tuple[str, ...]:
         """Options that are on by default for this reason (`EngineOption.chosen`).

@@ -111,7 +111,9 @@ class Engine(Precision):
 
     def is_plain(self, cut: Strategy) -> Array:
         """See `EngineKind.is_plain`."""
-        return (cut.num_ranks == 1) * self.facts.is_plain(1, self.dtype)
+        one = self.facts.is_plain(1, self.dtype)
+        several = self.facts.is_plain(2, self.dtype)
+        return np.where(cut.num_ranks == 1, one, several)
 
 
 @dataclass(frozen=True)

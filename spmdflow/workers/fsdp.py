@@ -17,9 +17,9 @@ the `Sharding` of their kind states this. The ZeRO stages use torch's own parts:
 Stage 1 gives each rank whole tensors to step, largest first, each to the rank with the fewest
 elements so far, and broadcasts them afterwards; its FSDP2 mesh of one shard casts to the compute
 precision and all-reduces float32 gradients once per step, after the last micro-batch. Bytes: for
-large n, parameters sent in float32. A pool of one rank that computes in float32 has nothing to
-gather, cast or reduce: FSDP2 does not wrap its module. Knows no roles: what an output means is up
-to `fn` and `loss`.
+large n, parameters sent in float32. Where weights are neither gathered nor cast, FSDP2 does not
+wrap the module: on one rank in float32, and under stage 1 in float32, where this file sums the
+gradients in place. Knows no roles: what an output means is up to `fn` and `loss`.
 """  # noqa: E501 a table row is one line
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
@@ -94,6 +95,8 @@ class FSDPEngine(TrainEngine):
             self.weight_group = mesh.get_group(mesh.ndim - 1)
             self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
             shard_model(model, self.sharding, mesh)
+        elif self.layout.size > 1:
+            self.replica_group = self.dp_group
         read_weights(model, self.device)
         if optimizer is not None:
             self.optimizer = self._optimizer_of(optimizer, total_optimizer_steps)
@@ -130,7 +133,20 @@ class FSDPEngine(TrainEngine):
             for name, x in {**metrics, "loss": value}.items():
                 sums[name] = sums.get(name, 0.0) + x.detach().double()
         self._reshard()
+        if not isinstance(self._module, FSDPModule):
+            self._sum_gradients()
         return self.dp_sums(sums)
+
+    def _sum_gradients(self) -> None:
+        """Sum the gradients of a module that is not sharded over the ranks, in place.
+
+        All ranks call it together; each has gradients of the same tensors.
+        """
+        if self.layout.size == 1:
+            return
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.dp_group)
 
     def gradient_norm(self) -> float:
         """Return the L2 norm of the complete gradient, the same on every rank.

@@ -94,3 +94,21 @@ def test_a_checkpoint_without_a_record_of_frozen_models_is_a_warning(
 
     assert "step-1 does not say which reference model it had" in caplog.text
     assert [step["step"] for step in steps_of(begun)] == [1, 2]
+
+
+@pytest.mark.parametrize(("first", "second"), [("auto", "always"), ("always", "auto")])
+def test_a_run_resumes_with_and_without_a_reference_that_nothing_needs(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    """The weights do not depend on it, and a checkpoint has nothing of it but its hash."""
+    run_dir = tmp_path / "run"
+    no_kl = ("actor.loss.kl_coef=0", "advantage.kl_coef=0")
+    run(run_dir, 1, *no_kl, f"reference.compute={first}")
+    run(run_dir, 2, *no_kl, f"reference.compute={second}")
+    whole = tmp_path / "whole"
+    run(whole, 2, *no_kl, "reference.compute=always")
+
+    steps = steps_of(run_dir)
+    has_kl = ["actor/reference_kl" in step for step in steps]
+    assert has_kl == [first == "always", second == "always"]
+    assert last_checkpoint(run_dir) == last_checkpoint(whole), "bit for bit"
