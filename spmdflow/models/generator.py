@@ -208,8 +208,9 @@ class SamplingWorker(EpisodeWorker):
         """
         lengths = lengths_of(responses)
         last = responses.values()[lengths.cumsum(0) - 1]
-        ends = torch.tensor(self._end_tokens, dtype=torch.int64, device=last.device)
-        is_cut = (lengths >= limit) & torch.isin(last, ends, invert=True)
+        is_cut = lengths >= limit
+        for token in self._end_tokens:  # numbers: a tensor of them would be copied to the device
+            is_cut &= last != token
         self.report({"rollout/truncated": Mean(int(is_cut.sum()), len(lengths))})
 
     @cached_property

@@ -34,6 +34,10 @@ WAITS = {
     (READ, "rollout/generator.py:response_columns"): (1, "whether a log-probability is nan"),
     (READ, "rollout/builtin.py:_counts_of_ended"): (1, "whether all rows go on, every 8 tokens"),
     (DOWN, "rollout/builtin.py:_counts_of_ended"): (2, "if not, which, and their lengths"),
+    (READ, "models/generator.py:_report_truncated"): (
+        1,
+        "how many responses were cut off, after the last token",
+    ),
     (DOWN, "data/column.py:_copy_to_host"): (3, "what a method returns lies in host memory"),
     (DOWN, "data/column.py:column_of"): (3, "the lengths of its rows"),
     ("synchronize", "workers/engine.py:forward"): (3, "its answers have arrived"),

@@ -98,8 +98,8 @@ BUGS = {
     "a mask that begins with what was there": Bug(
         "spmdflow.cpu.llama",
         "LlamaForward.step",
-        "self._embedding.new_zeros(seen.shape)",
-        "self._embedding.new_empty(seen.shape)",
+        "torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)",
+        "torch.empty(seen.shape, dtype=self._dtype, device=seen.device)",
     ),
     "which rows begin with a prompt, on the host": Bug(
         "spmdflow.cpu.shared_prompts",
