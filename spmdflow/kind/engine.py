@@ -118,11 +118,10 @@ class EngineKind(Backend):
         return self.packs and "padded" not in options
 
     def is_plain(self, num_ranks: int, dtype: str) -> bool:
-        """Whether a pool's weights are those of a plain module: nothing to gather and to cast.
+        """Whether a rank has all weights in the precision of the computation, and gathers none.
 
-        That is on one rank, and on several if each has all weights (ZeRO stage 1), which then only
-        sum their gradients.
-        dtype: of the computation, such as float32.
+        So it is in float32 on one rank, and on several under ZeRO stage 1, which only sum their
+        gradients. dtype: of the computation, such as float32.
         """
         has_all_weights = num_ranks == 1 or not self.sharding.parameters
         return self.float32_weights and has_all_weights and dtype == "float32"

@@ -72,7 +72,7 @@ class CausalOutput:
         rows = self.hidden.shape[-1] if self.weight is None else len(self.weight)
         words = rows if self.vocab_size is None else self.vocab_size - self.first
         if self.weight is None or self.hidden.is_cpu:
-            hidden = self.hidden  # a CPU multiplies float32 with weights in bfloat16: cpu.product
+            hidden = self.hidden  # a CPU computes logits in float32 (cpu.product)
         else:
             hidden = self.hidden.to(self.weight.dtype)
         parts = HOST_PARTS if hidden.is_cpu else 1

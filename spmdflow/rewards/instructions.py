@@ -24,12 +24,12 @@ _FEWEST_WORDS = 3
 
 def length(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Return 1 if the response has 3 to row["max_words"] words, otherwise 0."""
-    return float(_FEWEST_WORDS <= len(_WORD.findall(response)) <= int(row["max_words"]))
+    return float(_FEWEST_WORDS <= len(_words_of(response)) <= int(row["max_words"]))
 
 
 def word(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Return 1 if row["word"] is a word of the response, of 3 words or more, in any case."""
-    words = [found.lower() for found in _WORD.findall(response)]
+    words = _words_of(response)
     return float(len(words) >= _FEWEST_WORDS and str(row["word"]).lower() in words)
 
 
@@ -44,9 +44,14 @@ def form(prompt: str, response: str, row: dict[str, Any]) -> float:
     if name not in _FORMS:
         raise ValueError(f"got form {name!r}, expected one of {', '.join(_FORMS)}")
     text = response.strip()
-    if len(_WORD.findall(text)) < _FEWEST_WORDS:
+    if len(_words_of(text)) < _FEWEST_WORDS:
         return 0.0
     return float(_FORMS[name](text))
+
+
+def _words_of(text: str) -> list[str]:
+    """The words of a text, in small letters."""
+    return _WORD.findall(text.lower())
 
 
 def _is_list(text: str) -> bool:

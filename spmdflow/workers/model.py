@@ -220,7 +220,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         module = _scalar_model(cfg, model)
         score = module.get_submodule("score")
     use_onednn_products(module)
-    model.get_input_embeddings().register_forward_hook(_compute_in_float32)
+    model.get_input_embeddings().register_forward_hook(_to_compute_dtype)
     units = set(model._no_split_modules or ())
     return LoadedModel(
         dtype=getattr(torch, cfg.precision),
@@ -234,10 +234,10 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     )
 
 
-def _compute_in_float32(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
-    """Convert what layers get on a CPU to the type that it computes in (cpu.product).
+def _to_compute_dtype(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+    """Convert embeddings in bfloat16 to float32 on a CPU (cpu.product); others stay as they are.
 
-    The layers then also pass on and return this type.
+    The layers that follow pass this type on.
     """
     return embedded.to(compute_dtype(embedded))
 

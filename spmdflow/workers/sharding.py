@@ -56,12 +56,11 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
 def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> None:
     """Shard model.module in place over the mesh with FSDP2.
 
-    On a CPU, what enters a layer stays in float32 (cpu.product).
-
     Each group of `unit_layers` is one unit, each float32 module is one, and the remainder of the
     module is one. Units are gathered in model.dtype; master parameters stay float32, and gradients
     are summed in float32. Backward sums over the mesh instead of averaging, because losses are
-    divided by global totals. All ranks of the mesh call it together.
+    divided by global totals. On a CPU the inputs of a layer are not cast to model.dtype, because
+    only products are in bfloat16 there (cpu.product). All ranks of the mesh call it together.
     """
     summed = torch.promote_types(model.dtype, torch.float32)
     mixed = MixedPrecisionPolicy(

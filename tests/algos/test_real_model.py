@@ -60,7 +60,6 @@ def test_sums_by_chat_run_without_a_reference(problems: Path, tmp_path: Path) ->
     assert step["rollout/drift_max"] < 1e-4, "generator and trainer agree in float32"
     calls = (tmp_path / "run" / "calls.jsonl").read_text()
     assert "actor.spawn" in calls and "reference.spawn" not in calls
-    assert step["perf/host_bytes"] < 8e9
 
 
 @needs_smollm2
