@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType
 
 from spmdflow.failure.user_code import is_own
 
@@ -54,41 +54,58 @@ def lane_state_of(
     the user's code, otherwise the innermost outside torch.distributed. with_line=False: return only
     the kind, which is faster.
     """
-    innermost = sys._current_frames().get(thread)
-    inside: list[FrameType] = []  # innermost first
-    frame = innermost
-    while frame is not None and frame.f_code is not until:
-        inside.append(frame)
-        frame = frame.f_back
-    if not inside or (frame is None and until is not None):
+    inside = _locations(thread, until)
+    if not inside:
         return None
+    innermost = inside[0]
     kind = CODE
-    if _COLLECTIVES in _file(inside[0]) or ".wait(" in _text(inside[0]):
+    if _COLLECTIVES in innermost.file or ".wait(" in innermost.text():
         kind = PEERS
-    elif any(each.f_code.co_name == "wait" and _file(each).endswith(_STORE) for each in inside):
+    elif any(each.function == "wait" and each.file.endswith(_STORE) for each in inside):
         kind = ROWS
     if not with_line:
         return LaneState(kind)
-    own_frames = []
-    other_frames = []
+    own_code = []
+    other_code = []
     for each in inside:
-        if is_own(_file(each)):
-            own_frames.append(each)
-        if _COLLECTIVES not in _file(each):
-            other_frames.append(each)
-    shown = (own_frames or other_frames or inside)[0]
-    name = shown.f_code.co_name
-    line = f"{_file(shown)}:{shown.f_lineno} in {name}: {_text(shown)}"
+        if is_own(each.file):
+            own_code.append(each)
+        if _COLLECTIVES not in each.file:
+            other_code.append(each)
+    shown = (own_code or other_code or inside)[0]
+    line = f"{shown.file}:{shown.number} in {shown.function}: {shown.text()}"
     return LaneState(kind, line, line)
 
 
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
+@dataclass(frozen=True)
+class _Location:
+    """Where a function of a thread's stack is."""
+
+    file: str
+    function: str
+    number: int | None
+    """The line, from 1; None between two lines."""
+
+    def text(self) -> str:
+        return _line(self.file, self.number or 0)
 
 
-def _text(frame: FrameType) -> str:
-    number: int | None = frame.f_lineno  # None between two lines, although typeshed excludes it
-    return _line(_file(frame), number or 0)
+def _locations(thread: int, until: CodeType | None) -> list[_Location]:
+    """Return the stack of a thread, innermost function first, up to the function with code `until`.
+
+    [] if the thread is not in that function. No frame is kept: a frame keeps the tensors of its
+    function, such as activations, also after the function has returned. Whoever reads files
+    meanwhile would keep them for as long as the thread's Python code runs.
+    """
+    locations = []
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not until:
+        code = frame.f_code
+        locations.append(_Location(code.co_filename, code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    if frame is None and until is not None:
+        return []
+    return locations
 
 
 @lru_cache(maxsize=512)

@@ -75,11 +75,11 @@ def _wanted_seconds() -> float:
 
 
 def _own_state(idle: float) -> State:
-    frames = sys._current_frames()
     waiting = []
     for group, op, number, peer, thread, seconds in surface.native.waiting():
         entry = {"group": group, "op": op, "number": number, "peer": peer, "seconds": seconds}
-        waiting.append(entry | {"line": surface.line_of(frames.get(thread))})
+        # a frame that is kept would keep the tensors of its function
+        waiting.append(entry | {"line": surface.line_of(sys._current_frames().get(thread))})
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import linecache
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from spmdflow.data.store import RowCondition
+from spmdflow.failure import lane_state
 from spmdflow.failure.lane_state import (
     CODE,
     DONE,
@@ -143,3 +146,31 @@ def test_looking_where_a_thread_is_keeps_no_source_file(event: threading.Event) 
     _place_of(_started(lambda: _wait_for_event(event)), "event.wait(100.0)")
 
     assert linecache.cache == {}
+
+
+def test_looking_where_a_thread_is_keeps_no_tensor_of_a_function_that_returned(
+    event: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    reached = threading.Event()
+
+    def compute() -> None:
+        activation = torch.zeros(4)
+        tensors.append(weakref.ref(activation))
+        reached.set()
+        _wait_for_event(event)
+
+    def read_line_after_the_thread_has_ended(file: str, number: int) -> str:
+        event.set()
+        thread.join(60.0)
+        assert not thread.is_alive()
+        assert tensors[0]() is None
+        return "the line"
+
+    thread = _started(compute)
+    assert reached.wait(60.0)
+    monkeypatch.setattr(lane_state, "_line", read_line_after_the_thread_has_ended)
+
+    state = lane_state_of(thread.ident or 0, _lane.__code__)
+
+    assert state is not None and "the line" in state.line
