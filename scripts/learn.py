@@ -5,13 +5,15 @@
     python scripts/learn.py --list               # the table, and what is finished
 
 The table is scripts/learn/table.py: name, script, settings, seeds, metric, target. Each run is a
-process of its own (`python -m spmdflow.run --inproc`, one thread), --jobs at a time. A finished run
+process of its own (`python -m spmdflow.run --inproc`, one thread), --jobs at a time, or several
+ranks of one thread each, which count as several jobs. A finished run
 is not repeated as long as its settings are the same, and the commit it ran at is shown; one that
 was interrupted continues from its last checkpoint. After each entry docs/learning/ gets its JSON
 file (points of every seed, commit, seeds, settings, hardware, seconds, a few samples of the first
 seed), the picture and text of its group, and docs/LEARNING.md its tables.
 
-Real input needs SPMDFLOW_DATA (see scripts/prepare_stories.py).
+Real input needs SPMDFLOW_DATA (see scripts/prepare_stories.py). The group real_model needs 98 MB of
+PyPI or the folder that scripts/make_smollm2.py writes, reasoning-gym, and an idle machine.
 
 Exit code 1 if a run failed; a missed target is no failure but is said.
 """
@@ -44,8 +46,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     processes = runs.Processes()
     try:
-        if any(entry.group == "offline" for entry in chosen):
-            runs.prepare(options.runs, processes)
+        runs.prepare({entry.group for entry in chosen}, options.runs, processes)
         failures = run_all(chosen, options, processes)
     except KeyboardInterrupt:
         sys.exit("learn: stopped; the same command continues")
@@ -93,11 +94,14 @@ def run_all(
 ) -> list[str]:
     """Run what is open; write each entry when its last seed is done. Returns the failures."""
     failures = []
+    slots = runs.Slots(options.jobs)
     with ThreadPoolExecutor(options.jobs) as pool:
-        waiting = [
-            (entry, [pool.submit(one, entry, s, options.runs, processes) for s in entry.seeds])
-            for entry in entries
-        ]
+        waiting = []
+        for entry in entries:
+            futures = []
+            for seed in entry.seeds:
+                futures.append(pool.submit(one, entry, seed, options.runs, processes, slots))
+            waiting.append((entry, futures))
         try:
             for entry, futures in waiting:
                 try:
@@ -114,12 +118,15 @@ def run_all(
     return failures
 
 
-def one(entry: Entry, seed: int, folder: Path, processes: runs.Processes) -> runs.Run:
-    """A finished run as it is, or one that is run now."""
+def one(
+    entry: Entry, seed: int, folder: Path, processes: runs.Processes, slots: runs.Slots
+) -> runs.Run:
+    """A finished run as it is, or one that is run now, when there are processors for its ranks."""
     done = runs.finished_or_none(entry, seed, folder)
     if done is None:
-        print(f"{entry.name} seed {seed}: running", flush=True)
-        return runs.perform(entry, seed, folder, processes)
+        with slots.take(entry.num_ranks):
+            print(f"{entry.name} seed {seed}: running", flush=True)
+            return runs.perform(entry, seed, folder, processes)
     print(f"{entry.name} seed {seed}: finished at commit {done.commit}", flush=True)
     return done
 

@@ -1,15 +1,15 @@
 """Writes problems for a chat model: made here, or from data files.
 
-    python scripts/make_problems.py sums problems                 # or differences, instructions
+    python scripts/make_problems.py sums problems     # or differences, products, instructions
     python scripts/make_problems.py reasoning problems --task gcd --settings '{"max_value": 50}'
     python scripts/make_problems.py gsm8k $SPMDFLOW_DATA/gsm8k problems
     python scripts/make_problems.py countdown $SPMDFLOW_DATA/countdown problems
 
 Writes problems/sums.train.jsonl, problems/sums.test.jsonl and so on; each row has "prompt" and what
-its reward reads. No problem of a test file is in the training file: for sums and differences
-neither of the two numbers in this or the other order. reasoning: problems of reasoning-gym (pip
-install 'reasoning-gym>=0.1.25'). gsm8k and countdown: FOLDER/train.jsonl and test.jsonl, each row
-as it was, and a prompt that says in which form the answer is wanted.
+its reward reads. No problem of a test file is in the training file: for sums, differences and
+products neither of the two numbers in this or the other order. reasoning: problems of reasoning-gym
+(pip install 'reasoning-gym>=0.1.25'). gsm8k and countdown: FOLDER/train.jsonl and test.jsonl, each
+row as it was, and a prompt that says in which form the answer is wanted.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ def differences(draw: random.Random, num_test: int) -> tuple[list[Row], list[Row
     return _pairs_of_numbers(draw, num_test, _difference)
 
 
+def products(draw: random.Random, num_test: int) -> tuple[list[Row], list[Row]]:
+    """Training and test rows: products of two numbers of two digits."""
+    return _pairs_of_numbers(draw, num_test, _product)
+
+
 def _sum(first: int, second: int) -> Row:
     text = f"What is {first} + {second}? Answer with the number only."
     return {"prompt": chat(text), "answer": str(first + second)}
@@ -75,6 +80,11 @@ def _difference(first: int, second: int) -> Row:
     less = min(first, second)
     text = f"What is {more} - {less}? Answer with the number only."
     return {"prompt": chat(text), "answer": str(more - less)}
+
+
+def _product(first: int, second: int) -> Row:
+    text = f"What is {first} * {second}?"
+    return {"prompt": chat(text), "answer": str(first * second)}
 
 
 def _pairs_of_numbers(
@@ -148,6 +158,7 @@ def instructions(draw: random.Random, num_test: int) -> tuple[list[Row], list[Ro
 MADE: dict[str, Callable[[random.Random, int], tuple[list[Row], list[Row]]]] = {
     "sums": sums,
     "differences": differences,
+    "products": products,
     "instructions": instructions,
 }
 

@@ -32,11 +32,15 @@ class Entry:
     """Settings file of algos/ instead of the script's own."""
     judged: bool = False
     """Whether stories_metrics.py judges the export of the last step."""
+    num_ranks: int = 1
+    """CPU ranks of one thread each; no other run is beside it if they are as many as --jobs."""
 
     @property
     def key(self) -> str:
         """Eight hex digits of script and settings: other settings are another run."""
         text = "\n".join((self.script, *([self.yaml] if self.yaml else []), *self.settings))
+        if self.num_ranks > 1:
+            text += f"\n{self.num_ranks} ranks"
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def run_name(self, seed: int) -> str:
@@ -51,6 +55,8 @@ class Entry:
     def command(self, seed: int) -> str:
         """The same for a reader."""
         words = shlex.join(self.words(seed, f"runs/{self.name}"))
+        if self.num_ranks > 1:
+            return f"spmdflow run -n {self.num_ranks} {words}"
         return f"python -m spmdflow.run --inproc {words}"
 
     def with_settings(self, more: tuple[str, ...]) -> Entry:

@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scripts.learn.entry import Entry
+from scripts.learn.table import MODEL, REASONING_TASKS
 
 ROOT = Path(__file__).parents[2]
 _MARK = "learned.json"
@@ -52,6 +56,29 @@ def finished_or_none(entry: Entry, seed: int, folder: Path) -> Run | None:
         return None
     kept = json.loads((run_dir / _MARK).read_text())
     return Run(run_dir=run_dir, **kept)
+
+
+class Slots:
+    """Processors that the runs beside each other may use: a run takes one for each of its ranks."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = count
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, ranks: int) -> Iterator[None]:
+        """Wait until there are as many, at most all of them."""
+        wanted = min(ranks, self._count)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
 
 
 class Processes:
@@ -100,6 +127,8 @@ def perform(entry: Entry, seed: int, folder: Path, processes: Processes) -> Run:
     commit = commit_of_code()
     run_words = entry.words(seed, str(run_dir))
     launcher = [sys.executable, "-m", "spmdflow.run", "--inproc"]
+    if entry.num_ranks > 1:
+        launcher = [sys.executable, "-m", "spmdflow", "run", "-n", str(entry.num_ranks)]
     continued = (run_dir / "checkpoints" / "latest").exists()
     log = run_dir.with_name(run_dir.name + ".log")
     cpu = processes.run([*launcher, *run_words], log)
@@ -112,8 +141,36 @@ def perform(entry: Entry, seed: int, folder: Path, processes: Processes) -> Run:
     return run
 
 
-def prepare(folder: Path, processes: Processes) -> None:
-    """Make the short stories and pairs of the stages before RL, once; needs SPMDFLOW_DATA."""
+def prepare(groups: Collection[str], folder: Path, processes: Processes) -> None:
+    """Make what the runs of these groups read, once."""
+    if "offline" in groups:
+        _make_story_pairs(folder, processes)
+    if "real_model" in groups:
+        _make_real_model(folder, processes)
+
+
+def _make_real_model(folder: Path, processes: Processes) -> None:
+    """Make the folder of SmolLM2-135M-Instruct and the problems of its runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "real_model.log"
+    if not (ROOT / MODEL / "config.json").is_file():
+        program = str(ROOT / "scripts" / "make_smollm2.py")
+        processes.run([sys.executable, program, str(ROOT / MODEL)], log)
+    problems = [[kind] for kind in ("sums", "differences", "instructions")]
+    for task in REASONING_TASKS:
+        problems.append(["reasoning", "--task", task])
+    if "SPMDFLOW_DATA" in os.environ:
+        problems.append(["gsm8k", str(Path(os.environ["SPMDFLOW_DATA"]) / "gsm8k")])
+    for kind, *more in problems:
+        words = [kind, *more, str(ROOT / "problems")]
+        if kind == "reasoning":
+            words = [kind, str(ROOT / "problems"), *more]
+        program = str(ROOT / "scripts" / "make_problems.py")
+        processes.run([sys.executable, program, *words], log)
+
+
+def _make_story_pairs(folder: Path, processes: Processes) -> None:
+    """Make the short stories and pairs of the stages before RL; needs SPMDFLOW_DATA."""
     out = ROOT / "runs" / "story_pairs"
     if not (out / "pairs.test.jsonl").is_file():
         folder.mkdir(parents=True, exist_ok=True)

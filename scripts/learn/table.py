@@ -5,6 +5,8 @@ Tuned on training rewards with seeds that are not in this table; see docs/LEARNI
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scripts.learn.entry import Entry
 
 BUNDLED = ("total_steps=20", "eval_every=2", "save_every=10", "actor.rollout.max_batch_size=1024")
@@ -161,9 +163,42 @@ OFFLINE_ENTRIES = (
     ),
 )
 
+MODEL = "models/SmolLM2-135M-Instruct"
+"""What scripts/make_smollm2.py writes, below the repository's root."""
+REASONING_TASKS = ("number_format", "spell_backward")
+CONTROL = ("total_steps=10", "eval_every=5", "overlong.weight=0")
+
+
+def _real(name: str, task: str, *more: str, script: str = "dapo", seeds: tuple[int, ...]) -> Entry:
+    """A task by chat with a real model of 134.5 million parameters; greedy, held-out problems."""
+    return Entry(
+        f"real_{name}",
+        "real_model",
+        script,
+        settings=(
+            f"actor.model.path={MODEL}",
+            f"data.train_path=problems/{task}.train.jsonl",
+            f"data.eval_path=problems/{task}.test.jsonl",
+            "run.keep_checkpoints=1",
+            *more,
+        ),
+        seeds=seeds,
+        more_metrics=("reward/mean", "actor/entropy", "rollout/response_length", "eval/mean"),
+        yaml="dapo_sums",
+        num_ranks=2,
+    )
+
+
+RANDOM = "reward.function=spmdflow.rewards.control:random_score"
+REAL_MODEL_ENTRIES = (
+    replace(_real("sums", "sums", seeds=(1, 2, 3)), target=0.9),
+    _real("sums_control", "sums", RANDOM, *CONTROL, seeds=(1,)),
+)
+
 ENTRIES: tuple[Entry, ...] = (
     *BUNDLED_ENTRIES,
     *STORIES_ENTRIES,
     *CONSTRAINED_ENTRIES,
     *OFFLINE_ENTRIES,
+    *REAL_MODEL_ENTRIES,
 )

@@ -156,7 +156,7 @@ def _seconds_by_method(records: Iterable[CallRecord]) -> dict[str, float]:
 
 
 def device_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
-    """Return perf/device_bytes: the highest peak of tensors on a rank's device; {} on a CPU."""
+    """Return perf/device_bytes: the highest peak of tensors on a rank's device; {} if unknown."""
     sizes = []
     for record in records:
         for reply in record.replies.values():

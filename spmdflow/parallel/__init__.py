@@ -23,6 +23,7 @@ is inside its own rank's generation shard. Training 1-4-2, generation 1-2-2-2: g
 | group | process groups of rank tuples |
 | device | what this process computes on |
 | allocator | what the environment says to torch's allocator of device memory |
+| allocated | on a CPU: what this process has allocated, and the peak of it |
 
 `layout` has the integers and needs no torch. `group` turns rank tuples into process groups, once,
 while models are spawned. `device` chooses the device of this process.

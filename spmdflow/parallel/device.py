@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdflow.parallel.allocated import take_allocated_peak
+
 CPU = torch.device("cpu")
 _ALIGNED = 16
 """Alignment in bytes: kernels read several elements at once."""
@@ -86,13 +88,14 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 
 def take_peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of tensors on the device since the previous call; 0 for the CPU.
+    """Return the peak memory of tensors on the device since the previous call, in bytes.
 
-    In bytes, as torch's allocator counts them: without its unused blocks and without the memory of
-    other libraries. Resets torch's peak statistics of the device (`reset_peak_memory_stats`).
+    As torch's allocator counts them: without its unused blocks and without the memory of other
+    libraries. Resets torch's peak statistics of the device (`reset_peak_memory_stats`). On a CPU,
+    what the process has allocated (`allocated`); 0 if that is not watched.
     """
     if device == CPU:
-        return 0
+        return take_allocated_peak()
     memory = torch.get_device_module(device)
     peak: int = memory.max_memory_allocated(device)
     memory.reset_peak_memory_stats(device)

@@ -64,6 +64,16 @@ class SyncCount(NamedTuple):
     counted: int
 
 
+class PhaseBytes(NamedTuple):
+    """Memory of a rank in one phase: planned by part, and the fullest rank's measured peak."""
+
+    phase: str
+    """As in a plan, such as actor.build or actor.update_actor."""
+    planned: float
+    parts: Mapping[str, float]
+    measured: int
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Predicted and measured seconds and bytes of a run."""
@@ -75,6 +85,8 @@ class Comparison:
     """Steps whose bytes are compared."""
     syncs: tuple[SyncCount, ...] = ()
     """Weight syncs of those steps that had any."""
+    memory: tuple[PhaseBytes, ...] = ()
+    """Phases that were both planned and measured."""
     notes: tuple[str, ...] = ()
     """What could not be predicted, each with the reason."""
 
@@ -92,6 +104,7 @@ class Comparison:
             "bytes_agree": self.bytes_agree,
             "edges": self.edges,
             "weight_syncs": [sync._asdict() for sync in self.syncs],
+            "memory": [phase._asdict() for phase in self.memory],
             "notes": self.notes,
         }
 
@@ -158,6 +171,7 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
         edges=tuple(_edges(replay, traced)),
         steps=replay.steps,
         syncs=() if unknown else tuple(_syncs(replay, traced, weights)),
+        memory=tuple(_memory(predicted, run_dir)),
         notes=tuple(notes),
     )
 
@@ -228,6 +242,26 @@ def _syncs(replay: Replay, traced: Trace, weights: Sequence[WeightPlan]) -> Iter
             yield SyncCount(step, times.total(), planned, counted)
 
 
+def _memory(predicted: Prediction | None, run_dir: Path) -> Iterator[PhaseBytes]:
+    """Yield the phases of a prediction whose peak the run's last launch measured.
+
+    A measured peak is that of the rank that had most, over all steps (device_bytes in calls.jsonl).
+    """
+    if predicted is None:
+        return
+    measured: dict[str, int] = {}
+    for line in read_lines(run_dir / "calls.jsonl"):
+        if "device_bytes" in line:
+            name = line["label"]
+            if line["operation"] == "spawn":
+                name = name.removesuffix(".spawn") + ".build"
+            measured[name] = max(measured.get(name, 0), line["device_bytes"])
+    for phase in predicted.memory:
+        if phase.phase in measured:
+            parts = {name: size for name, size in phase.parts.items() if size}
+            yield PhaseBytes(phase.phase, phase.total, parts, measured[phase.phase])
+
+
 def comparison_text(comparison: Comparison) -> str:
     """Return the text of RUN_DIR/prediction.txt: seconds by stage, row bytes, weight syncs, notes.
 
@@ -262,5 +296,27 @@ def comparison_text(comparison: Comparison) -> str:
         rows = [("step", "syncs", "planned", "counted", "")]
         rows += [(*s, "" if s.planned == s.counted else "differs") for s in comparison.syncs]
         lines += table(rows, right=(1, 2, 3))
+    if comparison.memory:
+        lines += ["", "memory of the fullest rank, GB: planned by part, and measured", ""]
+        lines += table(_memory_rows(comparison.memory), right=tuple(range(1, 4)))
     lines += [f"note: {note}" for note in comparison.notes]
     return "\n".join(lines) + "\n"
+
+
+def _memory_rows(phases: Sequence[PhaseBytes]) -> list[Sequence[object]]:
+    """Return the lines of a table: phase, measured, planned, their ratio, and the plan's parts."""
+    rows: list[Sequence[object]] = [("phase", "measured", "planned", "planned / measured", "parts")]
+    for phase in phases:
+        parts = []
+        for name, size in sorted(phase.parts.items(), key=lambda part: -part[1]):
+            parts.append(f"{name} {size / 1e9:.3f}")
+        rows.append(
+            (
+                phase.phase,
+                f"{phase.measured / 1e9:.3f}",
+                f"{phase.planned / 1e9:.3f}",
+                f"{phase.planned / phase.measured:.2f}",
+                ", ".join(parts),
+            )
+        )
+    return rows

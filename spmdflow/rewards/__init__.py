@@ -18,6 +18,7 @@ keyword arguments come from the setting. docs/REWARDS.md has examples.
 | format, length | the required format, and where the answer is; penalties for long responses |
 | arithmetic, sentiment | the bundled task's reward and control; a lexicon score of a text |
 | instructions, reasoning | conditions of a prompt; answers to problems of reasoning-gym |
+| control | a random score with the true accuracy of any of these, for a control run |
 
 A worker process lives until its pool kills it or the pool's process ends. All processes that it
 started end with it, including those in another session.

@@ -5,8 +5,9 @@ Score range of all: 0 to 1. `row["answer"]` is the exact answer as text.
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any
+
+from spmdflow.rewards.control import hash_score
 
 
 def exact_match(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
@@ -38,9 +39,8 @@ def shuffled(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float
     expected score is the same for every response. accuracy is the true one. A comparison with
     another problem's answer is no control: the policy would learn the more frequent digits.
     """
-    key = f"{prompt}\n{response.strip()}".encode(errors="surrogatepass")
-    draw = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
-    return {"score": draw, "accuracy": exact_match(prompt, response, row)["accuracy"]}
+    accuracy = exact_match(prompt, response, row)["accuracy"]
+    return {"score": hash_score(prompt, response), "accuracy": accuracy}
 
 
 def _share_of_right_digits(prediction: str, answer: str) -> float:

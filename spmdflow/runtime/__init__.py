@@ -11,5 +11,6 @@ models. Failures are found and reported by spmdflow/failure.
 | wire, inflow | envelopes and sockets (plain data: message.py); a message that never ends |
 | io, teardown | the controller's side: sends calls, collects replies; ends a failed session |
 | comm, executor, operation, rank_files, early | a rank's threads, lanes and commands |
+| peak_memory | the memory peak of each command of a rank |
 | process | what a rank sets in its own process |
 """

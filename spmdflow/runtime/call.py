@@ -245,7 +245,7 @@ class CallRecord:
         that began, end: of the last rank that ended, in seconds since the epoch by that rank's own
         clock; longest_seconds: of the slowest rank. These three are missing if no reply has a span.
         received_bytes: sum over all ranks; missing if 0. device_bytes: the highest peak of a rank's
-        device; missing on a CPU.
+        device while it ran this call; missing if no rank knows it.
         """
         call = self.call
         spans = [reply["span"] for reply in self.replies.values() if "span" in reply]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.call import names_in
 from spmdflow.runtime.early import EarlyMethods
+from spmdflow.runtime.peak_memory import PeakMemories
 from spmdflow.runtime.rank_files import RankFiles
 from spmdflow.tracking.trace import StepProfiler
 from spmdflow.transfer.lane import CountedTransport, run_release
@@ -92,6 +94,7 @@ class RankState:
         self._files = RankFiles(
             self._workers, arrival, rank=settings.rank, make_room=self._make_room
         )
+        self._peaks = PeakMemories(partial(take_peak_bytes, settings.device))
         self._sources: dict[str, PromptSource] = {}
         self._scanned: ScanReport | None = None
         """What the last scan found, until the controller has all of it."""
@@ -131,19 +134,20 @@ class RankState:
             """Free plain["free"], run the operation, and add span and memory to its reply.
 
             span: (start, end) in seconds since the epoch. host_bytes: memory of this process
-            without mapped files. device_bytes: peak memory of tensors on its device since the
-            previous reply of any lane; absent on a CPU. Then wake threads that wait on `arrival`.
+            without mapped files. device_bytes: peak memory of tensors on its device while the
+            operation ran (`take_peak_bytes`); absent if it is not known. Then wake threads that
+            wait on `arrival`.
             """
             started = time.time()
             start_seconds = time.monotonic()
-            self.store.free(plain.get("free", []))
-            reply = operation(plain, number)
+            with self._peaks.measure() as peak:
+                self.store.free(plain.get("free", []))
+                reply = operation(plain, number)
             self._arrival.wake()  # early methods wait for workers and data too
             span = (started, started + time.monotonic() - start_seconds)
             measured = {"span": span, "host_bytes": _host_bytes()}
-            device_bytes = take_peak_bytes(self._settings.device)
-            if device_bytes:
-                measured["device_bytes"] = device_bytes
+            if peak.bytes:
+                measured["device_bytes"] = peak.bytes
             return reply | measured
 
         return run

@@ -11,6 +11,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 from spmdflow.failure.launcher import AGENT_MARK, launched_seconds
 from spmdflow.failure.process import Process
 
@@ -95,21 +97,36 @@ def test_start_raises_the_limit_of_descriptors_as_far_as_it_may() -> None:
     assert done.returncode == 0, done.stderr
 
 
+USE_MEMORY = """
+import ctypes, os, resource
+from spmdflow.cpu.memory import keep_freed_memory
+keep_freed_memory(os.environ)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def use(size):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(ctypes.c_size_t(size))
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(*(use(64 << 20) for _ in range(3)))
+"""
+"""Prints the page faults of three allocations of 64 MiB, one after another."""
+
+
 def test_freed_memory_is_kept_for_the_next_forward() -> None:
-    done = run_python("""
-        import ctypes, resource
-        from spmdflow.cpu.memory import keep_freed_memory
-        keep_freed_memory()
-        libc = ctypes.CDLL(None)
-        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        def use(size):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            block = libc.malloc(ctypes.c_size_t(size))
-            ctypes.memset(block, 1, size)
-            libc.free(block)
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        print(*(use(64 << 20) for _ in range(3)))
-    """)
+    done = run_python(USE_MEMORY)
 
     first, *later = map(int, done.stdout.split())
     assert first > 1000 and max(later) < 100, done.stderr
+
+
+def test_setting_of_the_allocator_in_the_environment_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1048576")
+
+    done = run_python(USE_MEMORY)
+
+    assert min(map(int, done.stdout.split())) > 1000, done.stderr

@@ -21,6 +21,7 @@ from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.message import decode, encode
+from spmdflow.parallel.allocated import watch_allocations
 from spmdflow.plan.__main__ import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import (
     Comparison,
@@ -63,6 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Two steps of DAPO, which draws prompts until enough of their samples differ."""
     run_dir = tmp_path_factory.mktemp("comparison") / "run"
     loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={run_dir}"])
+    watch_allocations()
     assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return loaded
 
@@ -92,6 +94,19 @@ def test_every_stage_has_predicted_and_measured_seconds(run: Loaded) -> None:
         assert stages[name].measured and stages[name].predicted
     text = comparison_text(found)
     assert "predicted / measured" in text and "equal on every edge" in text
+
+
+def test_every_phase_has_planned_and_measured_memory(run: Loaded) -> None:
+    found = compared(run)
+
+    phases = {phase.phase: phase for phase in found.memory}
+    assert {"actor.build", "actor.generate_sequences", "actor.update_actor"} <= phases.keys()
+    weights = phases["actor.build"].parts["parameters"]
+    for phase in phases.values():
+        assert sum(phase.parts.values()) == pytest.approx(phase.planned)
+        assert phase.measured > weights, "the weights are there in every phase"
+    text = comparison_text(found)
+    assert "memory of the fullest rank, GB: planned by part, and measured" in text
 
 
 def test_weights_that_pass_are_counted_as_planned(run: Loaded) -> None:

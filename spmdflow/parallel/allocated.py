@@ -1,0 +1,94 @@
+"""Bytes that this process has allocated from the C library, and their peak. Imports no torch.
+
+On a CPU this is what torch's allocator counts on a device: tensors count from their allocation to
+their end, whether or not their pages are used, and memory that the library keeps for later does not
+count. Neither do mapped files, such as weights that safetensors reads. glibc only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+_PAUSE_SECONDS = 0.01
+
+
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc 2.33 and newer, in bytes."""
+
+    _fields_ = [
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+_mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo2 is not None:
+    _mallinfo2.restype = _MallInfo
+
+
+def allocated_bytes() -> int:
+    """Return the bytes of all allocations that were not freed; 0 without glibc 2.33."""
+    if _mallinfo2 is None:
+        return 0
+    info = _mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+class _Watch(threading.Thread):
+    """Looks at `allocated_bytes` every 10 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(name="allocated memory", daemon=True)
+        self._base = allocated_bytes()
+        self._peak = 0
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Look until the process ends."""
+        while True:
+            self._look()
+            time.sleep(_PAUSE_SECONDS)
+
+    def _look(self) -> None:
+        size = allocated_bytes() - self._base
+        with self._lock:
+            self._peak = max(self._peak, size)
+
+    def take_peak(self) -> int:
+        """Return the largest size since the last call of this method, without that of the start."""
+        size = allocated_bytes() - self._base
+        with self._lock:
+            peak = max(self._peak, size)
+            self._peak = size
+        return max(peak, 0)
+
+
+_watch: _Watch | None = None
+
+
+def watch_allocations() -> None:
+    """Watch what this process allocates from now on, in a thread; `take_allocated_peak` tells."""
+    global _watch
+    if _watch is None and _mallinfo2 is not None:
+        _watch = _Watch()
+        _watch.start()
+
+
+def take_allocated_peak() -> int:
+    """Return the peak of allocated bytes since the previous call, as sampled every 10 ms.
+
+    What was allocated before `watch_allocations` does not count. 0 if that was not called.
+    """
+    if _watch is None:
+        return 0
+    return _watch.take_peak()

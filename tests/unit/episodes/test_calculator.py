@@ -1,0 +1,91 @@
+"""The calculator that a system prompt describes, against a server that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from spmdflow.rewards.child import find_function
+
+TOOL = Path(__file__).parents[3] / "algos" / "calculator" / "tool.py"
+ROW = {"prompt": [{"role": "user", "content": "What is 23 * 45?"}], "answer": "1035"}
+
+
+@contextmanager
+def policy_that_says(*replies: str) -> Iterator[tuple[str, list[Any]]]:
+    """(base_url of a chat endpoint that gives these replies in turn, the requests it got)."""
+    requests: list[Any] = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            size = int(self.headers["content-length"])
+            requests.append(json.loads(self.rfile.read(size)))
+            message = {"role": "assistant", "content": replies[len(requests) - 1]}
+            body = json.dumps({"choices": [{"message": message}]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def play(*replies: str) -> tuple[dict[str, float], list[Any]]:
+    """What an episode with these replies returns, and the messages of its last request."""
+    episode = find_function(f"{TOOL}:episode", "environment")
+    with policy_that_says(*replies) as (url, requests):
+        measured = asyncio.run(episode(ROW, base_url=url, model="policy", api_key="key"))
+    return measured, requests[-1]["messages"]
+
+
+def test_result_of_a_call_is_the_next_message_and_the_answer_is_scored() -> None:
+    measured, messages = play("CALC(23 * 45)", "1035")
+
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[-1]["content"] == "1035"
+    assert measured == {"score": 1.2, "accuracy": 1.0, "used": 1.0}
+
+
+def test_answer_without_the_calculator_counts_and_a_wrong_one_does_not() -> None:
+    assert play("It is 1,035.")[0] == {"score": 1.0, "accuracy": 1.0, "used": 0.0}
+    assert play("1025")[0] == {"score": 0.0, "accuracy": 0.0, "used": 0.0}
+
+
+def test_policy_that_only_calls_has_no_answer() -> None:
+    assert play(*["CALC(1 + 1)"] * 3)[0] == {"score": 0.2, "accuracy": 0.0, "used": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("23 * 45", "1035"), ("-3 - 4 * 2", "-11"), (" 7 ", "7")],
+)
+def test_calculator_computes_whole_numbers(expression: str, result: str) -> None:
+    assert find_function(f"{TOOL}:compute", "tool")(expression) == result
+
+
+@pytest.mark.parametrize(
+    "expression", ["2 ** 99", "1 / 3", "x + 1", "open('a')", "1 +", "True + 1", "9999999999 * 2"]
+)
+def test_calculator_says_what_it_takes_and_runs_nothing_else(expression: str) -> None:
+    assert find_function(f"{TOOL}:compute", "tool")(expression).startswith("error: write whole")
