@@ -47,6 +47,10 @@ class Work:
     """Rows of a forward where a trainer is asked to cut its batch."""
     dtype: str = "float32"
     """Of the products; bfloat16: with float32 master weights."""
+    reward: str = "different_letters"
+    """One of _trl/reward.py."""
+    trained: str = ""
+    """Folder for the model that TRL has trained; empty: it is not written."""
 
     @property
     def rows(self) -> int:

@@ -191,7 +191,7 @@ def _rows(
 def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
     ranks = work.threads
     found = [
-        Contestant("trl", way, lambda folder, way=way: _trl(work, way, folder, arguments.trl))
+        Contestant("trl", way, lambda folder, way=way: _theirs(work, way, folder, arguments.trl))
         for way in ("whole", "micro", "ranks")
     ]
     for count in dict.fromkeys((1, ranks)):
@@ -209,19 +209,24 @@ def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
     return found
 
 
-def _trl(work: Work, way: str, folder: Path, python: Path) -> Watched:
-    """TRL's steps."""
+def _theirs(work: Work, way: str, folder: Path, python: Path) -> Watched:
+    """TRL's steps; every response has as many tokens as it may."""
+    watched = run_trl(work, way, folder, python)
+    found = json.loads((folder / "trl.json").read_text())
+    lengths = {log["completions/mean_length"] for log in found["logs"]}
+    assert lengths == {float(work.new_tokens)}, lengths
+    return watched
+
+
+def run_trl(work: Work, way: str, folder: Path, python: Path) -> Watched:
+    """Run TRL in one of its ways; what it says of its steps is in trl.json of the folder."""
     out = folder / "trl.json"
     count = work.threads if way == "ranks" else 1
     command = [str(python)]
     if count > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     command += [str(SIDE / "side.py"), str(work.write(folder / "work.json")), way, str(out)]
-    watched = _watch(command, folder / "steps", folder, threads=work.threads // count, path=SIDE)
-    found = json.loads(out.read_text())
-    lengths = {log["completions/mean_length"] for log in found["logs"]}
-    assert lengths == {float(work.new_tokens)}, lengths
-    return watched
+    return watch(command, folder / "steps", folder, threads=work.threads // count, path=SIDE)
 
 
 def _own(
@@ -234,7 +239,7 @@ def _own(
         command += [f"--nproc-per-node={count}", "-m", "spmdflow.run", "algos/grpo.py"]
         words = [*command, "algos/grpo.yaml", *own_settings(work, folder), *more]
         lines = folder / "run" / "metrics.jsonl"
-        watched = _watch(words, lines, folder, threads=work.threads // count, path=root)
+        watched = watch(words, lines, folder, threads=work.threads // count, path=root)
         texts = lines.read_text().splitlines()
         made = {json.loads(text)["rollout/response_tokens"] for text in texts}
         assert made == {work.rows * work.new_tokens}, made
@@ -273,7 +278,8 @@ def own_settings(work: Work, folder: Path) -> list[str]:
     ]
 
 
-def _watch(command: list[str], lines: Path, folder: Path, *, threads: int, path: Path) -> Watched:
+def watch(command: list[str], lines: Path, folder: Path, *, threads: int, path: Path) -> Watched:
+    """Run a trainer in `path` to its end, with so many threads a process."""
     more = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1"}
     more |= {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     return run_watched(command, lines, folder / "log", cwd=path, more=more)

@@ -2,7 +2,8 @@
 
 SETTING: whole (the batch in one forward), micro (rows cut, gradients accumulated), ranks (two
 processes of DistributedDataParallel, started by torchrun). The file steps beside OUT gets a line at
-the end of each step; OUT: what TRL says of tokens and rewards.
+the end of each step; OUT: what TRL says of tokens and rewards. The trained model is written to the
+folder that WORK names as "trained", if it does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from reward import different_letters
+from reward import REWARDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -33,9 +34,21 @@ class Clock(TrainerCallback):
                 file.write("step\n")
 
 
-def rewards(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """As TRL calls it."""
-    return [different_letters(prompt, text, {}) for prompt, text in zip(prompts, completions)]
+def reward_function(name: str) -> Any:
+    """One of `reward`, as TRL calls it: columns of the data set come as lists."""
+    function = REWARDS[name]
+
+    def rewards(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        scores = []
+        for number, (prompt, completion) in enumerate(zip(prompts, completions)):
+            text = completion
+            if not isinstance(completion, str):  # of a conversation: one message
+                text = completion[0]["content"]
+            row = {"answer": columns["answer"][number]} if "answer" in columns else {}
+            scores.append(function(str(prompt), text, row))
+        return scores
+
+    return rewards
 
 
 def settings(work: dict[str, Any], setting: str) -> dict[str, Any]:
@@ -83,9 +96,9 @@ def main(work_file: str, setting: str, out: str) -> None:
     lines = Path(work["prompts"]).read_text().splitlines()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
-        reward_funcs=rewards,
+        reward_funcs=reward_function(work["reward"]),
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": json.loads(x)["prompt"]} for x in lines]),
+        train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
         processing_class=tokenizer,
         callbacks=[clock],
     )
@@ -94,6 +107,9 @@ def main(work_file: str, setting: str, out: str) -> None:
         logs = [x for x in trainer.state.log_history if "reward" in x]
         found = {"logs": logs, "versions": _versions()}
         Path(out).write_text(json.dumps(found))
+        if work["trained"]:
+            trainer.save_model(work["trained"])
+            tokenizer.save_pretrained(work["trained"])
 
 
 def _versions() -> dict[str, str]:
