@@ -167,6 +167,7 @@ MODEL = "models/SmolLM2-135M-Instruct"
 """What scripts/make_smollm2.py writes, below the repository's root."""
 REASONING_TASKS = ("number_format", "spell_backward")
 CONTROL = ("total_steps=10", "eval_every=5", "overlong.weight=0")
+"""Without the penalty of length, which a random score would leave as the only thing to learn."""
 
 
 def _real(name: str, task: str, *more: str, script: str = "dapo", seeds: tuple[int, ...]) -> Entry:
