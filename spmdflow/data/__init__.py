@@ -10,6 +10,7 @@ values are in each rank's `RowStore` until the controller drops its last referen
 | row_id | row ids, and the groups of rows with the same prompt |
 | column, ragged | the values of a column; rows of different lengths |
 | micro | how many micro-batches some rows need, and which rows go into each |
+| shared_prompt | which rows are computed with one copy of the prompt that they share |
 | store | the rows that a rank holds |
 
 docs/COLUMNS.md lists all columns; the main ones:

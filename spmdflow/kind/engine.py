@@ -113,6 +113,12 @@ class EngineKind(Backend):
     worker_class: str = ""
     """Base class of the roles that require an engine of this family."""
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether it computes a prompt that packed rows share once, as the module of a
+        `LoadedModel` can."""
+        return self.packs and not self.reads_folder
+
     def packs_with(self, options: Iterable[str]) -> bool:
         """Whether it packs rows under these options."""
         return self.packs and "padded" not in options

@@ -8,7 +8,11 @@ from spmdflow.kind.engine import Backend, Kinds
 from spmdflow.kind.registry import Reference
 
 PREFILL_TOKENS = 8192
-"""Most tokens of one prefill pass: vLLM's limit on a device, and the value that plans assume."""
+"""Most tokens of one prefill pass: vLLM's limit on a device, the built-in generator's (padding
+included), and the value that plans assume."""
+REFILL = 8
+"""The built-in generator admits new rows once 1/8 of its rows are free: a prefill costs about as
+much as a decode step."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,13 @@ class GeneratorKind(Backend):
     its layers are compiled or captured in a graph, and its host time goes into scheduling."""
     step_operators: int = 0
     """Those that a decode step calls besides: embedding, mask, head, sampling."""
+    shares_prompts: bool = False
+    """It computes a prompt once for all rows that it admits together. A model with a table of
+    weights (`Architecture.obstacle` is empty) also keeps its keys and values once, and a decode
+    step reads them once."""
+    refill: int = 0
+    """New rows join once 1/refill of rollout.max_batch_size is free, or if no row is decoded. 0: as
+    soon as a row has ended."""
     takes_expandable_segments: Reference = None
     """(tp_size) -> whether it works in a process with expandable segments of device memory
     (`parallel.allocator`), on tp_size ranks that hold one model. None: always."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import EngineKind, EngineOption, Sharding, register_engine
-from spmdflow.kind.generator import GeneratorKind, register_generator
+from spmdflow.kind.generator import REFILL, GeneratorKind, register_generator
 from spmdflow.kind.registry import register_tracker
 
 _ROWS = "spmdflow.weights.ranks:row_tables"
@@ -128,6 +128,8 @@ register_generator(
         overlaps_host=True,  # it looks at the tokens once in 8 steps
         layer_operators=28,
         step_operators=110,
+        shares_prompts=True,
+        refill=REFILL,
     )
 )("spmdflow.rollout.builtin:BuiltinGenerator")
 

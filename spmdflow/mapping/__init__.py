@@ -24,7 +24,8 @@ large matrices plus bytes over the memory's rate; ring collectives over NVLink a
 the devices of a node share; pipeline bubbles; gradient traffic once an update; several waves of
 generation if the KV cache is small. Coefficients are in `hardware/*.yaml`, each with its source.
 docs/lab/MAPPING.md compares the predictions with the paper's placements and with runs. `unequal`
-takes rows of different lengths, for one strategy.
+takes rows of different lengths, for one strategy. `shared_prompt` counts tokens where samples of a
+prompt share it: the paper's data flows have one row for each prompt.
 
 `placed` describes the resulting placements, and explains why the best one wins.
 

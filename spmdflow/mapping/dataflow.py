@@ -43,10 +43,12 @@ class Workload:
     """Optimizer steps of a training call, over all its epochs."""
     num_epochs: int = 1
     """Passes over the rows of a training call."""
+    rows_per_prompt: int = 1
+    """Neighbouring rows that share a prompt, such as the samples of GRPO. 1: each has its own."""
 
     def __post_init__(self) -> None:
         counts = self.num_sequences, self.prompt_tokens, self.num_updates, self.num_epochs
-        assert min(counts) >= 1 and self.response_tokens >= 0, self
+        assert min(*counts, self.rows_per_prompt) >= 1 and self.response_tokens >= 0, self
 
     @property
     def tokens(self) -> int:
@@ -169,6 +171,23 @@ class Model:
     shares: str = ""
     """The model on the same ranks whose weights it uses; empty: it has its own."""
 
+    @property
+    def packs(self) -> bool:
+        """Whether its engine packs the rows of a micro-batch end to end."""
+        return self.engine.facts.packs_with(self.engine.options) and self.shape.packs
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether its engine computes a prompt that rows of a micro-batch share once."""
+        return self.packs and self.engine.facts.shares_prompts
+
+    @property
+    def caches_prompts_once(self) -> bool:
+        """Whether its generator keeps keys and values of a prompt once for all rows with it."""
+        if self.rollout is None:
+            return False
+        return self.rollout.facts.shares_prompts and not self.shape.obstacle
+
     def rows_at(self, tokens: int) -> float:
         """Return the most rows of `tokens` tokens in one forward pass, at least 1.
 
@@ -179,8 +198,7 @@ class Model:
         limit = self.engine.micro_batch_tokens
         if limit is None:
             return self.engine.micro_batch_rows
-        packed = self.engine.facts.packs_with(self.engine.options) and self.shape.packs
-        return max(limit / tokens if packed else limit // tokens, 1)
+        return max(limit / tokens if self.packs else limit // tokens, 1)
 
     def __post_init__(self) -> None:
         """Check that all sizes are known."""

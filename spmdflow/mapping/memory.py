@@ -23,14 +23,15 @@ from spmdflow.mapping.pass_memory import pass_bytes
 from spmdflow.mapping.seconds import (
     Parts,
     add_parts,
+    cache_bytes,
     kv_width,
     local_parameters,
     rows_per_replica,
-    sequence_bytes,
     share_of,
     total,
     trained_parameters,
 )
+from spmdflow.mapping.shared_prompt import prompts_admitted
 from spmdflow.weights.ranks import BUCKET_BYTES
 
 KEPT_WHILE_TRAINING = {"flat", "adapter"}
@@ -101,14 +102,16 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
     return parts
 
 
-def call_bytes(model: Model, kind: Kind, workload: Workload, cut: Strategy) -> Parts:
+def call_bytes(
+    model: Model, kind: Kind, workload: Workload, cut: Strategy, *, on_cpu: bool = False
+) -> Parts:
     """Return the bytes that a call needs in addition to what is kept between calls, by use.
 
     A generation's are without its KV cache and the weight sync before it.
     """
     if kind == "generate":
         return _generation_bytes(model, workload, cut)
-    parts = pass_bytes(model, workload, cut, trains=kind == "train")
+    parts = pass_bytes(model, workload, cut, trains=kind == "train", on_cpu=on_cpu)
     return add_parts(parts, visiting_bytes(model, kind, cut))
 
 
@@ -198,7 +201,8 @@ def pool_memory(
         if call.model not in pool:
             continue
         model, strategy = pool[call.model]
-        parts = add_parts(resident, call_bytes(model, call.kind, call.workload, strategy))
+        needed = call_bytes(model, call.kind, call.workload, strategy, on_cpu=hardware.is_cpu)
+        parts = add_parts(resident, needed)
         if model.shares in pool:
             lender, cut = pool[model.shares]
             parts = add_parts(parts, visiting_bytes(lender, call.kind, cut))
@@ -235,12 +239,12 @@ def least_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     if model.rollout.kv_cache_bytes is not None:
         return model.rollout.kv_cache_bytes + 0.0 * cut.dp
     least = np.minimum(rows_per_replica(workload, cut), model.rollout.min_batch_size)
-    return least * sequence_bytes(model, workload, cut)
+    return cache_bytes(model, workload, cut, least)
 
 
 def full_cache_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     """KV cache of one rank for all sequences of its replica at once."""
-    return rows_per_replica(workload, cut) * sequence_bytes(model, workload, cut)
+    return cache_bytes(model, workload, cut, rows_per_replica(workload, cut))
 
 
 def offload_seconds(model: Model, kind: Kind, cut: Strategy, hardware: Hardware) -> Array:
@@ -257,7 +261,8 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     """Return the bytes of a generation by use: weights, gather buffer, activations, logits.
 
     The generator's own weights are without what it reads in the trainer's storage (Table 2: at the
-    peak M/(t_g p_g)). A prefill pass of at most PREFILL_TOKENS needs a layer's input, the residual
+    peak M/(t_g p_g)). A prefill pass of at most PREFILL_TOKENS (of a generator that shares prompts:
+    of those of its first rows, each once) needs a layer's input, the residual
     and attention's result, and the largest of: gate, up and their product; that product, the
     network's result and its sum over ranks; queries, keys, values and attention's result, with its
     sum over ranks. Sampling then needs the logits.
@@ -268,14 +273,17 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     size = rollout.element_bytes
     rows = rows_per_replica(workload, cut)
     extra = _separate_weights(model, cut)
-    tokens = np.minimum(rows * workload.prompt_tokens, PREFILL_TOKENS)
+    drawn = np.minimum(rows, rollout.max_batch_size or rows)
+    admitted = rows
+    if rollout.facts.shares_prompts:
+        admitted = prompts_admitted(model, workload, drawn, drawn)
+    tokens = np.minimum(admitted * workload.prompt_tokens, PREFILL_TOKENS)
     hidden = shape.hidden_size
     ffn = shape.ffn_size / cut.gen_tp
     summed = cut.gen_tp > 1
     attention = summed * hidden + 2 * (shape.q_size / cut.gen_tp + kv_width(shape, cut.gen_tp))
     network = np.maximum(3 * ffn, (1 + summed) * hidden + ffn)
     width = 3 * hidden + np.maximum(network, attention)
-    drawn = np.minimum(rows, rollout.max_batch_size or rows)
     return {
         "generation_weights": extra,
         "gather": np.minimum(extra, BUCKET_BYTES),

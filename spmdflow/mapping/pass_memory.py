@@ -8,11 +8,13 @@ A layer keeps for each token for its backward, with element size e and t tensor-
 
 `EngineKind` has the number of copies. Attention's scores are not kept (flash kernels). In float32,
 attention runs for one length after another, and the results of packed rows are concatenated into
-one more copy of q; keys and values are repeated to as many heads as queries have. Under sequence
-parallelism, the norms' part is divided by t too. With recomputation a layer keeps only its input,
-and all of the above while its own backward runs. The first stage of a pipeline keeps min(m, p)
-micro-batches (1F1B). The head of a causal LM is computed only where a response token is predicted,
-and for a block of the vocabulary at a time (`objectives.log_prob`), so full logits never exist.
+one more copy of q; on a GPU, keys and values are repeated to as many heads as queries have. A
+prompt that rows share counts once, but attention gets a copy of its keys and values for each of
+these rows. Under sequence parallelism, the norms' part is divided by t too. With recomputation a
+layer keeps only its input, and all of the above while its own backward runs. The first stage of a
+pipeline keeps min(m, p) micro-batches (1F1B). The head of a causal LM is computed only where a
+response token is predicted, and for a block of the vocabulary at a time (`objectives.log_prob`), so
+full logits never exist.
 
 During the backward of a layer, an engine that stores float32 and gathers units (FSDP2) has: the
 unit of embedding and head, the layer's gathered weights and their gradients, the buffer into which
@@ -38,20 +40,29 @@ from spmdflow.mapping.seconds import (
     kv_width,
     local_parameters,
     micro_batches,
+    rows_per_rank,
     share_of,
     total,
 )
+from spmdflow.mapping.shared_prompt import packed_shares
 from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
 
 
-def pass_bytes(model: Model, workload: Workload, cut: Strategy, *, trains: bool) -> Parts:
+def pass_bytes(
+    model: Model, workload: Workload, cut: Strategy, *, trains: bool, on_cpu: bool = False
+) -> Parts:
     """Return the bytes at the peak of an update (`trains`) or of a forward call, by use.
 
     The peak is the largest of a few moments of the pass. Residents are not included.
     """
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
-    layer = _layer_memory(model, rows, workload.tokens, cut)
+    of_rank = rows_per_rank(workload, cut, trains=trains)
+    shares = packed_shares(model, workload, of_rank, num_micro)
+    whole = rows * workload.tokens
+    tokens = whole * shares.most_tokens
+    gathered = whole * shares.most_gathered
+    layer = _layer_memory(model, rows, cut, tokens=tokens, gathered=gathered, on_cpu=on_cpu)
     units = model.engine.facts.float32_weights
     plain = np.bool_(model.engine.is_plain(cut))
     if not trains:
@@ -110,39 +121,52 @@ class _Layer:
         return self.working + np.where(cut.recompute > 0, self.saved, 0.0)
 
 
-def _layer_memory(model: Model, rows: Array, length: int, cut: Strategy) -> _Layer:
-    """Return the bytes of one layer for a micro-batch of `rows` rows of `length` tokens.
+def _layer_memory(
+    model: Model, rows: Array, cut: Strategy, *, tokens: Array, gathered: Array, on_cpu: bool
+) -> _Layer:
+    """Return the bytes of one layer for a micro-batch of `rows` rows, `tokens` computed tokens.
 
     `saved` are the norms' inputs, queries, keys, values and mixed values, and the feed-forward
     network's copies, as in the table at the top of this file. Everything except the hidden states
-    is divided over tp ranks; with sequence parallelism these are, too. In float32, attention
-    repeats keys and values for all heads, and packed rows need one more copy of the queries.
+    is divided over tp ranks; with sequence parallelism these are, too. In float32, packed rows need
+    one more copy of the queries, and attention repeats keys and values for all heads, but not on a
+    CPU.
+    gathered: tokens whose keys and values attention reads. It is more than `tokens` if rows share a
+    prompt: keys and values are then copied for each row that reads them.
     """
     shape = model.shape
     facts = model.engine.facts
     size = model.engine.element_bytes
-    tokens = rows * length
     gathers_sequence = "sequence_parallel" in model.engine.options
     hidden = shape.hidden_size / (cut.tp if gathers_sequence else 1)
     queries = shape.q_size / cut.tp
     keys = kv_width(shape, cut.tp)
     heads = queries + keys
-    mixed = facts.attention_copies * heads
+    mixed = facts.attention_copies * queries
+    seen = facts.attention_copies * keys
     if facts.float32_weights and size == 4:
-        packed = facts.packs_with(model.engine.options) and shape.packs
-        mixed = mixed + queries * (packed * (rows > 1)) + 2 * (queries - keys)
+        mixed = mixed + queries * (model.packs * (rows > 1))
+        seen = seen + 2 * (queries - keys) * (not on_cpu)
     ffn = shape.ffn_size / cut.tp
     norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
     ungated = 2 * (not shape.gated)
     saved_ffn = (facts.ffn_copies - ungated) * ffn  # freed before a norm's backward
     widest = (facts.ffn_forward_copies - ungated) * ffn * size
     messages = gathers_sequence + (2.0 * (cut.pp > 1))
+    working = tokens * np.maximum(2 * ffn * size, 20 * hidden - saved_ffn * size)
+    forward = tokens * np.maximum(widest, (8 + size) * hidden)
+    # attention may need more than the network if it reads many copies of a shared prompt
+    copies = 2 * gathered * keys * size
+    backward_of_attention = 2 * copies + tokens * (2 * queries - saved_ffn) * size
+    forward_of_attention = copies + tokens * 2 * heads * size
+    shares = gathered > tokens
+    working = np.where(shares, np.maximum(working, backward_of_attention), working)
+    forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
     return _Layer(
         inputs=tokens * hidden * size,
-        saved=tokens * (norms + (mixed + saved_ffn) * size),
-        working=tokens
-        * (np.maximum(2 * ffn * size, 20 * hidden - saved_ffn * size) + hidden * size),
-        forward=tokens * (np.maximum(widest, (8 + size) * hidden) + 4 * hidden * size),
+        saved=tokens * (norms + (mixed + saved_ffn) * size) + gathered * seen * size,
+        working=working + tokens * hidden * size,
+        forward=forward + tokens * 4 * hidden * size,
         buffers=tokens * shape.hidden_size * size * messages,
     )
 

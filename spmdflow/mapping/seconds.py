@@ -39,6 +39,13 @@ import numpy as np
 from spmdflow.kind.generator import PREFILL_TOKENS
 from spmdflow.mapping.dataflow import Array, Engine, Model, Precision, Rollout, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
+from spmdflow.mapping.shared_prompt import (
+    cached_tokens,
+    packed_shares,
+    prompt_size,
+    prompts_admitted,
+    rows_within,
+)
 from spmdflow.weights.architecture import Architecture
 
 Parts = dict[str, Array]
@@ -74,6 +81,7 @@ class PassTokens:
     """What a rank computes in one micro-batch."""
 
     tokens: Array
+    """Without further copies of a prompt that rows share and the engine computes once."""
     context: Array
     """Tokens that each token attends to on average."""
     answered: Array
@@ -89,9 +97,11 @@ def pass_parts(
     adds call_seconds.
     """
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
+    of_rank = rows_per_rank(workload, cut, trains=trains)
+    shares = packed_shares(model, workload, of_rank, num_micro)
     micro = PassTokens(
-        tokens=rows * workload.tokens,
-        context=workload.tokens / 2,
+        tokens=rows * workload.tokens * shares.tokens,
+        context=workload.tokens / 2 * (shares.squares / shares.tokens),
         answered=rows * workload.response_tokens,
     )
     parts = update_parts(model, micro, num_micro, cut, hw, trains=trains)
@@ -145,13 +155,21 @@ def micro_batches(
 ) -> tuple[Array, Array]:
     """Return (rows of a micro-batch, number of micro-batches) of a rank, for a call or one update.
 
-    A rank has ceil(num_sequences * epochs / updates / dp) rows, with epochs = updates = 1 for a
-    forward call. A micro-batch has at most `Model.rows_at` of them.
+    A micro-batch has at most `Model.rows_at` of its `rows_per_rank`. Prompts that rows share count
+    in every row here, as the workers count them.
     """
-    epochs, updates = (workload.num_epochs, workload.num_updates) if trains else (1, 1)
-    rows = np.ceil(workload.num_sequences * epochs / updates / cut.dp)
+    rows = rows_per_rank(workload, cut, trains=trains)
     micro = np.minimum(model.rows_at(workload.tokens), rows)
     return micro, np.ceil(rows / micro)
+
+
+def rows_per_rank(workload: Workload, cut: Strategy, *, trains: bool) -> Array:
+    """Return the rows of a rank in a forward call, or in one update of a training call.
+
+    ceil(num_sequences * epochs / updates / dp), with epochs = updates = 1 for a forward call.
+    """
+    epochs, updates = (workload.num_epochs, workload.num_updates) if trains else (1, 1)
+    return np.ceil(workload.num_sequences * epochs / updates / cut.dp)
 
 
 def local_parameters(model: Model, cut: Strategy) -> Array:
@@ -272,19 +290,24 @@ def generation_parts(
     """Return the seconds of a generation with `kv_bytes` of cache per rank, by cause.
 
     The busiest replica decodes its sequences in ceil(rows / concurrency) waves of equal size, each
-    of response_tokens steps, after the prefill of all prompts. Infinite if no sequence fits.
+    of response_tokens steps, after the prefill of all prompts. Infinite if no sequence fits. A
+    prompt that rows share is run and read once if the generator does so.
     """
     rows = rows_per_replica(workload, cut)
     concurrent = concurrency(model, workload, cut, kv_bytes)
     with np.errstate(divide="ignore", invalid="ignore"):
         waves = np.where(concurrent >= 1, np.ceil(rows / np.maximum(concurrent, 1)), np.inf)
         batch = rows / waves
+    prompts = prompts_admitted(model, workload, rows, concurrent)
     context = workload.prompt_tokens + workload.response_tokens / 2
-    parts = decode_parts(model, cut, hw, batch=np.maximum(batch, 1e-9), context=context)
+    read = None
+    if prompt_size(model, workload) > 1:
+        read = workload.prompt_tokens * prompts / rows + workload.response_tokens / 2
+    parts = decode_parts(model, cut, hw, batch=np.maximum(batch, 1e-9), context=context, read=read)
     steps = waves * workload.response_tokens
     parts = {name: seconds * steps for name, seconds in parts.items()}
-    prompts = rows * workload.prompt_tokens
-    parts["prefill"] = prefill_seconds(model, prompts, workload.prompt_tokens / 2, cut, hw)
+    tokens = prompts * workload.prompt_tokens
+    parts["prefill"] = prefill_seconds(model, tokens, workload.prompt_tokens / 2, cut, hw)
     parts["host"] = parts["host"] + hw.call_seconds
     return parts
 
@@ -298,13 +321,16 @@ def rows_per_replica(workload: Workload, cut: Strategy) -> Array:
 def concurrency(model: Model, workload: Workload, cut: Strategy, kv_bytes: Array) -> Array:
     """Return how many sequences a replica decodes at once, in [0, its number of sequences].
 
-    floor(cache / bytes of a full sequence), at most max_batch_size.
+    As many as the cache has room for when all are complete, at most max_batch_size.
     kv_bytes: cache of a rank; a smaller rollout.kv_cache_bytes counts instead.
     """
     rollout = _rollout(model)
     if rollout.kv_cache_bytes is not None:
         kv_bytes = np.minimum(kv_bytes, rollout.kv_cache_bytes)
-    most = np.floor(kv_bytes / sequence_bytes(model, workload, cut))
+    if prompt_size(model, workload) == 1:
+        most = np.floor(kv_bytes / sequence_bytes(model, workload, cut))
+    else:
+        most = rows_within(model, workload, kv_bytes / _token_bytes(model, cut))
     if rollout.max_batch_size is not None:
         most = np.minimum(most, rollout.max_batch_size)
     return np.clip(most, 0, rows_per_replica(workload, cut))
@@ -312,9 +338,18 @@ def concurrency(model: Model, workload: Workload, cut: Strategy, kv_bytes: Array
 
 def sequence_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     """KV cache of one full sequence on one rank."""
+    return workload.tokens * _token_bytes(model, cut)
+
+
+def cache_bytes(model: Model, workload: Workload, cut: Strategy, num_rows: Array) -> Array:
+    """KV cache of num_rows full sequences on one rank, a shared prompt as often as it is kept."""
+    return cached_tokens(model, workload, num_rows) * _token_bytes(model, cut)
+
+
+def _token_bytes(model: Model, cut: Strategy) -> Array:
+    """Keys and values of one token on one rank."""
     layers = np.ceil(model.shape.num_layers / cut.gen_pp)
-    width = kv_width(model.shape, cut.gen_tp)
-    return 2 * layers * width * workload.tokens * _rollout(model).element_bytes
+    return 2 * layers * kv_width(model.shape, cut.gen_tp) * _rollout(model).element_bytes
 
 
 def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
@@ -368,7 +403,13 @@ def _rollout(model: Model) -> Rollout:
 
 
 def decode_parts(
-    model: Model, cut: Strategy, hw: Hardware, *, batch: Array, context: Array
+    model: Model,
+    cut: Strategy,
+    hw: Hardware,
+    *,
+    batch: Array,
+    context: Array,
+    read: Array | None = None,
 ) -> Parts:
     """Return the seconds of one decode step of `batch` sequences on a replica, by cause.
 
@@ -376,13 +417,17 @@ def decode_parts(
     kv_read time do not cover. `host` is the host's time. If the host works ahead
     (`Rollout.overlaps_host`, on a device, with one stage), it is only what the device's time does
     not cover, plus step_gap_seconds; eager launches then belong to the host's time.
-    context: tokens of a sequence whose keys and values are read.
+    context: tokens that the new token of a sequence attends to.
+    read: tokens whose keys and values are read, for each sequence; None: `context`. They are fewer
+    if sequences share a prompt that is read once.
     """
     shape = model.shape
     how = _rollout(model)
+    if read is None:
+        read = context
     one = layer_pass(shape, batch, context, cut.gen_tp, hw, how)
     width = kv_width(shape, cut.gen_tp)
-    kv = 2 * batch * context * width * how.element_bytes / hw.kv_rate
+    kv = 2 * batch * read * width * how.element_bytes / hw.kv_rate
     ahead = np.logical_and(how.overlaps_host and not hw.is_cpu, cut.gen_pp == 1)
     eager = hw.eager_layer_seconds if how.eager else hw.layer_floor_seconds
     floor = np.where(ahead, hw.layer_floor_seconds, eager)

@@ -291,7 +291,8 @@ class CostTable:
                 costs[:, stage] += call.fixed_seconds
                 continue
             costs[:, stage] += offload_seconds(model, call.kind, cut, self.hardware)
-            extra_bytes = total(call_bytes(model, call.kind, call.workload, cut))
+            on_cpu = self.hardware.is_cpu
+            extra_bytes = total(call_bytes(model, call.kind, call.workload, cut, on_cpu=on_cpu))
             if call.kind != "generate":
                 extra_bytes = extra_bytes + generator_weights(model, cut, call.kind)
             if call.kind == "generate":

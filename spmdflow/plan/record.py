@@ -61,11 +61,19 @@ class RowTokens:
     """(n,), ascending."""
     prompts: np.ndarray
     responses: np.ndarray
+    prompt_ids: np.ndarray
+    """(n,): rows with the same number have the same prompt."""
 
     def of(self, ids: np.ndarray) -> Rows:
         """The rows with these ids, in this order."""
         at = np.searchsorted(self.ids, ids)
-        return Rows(self.prompts[at], self.responses[at])
+        return Rows(self.prompts[at], self.responses[at], self.prompt_ids[at])
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Rows that share a prompt, the mean over all prompts, rounded up; 1 without rows."""
+        different = len(np.unique(self.prompt_ids))
+        return max(1, -(-len(self.ids) // max(different, 1)))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ Plain = Mapping[str, Any]
 Commands = Mapping[int, Plain]
 """Command by rank."""
 
+_MOST_FILE_ROWS = 1 << 40
+"""More rows than a data file has: numbers of prompts of several files then differ."""
 _NO_IDS = np.zeros(0, dtype=np.int64)
 _ITEMS = ColumnSpec("ragged", "int64", ())
 """Of lengths that several columns gave."""
@@ -140,6 +142,8 @@ class RowLengths:
         """By the call's number and column."""
         self.scans: dict[str, ScanReport] = {}
         """By the name of the data source."""
+        self._prompt_ids: dict[int, ColumnLengths] = {}
+        """Which prompt each row has, by the number of a call that wrote prompts (`prompt_ids`)."""
 
     def record_answer(self, number: int, label: str, commands: Commands, answer: Plain) -> bool:
         """Store what a recorded call answered; return whether it made columns.
@@ -177,7 +181,7 @@ class RowLengths:
 
         None for a call without row ids or inputs. The mean of a column is that of the rows that the
         call writes, otherwise of the rows that it reads, each id once. If the call continues
-        responses, the tokens of the old response count as prompt.
+        responses, the tokens of the old response count as prompt, which no other row has.
         """
         by_inputs = {}
         for p in commands.values():
@@ -188,6 +192,7 @@ class RowLengths:
         means = dict.fromkeys((PROMPTS, RESPONSES), 0.0)
         ids = unique_ids(plain["ids"] for plain in by_inputs.values())
         by_row: dict[str, np.ndarray] = {}
+        prompt_ids = self._read_prompt_ids(ids, by_inputs.values())
         for name in means:
             read = _join_items(self._parts_of(name, by_inputs.values()))
             written = self.results.get(number, {}).get(name)
@@ -200,8 +205,41 @@ class RowLengths:
                     means |= {PROMPTS: means[PROMPTS] + before, name: means[name] - before}
                     old = read.items_or_zeros(ids)
                     by_row |= {PROMPTS: by_row[PROMPTS] + old, name: by_row[name] - old}
-        rows = RowTokens(ids, by_row[PROMPTS], by_row[RESPONSES])
+                    prompt_ids = np.where(old > 0, _own_prompts(ids), prompt_ids)
+                else:
+                    prompt_ids = _of_equal_length(prompt_ids, by_row[PROMPTS], ids)
+                    self._prompt_ids[number] = ColumnLengths(_ITEMS, ids, prompt_ids)
+        rows = RowTokens(ids, by_row[PROMPTS], by_row[RESPONSES], prompt_ids)
         return Tokens(len(ids), means[PROMPTS], means[RESPONSES], rows)
+
+    def _read_prompt_ids(self, ids: np.ndarray, commands: Iterable[Plain]) -> np.ndarray:
+        """Return (n,) int64: a number for the prompt that each of the rows `ids` begins with.
+
+        Rows have the same number if their prompts come from the same row of a data file, also
+        through a call that wrote prompts: there the prompts must also have the same length. Every
+        other row has a number of its own.
+        """
+        result = _own_prompts(ids)
+        sources = list(self.scans)
+        for plain in commands:
+            parts = []
+            for part in plain["inputs"]:
+                if any(seen == PROMPTS for seen, _ in names_in(part)):
+                    parts.append(part)
+            if sum(len(part["ids"]) for part in parts) != len(plain["ids"]):
+                continue  # the call reads no prompts
+            start = 0
+            for part in parts:  # several only where rows are joined
+                rows = plain["ids"][start : start + len(part["ids"])]
+                start += len(rows)
+                if "source" in part:
+                    numbers = part["rows"] + sources.index(part["source"]) * _MOST_FILE_ROWS
+                elif part["result"] in self._prompt_ids:
+                    numbers = self._prompt_ids[part["result"]].of(part["ids"])
+                else:
+                    continue
+                result[np.searchsorted(ids, rows)] = numbers
+        return result
 
     def _parts_of(
         self, name: str, commands: Iterable[Plain]
@@ -224,6 +262,20 @@ def _join_items(parts: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> Column
         return ColumnLengths(_ITEMS)
     joined, first = np.unique(np.concatenate([ids for ids, _ in known]), return_index=True)
     return ColumnLengths(_ITEMS, joined, np.concatenate([items for _, items in known])[first])
+
+
+def _own_prompts(ids: np.ndarray) -> np.ndarray:
+    """Return (n,) int64: a negative number for the prompt of each row, which no other row has."""
+    return -1 - ids
+
+
+def _of_equal_length(prompt_ids: np.ndarray, lengths: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return (n,): prompt_ids, but an own number for a row whose prompt has another length than the
+    first with the same number.
+    """
+    _, first, index = np.unique(prompt_ids, return_index=True, return_inverse=True)
+    same = lengths == lengths[first[index]]
+    return np.where(same, prompt_ids, _own_prompts(ids))
 
 
 def _mean(items: np.ndarray) -> float:

@@ -31,11 +31,12 @@ from spmdflow.mapping.dataflow import (
     Workload,
 )
 from spmdflow.mapping.hardware import Hardware, load_hardware
+from spmdflow.mapping.shared_prompt import cached_tokens
 from spmdflow.mapping.unequal import SharedRows
 from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
 from spmdflow.parallel.device import CPU, own_device
-from spmdflow.plan.record import Key, Trace, TracedModel
+from spmdflow.plan.record import Key, Tokens, Trace, TracedModel
 from spmdflow.runtime.call import Call
 from spmdflow.weights.architecture import Architecture, Head
 from spmdflow.weights.table import shapes_by_name
@@ -135,10 +136,11 @@ def simulate_calls(trace: Trace, step_calls: Sequence[Call]) -> Simulated:
         model_call = _model_call_or_none(trace, call, models)
         if model_call is not None:
             calls[call.key] = model_call
-    for model_call in calls.values():
+    for key, model_call in calls.items():
         if model_call.kind == "generate":
             name = model_call.model
-            models[name] = _with_cache(models[name], model_call, trace.models[name])
+            longest = _longest_rows(model_call.workload, trace.tokens[key])
+            models[name] = _with_cache(models[name], longest, trace.models[name])
     strategies = {}
     for name, model in models.items():
         strategies[name] = Strategy.of_layout(
@@ -232,18 +234,31 @@ def _rollout(traced: TracedModel) -> Rollout:
     )
 
 
-def _with_cache(model: Model, model_call: ModelCall, traced: TracedModel) -> Model:
+def _longest_rows(workload: Workload, tokens: Tokens) -> Workload:
+    """Return the workload with the longest prompt and response of its rows instead of the means."""
+    if tokens.by_row is None:
+        return workload
+    return replace(
+        workload,
+        prompt_tokens=max(workload.prompt_tokens, int(tokens.by_row.prompts.max())),
+        response_tokens=max(workload.response_tokens, int(tokens.by_row.responses.max())),
+    )
+
+
+def _with_cache(model: Model, workload: Workload, traced: TracedModel) -> Model:
     """Return the model with a KV cache for all rows that one replica decodes together.
 
     These are its share of the call's rows, at most max_batch_size. A larger cache of an earlier
     call stays. A generator with a cache of fixed size is returned as it is.
+    workload: of the call, with its longest lengths, to which the cache is padded.
     """
     rollout = model.rollout
     if rollout is None or rollout.facts.fixed_cache:
         return model
-    share = -(-model_call.workload.num_sequences // traced.layout.generation_dp_size)
+    share = -(-workload.num_sequences // traced.layout.generation_dp_size)
     rows = min(share, rollout.max_batch_size or share)
-    size = rows * model_call.workload.tokens * model.shape.kv_bytes_per_token(rollout.element_bytes)
+    tokens = cached_tokens(model, workload, rows)
+    size = tokens * model.shape.kv_bytes_per_token(rollout.element_bytes)
     cache = max(float(size), rollout.kv_cache_bytes or 0.0)
     return replace(model, rollout=replace(rollout, kv_cache_bytes=cache))
 
@@ -273,6 +288,7 @@ def _model_call_or_none(trace: Trace, call: Call, models: Mapping[str, Model]) -
         response_tokens=ceil(tokens.responses),
         num_updates=max(1, *minis) if kind == "train" else 1,
         num_epochs=traced.cfg.update.num_epochs if kind == "train" else 1,
+        rows_per_prompt=tokens.by_row.rows_per_prompt if tokens.by_row is not None else 1,
     )
     # a script whose generator has its own ranks overlaps generation with everything else
     return ModelCall(

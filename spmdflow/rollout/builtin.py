@@ -12,7 +12,7 @@ needed; the forward pass is in rollout.forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
 
@@ -24,6 +24,8 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import box_sum, read_sums
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.cpu.parked import ParkedRow, find_parked, newest_parked, order_rows
+from spmdflow.data.shared_prompt import prefill_passes
+from spmdflow.kind.generator import PREFILL_TOKENS, REFILL
 from spmdflow.rollout.forward import end_tokens, forward_of
 from spmdflow.rollout.generator import (
     NEVER,
@@ -37,9 +39,6 @@ from spmdflow.rollout.generator import (
 from spmdflow.rollout.sampling import draw
 from spmdflow.weights.move import Block, Storages
 
-_REFILL = 8
-"""New rows are prefilled once 1/8 of the rows are free: a prefill costs about as much as a step."""
-_PREFILL_TOKENS = 8192
 _CHECK_EVERY = 8
 """Tokens between two checks for ended rows, where a check waits for the device or decodes text."""
 
@@ -186,7 +185,7 @@ class BuiltinGenerator(RequestGenerator):
         self.wake()
         with torch.inference_mode():
             free = self._max_batch_size - len(self._live)
-            enough = self._forward.refills and free * _REFILL >= self._max_batch_size
+            enough = self._forward.refills and free * REFILL >= self._max_batch_size
             if self._waiting and (enough or not self._live):
                 self._refill(free)
             if not self._live:
@@ -254,7 +253,8 @@ class BuiltinGenerator(RequestGenerator):
             room = self._max_batch_size - len(rows)
             self._resume_parked(resumed, newest_parked(self._parked, idle, room))
         self._forward.reserve(len(self._parked) + len(rows), self._slots)
-        for chunk in _chunks([len(group[0].request.prompt) for group in waiting]):
+        sizes = [len(group[0].request.prompt) for group in waiting]
+        for chunk in prefill_passes(sizes, PREFILL_TOKENS):
             self._prefill(waiting[chunk])
 
     def _resume_parked(self, resumed: dict[int, _LiveRow], idle: list[int]) -> None:
@@ -268,7 +268,8 @@ class BuiltinGenerator(RequestGenerator):
         rows = list(resumed)
         live = list(resumed.values())
         self._forward.reserve(0, self._slots)
-        for chunk in _chunks([len(row.request.prompt) for row in live]):
+        sizes = [len(row.request.prompt) for row in live]
+        for chunk in prefill_passes(sizes, PREFILL_TOKENS):
             pairs = []
             for row in rows[chunk]:
                 pairs.append((before[row], resumed[row].request))
@@ -493,20 +494,3 @@ class BuiltinGenerator(RequestGenerator):
     def _release(self) -> None:
         self._forward.release()
         self._parked = []
-
-
-def _chunks(sizes: list[int]) -> Iterator[slice]:
-    """Yields slices of consecutive rows, each of about _PREFILL_TOKENS tokens including padding.
-
-    sizes: tokens of each row. A slice has at least one row. A row is added as long as the slice's
-    longest row before it, times the number of rows with it, is at most _PREFILL_TOKENS.
-    """
-    start = 0
-    while start < len(sizes):
-        longest = 0
-        end = start
-        while end < len(sizes) and (end - start + 1) * longest <= _PREFILL_TOKENS:
-            longest = max(longest, sizes[end])
-            end += 1
-        yield slice(start, end)
-        start = end

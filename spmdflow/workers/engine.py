@@ -375,7 +375,7 @@ class TrainEngine(ABC):
             by_tokens=by_tokens,
             device=self.device,
             packed=self.packs,
-            shares_prompts=isinstance(self.model, LoadedModel),
+            shares_prompts=engine_kind(self.cfg.kind).shares_prompts,
         )
 
     def count_micro_batches(self, batch: TensorDict) -> int:

@@ -27,13 +27,10 @@ from spmdflow.data.ragged import (
     select_rows,
     take_rows,
 )
+from spmdflow.data.shared_prompt import shared_groups
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.device import all_to_device, to_device
 from spmdflow.workers.attention import PackedRows, SeenKeys
-
-SHARED_FROM = 8
-"""A shared prompt is computed once if that saves at least 1/8 of its rows' tokens. A short prompt
-costs more in attention, which then needs a mask, than it saves."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def micro_batches(
 
     An empty part becomes one padding row of weight 0. by_tokens: parts are balanced by tokens,
     otherwise by rows. Packed rows are sorted by length inside a part. shares_prompts: a prompt that
-    packed rows share is packed once, where that saves enough (`SHARED_FROM`).
+    packed rows share is packed once, where that saves enough (`shared_prompt.SHARED_FROM`).
 
     batch is in host memory. It needs ragged prompts (no empty one) and responses. Other columns are
     ragged with the responses' lengths, dense, or text (omitted). response_mask is all True if the
@@ -264,19 +261,10 @@ def _token_positions(rows: TensorDict, *, packed: bool, shares: bool) -> _TokenP
 def _shared_prompts(prompts: Tensor, totals: list[int]) -> list[list[int]]:
     """Return groups of rows with an equal prompt that is worth computing once; short prompts first.
 
-    That is if len(prompt) * (rows - 1) is at least 1/8 (`SHARED_FROM`) of the rows' tokens. totals:
-    tokens of each row, prompt and response.
+    See `shared_groups`. totals: tokens of each row, prompt and response.
     """
-    groups: dict[bytes, list[int]] = {}
-    for row, prompt in enumerate(rows_of(prompts)):
-        groups.setdefault(prompt.numpy().tobytes(), []).append(row)
-    lengths = lengths_of(prompts).tolist()
-
-    def pays(group: list[int]) -> bool:
-        saved = lengths[group[0]] * (len(group) - 1)
-        return saved * SHARED_FROM >= sum(totals[row] for row in group)
-
-    return sorted(filter(pays, groups.values()), key=lambda group: lengths[group[0]])
+    keys = [prompt.numpy().tobytes() for prompt in rows_of(prompts)]
+    return shared_groups(keys, lengths_of(prompts).tolist(), totals)
 
 
 def _positions_with_sharing(

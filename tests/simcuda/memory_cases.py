@@ -80,6 +80,8 @@ class Case:
     dtype: str = "bfloat16"
     uneven: bool = False
     """No two rows of a micro-batch are equally long; `prompt` and `response` are means."""
+    samples: int = 1
+    """Neighbouring rows that have the same prompt."""
 
     @property
     def shape(self) -> Architecture:
@@ -139,6 +141,7 @@ class Case:
         )
         words += ["entropy"] * (self.entropy > 0)
         words += ["uneven"] * self.uneven + ["float32"] * (self.dtype == "float32")
+        words += [f"{self.samples} of a prompt"] * (self.samples > 1)
         words += [f"m{self.num_micro_batches}"] * (self.num_micro_batches != 2)
         return " ".join([f"{self.size}@{self.num_ranks}", f"{self.kind}{cut}{stage}", *words])
 
@@ -147,7 +150,7 @@ class Case:
         model = Model("actor", self.shape, trained=self.trained, engine=self.engine)
         cut = self.cut
         rows = self.rows * self.num_micro_batches * cut.dp
-        work = Workload(rows, self.prompt, self.response)
+        work = Workload(rows, self.prompt, self.response, rows_per_prompt=self.samples)
         found = {"resident": resident_bytes(model, cut)}
         for kind in ("infer", "train")[: 1 + self.trained]:
             found[kind] = add_parts(found["resident"], call_bytes(model, kind, work, cut))
@@ -228,6 +231,10 @@ def _more_cases() -> list[Case]:
         Case("1B", 1, options=("recompute", "padded"), rows=4, dtype="float32"),
         Case("1B", 1, dtype="float32", head="scalar"),
         Case("1B", 4, options=recompute, rows=4, dtype="float32", uneven=True),
+        Case("7B", 8, rows=8, samples=8, prompt=1024, response=512),
+        Case("7B", 8, rows=8, samples=4, prompt=1536, response=64),
+        Case("7B", 8, "zero2", options=recompute, rows=8, samples=8, prompt=1536, response=512),
+        Case("1B", 4, rows=12, samples=8, prompt=1536, response=128),
     ]
 
 

@@ -39,6 +39,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.config.leaf import defaults
 from spmdflow.config.schema import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
 from spmdflow.data.ragged import ragged
+from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
 from spmdflow.weights.architecture import Architecture
@@ -105,10 +106,11 @@ def micro_batches_of(case: Case) -> list[micro_batch.MicroBatch]:
     rows = case.rows * case.num_micro_batches
     with unset_fake_temporarily():
         prompts = torch.tensor(case.prompts * case.num_micro_batches)
+        ids = torch.arange(rows) // case.samples  # every token of a prompt is its number
         responses = torch.full((rows,), case.response)
         names = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
         columns = {name: ragged(torch.zeros(rows * case.response), responses) for name in names} | {
-            "prompts": ragged(torch.zeros(int(prompts.sum()), dtype=torch.int64), prompts),
+            "prompts": ragged(ids.repeat_interleave(prompts), prompts),
             "responses": ragged(torch.zeros(rows * case.response, dtype=torch.int64), responses),
         }
         batch = TensorDict(columns, batch_size=[rows])
@@ -119,6 +121,7 @@ def micro_batches_of(case: Case) -> list[micro_batch.MicroBatch]:
             device=torch.device("cpu"),
             # Megatron's packed rows need TransformerEngine; equally long, they are the same tensors
             packed=case.kind != "megatron" and "padded" not in case.options,
+            shares_prompts=engine_kind(case.kind).shares_prompts,
         )
     return [_fake(micro) for micro in found]
 
@@ -132,7 +135,7 @@ def _fake(micro: micro_batch.MicroBatch) -> micro_batch.MicroBatch:
         return {name: like(column) for name, column in value.items()}
 
     kept = {f.name: getattr(micro, f.name) for f in fields(micro)}
-    packed = kept["packed"] and replace(kept["packed"], offsets=like(kept["packed"].offsets))
+    packed = kept["packed"] and kept["packed"].move_tensors(like)
     made = {name: like(x) for name, x in kept.items() if name not in ("index", "packed")}
     return replace(micro, **made, packed=packed)
 

@@ -30,12 +30,12 @@ MOST = 1.15
 """Predicted / measured peak of every call: 0.96 to 1.07; the prefill's buffers are an estimate."""
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, *, kv_heads: int = 8) -> None:
     """25 M random parameters with the bundled model's tokenizer."""
     source = ALGORITHMS / "arithmetic" / "model"
     config = AutoConfig.from_pretrained(source)
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": 64}
     for name, size in {**sizes, "max_position_embeddings": 256}.items():
         setattr(config, name, size)
     torch.manual_seed(0)
@@ -135,6 +135,19 @@ def test_adapters_have_moments_and_gradients_of_their_own_size_and_a_shared_refe
     assert apart[training]["parameters"] - small[training]["parameters"] == 4 * 332416 / 2
 
 
+def run_and_plan(
+    script: str, words: list[str], folder: Path, hardware: Hardware
+) -> tuple[dict[str, int], Prediction]:
+    """The measured peak of every call of the last step of a run, and its prediction."""
+    words = [*words, f"data.tokenizer_path={folder}/model", f"run.dir={folder}/run"]
+    loaded = load(ALGORITHMS / f"{script}.py", None, words)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
+    traced = trace_replayed(loaded.script, loaded.cfg, Replay.of_run(folder / "run"))
+    predicted = predict(traced, traced.in_step(), hardware)
+    return measured_peaks(folder / "run", found), predicted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [(), ("actor.model.lora.rank=16", "reference.shares=actor")])
 def test_predicted_memory_is_near_the_measured_peak_of_every_call(
@@ -147,20 +160,45 @@ def test_predicted_memory_is_near_the_measured_peak_of_every_call(
     words += ["data.prompts_per_step=16", "actor.rollout.max_new_tokens=48", "total_steps=2"]
     words += ["eval_every=0", "run.sample_every=0", "actor.rollout.verify_every=0", *settings]
     words += ["actor.update.old_log_probs=recompute"]  # else no compute_log_prob runs
-    loaded = load(
-        ALGORITHMS / "ppo.py",
-        None,
-        [*words, f"data.tokenizer_path={tmp_path}/model", f"run.dir={tmp_path}/run"],
-    )
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
-    peaks = measured_peaks(tmp_path / "run", found)
-    traced = trace_replayed(loaded.script, loaded.cfg, Replay.of_run(tmp_path / "run"))
-    step_calls = traced.in_step()
-    predicted = predict(traced, step_calls, load_hardware("h100"))
+    peaks, predicted = run_and_plan("ppo", words, tmp_path, load_hardware("h100"))
 
     calls = [phase for phase in predicted.memory if phase.phase in peaks]  # no syncs, no saves
     ratios = {phase.phase: phase.total / peaks[phase.phase] for phase in calls}
     assert len(ratios) == 6
     assert all(LEAST < ratio < MOST for ratio in ratios.values()), ratios
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["rows=64", "rows=12", "tokens=1024"])
+def test_predicted_memory_of_samples_that_share_prompts_is_near_the_measured_peak(
+    tmp_path: Path, limit: str
+) -> None:
+    """The peak of `actor.compute_log_prob` is the KV cache of the generation, which it frees first.
+    While rows are generated, the buffer of the weight sync (`gather`) is freed already."""
+    write_model(tmp_path / "model", kv_heads=2)
+    rows = []
+    for number in range(32):
+        prompt = "".join(f"{10 + number}+{90 - digit}=" for digit in range(6 + number % 4))
+        rows.append(json.dumps({"prompt": prompt, "answer": "1"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = [f"{role}.model.path={tmp_path}/model" for role in ("actor", "reference")]
+    words += [f"{role}.engine.micro_batch_{limit}" for role in ("actor", "reference")]
+    words += [f"data.train_path={tmp_path}/rows.jsonl", "data.eval_path=null", "eval_every=0"]
+    words += ["data.max_prompt_tokens=64", "data.prompts_per_step=8", "data.samples_per_prompt=8"]
+    words += ["actor.update.mini_batch_size=64", "actor.rollout.max_new_tokens=32"]
+    words += ["actor.rollout.verify_every=0", "run.sample_every=0", "total_steps=2"]
+
+    peaks, predicted = run_and_plan("grpo", words, tmp_path, load_hardware("cpu"))
+
+    phases = {phase.phase: phase for phase in predicted.memory}
+    generation = phases["actor.generate_sequences"]
+    update = phases["actor.update_actor"]
+    reference = phases["reference.compute_ref_log_prob"]
+    ratios = {}
+    for phase in (generation, update, reference):
+        in_call = phase.total - phase.parts["gather"] * (phase is generation)
+        ratios[phase.phase] = in_call / peaks[phase.phase]
+    kept = update.total - update.parts["activations"]
+    ratios["activations"] = update.parts["activations"] / (peaks[update.phase] - kept)
+    assert all(LEAST < ratio < MOST + 0.05 for ratio in ratios.values()), ratios
