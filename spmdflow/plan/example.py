@@ -97,6 +97,8 @@ KNOWN = {name: form_of(name, text) for text, names in _FORMS.items() for name in
 """Columns of the built-in roles."""
 UNKNOWN = form_of("", "float32")
 """Form of a column that is not declared. The plan reports such columns."""
+JSON_COLUMNS = {"row", "score_terms"}
+"""Text columns that hold an object as JSON, which an evaluation reads."""
 _BUILT_IN: dict[str, Any] = {"scores": (0.0, 1.0), "costs": 0.0, "reference_kl": 0.01}
 """Scores differ within every group of samples, so that dynamic sampling keeps all prompts."""
 

@@ -19,12 +19,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spmdflow.data.column import Column, to_message
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import PlanError
 from spmdflow.log import PLANNING
-from spmdflow.plan.example import PROMPTS, RESPONSES, TOOL_TEXT, Examples, scan_or_assume
+from spmdflow.plan.example import (
+    JSON_COLUMNS,
+    PROMPTS,
+    RESPONSES,
+    TOOL_TEXT,
+    Examples,
+    scan_or_assume,
+)
 from spmdflow.plan.record import (
     BytesByEdge,
     Key,
@@ -453,8 +461,9 @@ class Answers:
         """Return example values of one stored column for the rows of a command's input part.
 
         Dense columns: the example of the name that the script sees, repeated to the row's shape;
-        PlanError without an example. Text: the letter "x". Other ragged columns: zeros. Ragged rows
-        have the known lengths; if these are unknown, the longest that the settings allow.
+        PlanError without an example. Text: the letter "x", or an empty object if the column holds
+        JSON. Other ragged columns: zeros. Ragged rows have the known lengths; if these are unknown,
+        the longest that the settings allow.
         """
         ids = part["ids"]
         ((seen, name),) = names_in(part)
@@ -470,7 +479,18 @@ class Answers:
         items = self._known_items(name, part)
         fill = ord("x") if spec.kind == "text" else 0
         size = (int(items.sum()), *spec.row_shape)
-        return Column(spec.kind, torch.full(size, fill, dtype=dtype), torch.from_numpy(items))
+        values = torch.full(size, fill, dtype=dtype)
+        if name in JSON_COLUMNS:
+            _write_empty_objects(values, items)
+        return Column(spec.kind, values, torch.from_numpy(items))
+
+
+def _write_empty_objects(text: Tensor, items: np.ndarray) -> None:
+    """Write {} and blanks into every row of a text column with room for it, in place."""
+    text.fill_(ord(" "))
+    starts = torch.from_numpy(items.cumsum() - items)[torch.from_numpy(items >= 2)]
+    text[starts] = ord("{")
+    text[starts + 1] = ord("}")
 
 
 def _to_transfer(call: Call) -> Replies:

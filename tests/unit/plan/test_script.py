@@ -55,6 +55,14 @@ def test_episodes_are_planned_with_declared_lengths() -> None:
     assert check_rows(found) + check_group_members(found) == []
 
 
+def test_evaluation_with_several_samples_of_a_prompt_is_planned() -> None:
+    found = traced("grpo", 2, *SMALL_GROUPS, "data.eval_samples=4", "eval_every=1")
+
+    evaluated = [call for call in found.in_step() if call.phase == "eval"]
+    assert [call.method for call in evaluated].count("generate_sequences") == 2
+    assert check_rows(found) + check_group_members(found) == []
+
+
 def test_metric_of_a_batch_that_nobody_has_declared_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"^script line 21: reads 'actor/entropy', which only"):
         own_script(tmp_path, LOOP, RECOMPUTE)
