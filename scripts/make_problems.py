@@ -84,7 +84,7 @@ def _difference(first: int, second: int) -> Row:
 
 def _product(first: int, second: int) -> Row:
     text = f"What is {first} * {second}?"
-    return {"prompt": chat(text), "answer": str(first * second)}
+    return {"prompt": chat(text), "question": text, "answer": str(first * second)}
 
 
 def _pairs_of_numbers(

@@ -53,7 +53,7 @@ def main() -> None:
             continue
         hardware = options.runs / f"cpu_{case.num_ranks}.yaml"
         record = perform(case, options.runs, hardware if hardware.is_file() else None)
-        records[case.name] = record
+        records = read_records() | {case.name: record}  # another process may have written
         write_records(records)
         print(f"{case.name}: {record['state']} in {record['wall_seconds']} s", flush=True)
         if record["state"] == "failed":

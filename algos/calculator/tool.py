@@ -29,9 +29,12 @@ async def episode(
 ) -> dict[str, float]:
     """Ask one question, and return score, accuracy and whether the calculator was used.
 
-    row: {"prompt": its messages, "answer": "1035"}. tokens_per_turn: most new tokens of a turn.
+    row: {"question": "What is 23 * 45?", "answer": "1035"}. tokens_per_turn: most new tokens of a turn.
     """
-    messages = [{"role": "system", "content": SYSTEM}, *row["prompt"]]
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": row["question"]},
+    ]
     uses = 0
     answer = ""
     async with ChatClient(base_url, model=model, api_key=api_key) as client:

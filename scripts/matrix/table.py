@@ -29,11 +29,14 @@ NUMBER = ("reward.function=spmdflow.rewards.gsm8k:score",)
 
 
 def _engine(role: str, engine: str, layout: str) -> list[str]:
-    """Settings of one role's engine; layout "": the engine's own."""
+    """Settings of one role's engine; layout "": the engine's own.
+
+    A pipeline needs several micro-batches in each update.
+    """
     settings = [
         f"{role}.engine.kind={engine}",
         f"{role}.engine.micro_batch_rows=null",
-        f"{role}.engine.micro_batch_tokens=4096",
+        f"{role}.engine.micro_batch_tokens={512 if engine == 'megatron' else 4096}",
     ]
     if layout:
         settings.append(f"{role}.engine.layout={layout}")
@@ -87,14 +90,14 @@ def _actor(*more: str) -> tuple[str, ...]:
 
 def _algorithms() -> Iterator[Case]:
     sampled = (*_actor(), *SUMS, *NUMBER)
-    groups = _batch("actor", 16, 8, mini=64)
+    groups = _batch("actor", 8, 4, mini=32)
     yield from _algorithm("grpo", "grpo", [*sampled, *groups, "actor.loss.kl_coef=0"], ["actor"])
     with_kl = [*sampled, *groups, "actor.loss.kl_coef=0.04"]
     yield from _algorithm("grpo_kl", "grpo", with_kl, ["actor", "reference"])
     yield from _algorithm("rloo", "rloo", [*sampled, *groups], ["actor", "reference"])
-    ppo = [*sampled, *_batch("actor", 64, mini=32), "critic.update.mini_batch_size=32"]
+    ppo = [*sampled, *_batch("actor", 32, mini=16), "critic.update.mini_batch_size=16"]
     yield from _algorithm("ppo", "ppo", ppo, ["actor", "critic", "reference"])
-    teacher = [*sampled, *_batch("actor", 64, mini=32), f"teacher.model.path={MODEL}"]
+    teacher = [*sampled, *_batch("actor", 32, mini=16), f"teacher.model.path={MODEL}"]
     yield from _algorithm("distill", "distill", teacher, ["actor", "teacher"])
     lora = [*sampled, *groups, "actor.loss.kl_coef=0.04", "actor.model.lora.rank=16"]
     yield from _algorithm(
@@ -157,7 +160,7 @@ def _grpo_everywhere() -> Iterator[Case]:
 def _placements() -> Iterator[Case]:
     """PPO on one pool, on two, and where the planner puts it."""
     sampled = (*_actor(), *SUMS, *NUMBER)
-    ppo = [*sampled, *_batch("actor", 64, mini=32), "critic.update.mini_batch_size=32"]
+    ppo = [*sampled, *_batch("actor", 32, mini=16), "critic.update.mini_batch_size=16"]
     roles = _roles_with("fsdp", "", ["actor", "critic", "reference"])
     for placement in ("colocate", "split", "auto"):
         settings = (*SHORT, *ppo, *roles, f"placement={placement}")

@@ -16,7 +16,7 @@ import pytest
 from spmdflow.rewards.child import find_function
 
 TOOL = Path(__file__).parents[3] / "algos" / "calculator" / "tool.py"
-ROW = {"prompt": [{"role": "user", "content": "What is 23 * 45?"}], "answer": "1035"}
+ROW = {"prompt": "as text", "question": "What is 23 * 45?", "answer": "1035"}
 
 
 @contextmanager
