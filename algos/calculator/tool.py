@@ -29,7 +29,8 @@ async def episode(
 ) -> dict[str, float]:
     """Ask one question, and return score, accuracy and whether the calculator was used.
 
-    row: {"question": "What is 23 * 45?", "answer": "1035"}. tokens_per_turn: most new tokens of a turn.
+    row: {"question": "What is 23 * 45?", "answer": "1035"}. tokens_per_turn: most new tokens of a
+    turn.
     """
     messages = [
         {"role": "system", "content": SYSTEM},
