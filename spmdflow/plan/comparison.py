@@ -23,7 +23,7 @@ from spmdflow.mapping.hardware import Hardware
 from spmdflow.plan.prediction import Prediction, predict
 from spmdflow.plan.record import Trace
 from spmdflow.plan.replay import Replay, recorded_trace
-from spmdflow.plan.text import seconds_of, table
+from spmdflow.plan.text import seconds_of, table, wrap_paragraph
 from spmdflow.plan.weight import WeightPlan, syncs_by_step, weight_plans
 from spmdflow.plan.workload import hardware_of
 from spmdflow.tracking.tracker import read_lines
@@ -297,26 +297,23 @@ def comparison_text(comparison: Comparison) -> str:
         rows += [(*s, "" if s.planned == s.counted else "differs") for s in comparison.syncs]
         lines += table(rows, right=(1, 2, 3))
     if comparison.memory:
-        lines += ["", "memory of the fullest rank, GB: planned by part, and measured", ""]
-        lines += table(_memory_rows(comparison.memory), right=tuple(range(1, 4)))
+        lines += ["", "memory of the fullest rank in GB, planned and measured", ""]
+        lines += _memory_lines(comparison.memory)
     lines += [f"note: {note}" for note in comparison.notes]
     return "\n".join(lines) + "\n"
 
 
-def _memory_rows(phases: Sequence[PhaseBytes]) -> list[Sequence[object]]:
-    """Return the lines of a table: phase, measured, planned, their ratio, and the plan's parts."""
-    rows: list[Sequence[object]] = [("phase", "measured", "planned", "planned / measured", "parts")]
+def _memory_lines(phases: Sequence[PhaseBytes]) -> Iterator[str]:
+    """Yield a table of all phases, then what the plan of each consists of, the largest first."""
+    rows: list[Sequence[object]] = [("phase", "planned", "measured", "planned / measured")]
+    for phase in phases:
+        planned = f"{phase.planned / 1e9:.3f}"
+        measured = f"{phase.measured / 1e9:.3f}"
+        rows.append((phase.phase, planned, measured, f"{phase.planned / phase.measured:.2f}"))
+    yield from table(rows, right=(1, 2, 3))
+    yield ""
     for phase in phases:
         parts = []
         for name, size in sorted(phase.parts.items(), key=lambda part: -part[1]):
             parts.append(f"{name} {size / 1e9:.3f}")
-        rows.append(
-            (
-                phase.phase,
-                f"{phase.measured / 1e9:.3f}",
-                f"{phase.planned / 1e9:.3f}",
-                f"{phase.planned / phase.measured:.2f}",
-                ", ".join(parts),
-            )
-        )
-    return rows
+        yield from wrap_paragraph(f"  {phase.phase} is planned with", ", ".join(parts))

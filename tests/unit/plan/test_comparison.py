@@ -106,7 +106,8 @@ def test_every_phase_has_planned_and_measured_memory(run: Loaded) -> None:
         assert sum(phase.parts.values()) == pytest.approx(phase.planned)
         assert phase.measured > weights, "the weights are there in every phase"
     text = comparison_text(found)
-    assert "memory of the fullest rank, GB: planned by part, and measured" in text
+    assert "memory of the fullest rank in GB, planned and measured" in text
+    assert "  actor.update_actor is planned with: " in text
 
 
 def test_weights_that_pass_are_counted_as_planned(run: Loaded) -> None:
