@@ -376,12 +376,10 @@ def _join_group(run: RunConfig) -> None:
 
 def _set_up_memory(cfg: Any) -> None:
     """Configure the allocator of this process: of the host on a CPU, otherwise of the device."""
-    from spmdflow.parallel.allocated import watch_allocations
     from spmdflow.parallel.device import CPU, own_device
 
     if own_device() == CPU:
         keep_freed_memory(os.environ)
-        watch_allocations()
     else:
         _configure_allocator(cfg)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from typing import Any
 
 _PAUSE_SECONDS = 0.01
 
@@ -31,64 +32,71 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-_mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+_mallinfo2: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
 if _mallinfo2 is not None:
     _mallinfo2.restype = _MallInfo
 
 
-def allocated_bytes() -> int:
-    """Return the bytes of all allocations that were not freed; 0 without glibc 2.33."""
-    if _mallinfo2 is None:
-        return 0
+def _allocated_bytes() -> int:
+    """Return the bytes of all allocations that were not freed."""
     info = _mallinfo2()
     return int(info.uordblks + info.hblkhd)
 
 
 class _Watch(threading.Thread):
-    """Looks at `allocated_bytes` every 10 ms."""
+    """Looks at `_allocated_bytes` every 10 ms."""
 
     def __init__(self) -> None:
         super().__init__(name="allocated memory", daemon=True)
-        self._base = allocated_bytes()
-        self._peak = 0
         self._lock = threading.Lock()
+        self._base = 0
+        self._peak = 0
 
     def run(self) -> None:
         """Look until the process ends."""
         while True:
-            self._look()
+            size = _allocated_bytes()
+            with self._lock:
+                self._peak = max(self._peak, size)
             time.sleep(_PAUSE_SECONDS)
 
-    def _look(self) -> None:
-        size = allocated_bytes() - self._base
+    def begin(self) -> None:
+        """Measure from what is allocated now."""
         with self._lock:
-            self._peak = max(self._peak, size)
+            self._base = _allocated_bytes()
+            self._peak = self._base
 
     def take_peak(self) -> int:
-        """Return the largest size since the last call of this method, without that of the start."""
-        size = allocated_bytes() - self._base
+        """Return the largest size since the last call of this method, above that of `begin`."""
         with self._lock:
+            size = _allocated_bytes()
             peak = max(self._peak, size)
             self._peak = size
-        return max(peak, 0)
+            return max(peak - self._base, 0)
 
 
 _watch: _Watch | None = None
 
 
 def watch_allocations() -> None:
-    """Watch what this process allocates from now on, in a thread; `take_allocated_peak` tells."""
+    """Watch what this process allocates from now on, in a thread; `take_allocated_peak` tells.
+
+    What is allocated already does not count from now on. Does nothing without glibc 2.33.
+    """
     global _watch
-    if _watch is None and _mallinfo2 is not None:
+    if _mallinfo2 is None:
+        return
+    if _watch is None:
         _watch = _Watch()
         _watch.start()
+    _watch.begin()
 
 
-def take_allocated_peak() -> int:
+def take_allocated_peak() -> int | None:
     """Return the peak of allocated bytes since the previous call, as sampled every 10 ms.
 
-    What was allocated before `watch_allocations` does not count. 0 if that was not called.
+    None if nothing is watched.
     """
     if _watch is None:
-        return 0
+        return None
     return _watch.take_peak()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.parallel.allocated import take_allocated_peak
+from spmdflow.parallel.allocated import take_allocated_peak, watch_allocations
 
 CPU = torch.device("cpu")
 _ALIGNED = 16
@@ -87,12 +87,18 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
     return parts(joined.to(device, non_blocking=True))
 
 
-def take_peak_bytes(device: torch.device) -> int:
+def watch_peak_bytes(device: torch.device) -> None:
+    """Begin to measure what `take_peak_bytes` returns. On an accelerator torch always does."""
+    if device == CPU:
+        watch_allocations()
+
+
+def take_peak_bytes(device: torch.device) -> int | None:
     """Return the peak memory of tensors on the device since the previous call, in bytes.
 
     As torch's allocator counts them: without its unused blocks and without the memory of other
     libraries. Resets torch's peak statistics of the device (`reset_peak_memory_stats`). On a CPU,
-    what the process has allocated (`allocated`); 0 if that is not watched.
+    what the process has allocated since `watch_peak_bytes`; None if that is not known.
     """
     if device == CPU:
         return take_allocated_peak()

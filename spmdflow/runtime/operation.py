@@ -29,7 +29,7 @@ from spmdflow.data.store import RowCondition, RowStore, Unchanged
 from spmdflow.datasets.scan import PromptSource, ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, DeadlineError, SpmdflowError
-from spmdflow.parallel.device import take_peak_bytes
+from spmdflow.parallel.device import take_peak_bytes, watch_peak_bytes
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.call import names_in
@@ -94,6 +94,7 @@ class RankState:
         self._files = RankFiles(
             self._workers, arrival, rank=settings.rank, make_room=self._make_room
         )
+        watch_peak_bytes(settings.device)
         self._peaks = PeakMemories(partial(take_peak_bytes, settings.device))
         self._sources: dict[str, PromptSource] = {}
         self._scanned: ScanReport | None = None
@@ -146,7 +147,7 @@ class RankState:
             self._arrival.wake()  # early methods wait for workers and data too
             span = (started, started + time.monotonic() - start_seconds)
             measured = {"span": span, "host_bytes": _host_bytes()}
-            if peak.bytes:
+            if peak.bytes is not None:
                 measured["device_bytes"] = peak.bytes
             return reply | measured
 

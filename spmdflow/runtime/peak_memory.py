@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class PeakMemory:
-    """Peak of one operation in bytes; complete when the operation has ended."""
+    """Peak of one operation in bytes; complete when the operation has ended. None: not known."""
 
-    bytes: int = 0
+    bytes: int | None = None
 
 
 class PeakMemories:
     """Peaks of all operations that run now."""
 
-    def __init__(self, take_peak: Callable[[], int]) -> None:
-        """take_peak: returns the peak since it was called last, and starts anew."""
+    def __init__(self, take_peak: Callable[[], int | None]) -> None:
+        """take_peak: returns the peak since it was called last, if it is known, and starts anew."""
         self._take_peak = take_peak
         self._running: list[PeakMemory] = []
         self._lock = threading.Lock()
@@ -40,5 +40,7 @@ class PeakMemories:
 
     def _count(self) -> None:
         peak = self._take_peak()
+        if peak is None:
+            return
         for each in self._running:
-            each.bytes = max(each.bytes, peak)
+            each.bytes = max(each.bytes or 0, peak)

@@ -21,7 +21,6 @@ from spmdflow.controller.transcript import TRANSCRIPT_FILE
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.mapping.hardware import load_hardware
 from spmdflow.message import decode, encode
-from spmdflow.parallel.allocated import watch_allocations
 from spmdflow.plan.__main__ import FINE, REFUSED, WRONG, main
 from spmdflow.plan.comparison import (
     Comparison,
@@ -64,7 +63,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Two steps of DAPO, which draws prompts until enough of their samples differ."""
     run_dir = tmp_path_factory.mktemp("comparison") / "run"
     loaded = load(ALGORITHMS / "dapo.py", None, [*SETTINGS, f"run.dir={run_dir}"])
-    watch_allocations()
     assert run_flow(loaded.script, loaded.cfg, inproc=True) == 0
     return loaded
 
