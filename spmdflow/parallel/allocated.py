@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from typing import Any
 
 _PAUSE_SECONDS = 0.01
@@ -43,60 +42,45 @@ def _allocated_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-class _Watch(threading.Thread):
-    """Looks at `_allocated_bytes` every 10 ms."""
+class AllocatedPeak:
+    """The peak of what this process has allocated since this object was made, until `end`.
+
+    A thread looks at it every 10 ms. Without glibc 2.33 nothing is measured.
+    """
 
     def __init__(self) -> None:
-        super().__init__(name="allocated memory", daemon=True)
+        self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._base = 0
-        self._peak = 0
+        self._thread: threading.Thread | None = None
+        if _mallinfo2 is None:
+            return
+        self._base = _allocated_bytes()
+        self._peak = self._base
+        self._thread = threading.Thread(target=self._look, name="allocated memory", daemon=True)
+        self._thread.start()
 
-    def run(self) -> None:
-        """Look until the process ends."""
-        while True:
+    def _look(self) -> None:
+        while not self._ended.wait(_PAUSE_SECONDS):
             size = _allocated_bytes()
             with self._lock:
                 self._peak = max(self._peak, size)
-            time.sleep(_PAUSE_SECONDS)
 
-    def begin(self) -> None:
-        """Measure from what is allocated now."""
-        with self._lock:
-            self._base = _allocated_bytes()
-            self._peak = self._base
+    def take(self) -> int | None:
+        """Return the largest number of bytes since the last call, above that of the start.
 
-    def take_peak(self) -> int:
-        """Return the largest size since the last call of this method, above that of `begin`."""
+        None if nothing is measured.
+        """
+        if self._thread is None:
+            return None
         with self._lock:
             size = _allocated_bytes()
             peak = max(self._peak, size)
             self._peak = size
             return max(peak - self._base, 0)
 
-
-_watch: _Watch | None = None
-
-
-def watch_allocations() -> None:
-    """Watch what this process allocates from now on, in a thread; `take_allocated_peak` tells.
-
-    What is allocated already does not count from now on. Does nothing without glibc 2.33.
-    """
-    global _watch
-    if _mallinfo2 is None:
-        return
-    if _watch is None:
-        _watch = _Watch()
-        _watch.start()
-    _watch.begin()
-
-
-def take_allocated_peak() -> int | None:
-    """Return the peak of allocated bytes since the previous call, as sampled every 10 ms.
-
-    None if nothing is watched.
-    """
-    if _watch is None:
-        return None
-    return _watch.take_peak()
+    def end(self) -> None:
+        """End the thread. A second call does nothing."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

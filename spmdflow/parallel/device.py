@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.parallel.allocated import take_allocated_peak, watch_allocations
-
 CPU = torch.device("cpu")
 _ALIGNED = 16
 """Alignment in bytes: kernels read several elements at once."""
@@ -87,21 +85,13 @@ def all_to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tenso
     return parts(joined.to(device, non_blocking=True))
 
 
-def watch_peak_bytes(device: torch.device) -> None:
-    """Begin to measure what `take_peak_bytes` returns. On an accelerator torch always does."""
-    if device == CPU:
-        watch_allocations()
-
-
-def take_peak_bytes(device: torch.device) -> int | None:
-    """Return the peak memory of tensors on the device since the previous call, in bytes.
+def take_peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of tensors on an accelerator since the previous call, in bytes.
 
     As torch's allocator counts them: without its unused blocks and without the memory of other
-    libraries. Resets torch's peak statistics of the device (`reset_peak_memory_stats`). On a CPU,
-    what the process has allocated since `watch_peak_bytes`; None if that is not known.
+    libraries. Resets torch's peak statistics of the device (`reset_peak_memory_stats`). On a CPU
+    there is `allocated.AllocatedPeak` instead.
     """
-    if device == CPU:
-        return take_allocated_peak()
     memory = torch.get_device_module(device)
     peak: int = memory.max_memory_allocated(device)
     memory.reset_peak_memory_stats(device)

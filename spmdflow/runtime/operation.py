@@ -29,7 +29,8 @@ from spmdflow.data.store import RowCondition, RowStore, Unchanged
 from spmdflow.datasets.scan import PromptSource, ScanReport, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import ColumnError, DeadlineError, SpmdflowError
-from spmdflow.parallel.device import take_peak_bytes, watch_peak_bytes
+from spmdflow.parallel.allocated import AllocatedPeak
+from spmdflow.parallel.device import CPU, take_peak_bytes
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.runtime.call import names_in
@@ -94,8 +95,12 @@ class RankState:
         self._files = RankFiles(
             self._workers, arrival, rank=settings.rank, make_room=self._make_room
         )
-        watch_peak_bytes(settings.device)
-        self._peaks = PeakMemories(partial(take_peak_bytes, settings.device))
+        self._allocated: AllocatedPeak | None = None
+        if settings.device == CPU:
+            self._allocated = AllocatedPeak()
+            self._peaks = PeakMemories(self._allocated.take)
+        else:
+            self._peaks = PeakMemories(partial(take_peak_bytes, settings.device))
         self._sources: dict[str, PromptSource] = {}
         self._scanned: ScanReport | None = None
         """What the last scan found, until the controller has all of it."""
@@ -136,8 +141,8 @@ class RankState:
 
             span: (start, end) in seconds since the epoch. host_bytes: memory of this process
             without mapped files. device_bytes: peak memory of tensors on its device while the
-            operation ran (`take_peak_bytes`); absent if it is not known. Then wake threads that
-            wait on `arrival`.
+            operation ran (on a CPU: what it has allocated); absent if it is not known. Then wake
+            threads that wait on `arrival`.
             """
             started = time.time()
             start_seconds = time.monotonic()
@@ -494,6 +499,8 @@ class RankState:
         """
         if self._profiler is not None:
             self._profiler.close()
+        if self._allocated is not None:
+            self._allocated.end()
         errors = []
         while self._workers:
             _, worker = self._workers.popitem()

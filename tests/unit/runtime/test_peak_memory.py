@@ -59,15 +59,16 @@ def test_peak_of_allocations_counts_what_was_freed_and_not_what_was_there_before
 import ctypes, time
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-from spmdflow.parallel.allocated import take_allocated_peak, watch_allocations
+from spmdflow.parallel.allocated import AllocatedPeak
 before = libc.malloc(ctypes.c_size_t(64 << 20))
-assert take_allocated_peak() is None  # not watched yet
-watch_allocations()
-take_allocated_peak()
+peak = AllocatedPeak()
+peak.take()
 block = libc.malloc(ctypes.c_size_t(32 << 20))
-seen = take_allocated_peak()
+seen = peak.take()
 libc.free(block)
-after = take_allocated_peak(), take_allocated_peak()
+after = peak.take(), peak.take()
+peak.end()
+assert peak.take() is None
 print(seen, *after)
 """
     done = subprocess.run(

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from scripts.matrix.case import Case
+from scripts.matrix.case import MODEL, Case
 from scripts.matrix.page import missed_bytes, missed_seconds, refusals, table_of
 from scripts.matrix.table import CASES
 from spmdflow.config.load import load
 
 ROOT = Path(__file__).parents[3]
+BUNDLED = ROOT / "algos" / "arithmetic" / "model"
+"""A folder that is always there; the real model is not."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -20,7 +22,9 @@ def test_settings_of_every_case_fit_its_script(case: Case, tmp_path: Path) -> No
     script, *words = case.words(str(tmp_path / "run"))
     files = [ROOT / word for word in words if word.endswith(".yaml")]
 
-    cfg = load(ROOT / script, files[0] if files else None, [w for w in words if "=" in w]).cfg
+    settings = [word.replace(MODEL, str(BUNDLED)) for word in words if "=" in word]
+
+    cfg = load(ROOT / script, files[0] if files else None, settings).cfg
 
     assert cfg.run.dir == str(tmp_path / "run")
     assert cfg.total_steps >= 2, "the first step is not counted"
