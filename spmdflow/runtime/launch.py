@@ -33,7 +33,8 @@ from spmdflow.errors import ConfigError, RunFailed, SpmdflowError
 from spmdflow.failure.cause import failure_record, write_failure
 from spmdflow.failure.limit import FIRST_SECONDS
 from spmdflow.failure.settings import SessionSettings
-from spmdflow.parallel.device import own_device
+from spmdflow.parallel.allocated import AllocatedPeak
+from spmdflow.parallel.device import CPU, own_device
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.runtime.call import InprocTransport, Transport, stop_on_signals
 from spmdflow.runtime.executor import Operation, failure_of
@@ -269,7 +270,8 @@ def _state(
         waits_for_rows=arrival is not None,
     )
     transport = CountedTransport(lane, seconds=run.transfer_seconds)
-    return RankState(settings, groups, transport, arrival)
+    allocated = AllocatedPeak() if settings.device == CPU else None
+    return RankState(settings, groups, transport, arrival, allocated)
 
 
 _FIRST_SECONDS = 0.01

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,10 @@ class RankState:
         groups: GroupTable,
         transport: CountedTransport,
         arrival: RowCondition | None = None,
+        allocated: AllocatedPeak | None = None,
     ) -> None:
-        """arrival: how the compute lane waits for rows."""
+        """arrival: how the compute lane waits for rows. allocated: on a CPU, what measures its
+        memory; `close` ends it. None: it is not measured."""
         self._settings = settings
         self._groups = groups
         self._transport = transport
@@ -95,12 +96,8 @@ class RankState:
         self._files = RankFiles(
             self._workers, arrival, rank=settings.rank, make_room=self._make_room
         )
-        self._allocated: AllocatedPeak | None = None
-        if settings.device == CPU:
-            self._allocated = AllocatedPeak()
-            self._peaks = PeakMemories(self._allocated.take)
-        else:
-            self._peaks = PeakMemories(partial(take_peak_bytes, settings.device))
+        self._allocated = allocated
+        self._peaks = PeakMemories(self._take_peak)
         self._sources: dict[str, PromptSource] = {}
         self._scanned: ScanReport | None = None
         """What the last scan found, until the controller has all of it."""
@@ -132,6 +129,14 @@ class RankState:
         for name, operation in named.items():
             timed[name] = self._report_times(operation)
         return timed | {"begin": self._begin}
+
+    def _take_peak(self) -> int | None:
+        """Peak of this rank's memory since it was asked last; None if it is not measured."""
+        if self._settings.device != CPU:
+            return take_peak_bytes(self._settings.device)
+        if self._allocated is None:
+            return None
+        return self._allocated.take()
 
     def _report_times(self, operation: Operation) -> Operation:
         """Wrap an operation so that it frees results first and reports time and memory (`run`)."""
