@@ -13,7 +13,7 @@ file (points of every seed, commit, seeds, settings, hardware, seconds, a few sa
 seed), the picture and text of its group, and docs/LEARNING.md its tables.
 
 Real input needs SPMDFLOW_DATA (see scripts/prepare_stories.py). The group real_model needs 98 MB of
-PyPI or the folder that scripts/make_smollm2.py writes, reasoning-gym, and an idle machine.
+PyPI or the folder that scripts/make_smollm2.py writes, and an idle machine.
 
 Exit code 1 if a run failed; a missed target is no failure but is said.
 """

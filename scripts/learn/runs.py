@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.learn.entry import Entry
-from scripts.learn.table import MODEL, REASONING_TASKS
+from scripts.matrix.case import MODEL
 
 ROOT = Path(__file__).parents[2]
 _MARK = "learned.json"
@@ -59,7 +59,7 @@ def finished_or_none(entry: Entry, seed: int, folder: Path) -> Run | None:
 
 
 class Slots:
-    """Processors that the runs beside each other may use: a run takes one for each of its ranks."""
+    """Processors that simultaneous runs may use: a run takes one for each of its ranks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -150,23 +150,14 @@ def prepare(groups: Collection[str], folder: Path, processes: Processes) -> None
 
 
 def _make_real_model(folder: Path, processes: Processes) -> None:
-    """Make the folder of SmolLM2-135M-Instruct and the problems of its runs."""
+    """Make the folder of SmolLM2-135M-Instruct, and the sums that its runs read."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "real_model.log"
     if not (ROOT / MODEL / "config.json").is_file():
         program = str(ROOT / "scripts" / "make_smollm2.py")
         processes.run([sys.executable, program, str(ROOT / MODEL)], log)
-    problems = [[kind] for kind in ("sums", "differences", "instructions")]
-    for task in REASONING_TASKS:
-        problems.append(["reasoning", "--task", task])
-    if "SPMDFLOW_DATA" in os.environ:
-        problems.append(["gsm8k", str(Path(os.environ["SPMDFLOW_DATA"]) / "gsm8k")])
-    for kind, *more in problems:
-        words = [kind, *more, str(ROOT / "problems")]
-        if kind == "reasoning":
-            words = [kind, str(ROOT / "problems"), *more]
-        program = str(ROOT / "scripts" / "make_problems.py")
-        processes.run([sys.executable, program, *words], log)
+    program = str(ROOT / "scripts" / "make_problems.py")
+    processes.run([sys.executable, program, "sums", str(ROOT / "problems")], log)
 
 
 def _make_story_pairs(folder: Path, processes: Processes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scripts.learn.entry import Entry
+from scripts.matrix.case import MODEL
 
 BUNDLED = ("total_steps=20", "eval_every=2", "save_every=10", "actor.rollout.max_batch_size=1024")
 
@@ -163,9 +164,6 @@ OFFLINE_ENTRIES = (
     ),
 )
 
-MODEL = "models/SmolLM2-135M-Instruct"
-"""What scripts/make_smollm2.py writes, below the repository's root."""
-REASONING_TASKS = ("number_format", "spell_backward")
 CONTROL = ("total_steps=10", "eval_every=5", "overlong.weight=0")
 """Without the penalty of length, which a random score would leave as the only thing to learn."""
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 MODEL = "models/SmolLM2-135M-Instruct"
+"""What scripts/make_smollm2.py writes, below the repository's root."""
 
 
 @dataclass(frozen=True)

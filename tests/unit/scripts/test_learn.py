@@ -16,7 +16,8 @@ from scripts.learn.curves import medians, points_of, table, write_entry, write_g
 from scripts.learn.entry import Entry
 from scripts.learn.runs import Run, finished_or_none
 from scripts.learn.samples import samples_of
-from scripts.learn.table import ENTRIES, MODEL
+from scripts.learn.table import ENTRIES
+from scripts.matrix.case import MODEL
 from spmdflow.config.load import load
 
 ROOT = Path(__file__).parents[3]
