@@ -33,7 +33,7 @@ class Entry:
     judged: bool = False
     """Whether stories_metrics.py judges the export of the last step."""
     num_ranks: int = 1
-    """CPU ranks of one thread each; with as many as --jobs, no other run goes on at the same time."""
+    """CPU ranks of one thread each. Each of them counts as one of --jobs."""
 
     @property
     def key(self) -> str:
