@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bench._clock import best_of, usual
+from torch.distributed.fsdp import fully_shard
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
@@ -192,6 +193,35 @@ def collectives(device: torch.device, known: Values) -> Values:
     }
 
 
+def link_efficiency(device: torch.device, known: Values) -> Values:
+    """Part of the link's rate that gathers and reductions reach between computing layers, on a CPU.
+
+    There the processors that compute also move the bytes, and copies into and out of the messages
+    are not free. From a model with and without FSDP: it gathers its weights twice and reduces its
+    gradients once, in float32.
+    """
+    number = dist.get_world_size()
+    if device.type != "cpu" or number == 1:
+        return {"link_efficiency": 1.0}
+    ids = torch.zeros(8, 32, dtype=torch.long)
+    seconds = []
+    for shards in (False, True):
+        model = _llama(512, 1376, 8, heads=8)
+        received = 3 * 4 * sum(x.numel() for x in model.parameters()) * (number - 1) / number
+        if shards:
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+
+        def run(model: torch.nn.Module = model) -> None:
+            model.zero_grad()
+            model(ids, use_cache=False).logits.float().sum().backward()
+
+        seconds.append(usual(run, device, times=5))
+    rate = received / max(seconds[1] - seconds[0], 1e-9)
+    return {"link_efficiency": min(rate / known["link_bandwidth"], 1.0)}
+
+
 LINKS = ("collective_base_seconds", "link_hop_seconds", "link_bandwidth")
 LINKS_OF = {"cpu": "cpu", "cuda": "h100"}
 """Bundled file with the links of such devices."""
@@ -269,13 +299,11 @@ def file_text(arguments: argparse.Namespace, values: Values) -> str:
 FIXED: Values = {
     "usable_memory_fraction": 0.9,
     "memory_efficiency": 1.0,
-    "link_efficiency": 1.0,
     "network_efficiency": 1.0,
 }
 SOURCES = {
     "usable_memory_fraction": "a plan's margin, as vLLM's default gpu_memory_utilization",
     "memory_efficiency": "the bandwidth is measured, not a data sheet's",
-    "link_efficiency": "the bandwidth is measured, not a data sheet's",
     "network_efficiency": "the bandwidth is measured, not a data sheet's",
     "network_bandwidth": "one machine: its processes' links together",
     "network_hop_seconds": "one machine: as link_hop_seconds",
@@ -395,7 +423,15 @@ def _ping(word: torch.Tensor, rank: int) -> None:
         dist.send(word, 0)
 
 
-PARTS = (memory_rates, matrix_rates, layer_efficiency, layer_floor, update_seconds, collectives)
+PARTS = (
+    memory_rates,
+    matrix_rates,
+    layer_efficiency,
+    layer_floor,
+    update_seconds,
+    collectives,
+    link_efficiency,
+)
 
 if __name__ == "__main__":
     main()

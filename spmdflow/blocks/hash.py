@@ -24,9 +24,10 @@ from spmdflow.blocks.box import Box
 
 Key = TypeVar("Key", bound=Hashable)
 MODULUS = 2**64
-_CPU_CHUNK = 1 << 16
+_CPU_CHUNK = 1 << 15
 _CHUNK = 1 << 22
-"""Elements hashed together: enough to fit into a core's cache, and enough to fill a device."""
+"""Elements hashed together: enough to fill a device; on a CPU those that torch leaves to one
+thread, because waking a second one for each operation takes longer than the operation."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB

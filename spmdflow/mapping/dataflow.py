@@ -140,6 +140,8 @@ class Rollout(Precision):
     overlaps_host: bool = False
     """Whether the host prepares a decode step while the device computes the one before. False: as
     vLLM before asynchronous scheduling, which the paper's cluster ran."""
+    checks_per_sync: float = 1.0
+    """How often a weight sync compares checksums."""
 
     def __post_init__(self) -> None:
         assert self.weights in ("flat", "blocks", "copy", "adapter"), self.weights

@@ -62,6 +62,9 @@ LOGIT_BYTES = (46, 44)
 The passes are copy, scale, max, subtract, clamp, exp and sum, and their derivatives. Counted in
 `objectives/log_prob.py`."""
 
+CHECKSUM_BYTES = 64
+"""Bytes that hashing one weight moves: five passes over words of eight bytes (`blocks/hash.py`)."""
+
 
 def total(parts: Parts) -> Array:
     """Sum of all parts."""
@@ -374,6 +377,20 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
         per_node = np.clip(np.floor(tensor * near), 1, np.minimum(group, hw.gpus_per_node))
     gathered = np.where(group > 1, received * group / np.maximum(group - 1, 1), 0.0)
     return np.where(received > 0, all_gather(gathered, group, per_node, hw), 0.0)
+
+
+def checksum_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
+    """Return the seconds in which both sides of a weight sync hash their weights.
+
+    A rank hashes its shards of the trainer's weights, unless the generator has ranks of its own,
+    and all weights of the generator.
+    """
+    rollout = _rollout(model)
+    elements = model.shape.num_parameters / (cut.gen_tp * cut.gen_pp)
+    if model.weights_from is None:
+        shards = cut.tp * cut.pp * share_of(model.engine.sharding.parameters, model, cut)
+        elements = elements + model.shape.num_parameters / shards
+    return rollout.checks_per_sync * elements * CHECKSUM_BYTES / hw.memory_rate
 
 
 def transition_bytes(model: Model, cut: Strategy) -> Array:

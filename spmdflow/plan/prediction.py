@@ -26,7 +26,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
-from spmdflow.mapping.seconds import add_parts, transition_seconds
+from spmdflow.mapping.seconds import add_parts, checksum_seconds, transition_seconds
 from spmdflow.mapping.unequal import SharedRows
 from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
@@ -278,6 +278,8 @@ def _estimates(
             else:
                 seconds = transition_seconds(model, strategy, hardware)
                 estimate = estimate + CallSeconds({"transition": float(seconds)})
+            checksum = float(checksum_seconds(model, strategy, hardware))
+            estimate = estimate + CallSeconds({"checksum": checksum})
         estimates[key] = estimate
     return estimates
 

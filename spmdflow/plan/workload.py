@@ -231,6 +231,7 @@ def _rollout(traced: TracedModel) -> Rollout:
         kv_cache_bytes=float(rollout.cache_bytes) if has_size else None,
         max_batch_size=rollout.max_batch_size,
         overlaps_host=generator_kind(rollout.generator).overlaps_host,
+        checks_per_sync=1 / rollout.verify_every if rollout.verify_every else 0.0,
     )
 
 
