@@ -140,10 +140,15 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + b: (..., in) -> (..., out), also for a vector (in,)."""
-        if input.ndim == 1:
-            return self(input[None])[0]
-        rows: Tensor = _Linear.apply(input.flatten(0, -2), self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return rows.unflatten(0, input.shape[:-1])
+        return trained_linear(input, self.weight, self.bias)
+
+
+def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b, as `linear`, with gradients: (..., in) or (in,) -> (..., out) or (out,)."""
+    if x.ndim == 1:
+        return trained_linear(x[None], weight, bias)[0]
+    rows: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
+    return rows.unflatten(0, x.shape[:-1])
 
 
 class _Linear(torch.autograd.Function):

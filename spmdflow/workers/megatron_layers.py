@@ -14,11 +14,20 @@ import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from spmdflow.cpu.product import trained_linear
 from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention
 
 
@@ -134,6 +143,46 @@ class GroupedSelfAttention(SelfAttention):
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
         return query.contiguous(), key.contiguous(), value.contiguous()
+
+
+def use_onednn_products(model: nn.Module) -> None:
+    """Make every parallel linear layer of a model on a CPU multiply with `cpu.product`.
+
+    Replaces the method by which Megatron's layers multiply. Under sequence parallelism they keep
+    their own, which gathers its input once more in backward.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer._forward_impl = _multiply  # type: ignore[method-assign]
+
+
+def _multiply(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: torch.distributed.ProcessGroup | None,
+    **more: Any,
+) -> Tensor:
+    """Return x W^T + b: (..., in) -> (..., out/t), with Megatron's arguments.
+
+    allreduce_dgrad: the gradient of the input is summed over tp_group.
+    """
+    if sequence_parallel:
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input,
+            weight,
+            bias,
+            allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=True,
+            tp_group=tp_group,
+            **more,
+        )
+    if allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    return trained_linear(input, weight, bias)
 
 
 class ScalarHead(nn.Module):

@@ -43,6 +43,7 @@ from spmdflow.workers.megatron_layers import (
     RMSNorm,
     ScalarHead,
     TEPackedAttention,
+    use_onednn_products,
 )
 
 _FUSED_NORMS = {
@@ -102,6 +103,8 @@ def build_model(
     inv_freq = model.rotary_pos_emb.inv_freq
     model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(inv_freq.device)
     model.rotary_pos_emb.__class__ = PackedRotary
+    if inv_freq.is_cpu:
+        use_onednn_products(model)
     if last:
         if scalar:
             model.output_layer = ScalarHead(config)
