@@ -1,4 +1,4 @@
-"""CPU seconds of the matrix products of one GRPO step, in one thread: `products(work)`.
+"""Seconds of the matrix products of one GRPO step, with the threads of the work: `products(work)`.
 
 Those that no trainer can do without, on this machine's torch, each into memory that is there
 already: a prefill of every prompt once, decoding all samples together, one forward of the
@@ -25,7 +25,7 @@ HEAD_TOKENS = 1024
 
 
 class Products:
-    """Runs products of given sizes and adds up their CPU seconds."""
+    """Runs products of given sizes and adds up their seconds."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.seconds = 0.0
@@ -78,9 +78,9 @@ def _by_onednn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> object:
 
 
 def _seconds(way: Multiply, views: Views) -> float:
-    started = time.process_time()
+    started = time.perf_counter()
     way(*views)
-    return time.process_time() - started
+    return time.perf_counter() - started
 
 
 def _seconds_of(way: Multiply, views: Views) -> float:
@@ -90,8 +90,8 @@ def _seconds_of(way: Multiply, views: Views) -> float:
 
 
 def products(work: Work, *, shares_prompts: bool = False) -> Products:
-    """The products of one step with the lengths of the work's first one, and their CPU seconds."""
-    torch.set_num_threads(1)
+    """The products of one step with the lengths of the work's first one, and their seconds."""
+    torch.set_num_threads(work.threads)
     config = json.loads((Path(work.model) / "config.json").read_text())
     model = Model(config)
     prompts = work.prompt_tokens()[0]

@@ -20,9 +20,10 @@ spmdflow in three: on one rank, on as many as threads under FSDP, and there unde
 every rank has all weights, as under DDP; the following rounds run the fastest of each again.
 A run's seconds are the median of its steps without the first two, from end to end; the table's are
 the medians over rounds. CPU seconds are those of all processes: compare them where others use the
-machine. `products` is what the step's matrix products alone take, `shared` the same with each
-prompt computed once for all its samples, as spmdflow does it where that saves an eighth of the
-tokens. `peak_gb` is the largest memory of all processes of a trainer together.
+machine. `products_s` is what the step's matrix products alone take with as many threads, `shared_s`
+the same with each prompt computed once for all its samples, as spmdflow does it where that saves an
+eighth of the tokens; `of_products` and `of_shared` are a step's seconds divided by them. `peak_gb`
+is the largest memory of all processes of a trainer together.
 """
 
 from __future__ import annotations
@@ -178,10 +179,10 @@ def _rows(
             "ratio": best / each.median.wall,
             "cpu_s": each.median.cpu,
             "cpu_ratio": least / each.median.cpu,
-            "products_cpu_s": product_seconds[False],
-            "of_products": each.median.cpu / product_seconds[False],
-            "shared_cpu_s": product_seconds[True],
-            "of_shared": each.median.cpu / product_seconds[True],
+            "products_s": product_seconds[False],
+            "of_products": each.median.wall / product_seconds[False],
+            "shared_s": product_seconds[True],
+            "of_shared": each.median.wall / product_seconds[True],
             "peak_gb": each.peak_bytes / 1e9,
         }
         for each in found

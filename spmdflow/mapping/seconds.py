@@ -226,17 +226,15 @@ def _micro_batch_parts(
         parts["compute"] = parts["compute"] + layers * flops / hw.flops(engine.dtype)
     head = head_seconds(shape, micro.answered, cut.tp, hw, engine)
     parts["compute"] = parts["compute"] + (4 if trains else 1) * head  # backward runs it again
-    if engine.own_kernels and not hw.is_cpu:
-        forward, backward = elementwise_bytes(shape, engine)
-        per_token = forward
-        per_logit = LOGIT_BYTES[0]
-        if trains:
-            per_token = forward * (1 + cut.recompute) + backward
-            per_logit += LOGIT_BYTES[1]
-        vocabulary = shape.vocab_size / cut.tp if shape.head == "causal_lm" else 0.0
-        layer_bytes = layers * micro.tokens * per_token
-        logit_bytes = micro.answered * vocabulary * per_logit
-        parts["memory"] = parts["memory"] + (layer_bytes + logit_bytes) / hw.memory_rate
+    if engine.own_kernels:
+        moved = _logit_bytes(shape, micro.answered, cut.tp, trains=trains)
+        if not hw.is_cpu:  # a CPU's compute_efficiency has the other kernels of a layer in it
+            forward, backward = elementwise_bytes(shape, engine)
+            per_token = forward
+            if trains:
+                per_token = forward * (1 + cut.recompute) + backward
+            moved = moved + layers * micro.tokens * per_token
+        parts["memory"] = parts["memory"] + moved / hw.memory_rate
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
     size = micro.tokens * shape.hidden_size * engine.element_bytes
@@ -245,6 +243,14 @@ def _micro_batch_parts(
     hand_overs = (2 if trains else 1) * engine.virtual_size
     parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)
     return parts
+
+
+def _logit_bytes(shape: Architecture, tokens: Array, tp: Array, *, trains: bool) -> Array:
+    """Bytes that a rank's kernels move for the logits of so many tokens; 0 for a scalar head."""
+    if shape.head != "causal_lm":
+        return 0.0 * tokens
+    per_logit = sum(LOGIT_BYTES) if trains else LOGIT_BYTES[0]
+    return tokens * shape.vocab_size / tp * per_logit
 
 
 def elementwise_bytes(shape: Architecture, engine: Engine) -> tuple[float, float]:
