@@ -8,7 +8,7 @@ Departures from the paper:
 2. the length penalty's buffer is a setting of the task (overlong.buffer_tokens; the paper: 4,096
    of 20,480 tokens), and is added after dynamic sampling, which compares the bare scores.
 
-KL to the reference: none (dapo.yaml, dapo_sums.yaml).
+KL to the reference: none (dapo.yaml, dapo_sums.yaml, dapo_instructions.yaml).
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/dapo.py
 """

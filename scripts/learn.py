@@ -46,7 +46,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     processes = runs.Processes()
     try:
-        runs.prepare({entry.group for entry in chosen}, options.runs, processes)
+        runs.prepare(chosen, options.runs, processes)
         failures = run_all(chosen, options, processes)
     except KeyboardInterrupt:
         sys.exit("learn: stopped; the same command continues")

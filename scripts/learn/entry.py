@@ -32,6 +32,8 @@ class Entry:
     """Settings file of algos/ instead of the script's own."""
     judged: bool = False
     """Whether stories_metrics.py judges the export of the last step."""
+    problems: tuple[str, ...] = ()
+    """Arguments of make_problems.py that write what it reads. $SPMDFLOW_DATA may be in them."""
     num_ranks: int = 1
     """CPU ranks of one thread each. Each of them counts as one of --jobs."""
 

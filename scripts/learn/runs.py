@@ -141,30 +141,31 @@ def perform(entry: Entry, seed: int, folder: Path, processes: Processes) -> Run:
     return run
 
 
-def prepare(groups: Collection[str], folder: Path, processes: Processes) -> None:
-    """Make what the runs of these groups read, once."""
+def prepare(entries: Collection[Entry], folder: Path, processes: Processes) -> None:
+    """Make what the runs of these entries read, once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = {entry.group for entry in entries}
     if "offline" in groups:
         _make_story_pairs(folder, processes)
     if "real_model" in groups:
         _make_real_model(folder, processes)
+    program = str(ROOT / "scripts" / "make_problems.py")
+    for problems in sorted({entry.problems for entry in entries if entry.problems}):
+        words = [os.path.expandvars(word) for word in problems]
+        processes.run([sys.executable, program, *words], folder / "problems.log")
 
 
 def _make_real_model(folder: Path, processes: Processes) -> None:
-    """Make the folder of SmolLM2-135M-Instruct, and the sums that its runs read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "real_model.log"
+    """Make the folder of SmolLM2-135M-Instruct."""
     if not (ROOT / MODEL / "config.json").is_file():
         program = str(ROOT / "scripts" / "make_smollm2.py")
-        processes.run([sys.executable, program, str(ROOT / MODEL)], log)
-    program = str(ROOT / "scripts" / "make_problems.py")
-    processes.run([sys.executable, program, "sums", str(ROOT / "problems")], log)
+        processes.run([sys.executable, program, str(ROOT / MODEL)], folder / "real_model.log")
 
 
 def _make_story_pairs(folder: Path, processes: Processes) -> None:
     """Make the short stories and pairs of the stages before RL; needs SPMDFLOW_DATA."""
     out = ROOT / "runs" / "story_pairs"
     if not (out / "pairs.test.jsonl").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         script = str(ROOT / "scripts" / "make_story_pairs.py")
         processes.run([sys.executable, script, "--out", str(out)], folder / "story_pairs.log")
 

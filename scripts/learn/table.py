@@ -5,6 +5,7 @@ Tuned on training rewards with seeds that are not in this table; see docs/LEARNI
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from scripts.learn.entry import Entry
@@ -168,12 +169,31 @@ CONTROL = ("total_steps=10", "eval_every=5", "overlong.weight=0")
 """Without the penalty of length, which a random score would leave as the only thing to learn."""
 
 
-def _real(name: str, task: str, *more: str, script: str = "dapo", seeds: tuple[int, ...]) -> Entry:
-    """A task by chat with a real model of 134.5 million parameters; greedy, held-out problems."""
-    return Entry(
+def _real(
+    name: str,
+    problems: str,
+    *more: str,
+    seeds: tuple[int, ...] = (1,),
+    yaml: str = "dapo_sums",
+    metric: str = "eval/accuracy",
+    target: float | None = None,
+    reward: str = "",
+) -> Iterator[Entry]:
+    """A task by chat with a real model of 134.5 million parameters; greedy, held-out problems.
+
+    With the same for 10 steps and a random reward, which must teach nothing.
+    problems: of scripts/make_problems.py, whose files have the name of the task.
+    reward: function that measures the control, if it is not that of sums.
+    """
+    random = "reward.function=spmdflow.rewards.control:random_score"
+    if reward:
+        random += f"(function='{reward}')"
+    words = problems.split()
+    task = words[words.index("--task") + 1] if "--task" in words else words[0]
+    learned = Entry(
         f"real_{name}",
         "real_model",
-        script,
+        yaml.partition("_")[0],
         settings=(
             f"actor.model.path={MODEL}",
             f"data.train_path=problems/{task}.train.jsonl",
@@ -182,16 +202,30 @@ def _real(name: str, task: str, *more: str, script: str = "dapo", seeds: tuple[i
             *more,
         ),
         seeds=seeds,
+        metric=metric,
+        target=target,
         more_metrics=("reward/mean", "actor/entropy", "rollout/response_length", "eval/mean"),
-        yaml="dapo_sums",
+        yaml=yaml,
+        problems=tuple(words),
         num_ranks=2,
     )
+    yield learned
+    control = replace(
+        learned, name=f"real_{name}_control", seeds=(1,), metric="eval/accuracy", target=None
+    )
+    yield control.with_settings((random, *CONTROL))
 
 
-RANDOM = "reward.function=spmdflow.rewards.control:random_score"
 REAL_MODEL_ENTRIES = (
-    replace(_real("sums", "sums", seeds=(1, 2, 3)), target=0.9),
-    _real("sums_control", "sums", RANDOM, *CONTROL, seeds=(1,)),
+    *_real("sums", "sums problems", seeds=(1, 2, 3), target=0.9),
+    *_real("differences", "differences problems", "total_steps=40", "eval_every=10"),
+    *_real(
+        "instructions",
+        "instructions problems",
+        yaml="dapo_instructions",
+        metric="eval/mean",
+        reward="spmdflow.rewards.instructions:weighted",
+    ),
 )
 
 ENTRIES: tuple[Entry, ...] = (

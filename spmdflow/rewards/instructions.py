@@ -49,6 +49,15 @@ def form(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float(_FORMS[name](text))
 
 
+def weighted(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return 0.3 length + 0.3 word + 0.4 form, the sum above, as one number."""
+    return (
+        0.3 * length(prompt, response, row)
+        + 0.3 * word(prompt, response, row)
+        + 0.4 * form(prompt, response, row)
+    )
+
+
 def _words_of(text: str) -> list[str]:
     """The words of a text, in small letters."""
     return _WORD.findall(text.lower())
