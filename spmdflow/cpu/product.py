@@ -71,10 +71,16 @@ def transposed_product(left: Tensor, right: Tensor) -> Tensor:
     """
     if not _can_use_onednn(left, right):
         return left.T @ right
-    result = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float32)
+    result = None
     for piece, missing in _split_rows(len(left)):  # rows of zeros add nothing
         turned = _pad_rows(left[piece], missing).T
-        result += _multiply_with_onednn(turned, _pad_rows(right[piece], missing))
+        part = _multiply_with_onednn(turned, _pad_rows(right[piece], missing))
+        if result is None:
+            result = part
+        else:
+            result = result.float().add_(part)
+    if result is None:
+        return left.new_zeros(left.shape[1], right.shape[1])
     return result.to(left.dtype)
 
 

@@ -74,7 +74,8 @@ def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> Non
         fully_shard(layers, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     for part in model.float32_modules:
         fully_shard(part, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
-    fully_shard(model.module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    # the root's backward begins where its forward ends: it is not gathered a second time for that
+    fully_shard(model.module, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     for unit in units(model.module):
         # a plain sum; without the second line FSDP uses PREMUL_SUM, which gloo lacks
         unit.set_gradient_divide_factor(1.0)
