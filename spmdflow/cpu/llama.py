@@ -80,6 +80,7 @@ class LlamaForward:
     """Weights, KV cache and the two passes; see rollout.forward.CachedForward."""
 
     refills = True
+    parks = True
     _cache: list[Tensor]
     """(2, rows, KV, slots, head_dim) of each layer: keys and values after the prompts."""
     _shared: list[Tensor]

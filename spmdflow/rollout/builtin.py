@@ -114,7 +114,7 @@ class BuiltinGenerator(RequestGenerator):
         )
         self._max_batch_size = cfg.max_batch_size
         # max_batch_size=1 decodes each row alone, for bits that depend on no other row: no parking
-        self._parks = self._forward.refills and cfg.max_batch_size > 1
+        self._parks = self._forward.parks and cfg.max_batch_size > 1
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
         self._ids = count()

@@ -1,7 +1,7 @@
 """The forwards of the built-in generator: a causal LM with a KV cache, rows coming and going.
 
 `LlamaForward` (cpu.llama) covers the Llama, Mistral, Qwen2 and Qwen3 families;
-`HuggingFaceForward` runs every other family, and takes new rows only when it has no others.
+`HuggingFaceForward` runs every other family.
 
 Of the rollout package, only this file imports transformers, inside its functions. It does not know
 sampling.
@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from spmdflow.cpu.llama import LlamaForward, covers
+from spmdflow.rollout.row_cache import can_join, drop_slots, join, select_rows
 from spmdflow.weights.folder import attention_of
 
 
@@ -27,7 +29,9 @@ class CachedForward(Protocol):
     """Every tensor that the forward reads, by Hugging Face name. Tied tensors appear once."""
     max_positions: int
     refills: bool
-    """Whether new rows can join rows that are being decoded, and rows can be parked."""
+    """Whether new rows can join rows that are being decoded."""
+    parks: bool
+    """Whether rows can be parked, and extended later."""
 
     def reserve(self, rows: int, slots: int) -> None:
         """Makes room for `rows` rows with `slots` tokens each after the prompt. Keeps the
@@ -134,38 +138,66 @@ def vocab_size(path: str) -> int:
     return int(cfg.get_text_config().vocab_size)
 
 
-class HuggingFaceForward:
-    """Forward of any model family, with transformers' own module and cache."""
+def _max_positions(config: Any) -> int:
+    """The context length of a model, in tokens; without one in its config, what an index can be."""
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return stated or torch.iinfo(torch.int32).max
 
-    refills = False
+
+class HuggingFaceForward:
+    """Forward of any model family, with transformers' own module and cache.
+
+    All rows end at the same slot of the cache (`row_cache`), because sliding windows count slots.
+    """
+
+    parks = False
 
     def __init__(self, module: Any) -> None:
-        """module: a transformers causal LM in evaluation mode."""
+        """module: a transformers causal LM in evaluation mode. Its weights get memory of their
+        own, which can be freed, if they are mapped from a file."""
+        from transformers import DynamicCache
+
         self._module = module
         self._cache: Any = None
-        self.weights: dict[str, Tensor] = {n: p.detach() for n, p in module.named_parameters()}
-        self.max_positions: int = module.config.max_position_embeddings
+        self._mask = torch.zeros(0, 0, dtype=torch.int64, device=module.device)
+        """(rows, slots): 1 where a slot has a token of the row."""
+        self.refills = can_join(DynamicCache(config=module.config))
+        self.weights: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if not parameter.untyped_storage().resizable():
+                parameter.data = parameter.data.clone()
+            self.weights[name] = parameter.detach()
+        self.max_positions: int = _max_positions(module.config)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Does nothing, because the cache grows on its own."""
 
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
-        """Starts a new KV cache with n rows, and returns the logits (n, V) after their prompts.
+        """Append n rows to the cache, and return the logits (n, V) after their prompts.
 
-        prompts: distinct prompts, on the host. source: index of each row's prompt. Prompts are
-        padded on the left, because sliding windows count cache slots.
+        prompts: distinct prompts, on the host. source: index of each row's prompt.
         """
         from transformers import DynamicCache
 
         ones = [torch.ones_like(prompt) for prompt in prompts]
-        ids, self._mask = (
+        ids, mask = (
             pad_sequence(rows, batch_first=True, padding_side="left").to(self._module.device)
             for rows in (prompts, ones)
         )
-        self._cache = DynamicCache(config=self._module.config)
-        logits = self._forward(ids, (self._mask.cumsum(1) - 1).clamp_(min=0))
-        self.keep(source)
-        return logits[source]
+        cache = DynamicCache(config=self._module.config)
+        logits = self._run(cache, ids, mask, (mask.cumsum(1) - 1).clamp_(min=0))
+        selection = torch.tensor(source, dtype=torch.int64, device=mask.device)
+        select_rows(cache, selection)
+        mask = mask[selection]
+        if len(self._mask):
+            join(self._cache, cache)
+            num_slots = max(mask.shape[1], self._mask.shape[1])
+            both = [pad(x, (num_slots - x.shape[1], 0)) for x in (self._mask, mask)]
+            mask = torch.cat(both)
+        else:
+            self._cache = cache
+        self._mask = mask
+        return logits[selection]
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
         """See CachedForward.extend. Never called, because no row is parked."""
@@ -174,32 +206,46 @@ class HuggingFaceForward:
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward.step."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
-        return self._forward(tokens[:, None], positions[:, None])
+        return self._run(self._cache, tokens[:, None], self._mask, positions[:, None])
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
-        """Keeps only these rows of the cache and of the attention mask, in this order.
+        """Keep only these rows of cache and mask, in this order, and the slots that one of them
+        uses.
 
-        AssertionError unless num_parked is 0: rows cannot be parked, because they could not join
-        the others again.
+        AssertionError unless num_parked is 0: rows cannot be parked, because their tokens would not
+        end where those of the others do.
         """
         assert not num_parked, num_parked
         selection = torch.tensor(rows, dtype=torch.int64, device=self._mask.device)
-        self._cache.batch_select_indices(selection)
         self._mask = self._mask[selection]
+        if not rows:
+            self.release()
+            return
+        select_rows(self._cache, selection)
+        num_slots = self._mask.shape[1]
+        used = int(self._mask.sum(1).max())
+        if used < num_slots:
+            drop_slots(self._cache, num_slots, used)
+            self._mask = self._mask[:, num_slots - used :]
 
     def release(self) -> None:
-        """Free the KV cache."""
+        """Free the KV cache with all rows."""
         self._cache = None
+        self._mask = self._mask.new_zeros(0, 0)
 
     def renew(self) -> None:
         """Does nothing, because only the KV cache is computed from the weights."""
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _run(self, cache: Any, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """Logits (n, V) after the last of these tokens (n, m), whose keys the cache gets.
+
+        mask (n, slots): of all slots including these tokens'. positions (n, m).
+        """
         output = self._module(
             input_ids=ids,
-            attention_mask=self._mask,
+            attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
