@@ -83,38 +83,52 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
     return functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
+@dataclass(frozen=True)
+class AttentionForm:
+    """How scores are computed, and how far a token sees."""
+
+    scale: float | None = None
+    """Factor of the products of query and key; None: 1 / sqrt(d)."""
+    window: int | None = None
+    """A token attends to itself and the window - 1 tokens before it; None: no limit."""
+    cap: float | None = None
+    """Scores are cap * tanh(score / cap) (Gemma 2). None: they are not capped."""
+    sinks: Tensor | None = None
+    """(heads,): a score that each softmax has in addition, without a value (gpt-oss)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels for scaled dot-product attention compute it."""
+        return self.cap is None and self.sinks is None
+
+
 def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     rows: PackedRows,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
+    form: AttentionForm | None = None,
 ) -> Tensor:
     """Causal attention of packed rows: each row attends only to its own tokens.
 
-    query (N, heads, d), key and value (N, kv heads, d) of all rows -> (N, heads, d). A row that
-    shares a prompt also attends to the prompt's keys (rows.seen). window: a token attends to itself
-    and the window - 1 tokens before it; None: no limit. Uses one varlen kernel for half precision
-    on a recent CUDA device, otherwise a dense kernel for each run of rows of equal length.
+    query (N, heads, d), key (N, kv heads, d) and value (N, kv heads, v) of all rows -> (N, heads,
+    v). A row that shares a prompt also attends to the prompt's keys (rows.seen). form: None: its
+    defaults. Uses one varlen kernel for half precision on a recent CUDA device, if scores are
+    neither capped nor have sinks and v = d; otherwise a dense kernel for each run of rows of equal length.
     """
+    if form is None:
+        form = AttentionForm()
     seen = rows.seen
     if seen is not None:
         key, value = (x.index_select(0, seen.indices) for x in (key, value))
-    if _has_varlen(query):
-        return _varlen_attention(query, key, value, rows, scale=scale, window=window)
-    return _attention_by_length(query, key, value, rows, scale=scale, window=window)
+    same_width = query.shape[-1] == value.shape[-1]
+    if form.is_plain and same_width and _has_varlen(query):
+        return _varlen_attention(query, key, value, rows, form)
+    return _attention_by_length(query, key, value, rows, form)
 
 
 def _varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: PackedRows,
-    *,
-    scale: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, form: AttentionForm
 ) -> Tensor:
     """Compute `packed_attention` with one CUDA kernel for all rows.
 
@@ -131,23 +145,17 @@ def _varlen_attention(
     else:
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-    tokens_before = -1 if window is None else window - 1
+    tokens_before = -1 if form.window is None else form.window - 1
     output = varlen_attn(
         query, key, value, rows.offsets, key_offsets, max(rows.lengths), max(key_lengths),
-        scale=scale, window_size=(tokens_before, 0), **options,
+        scale=form.scale, window_size=(tokens_before, 0), **options,
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output
 
 
 def _attention_by_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: PackedRows,
-    *,
-    scale: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, form: AttentionForm
 ) -> Tensor:
     """Compute `packed_attention` with a dense kernel for each run of rows of equal length.
 
@@ -161,30 +169,32 @@ def _attention_by_length(
         q = queries[number].unflatten(0, (count, length)).transpose(1, 2)  # (rows, heads, T, d)
         k = keys[number].unflatten(0, (count, num_keys)).transpose(1, 2)
         v = values[number].unflatten(0, (count, num_keys)).transpose(1, 2)
-        output = dense_attention(q, k, v, scale=scale, window=window)
+        output = dense_attention(q, k, v, form)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs)
 
 
-def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
-) -> Tensor:
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
     """Causal attention of unpacked rows. The T queries are at the last T of S positions.
 
-    query (b, heads, T, d), key and value (b, kv heads, S, d) -> (b, heads, T, d). window: a query
-    attends to the last `window` positions up to its own; None: no limit. Without a window that
-    matters and with T = S no mask is built. On a CPU, masked attention runs in blocks of queries.
+    query (b, heads, T, d), key (b, kv heads, S, d), value (b, kv heads, S, v) -> (b, heads, T, v).
+    Without a window that matters and with T = S no mask is built. On a CPU, masked attention runs
+    in blocks of queries.
     """
     queries = query.shape[2]
     keys = key.shape[2]
-    if queries == keys and (window is None or queries <= window):
-        return _masked_attention(query, key, value, None, scale)
+    if form.is_plain and queries == keys and (form.window is None or queries <= form.window):
+        return _masked_attention(query, key, value, None, form.scale)
 
     def attend(block: Tensor, num_keys: int) -> Tensor:
-        mask = _band(block.shape[2], num_keys, window, query.device)
-        return _masked_attention(block, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale)
+        mask = _band(block.shape[2], num_keys, form.window, query.device)
+        seen_keys = key[:, :, :num_keys]
+        seen_values = value[:, :, :num_keys]
+        if form.is_plain:
+            return _masked_attention(block, seen_keys, seen_values, mask, form.scale)
+        return _attention_by_scores(block, seen_keys, seen_values, mask, form)
 
     if query.is_cpu:
         return attend_in_blocks(query, keys, attend)
@@ -205,6 +215,27 @@ def _masked_attention(
     return functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
+
+
+def _attention_by_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm
+) -> Tensor:
+    """Attention whose scores are capped or have sinks, which no kernel of PyTorch computes.
+
+    Stores the scores (b, heads, T, S). mask (T, S): True where a query attends.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if form.cap is not None:
+        scores = form.cap * torch.tanh(scores / form.cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if form.sinks is not None:
+        sinks = form.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

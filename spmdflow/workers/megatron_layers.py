@@ -28,7 +28,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from spmdflow.cpu.product import trained_linear
-from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention
+from spmdflow.workers.attention import (
+    AttentionForm,
+    PackedRows,
+    dense_attention,
+    packed_attention,
+)
 
 
 class RMSNorm(nn.Module):
@@ -93,13 +98,11 @@ class CausalAttention(nn.Module):
         right.
         """
         assert attention_mask is None, "rows are padded on the right: causality is mask enough"
-        scale = self.scale
-        window = self.window
+        form = AttentionForm(self.scale, self.window)
         if packed_seq_params is not None:
-            rows = packed_seq_params.rows
-            return packed_attention(query, key, value, rows, scale=scale, window=window)
+            return packed_attention(query, key, value, packed_seq_params.rows, form)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
-        mixed = dense_attention(q, k, v, scale=scale, window=window)
+        mixed = dense_attention(q, k, v, form)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 

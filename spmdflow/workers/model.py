@@ -35,7 +35,13 @@ from spmdflow.weights.folder import (
     folder_of,
 )
 from spmdflow.weights.move import Read
-from spmdflow.workers.attention import PackedRows, dense_attention, packed_attention, rotate
+from spmdflow.workers.attention import (
+    AttentionForm,
+    PackedRows,
+    dense_attention,
+    packed_attention,
+    rotate,
+)
 from spmdflow.workers.micro_batch import MicroBatch
 
 
@@ -208,9 +214,11 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
                 f"output is the score or value; choose a model trained with num_labels=1"
             )
     model, read = _open_or_load(auto, cfg.path, settings, new_head=head == "critic")
-    if Architecture.sizes_from_folder(cfg.path).packs:
+    architecture = Architecture.sizes_from_folder(cfg.path)
+    if architecture.packs:
         transformers.AttentionInterface.register("rows", row_attention)
         model.config._attn_implementation = "rows"
+    if not architecture.obstacle:
         _rotate_in_one_pass(model.base_model)
     module = model
     score = None
@@ -335,21 +343,23 @@ def row_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     packed_rows: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, for families whose rows may be packed. Needs no mask.
 
     query (b, heads, T, d), key and value (b, kv heads, T, d) -> ((b, T, heads, d), None); b is 1 if
-    the rows are packed (packed_rows). Padded rows attend causally.
+    the rows are packed (packed_rows). Padded rows attend causally. softcap and s_aux: the cap and
+    the sinks of `AttentionForm`.
     """
+    form = AttentionForm(scaling, sliding_window, softcap, s_aux)
     if packed_rows is None:
-        output = dense_attention(query, key, value, scale=scaling, window=sliding_window)
-        return output.transpose(1, 2), None
+        return dense_attention(query, key, value, form).transpose(1, 2), None
     # a view whose gradient is one: that of x[0] would be a copy into zeros
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
-    mixed = packed_attention(q, k, v, packed_rows, scale=scaling, window=sliding_window)
-    return mixed[None], None
+    return packed_attention(q, k, v, packed_rows, form)[None], None
 
 
 def grouped_attention(

@@ -16,7 +16,13 @@ from torch import Tensor
 from spmdflow.config.schema import ModelConfig
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.workers import model as models
-from spmdflow.workers.attention import PackedRows, SeenKeys, packed_attention, rotate
+from spmdflow.workers.attention import (
+    AttentionForm,
+    PackedRows,
+    SeenKeys,
+    packed_attention,
+    rotate,
+)
 from spmdflow.workers.micro_batch import micro_batches
 from spmdflow.workers.sharding import read_weights
 from tests.rollout_reference import load, write_family
@@ -46,7 +52,7 @@ def test_packed_rows_attend_to_themselves_alone_and_only_within_the_window(
     inputs = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
 
-    found = packed_attention(*ours, PackedRows.of(lengths), window=window)
+    found = packed_attention(*ours, PackedRows.of(lengths), AttentionForm(window=window))
     expected = masked(*theirs, lengths, window)
     for output in (found, expected):
         (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
@@ -89,7 +95,7 @@ def test_rows_behind_one_prompt_equal_rows_that_each_have_it(
     inputs = [torch.randn(at, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
 
-    found = packed_attention(*ours, packed, window=window)[torch.cat(whole)]
+    found = packed_attention(*ours, packed, AttentionForm(window=window))[torch.cat(whole)]
     rows = [x[torch.cat(whole)] for x in theirs]
     expected = masked(*rows, [len(row) for row in whole], window)
     for output in (found, expected):
