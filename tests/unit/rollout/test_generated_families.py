@@ -1,0 +1,75 @@
+"""The built-in generator with many families of transformers: refilled rows, and their log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.rollout.builtin import BuiltinGenerator
+from spmdflow.rollout.generator import take_folder_weights
+from spmdflow.rollout.sampling import Sampling
+from spmdflow.weights.folder import attention_of
+from tests.tiny_families import FAMILIES, save_tiny_model
+
+CPU = torch.device("cpu")
+BY_DEFAULT = ("gemma3_text", "qwen3_moe", "falcon_h1", "nemotron_h")
+CASES = [
+    pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in FAMILIES
+]
+NUM_ROWS = 12
+SEEDS = list(range(NUM_ROWS))
+SAMPLED = Sampling(max_new_tokens=20)
+
+
+def generator_of(folder: Path, max_batch_size: int) -> BuiltinGenerator:
+    """A float32 generator with the folder's weights."""
+    made = BuiltinGenerator(
+        RolloutConfig(dtype="float32", max_batch_size=max_batch_size), str(folder), CPU
+    )
+    take_folder_weights(made, str(folder), verify=True)
+    return made
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_refilled_rows_have_their_own_tokens_and_the_log_probs_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    """Rows of 1 to 19 tokens, in a batch of 3 that is refilled and in one of 12; within 2e-5."""
+    folder = save_tiny_model(family, tmp_path / family)
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 20, (NUM_ROWS,), generator=draw).tolist()
+    prompts = [torch.randint(3, 320, (length,), generator=draw) for length in lengths]
+    refilled = generator_of(folder, 3)
+
+    found = refilled.generate(ragged_from_rows(prompts), SAMPLED, SEEDS)
+    together = generator_of(folder, NUM_ROWS).generate(ragged_from_rows(prompts), SAMPLED, SEEDS)
+
+    assert refilled._forward.refills
+    assert torch.equal(found["responses"].values(), together["responses"].values())
+    config = transformers.AutoConfig.from_pretrained(folder)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, **attention_of(config)
+    ).eval()
+    drawn = zip(prompts, rows_of(found["responses"]), rows_of(found["rollout_log_probs"]))
+    with torch.no_grad():
+        for prompt, response, log_probs in drawn:
+            row = torch.cat([prompt, response])[None]
+            logits = plain(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+            assert float((log_probs - expected).abs().max()) < 2e-5
+
+
+def test_long_waiting_prompts_are_computed_in_several_passes(tmp_path: Path) -> None:
+    """More prompt tokens than one pass takes: no pass replaces the rows of the one before."""
+    folder = save_tiny_model("phi3", tmp_path / "phi3")
+    prompts = ragged_from_rows([torch.full((200,), 3 + row) for row in range(60)])
+
+    together = generator_of(folder, 60).generate(prompts, Sampling(3), list(range(60)))
+    alone = generator_of(folder, 1).generate(prompts, Sampling(3), list(range(60)))
+
+    assert torch.equal(together["responses"].values(), alone["responses"].values())
