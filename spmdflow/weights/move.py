@@ -40,7 +40,7 @@ def fill(local_tensors: Mapping[str, Tensor], table: ShardTable, read: Read) -> 
             if described.padding:
                 tensor.zero_()
             for piece in described.pieces:
-                copy_box(tensor[piece.local.slices()], piece.name, piece.box, read)
+                copy_box(piece.view(tensor), piece.name, piece.box, read)
 
 
 def copy_box(target: Tensor, name: str, box: Box, read: Read) -> None:
@@ -70,7 +70,7 @@ def blocks(local_tensors: Mapping[str, Tensor], table: ShardTable) -> Iterator[B
     for name, described in table.items():
         tensor = _find_local_tensor(local_tensors, name, described.shape).detach()
         for piece in described.pieces:
-            yield piece.name, tensor[piece.local.slices()], piece.box
+            yield piece.name, piece.view(tensor), piece.box
 
 
 def own_parts(pieces: Iterable[Block], own: Iterable[Iterable[Box]]) -> Iterator[Block]:

@@ -18,6 +18,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from torch import Tensor
+
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.parallel.layout import divisors
@@ -113,14 +115,36 @@ class Piece:
     """Hugging Face name."""
     box: Box
     local: Box
-    """It has the same shape as box."""
+    """It has the same shape as box, unless there are `axes`."""
+    axes: tuple[int | None, ...] = ()
+    """For each axis of the box, the axis of `local` along which it runs; None: of one element. ():
+    both have the same axes."""
 
     def __post_init__(self) -> None:
-        assert self.box.shape == self.local.shape, self
+        if self.axes == tuple(range(len(self.local.bounds))) == tuple(range(len(self.box.bounds))):
+            object.__setattr__(self, "axes", ())
+        assert self.box.size == self.local.size, self
+        assert self.axes or self.box.shape == self.local.shape, self
+
+    def view(self, local: Tensor) -> Tensor:
+        """The piece's elements of the local tensor, a view with the shape of `box`."""
+        part = local[self.local.slices()]
+        if not self.axes:
+            return part
+        named = [axis for axis in self.axes if axis is not None]
+        others = [axis for axis in range(part.ndim) if axis not in named]
+        part = part.permute(*others, *named)[(0,) * len(others)]
+        for position, axis in enumerate(self.axes):
+            if axis is None:
+                part = part.unsqueeze(position)
+        return part
 
     def part(self, box: Box) -> Piece:
-        """The piece with only the elements `box`, which must be inside this piece's box."""
-        assert self.box.contains(box), (self, box)
+        """The piece with only the elements `box`, which must be inside this piece's box.
+
+        Both have the same axes.
+        """
+        assert self.box.contains(box) and not self.axes, (self, box)
         moved = []
         for (low, _), (origin, _), (start, stop) in zip(
             self.local.bounds, self.box.bounds, box.bounds, strict=True
@@ -130,6 +154,7 @@ class Piece:
 
     def box_at(self, local: Box) -> Box:
         """The tensor's box whose elements are at `local`, which must be inside this piece's."""
+        assert not self.axes, self
         return Piece(self.name, self.local, self.box).part(local).local
 
 

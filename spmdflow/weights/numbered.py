@@ -1,0 +1,319 @@
+"""Where a loader puts every element of a model, found by loading numbers instead of weights.
+
+Each element of the model's tensors gets a number of its own. The engine's own loader stores these
+numbers in the engine's tensors, and what lies where is read back: fused, sharded, transposed,
+padded and expert weights alike, without knowing the family. Numbers are loaded digit by digit, so
+that the engine's precision holds them exactly. They are loaded a second time in reverse: a loader
+that computes (scales, adds, quantises) gives numbers that do not belong together, and is refused.
+
+The result is a `ShardTable` of boxes, as the written tables are. Pure: knows no engine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spmdflow.blocks.box import Box
+from spmdflow.errors import WeightSyncError
+from spmdflow.weights.table import LocalTensor, Piece, ShardTable
+
+Load = Callable[[Mapping[str, Tensor]], None]
+"""Loads some of the model's tensors, by name, into the engine's."""
+
+_DIGIT_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 48}
+"""Bits of an integer that a type holds exactly."""
+_MOST_PIECES = 1 << 16
+"""Of one tensor of the engine; a loader with more follows no order that boxes describe."""
+
+
+def derive_table(
+    local_tensors: Mapping[str, Tensor], groups: Sequence[Mapping[str, Sequence[int]]], load: Load
+) -> ShardTable:
+    """Return which boxes of the model's tensors are where in the engine's.
+
+    local_tensors: the engine's, by name; their values are lost, and zeros afterwards. groups:
+    shapes by name of the model's tensors; those of one group are loaded together, and a layer is a
+    good group. load: the engine's loader. WeightSyncError if an element of the engine is not one
+    element of the model, unchanged.
+    """
+    for tensor in local_tensors.values():
+        tensor.zero_()
+    pieces: dict[str, list[Piece]] = {name: [] for name in local_tensors}
+    for shapes in groups:
+        numbering = _Numbering.of(shapes)
+        for name, numbers in _read_numbers(local_tensors, numbering, load):
+            pieces[name] += _Region(name, numbers, numbering).pieces()
+    table = {}
+    for name, tensor in local_tensors.items():
+        table[name] = LocalTensor(tuple(tensor.shape), tuple(pieces[name]))
+    return table
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """The numbers of the elements of some tensors: 1 and up, in row-major order.
+
+    One number between two tensors is not used, so that no run of numbers goes over from one to the
+    next.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    names: tuple[str, ...]
+    firsts: tuple[int, ...]
+    """The number of each tensor's first element."""
+    last: int
+    """The largest number."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]]) -> _Numbering:
+        """Number the tensors of these shapes in their order."""
+        sizes = {name: tuple(shape) for name, shape in shapes.items()}
+        firsts = []
+        number = 1
+        for shape in sizes.values():
+            firsts.append(number)
+            number += prod(shape) + 1
+        return cls(sizes, tuple(sizes), tuple(firsts), number - 2)
+
+    def tensor_at(self, number: int) -> tuple[str, int]:
+        """Return the tensor with this number, and the row-major index of its element."""
+        index = bisect_right(self.firsts, number) - 1
+        return self.names[index], number - self.firsts[index]
+
+    def tensors(self, of_number: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return all tensors, whose elements are of_number(their numbers)."""
+        result = {}
+        for name, first in zip(self.names, self.firsts, strict=True):
+            shape = self.shapes[name]
+            numbers = torch.arange(first, first + prod(shape))
+            result[name] = of_number(numbers).reshape(shape)
+        return result
+
+
+def _read_numbers(
+    local_tensors: Mapping[str, Tensor], numbering: _Numbering, load: Load
+) -> Iterator[tuple[str, Tensor]]:
+    """Load the numbers; yield (name, numbers) of each engine's tensor that has some of them.
+
+    numbers: int64 in host memory, 0 where nothing was loaded. The tensors are zeros again
+    afterwards.
+    """
+    forward = _load_digits(local_tensors, numbering, load, lambda number: number)
+    turned = numbering.last + 1
+    backward = _load_digits(local_tensors, numbering, load, lambda number: turned - number)
+    for name, numbers in forward.items():
+        expected = torch.where(numbers > 0, turned - numbers, 0)
+        if name not in backward or not torch.equal(backward[name], expected):
+            raise _computes(name)
+        if int(numbers.max()) > numbering.last:
+            raise _computes(name)
+        yield name, numbers
+
+
+def _load_digits(
+    local_tensors: Mapping[str, Tensor],
+    numbering: _Numbering,
+    load: Load,
+    order: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """Return the values order(number) that the engine's tensors have after loading, by name.
+
+    Each load stores one digit plus 1, so that what was not loaded stays 0.
+    """
+    bits = min(_digit_bits(name, tensor) for name, tensor in local_tensors.items()) - 1
+    base = (1 << bits) - 1
+    found: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
+    factor = 1
+    while factor <= numbering.last:
+        load(numbering.tensors(lambda number: order(number) // factor % base + 1))
+        for name, tensor in local_tensors.items():
+            if factor == 1 and bool(tensor.any()):
+                loaded[name] = (tensor != 0).cpu()
+                found[name] = torch.zeros(tensor.shape, dtype=torch.int64)
+            if name not in loaded:
+                continue
+            digits = tensor.detach().to("cpu", torch.float64)
+            tensor.zero_()
+            is_digit = (digits == digits.round()) & (digits >= 0) & (digits <= base)
+            if not bool(is_digit.all()) or not torch.equal(digits > 0, loaded[name]):
+                raise _computes(name)
+            found[name] += torch.where(loaded[name], (digits.long() - 1) * factor, 0)
+        factor *= base
+    return found
+
+
+def _digit_bits(name: str, tensor: Tensor) -> int:
+    bits = _DIGIT_BITS.get(tensor.dtype)
+    if bits is None:
+        raise WeightSyncError.of(
+            f"weights of {name}",
+            f"elements of {tensor.dtype}",
+            f"one of {', '.join(map(str, _DIGIT_BITS))}",
+            "choose another precision for the generator",
+        )
+    return bits
+
+
+def _computes(name: str) -> WeightSyncError:
+    return WeightSyncError.of(
+        f"weights of {name}",
+        "a loader that computes it from the folder's values",
+        "one that only copies, so that updates can be copied to the same elements",
+        "choose another generator for this model",
+    )
+
+
+class _Line(NamedTuple):
+    """A box whose numbers rise by the same step along each axis."""
+
+    first: int
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The numbers that one tensor of the engine has."""
+
+    name: str
+    numbers: Tensor
+    numbering: _Numbering
+
+    def pieces(self) -> list[Piece]:
+        """Cut the tensor into boxes that are boxes of the model's tensors; padding is left out."""
+        found: list[Piece] = []
+        waiting = [Box.of_shape(self.numbers.shape)]
+        while waiting:
+            box = waiting.pop()
+            part = self.numbers[box.slices()]
+            if not bool(part.any()):
+                continue
+            piece = self._piece(box, part)
+            if piece is not None:
+                found.append(piece)
+            else:
+                waiting += reversed(_split(box, part))
+            if len(found) + len(waiting) > _MOST_PIECES:
+                raise WeightSyncError.of(
+                    f"weights of {self.name}",
+                    f"more than {_MOST_PIECES} pieces",
+                    "boxes of the model's tensors",
+                    "choose another generator for this model",
+                )
+        return found
+
+    def _piece(self, box: Box, part: Tensor) -> Piece | None:
+        """The piece at a box, if its numbers are those of a box of one tensor of the model."""
+        line = _line_of(part)
+        if line is None or line.first == 0:
+            return None
+        name, element = self.numbering.tensor_at(line.first)
+        shape = self.numbering.shapes[name]
+        axes = _axes_of(part.shape, line.steps, element, shape)
+        if axes is None:
+            return None
+        bounds = []
+        for start, axis in zip(_unravel(element, shape), axes, strict=True):
+            extent = 1 if axis is None else part.shape[axis]
+            bounds.append((start, start + extent))
+        return Piece(name, Box(tuple(bounds)), box, axes)
+
+
+def _line_of(part: Tensor) -> _Line | None:
+    """The first number and the step along each axis, if they describe all numbers of the part."""
+    first = int(part.flatten()[0])
+    steps = []
+    expected = torch.full_like(part, first)
+    for axis, extent in enumerate(part.shape):
+        step = 0
+        if extent > 1:
+            step = int(part.select(axis, 1).flatten()[0]) - first
+            shape = [1] * part.ndim
+            shape[axis] = extent
+            expected += (torch.arange(extent) * step).view(shape)
+        steps.append(step)
+    if not torch.equal(part, expected):
+        return None
+    return _Line(first, tuple(steps))
+
+
+def _axes_of(
+    extents: Sequence[int], steps: Sequence[int], element: int, shape: Sequence[int]
+) -> tuple[int | None, ...] | None:
+    """Return, for each axis of a model's tensor, the engine's axis along which it runs.
+
+    None for an axis of which the box has one element. None altogether if a step of the engine is
+    not one step along an axis, or leaves the tensor.
+    """
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    start = _unravel(element, shape)
+    axes: list[int | None] = [None] * len(shape)
+    for own, (extent, step) in enumerate(zip(extents, steps, strict=True)):
+        if extent == 1:
+            continue
+        for axis, stride in enumerate(strides):
+            fits = start[axis] + extent <= shape[axis]
+            if stride == step and fits and axes[axis] is None:
+                axes[axis] = own
+                break
+        else:
+            return None
+    return tuple(axes)
+
+
+def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of the element with this row-major number."""
+    index = []
+    for size in reversed(shape):
+        element, place = divmod(element, size)
+        index.append(place)
+    return tuple(reversed(index))
+
+
+def _split(box: Box, part: Tensor) -> list[Box]:
+    """Cut a box where the steps along an axis change; if they do nowhere, into halves or slices."""
+    for axis in range(part.ndim):
+        line = part
+        for other in reversed(range(part.ndim)):
+            if other != axis:
+                line = line.select(other, 0)
+        cuts = _runs(line.tolist())
+        if len(cuts) > 1:
+            return [_cut(box, axis, start, stop) for start, stop in cuts]
+    axis = next(axis for axis, extent in enumerate(part.shape) if extent > 1)
+    return [_cut(box, axis, index, index + 1) for index in range(part.shape[axis])]
+
+
+def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, stop) of the longest runs whose values rise by the same step, from left to right.
+
+    Zeros are runs of their own.
+    """
+    runs = []
+    start = 0
+    while start < len(values):
+        stop = start + 1
+        if values[start] == 0:
+            while stop < len(values) and values[stop] == 0:
+                stop += 1
+        elif stop < len(values) and values[stop] != 0:
+            step = values[stop] - values[start]
+            while stop < len(values) and values[stop] - values[stop - 1] == step:
+                stop += 1
+        runs.append((start, stop))
+        start = stop
+    return runs
+
+
+def _cut(box: Box, axis: int, start: int, stop: int) -> Box:
+    bounds = list(box.bounds)
+    origin = bounds[axis][0]
+    bounds[axis] = (origin + start, origin + stop)
+    return Box(tuple(bounds))
