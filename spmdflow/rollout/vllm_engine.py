@@ -34,6 +34,7 @@ from spmdflow.kind.generator import PREFILL_TOKENS, generator_names
 from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
 from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
 from spmdflow.rollout.vllm_adapter import engine_arguments
+from spmdflow.rollout.vllm_experts import experts_class, keep_plain_experts
 from spmdflow.rollout.vllm_process import (
     Groups,
     executor_class,
@@ -72,6 +73,11 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             utils = import_module("vllm.model_executor.layers.utils")
             undone.enter_context(
                 replace_attribute(utils, "dispatch_cpu_unquantized_gemm", _keep_plain)
+            )
+            undone.enter_context(
+                replace_attribute(
+                    experts_class(), "process_weights_after_loading", keep_plain_experts
+                )
             )
         else:
             keep_caches_apart(groups.device)

@@ -33,7 +33,7 @@ from spmdflow.rollout.generator import Replica
 
 _SINGLE = ("_DCP", "_PCP", "_DP")
 """Axes that always have one rank here. Some exist only in some versions."""
-_ALL = ("_WORLD", "_TP", "_ETP", "_PP", *_SINGLE, "_NODE_COUNT")
+_ALL = ("_WORLD", "_TP", "_ETP", "_EP", "_PP", *_SINGLE, "_NODE_COUNT")
 _PREFIX = "spmdflow_"
 """Prefix of the coordinators' names. On CPU, names that begin with tp or pp use shared memory whose
 name is the same in every job on a node."""
@@ -75,8 +75,8 @@ class Groups:
         """Sets the global coordinators in vLLM's parallel state to groups of this replica.
 
         All ranks of the replica call it together. World, tp and pp get the replica's groups; the
-        axes that always have one rank (_DP, ...) get a group of this rank alone. _ETP is the
-        coordinator of tp, and the number of nodes is 1.
+        axes that always have one rank (_DP, ...) get a group of this rank alone. _ETP and _EP, which
+        mixtures ask for, are the coordinator of tp, and the number of nodes is 1.
         """
         replica = self.replica
         state = _state()
@@ -95,8 +95,9 @@ class Groups:
             if hasattr(state, attribute):
                 name = _PREFIX + attribute.strip("_").lower()
                 setattr(state, attribute, self._coordinator(name, (replica.rank,)))
-        if hasattr(state, "_ETP"):
-            state._ETP = state._TP
+        for attribute in ("_ETP", "_EP"):  # all experts' tensors are cut as the others are
+            if hasattr(state, attribute):
+                setattr(state, attribute, state._TP)
         state._NODE_COUNT = 1
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """What a vLLM model reads, by Hugging Face name: live views, their boxes, and their hashes.
 
 The boxes come from the tables of `weights`: `vllm_shards` for vLLM's own parameters, the
-trainer's `megatron_shards` where its shards replace them (`vllm_blocks`). A family without a
-table is supported on one rank only, by its modules' attributes. This file uses modules, not vLLM.
+trainer's `megatron_shards` where its shards replace them (`vllm_blocks`). The table of another
+family is derived (`vllm_derived`). This file uses modules, not vLLM.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.vllm_adapter import PolicyAdapter
+from spmdflow.rollout.vllm_derived import derive_tables
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, blocks
 from spmdflow.weights.ranks import vllm_shards
@@ -129,23 +130,19 @@ def read_stock_weights(
 ) -> Reading:
     """Returns the `Reading` of vLLM's own parameters and, if there is one, of the adapter.
 
-    Boxes come from the weight table of the model's family. Without a table, the complete tensors
-    are found by the modules' attributes (`hugging_face_views`); ConfigError if there are several
-    ranks or an adapter. ConfigError too if vLLM has other tensors than the table states.
+    Boxes come from the weight table of the model's family. Without a table they are derived
+    (`vllm_derived`); ConfigError then if there is an adapter. ConfigError too if vLLM has other
+    tensors than the table states.
     """
     try:
         arch = Architecture.from_folder(model_path)
     except ConfigError:
-        if replica.size > 1 or adapter is not None:
+        if adapter is not None:
             raise
-        views = hugging_face_views(model)
-        own_blocks = []
-        for name, view in views.items():
-            own_blocks.append((name, view, Box.of_shape(view.shape)))
-        shapes = {}
-        for name, view in views.items():
-            shapes[name] = view.shape
-        return Reading(shapes, own_blocks, [frozenset((name, box) for name, _, box in own_blocks)])
+        shapes, tables = derive_tables(model, model_path, replica)
+        own = tables[replica.replica_rank]
+        views = list(blocks(dict(model.named_parameters()), own))
+        return Reading(shapes, views, [slots_of(table.values()) for table in tables])
     parameters = {}
     for n, p in model.named_parameters():
         parameters[n.replace(".base_layer.", ".")] = p
@@ -159,31 +156,6 @@ def read_stock_weights(
     _check_names(parameters, mine, model_path)
     slots_of_ranks = [slots_of(table.values()) for table in tables]
     return Reading(whole_shapes(arch), list(blocks(parameters, mine)), slots_of_ranks)
-
-
-def hugging_face_views(model: Any) -> dict[str, Tensor]:
-    """Hugging Face name -> view of the live parameter, tied tensors once. For one rank only.
-
-    model: a vLLM module. Its `packed_modules_mapping` states which layers are fused, a fused
-    layer's `output_sizes` where to split, a vocabulary layer's `org_vocab_size` where padding
-    begins.
-    """
-    fused = getattr(model, "packed_modules_mapping", {})
-    views: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        path, _, kind = name.rpartition(".")
-        parent, _, layer_name = path.rpartition(".")
-        layer = model.get_submodule(path)
-        tensor = parameter.detach()
-        if layer_name in fused:
-            parts = tensor.split(list(layer.output_sizes))
-            names = []
-            for part in fused[layer_name]:
-                names.append(f"{parent}.{part}.{kind}")
-            views.update(zip(names, parts, strict=True))
-        else:
-            views[name] = tensor[: getattr(layer, "org_vocab_size", len(tensor))]
-    return views
 
 
 def _check_names(parameters: Mapping[str, Tensor], table: ShardTable, model_path: str) -> None:

@@ -340,3 +340,25 @@ def _open(path: Path) -> Any:
     except (OSError, SafetensorError) as err:
         got = f"{path}, which does not read as safetensors ({err})"
         raise ConfigError.of("model", got, "weights", "download the file again") from err
+
+
+def causal_lm_on_meta(path: str | Path) -> Any:
+    """The transformers causal LM of a folder, with all its tensors on the meta device."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def in_folder_form(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a transformers module by the names and in the shapes of its files.
+
+    transformers fuses some tensors when it loads them (experts), and cuts them when it saves. The
+    tensors need not be all of the module; those that are fused together come together.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(module, dict(tensors)))

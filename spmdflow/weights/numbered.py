@@ -29,6 +29,9 @@ Load = Callable[[Mapping[str, Tensor]], None]
 
 _DIGIT_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 48}
 """Bits of an integer that a type holds exactly."""
+_PRIME = (1 << 31) - 1
+_FACTOR = 1_220_703_125
+"""Numbers of the second load: number * _FACTOR modulo _PRIME, which puts them in another order."""
 _MOST_PIECES = 1 << 16
 """Of one tensor of the engine; a loader with more follows no order that boxes describe."""
 
@@ -105,25 +108,30 @@ def _read_numbers(
     numbers: int64 in host memory, 0 where nothing was loaded. The tensors are zeros again
     afterwards.
     """
-    forward = _load_digits(local_tensors, numbering, load, lambda number: number)
-    turned = numbering.last + 1
-    backward = _load_digits(local_tensors, numbering, load, lambda number: turned - number)
-    for name, numbers in forward.items():
-        expected = torch.where(numbers > 0, turned - numbers, 0)
-        if name not in backward or not torch.equal(backward[name], expected):
-            raise _computes(name)
+    assert numbering.last < _PRIME, "a group of tensors with too many elements"
+    first = _load_digits(local_tensors, load, numbering, numbering.last, lambda number: number)
+    second = _load_digits(local_tensors, load, numbering, _PRIME, _in_other_order)
+    for name, numbers in first.items():
         if int(numbers.max()) > numbering.last:
+            raise _computes(name)
+        if name not in second or not torch.equal(second[name], _in_other_order(numbers)):
             raise _computes(name)
         yield name, numbers
 
 
+def _in_other_order(numbers: Tensor) -> Tensor:
+    """Other numbers below _PRIME, one for each; 0 stays 0."""
+    return numbers * _FACTOR % _PRIME
+
+
 def _load_digits(
     local_tensors: Mapping[str, Tensor],
-    numbering: _Numbering,
     load: Load,
-    order: Callable[[Tensor], Tensor],
+    numbering: _Numbering,
+    most: int,
+    of_number: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """Return the values order(number) that the engine's tensors have after loading, by name.
+    """Return of_number(number), at most `most`, of what each engine's tensor has after loading.
 
     Each load stores one digit plus 1, so that what was not loaded stays 0.
     """
@@ -132,8 +140,8 @@ def _load_digits(
     found: dict[str, Tensor] = {}
     loaded: dict[str, Tensor] = {}
     factor = 1
-    while factor <= numbering.last:
-        load(numbering.tensors(lambda number: order(number) // factor % base + 1))
+    while factor <= most:
+        load(numbering.tensors(lambda number: of_number(number) // factor % base + 1))
         for name, tensor in local_tensors.items():
             if factor == 1 and bool(tensor.any()):
                 loaded[name] = (tensor != 0).cpu()

@@ -1,0 +1,97 @@
+"""What a vLLM model of any family reads: where vLLM's own loader stores each element.
+
+The table is derived (`weights.numbered`), not written: the trainer's tensors are numbered, brought
+into the form of a folder as transformers saves them, and loaded by vLLM. So fused, expert and
+transposed weights need no code of ours. This file uses the model's `load_weights`, not vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdflow.blocks.box import Box, subtract_all
+from spmdflow.blocks.hash import positional_hash
+from spmdflow.errors import ConfigError
+from spmdflow.kind.generator import generator_names
+from spmdflow.rollout.generator import Replica
+from spmdflow.weights.folder import causal_lm_on_meta, folder_tensors, in_folder_form
+from spmdflow.weights.numbered import derive_table
+from spmdflow.weights.table import ShardTable
+
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+"""The part of a tensor's name that its layer's tensors share."""
+
+
+def derive_tables(
+    model: Any, model_path: str, replica: Replica
+) -> tuple[dict[str, torch.Size], list[ShardTable]]:
+    """Return the shapes of the trainer's tensors, and what each rank of the replica has of them.
+
+    model: vLLM's, with the folder's weights, which it has again afterwards. Shapes are by the names
+    of transformers' module, tied tensors once. ConfigError if a tensor of vLLM gets no values, or
+    others than a sync would bring, or if an element of the trainer is on no rank. All ranks of the
+    replica call it together.
+    """
+    module = causal_lm_on_meta(model_path)
+    shapes = {name: tensor.shape for name, tensor in module.named_parameters()}
+    parameters = dict(model.named_parameters())
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        model.load_weights(in_folder_form(module, tensors).items())
+
+    with torch.no_grad():
+        before = {name: positional_hash(tensor) for name, tensor in parameters.items()}
+        own = derive_table(parameters, _by_layer(shapes), load)
+        model.load_weights(folder_tensors(model_path))
+    for name, tensor in parameters.items():
+        if positional_hash(tensor) != before[name]:
+            raise _refusal(model_path, f"{name} is rearranged after it was loaded")
+    without = [name for name, local in own.items() if not local.pieces]
+    if without:
+        raise _refusal(model_path, f"its tensors {', '.join(without[:3])} get no trained weight")
+    tables: list[ShardTable] = [own]
+    if replica.size > 1:
+        tables = [{} for _ in replica.ranks]
+        dist.all_gather_object(tables, own, group=replica.group(replica.ranks, "gloo"))
+    _check_cover(shapes, tables, model_path)
+    return shapes, tables
+
+
+def _by_layer(shapes: Mapping[str, Sequence[int]]) -> list[Mapping[str, Sequence[int]]]:
+    """The tensors of each layer, and all others together."""
+    groups: dict[str, dict[str, Sequence[int]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        found = _LAYER.match(name)
+        groups[found[1] if found else ""][name] = shape
+    return list(groups.values())
+
+
+def _check_cover(
+    shapes: Mapping[str, torch.Size], tables: Sequence[ShardTable], model_path: str
+) -> None:
+    """ConfigError unless the ranks together have every element of every tensor."""
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for table in tables:
+        for local in table.values():
+            for piece in local.pieces:
+                boxes[piece.name].append(piece.box)
+    for name, shape in shapes.items():
+        missing = subtract_all([Box.of_shape(shape)], boxes[name])
+        if missing:
+            raise _refusal(model_path, f"{name} {list(missing[0].bounds)} is nowhere in it")
+
+
+def _refusal(model_path: str, reason: str) -> ConfigError:
+    return ConfigError.of(
+        "rollout.engine=vllm",
+        f"vLLM's model of {model_path}, in which {reason}",
+        "one that takes all trained weights from the folder",
+        f"set actor.rollout.engine={generator_names()[0]}",
+    )

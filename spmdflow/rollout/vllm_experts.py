@@ -1,0 +1,96 @@
+"""Experts of a mixture in vLLM on a CPU, computed with their plain weights.
+
+vLLM's own CPU kernel takes weights in an order of its own, into which it brings them once, after it
+has loaded a folder. Weights that a sync brings afterwards would be in the wrong order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+EXPERTS = ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts")
+"""Module and class of vLLM's experts on a CPU. Versions before 0.32 have others."""
+
+
+def experts_class() -> Any:
+    """vLLM's class, or a class that nothing uses if this vLLM has no such class."""
+    try:
+        return getattr(import_module(EXPERTS[0]), EXPERTS[1])
+    except (ImportError, AttributeError):
+        return SimpleNamespace(process_weights_after_loading=None)
+
+
+def keep_plain_experts(experts: Any, layer: Any) -> None:
+    """Replace process_weights_after_loading of vLLM's experts: `_apply` computes with the weights
+    as they were loaded."""
+    experts.apply = functools.partial(_apply, experts)
+
+
+def _apply(
+    experts: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    *,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
+    """Write the sum of each token's experts into output (n, H), with the arguments of vLLM.
+
+    hidden_states (n, H); w1 (E, 2 F, H), w2 (E, H, F), with biases of `experts`, if there are any.
+    topk_weights and topk_ids (n, k). apply_router_weight_on_input: hidden_states are multiplied by
+    the weights already.
+    """
+    activate = _ACTIVATIONS[str(activation.value).lower()]
+    if expert_map is not None:
+        topk_ids = expert_map[topk_ids]
+    output.zero_()
+    for expert in range(len(w1)):
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        bias1 = None if experts.w1_bias is None else experts.w1_bias[expert]
+        bias2 = None if experts.w2_bias is None else experts.w2_bias[expert]
+        inner = activate(functional.linear(hidden_states[tokens], w1[expert], bias1))
+        result = functional.linear(inner, w2[expert], bias2)
+        if not apply_router_weight_on_input:
+            result = result * topk_weights[tokens, slots, None]
+        output.index_add_(0, tokens, result.to(output.dtype))
+
+
+def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """(n, 2 F) -> (n, F): function(first half) times the second half."""
+
+    def activate(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return function(gate) * up
+
+    return activate
+
+
+def _clamped_swiglu(x: Tensor) -> Tensor:
+    """gpt-oss' activation: (n, 2 F), gate and up by turns, -> (n, F)."""
+    gate = x[..., ::2].clamp(max=7.0)
+    up = x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": _gated(functional.silu),
+    "gelu": _gated(functional.gelu),
+    "gelu_tanh": _gated(functools.partial(functional.gelu, approximate="tanh")),
+    "swigluoai": _clamped_swiglu,
+}
