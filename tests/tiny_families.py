@@ -106,7 +106,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 def save_tiny_model(
     family: str, folder: Path, *, vocab_size: int = 320, tokenizer: Path | None = None
 ) -> Path:
-    """Write a random float32 model of a family, with weights large enough to matter. Returns folder.
+    """Write a random float32 model of a family, with weights that matter, and return the folder.
 
     tokenizer: a folder whose tokenizer, special tokens and number of words it gets.
     """

@@ -75,8 +75,8 @@ class Groups:
         """Sets the global coordinators in vLLM's parallel state to groups of this replica.
 
         All ranks of the replica call it together. World, tp and pp get the replica's groups; the
-        axes that always have one rank (_DP, ...) get a group of this rank alone. _ETP and _EP, which
-        mixtures ask for, are the coordinator of tp, and the number of nodes is 1.
+        axes that always have one rank (_DP, ...) get a group of this rank alone. _ETP and _EP,
+        which mixtures ask for, are the coordinator of tp, and the number of nodes is 1.
         """
         replica = self.replica
         state = _state()

@@ -21,9 +21,10 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.converted import locate_fused
 from spmdflow.weights.dcp import METADATA, TorchCheckpoint
 from spmdflow.weights.index import INDEX, read_index
-from spmdflow.weights.table import shapes_by_name
+from spmdflow.weights.table import LocalTensor, Piece, shapes_by_name
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +48,20 @@ class HuggingFaceFolder:
         *,
         new_head: bool = False,
         stored: Mapping[str, str] | None = None,
+        fused: Mapping[str, LocalTensor] | None = None,
         kind: str = "model",
     ) -> None:
         """Raises ConfigError unless the folder has each tensor in its shape.
 
         wanted: the architecture, or shapes by name. new_head: a scalar head that the folder lacks
         reads as zeros (a new critic). stored: names in the files, for tensors with another name.
-        kind: kind of the model, for errors.
+        fused: tensors that consist of several of the files, and of which (`converted`); they are
+        not among `wanted`. kind: kind of the model, for errors.
         """
         self._path = Path(path)
         self._files = dict[Path, Any]()
         self._stored = stored or {}
+        self._fused = fused or {}
         self._zeros = {"score.weight"} - self.names if new_head else set[str]()
         if isinstance(wanted, Architecture):
             kind = f"{wanted.family} model with a {wanted.head} head"
@@ -72,10 +76,32 @@ class HuggingFaceFolder:
         """
         if name in self._zeros:
             return self._slice(min(self.names))[:1].new_zeros(box.shape)
+        if name in self._fused:
+            return self._read_fused(self._fused[name], box)
         values: Tensor = self._slice(name)[box.slices()]
         self.bytes_read += values.nbytes
         check_finite(values, stored := self._stored.get(name, name), self._file_of[stored])
         return values
+
+    def _read_fused(self, fused: LocalTensor, box: Box) -> Tensor:
+        """Return a box of a tensor that consists of several of the files.
+
+        Of each, only the elements in the box are read.
+        """
+        result: Tensor | None = None
+        for piece in fused.pieces:
+            common = piece.local.intersect(box)
+            if common is None:
+                continue
+            values = self.read(piece.name, piece.box_at(common))
+            if result is None:
+                result = values.new_empty(box.shape)
+            place = Piece(
+                piece.name, Box.of_shape(values.shape), Box.of_shape(common.shape), piece.axes
+            )
+            place.view(result[common.slices(box)]).copy_(values)
+        assert result is not None, box
+        return result
 
     @property
     def names(self) -> Set[str]:
@@ -220,17 +246,21 @@ def folder_of(module: Any, path: str | Path, *, new_head: bool = False) -> Huggi
     or has another shape. new_head: like in `HuggingFaceFolder`.
     """
     buffers = dict(module.named_buffers()).keys() & module.state_dict().keys()
-    try:
-        stored = _stored_names(module, path)
-    except _NeedsTransformers as why:
-        logger.warning("model.path %s is loaded whole on every rank: %s", path, why)
-        return None
     tensors = {**dict(module.named_parameters()), **{n: module.get_buffer(n) for n in buffers}}
     shapes = {}
     for name, tensor in tensors.items():
         shapes[name] = tensor.shape
+    try:
+        stored, fused_names = _stored_names(module, path)
+        fused = _locate_fused(module, path, {name: shapes[name] for name in fused_names})
+    except _NeedsTransformers as why:
+        logger.warning("model.path %s is loaded whole on every rank: %s", path, why)
+        return None
+    copied = {name: shape for name, shape in shapes.items() if name not in fused}
     kind = type(module).__name__
-    folder = HuggingFaceFolder(path, shapes, new_head=new_head, stored=stored, kind=kind)
+    folder = HuggingFaceFolder(
+        path, copied, new_head=new_head, stored=stored, fused=fused, kind=kind
+    )
     for name in buffers:
         tensors[name].copy_(folder.read(name, Box.of_shape(shapes[name])))
     return folder
@@ -240,12 +270,43 @@ class _NeedsTransformers(Exception):
     """Only transformers can load the model; the message is the reason."""
 
 
-def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
-    """Return name in the module -> name in the files, for tensors that are copied unchanged.
+def _locate_fused(
+    module: Any, path: str | Path, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, LocalTensor]:
+    """Return where the files' tensors are in each tensor that transformers fuses; shapes: of these.
 
-    Of tied parameters, only the first name is in it. _NeedsTransformers if transformers computes a
-    tensor from others, if weights are quantized, or if tied parameters are two tensors in the
-    files. ConfigError if the folder has no safetensors files and no torch checkpoint.
+    _NeedsTransformers if it does more to one of them.
+    """
+    if not shapes:
+        return {}
+
+    def cut(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        try:
+            return in_folder_form(module, tensors)
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            KeyError,
+        ) as err:  # small tensors: `converted`
+            raise _NeedsTransformers(f"transformers converts {next(iter(shapes))}: {err}") from err
+
+    fused = locate_fused(shapes, HuggingFaceFolder(path, {}).shapes(), cut)
+    others = sorted(shapes.keys() - fused.keys())
+    if others:
+        raise _NeedsTransformers(
+            f"transformers computes {others[0]} from several tensors of the files"
+        )
+    return fused
+
+
+def _stored_names(module: Any, path: str | Path) -> tuple[dict[str, str], set[str]]:
+    """Return name in the module -> name in the files, and the names of tensors that are fused.
+
+    The first are copied unchanged; transformers makes each of the others of several of the files.
+    Of tied parameters, only the first name is in it. _NeedsTransformers if weights are quantized,
+    or if tied parameters are two tensors in the files. ConfigError if the folder has no safetensors
+    files and no torch checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -268,14 +329,14 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
         if not isinstance(change, WeightConverter):
             renamings.append(change)
     file_name_of: dict[str, str] = {}
+    fused = set[str]()
     for key in HuggingFaceFolder(path, {}).names:
         name, converted = rename_source_key(
             key, renamings, converters, module.base_model_prefix, state
         )
         if converted is not None and name in state:
-            raise _NeedsTransformers(
-                f"transformers computes {name} from several tensors of the files"
-            )
+            fused.add(name)
+            continue
         file_name_of[name if name in state else key] = key
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -288,7 +349,7 @@ def _stored_names(module: Any, path: str | Path) -> dict[str, str]:
             )
         if present:
             file_name_of[names[0]] = file_name_of[present[0]]
-    return file_name_of
+    return file_name_of, fused
 
 
 def file_names(num_files: int) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -50,9 +51,9 @@ def derive_table(
         tensor.zero_()
     pieces: dict[str, list[Piece]] = {name: [] for name in local_tensors}
     for shapes in groups:
-        numbering = _Numbering.of(shapes)
+        numbering = Numbering.of(shapes)
         for name, numbers in _read_numbers(local_tensors, numbering, load):
-            pieces[name] += _Region(name, numbers, numbering).pieces()
+            pieces[name] += numbering.pieces(name, numbers)
     table = {}
     for name, tensor in local_tensors.items():
         table[name] = LocalTensor(tuple(tensor.shape), tuple(pieces[name]))
@@ -60,8 +61,8 @@ def derive_table(
 
 
 @dataclass(frozen=True)
-class _Numbering:
-    """The numbers of the elements of some tensors: 1 and up, in row-major order.
+class Numbering:
+    """Numbers of the elements of some tensors: 1 and up, in row-major order.
 
     One number between two tensors is not used, so that no run of numbers goes over from one to the
     next.
@@ -75,7 +76,7 @@ class _Numbering:
     """The largest number."""
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]]) -> _Numbering:
+    def of(cls, shapes: Mapping[str, Sequence[int]]) -> Numbering:
         """Number the tensors of these shapes in their order."""
         sizes = {name: tuple(shape) for name, shape in shapes.items()}
         firsts = []
@@ -84,6 +85,14 @@ class _Numbering:
             firsts.append(number)
             number += prod(shape) + 1
         return cls(sizes, tuple(sizes), tuple(firsts), number - 2)
+
+    def pieces(self, name: str, numbers: Tensor) -> list[Piece]:
+        """Return which boxes of the numbered tensors another tensor has, by its numbers.
+
+        numbers: int64 in host memory; 0 where it has no element of them. WeightSyncError with its
+        name if they are too many boxes.
+        """
+        return _Region(name, numbers, self).pieces()
 
     def tensor_at(self, number: int) -> tuple[str, int]:
         """Return the tensor with this number, and the row-major index of its element."""
@@ -101,7 +110,7 @@ class _Numbering:
 
 
 def _read_numbers(
-    local_tensors: Mapping[str, Tensor], numbering: _Numbering, load: Load
+    local_tensors: Mapping[str, Tensor], numbering: Numbering, load: Load
 ) -> Iterator[tuple[str, Tensor]]:
     """Load the numbers; yield (name, numbers) of each engine's tensor that has some of them.
 
@@ -127,7 +136,7 @@ def _in_other_order(numbers: Tensor) -> Tensor:
 def _load_digits(
     local_tensors: Mapping[str, Tensor],
     load: Load,
-    numbering: _Numbering,
+    numbering: Numbering,
     most: int,
     of_number: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
@@ -141,7 +150,7 @@ def _load_digits(
     loaded: dict[str, Tensor] = {}
     factor = 1
     while factor <= most:
-        load(numbering.tensors(lambda number: of_number(number) // factor % base + 1))
+        load(numbering.tensors(partial(_stored_digit, of_number, factor, base)))
         for name, tensor in local_tensors.items():
             if factor == 1 and bool(tensor.any()):
                 loaded[name] = (tensor != 0).cpu()
@@ -156,6 +165,13 @@ def _load_digits(
             found[name] += torch.where(loaded[name], (digits.long() - 1) * factor, 0)
         factor *= base
     return found
+
+
+def _stored_digit(
+    of_number: Callable[[Tensor], Tensor], factor: int, base: int, numbers: Tensor
+) -> Tensor:
+    """One digit of of_number(numbers), plus 1."""
+    return of_number(numbers) // factor % base + 1
 
 
 def _digit_bits(name: str, tensor: Tensor) -> int:
@@ -192,7 +208,7 @@ class _Region:
 
     name: str
     numbers: Tensor
-    numbering: _Numbering
+    numbering: Numbering
 
     def pieces(self) -> list[Piece]:
         """Cut the tensor into boxes that are boxes of the model's tensors; padding is left out."""

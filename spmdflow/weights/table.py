@@ -154,8 +154,16 @@ class Piece:
 
     def box_at(self, local: Box) -> Box:
         """The tensor's box whose elements are at `local`, which must be inside this piece's."""
-        assert not self.axes, self
-        return Piece(self.name, self.local, self.box).part(local).local
+        assert self.local.contains(local), (self, local)
+        axes = self.axes or tuple(range(len(self.box.bounds)))
+        bounds = []
+        for (start, stop), axis in zip(self.box.bounds, axes, strict=True):
+            if axis is not None:
+                origin = self.local.bounds[axis][0]
+                low, high = local.bounds[axis]
+                start, stop = start + low - origin, start + high - origin
+            bounds.append((start, stop))
+        return Box(tuple(bounds))
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ def packed_attention(
     query (N, heads, d), key (N, kv heads, d) and value (N, kv heads, v) of all rows -> (N, heads,
     v). A row that shares a prompt also attends to the prompt's keys (rows.seen). form: None: its
     defaults. Uses one varlen kernel for half precision on a recent CUDA device, if scores are
-    neither capped nor have sinks and v = d; otherwise a dense kernel for each run of rows of equal length.
+    neither capped nor have sinks and v = d; otherwise a dense kernel for each run of rows of equal
+    length.
     """
     if form is None:
         form = AttentionForm()

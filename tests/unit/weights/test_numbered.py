@@ -1,4 +1,4 @@
-"""Tables that are read off a loader, for loaders that copy in many ways, and for some that compute."""
+"""Tables that are read off a loader: loaders that copy in many ways, and some that compute."""
 
 from __future__ import annotations
 
