@@ -1,4 +1,4 @@
-"""Experts that transformers fuses when it loads a folder, read box by box from the folder's files."""
+"""Experts that transformers fuses when it loads a folder, read box by box from its files."""
 
 from __future__ import annotations
 
