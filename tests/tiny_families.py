@@ -19,6 +19,7 @@ SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+TIED = {"tie_word_embeddings": True}
 WINDOW = {"sliding_window": 8}
 EVERY_SECOND = {"layer_types": ["sliding_attention", "full_attention"]}
 LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
@@ -46,22 +47,22 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mistral": WINDOW,
     "qwen2": {},
     "qwen3": {},
-    "gemma2": WINDOW | EVERY_SECOND | {"query_pre_attn_scalar": 16},
-    "gemma3_text": WINDOW | EVERY_SECOND | {"query_pre_attn_scalar": 16},
+    "gemma2": WINDOW | EVERY_SECOND | TIED | {"query_pre_attn_scalar": 16},
+    "gemma3_text": WINDOW | EVERY_SECOND | TIED | {"query_pre_attn_scalar": 16},
     "phi3": {},
     "olmo2": {},
     "smollm3": {},
     "granite": {},
-    "gemma": {},
+    "gemma": TIED,
     "glm": {},
     "glm4": {},
     "olmo3": WINDOW | EVERY_SECOND,
     "ministral3": {},
-    "starcoder2": {},
+    "starcoder2": TIED,
     "seed_oss": {},
     "exaone4": {},
     "ernie4_5": {},
-    "cohere2": WINDOW | EVERY_SECOND,
+    "cohere2": TIED | WINDOW | EVERY_SECOND,
     "granitemoe": LOCAL_EXPERTS,
     "minimax_m2": LOCAL_EXPERTS,
     "dots1": ROUTED_EXPERTS,
@@ -98,7 +99,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "chunk_size": 16,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gpt2": TIED | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 """model_type -> what its config has beside `SIZES`; None: it has no such key."""
 

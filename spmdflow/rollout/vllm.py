@@ -97,7 +97,9 @@ class VllmGenerator(RequestGenerator):
                 while self._sampler.requests:
                     self.step()
             undo.pop_all()
-        self._reading = read_stock_weights(self.model, model_path, replica, self._adapter)
+        configuration = import_module("vllm.config").set_current_vllm_config
+        with explain_errors(model_path, replica), configuration(self._runner.vllm_config):
+            self._reading = read_stock_weights(self.model, model_path, replica, self._adapter)
         self.has_folder_weights = keeps_folder(cfg, model_path)
         """False: all weights are zeros until a sync, or until `take_folder_weights` reads them."""
         if not self.has_folder_weights:

@@ -45,6 +45,7 @@ _ENVIRONMENT = {
 }
 _NAMES = {
     "vllm": ("LLM.reset_prefix_cache", "SamplingParams"),
+    "vllm.config": ("set_current_vllm_config",),
     "vllm.v1.outputs": ("SamplerOutput",),
     "vllm.sampling_params": ("RequestOutputKind.FINAL_ONLY",),
     "vllm.v1.engine.llm_engine": (

@@ -34,7 +34,7 @@ from spmdflow.kind.generator import PREFILL_TOKENS, generator_names
 from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
 from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
 from spmdflow.rollout.vllm_adapter import engine_arguments
-from spmdflow.rollout.vllm_experts import experts_class, keep_plain_experts
+from spmdflow.rollout.vllm_experts import keep_plain_experts
 from spmdflow.rollout.vllm_process import (
     Groups,
     executor_class,
@@ -75,12 +75,19 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
                 replace_attribute(utils, "dispatch_cpu_unquantized_gemm", _keep_plain)
             )
             undone.enter_context(
-                replace_attribute(
-                    experts_class(), "process_weights_after_loading", keep_plain_experts
+                _replace_if_present(
+                    "layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts",
+                    "process_weights_after_loading",
+                    keep_plain_experts,
                 )
             )
         else:
             keep_caches_apart(groups.device)
+        undone.enter_context(
+            _replace_if_present(
+                "models.transformers.base.Base", "_decorate_for_torch_compile", _leave_class_alone
+            )
+        )
         stages = import_module("vllm.distributed.utils")
         undone.enter_context(replace_attribute(stages, "get_pp_indices", _bounds_of_stage))
         llm = vllm.LLM(
@@ -255,6 +262,24 @@ def _run_without_compiling() -> None:
     module.__dict__["get_masked_input_and_mask"] = getattr(
         compiled, "_torchdynamo_orig_callable", compiled
     )
+
+
+@contextmanager
+def _replace_if_present(name: str, method: str, value: Any) -> Iterator[None]:
+    """Sets a method of a class of vllm.model_executor inside the block, if this version has it."""
+    module, _, class_name = name.rpartition(".")
+    try:
+        owner = getattr(import_module(f"vllm.model_executor.{module}"), class_name)
+    except (ImportError, AttributeError):
+        yield
+        return
+    with replace_attribute(owner, method, value):
+        yield
+
+
+def _leave_class_alone(model: Any) -> None:
+    """vLLM runs a family that it has no model of with the module of transformers, whose class it
+    changes so that it can be compiled. The trainer's modules have the same class."""
 
 
 def _keep_plain(layer: Any, remove_weight: bool) -> None:

@@ -8,25 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-EXPERTS = ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts")
-"""Module and class of vLLM's experts on a CPU. Versions before 0.32 have others."""
-
-
-def experts_class() -> Any:
-    """vLLM's class, or a class that nothing uses if this vLLM has no such class."""
-    try:
-        return getattr(import_module(EXPERTS[0]), EXPERTS[1])
-    except (ImportError, AttributeError):
-        return SimpleNamespace(process_weights_after_loading=None)
-
 
 def keep_plain_experts(experts: Any, layer: Any) -> None:
     """Replace process_weights_after_loading of vLLM's experts: `_apply` computes with the weights
