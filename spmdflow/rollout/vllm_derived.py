@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.hash import positional_hash
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
 from spmdflow.weights.folder import causal_lm_on_meta, folder_tensors, in_folder_form
@@ -48,7 +48,10 @@ def derive_tables(
 
     with torch.no_grad():
         before = {name: positional_hash(tensor) for name, tensor in parameters.items()}
-        own = derive_table(parameters, _by_layer(shapes), load)
+        try:
+            own = derive_table(parameters, _by_layer(shapes), load)
+        except WeightSyncError as err:
+            raise _refusal(model_path, f"not all weights are copies: {err}") from err
         model.load_weights(folder_tensors(model_path))
     for name, tensor in parameters.items():
         if positional_hash(tensor) != before[name]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+
 def keep_plain_experts(experts: Any, layer: Any) -> None:
     """Replace process_weights_after_loading of vLLM's experts: `_apply` computes with the weights
     as they were loaded."""

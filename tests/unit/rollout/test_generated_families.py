@@ -14,7 +14,7 @@ from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.folder import attention_of
-from tests.tiny_families import FAMILIES, save_tiny_model
+from scripts.families.tiny import FAMILIES, save_tiny_model
 
 CPU = torch.device("cpu")
 BY_DEFAULT = ("gemma3_text", "qwen3_moe", "falcon_h1", "nemotron_h")

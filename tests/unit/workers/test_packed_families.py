@@ -17,7 +17,7 @@ from spmdflow.weights.folder import attention_of
 from spmdflow.workers.micro_batch import micro_batches
 from spmdflow.workers.model import load_model
 from spmdflow.workers.sharding import read_weights
-from tests.tiny_families import FAMILIES, save_tiny_model
+from scripts.families.tiny import FAMILIES, save_tiny_model
 
 CPU = torch.device("cpu")
 BY_DEFAULT = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")

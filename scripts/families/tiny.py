@@ -1,4 +1,4 @@
-"""Tiny random models of many families of transformers, which tests train and generate with."""
+"""Tiny random models of many families of transformers, to train and to generate with."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5": {},
     "cohere2": TIED | WINDOW | EVERY_SECOND,
     "granitemoe": LOCAL_EXPERTS,
-    "minimax_m2": LOCAL_EXPERTS,
+    "minimax_m2": LOCAL_EXPERTS | {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "dots1": ROUTED_EXPERTS,
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32},
     "gpt_oss": LOCAL_EXPERTS | WINDOW | EVERY_SECOND,
@@ -82,6 +82,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 32,
         "v_head_dim": 32,
+        "topk_method": "noaux_tc",
     },
     "qwen3_next": EXPERTS
     | DELTA_NET
@@ -105,16 +106,21 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def save_tiny_model(
-    family: str, folder: Path, *, vocab_size: int = 320, tokenizer: Path | None = None
+    family: str,
+    folder: Path,
+    *,
+    tokenizer: Path | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Path:
     """Write a random float32 model of a family, with weights that matter, and return the folder.
 
-    tokenizer: a folder whose tokenizer, special tokens and number of words it gets.
+    tokenizer: a folder whose tokenizer, special tokens and number of words it gets; None: it has
+    320 words. sizes: instead of those of `SIZES`.
     """
     import transformers
 
-    facts = {**SIZES, "vocab_size": vocab_size, "bos_token_id": 1, "eos_token_id": 2}
-    facts["pad_token_id"] = 2
+    facts = {**SIZES, "vocab_size": 320, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    facts |= sizes or {}
     if tokenizer is not None:
         whole = transformers.AutoConfig.from_pretrained(tokenizer)
         for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
