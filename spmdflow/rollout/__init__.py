@@ -26,11 +26,14 @@ Rows come and go one by one (`RequestGenerator`: add, abort, step). `generate` i
   resumable      requests that continue across weight updates (partial rollouts)
   forward        the interface of a cached forward, and one for any family with transformers
                  (the fast one, for Llama, Mistral, Qwen2 and Qwen3, is cpu.llama)
+  row_cache      rows of a cache of transformers: selected, joined, shortened
   vllm           the generator on vLLM in process, one engine per rank
   vllm_engine    starts vLLM's engine inside our process, with our sampler in it
   vllm_process   its parallel state on our groups, and the process state that it changes; CUDA
   vllm_contract  vLLM's internal names that are used, checked before an engine is built
   vllm_weights   the tensors that its layers read, by Hugging Face name, and their hashes
+  vllm_derived   the same for families without a table, read off vLLM's own loader
+  vllm_experts   experts on a CPU, computed with their plain weights
   vllm_adapter   the policy's LoRA adapters in vLLM's buffers
   vllm_tools     vLLM's parsers of tool calls
   vllm_blocks    layers that compute with the trainer's shards instead of their own weights

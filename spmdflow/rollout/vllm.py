@@ -292,7 +292,12 @@ class VllmGenerator(RequestGenerator):
         if weights and not self._shared and self._adapter is None:
             self.weights_version = NEVER
             if "weights" not in self._asleep:
-                self._free("weights", self.model.parameters(), self.model.buffers())
+                trained: list[Tensor] = []
+                others = list(self.model.buffers())
+                for name, parameter in self.model.named_parameters():
+                    kept = name in self._reading.constants
+                    (others if kept else trained).append(parameter)
+                self._free("weights", trained, others)
 
     def _free(self, part: WakePart, tensors: Iterable[Tensor], preserved: Iterable[Tensor]) -> None:
         """Frees the memory of one part, and records it in self._asleep until `wake`.

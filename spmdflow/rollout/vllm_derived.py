@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,18 +30,31 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 """The part of a tensor's name that its layer's tensors share."""
 
 
-def derive_tables(
-    model: Any, model_path: str, replica: Replica
-) -> tuple[dict[str, torch.Size], list[ShardTable]]:
-    """Return the shapes of the trainer's tensors, and what each rank of the replica has of them.
+@dataclass(frozen=True)
+class Derived:
+    """What was found of a vLLM model."""
 
-    model: vLLM's, with the folder's weights, which it has again afterwards. Shapes are by the names
-    of transformers' module, tied tensors once. ConfigError if a tensor of vLLM gets no values, or
-    others than a sync would bring, or if an element of the trainer is on no rank. All ranks of the
-    replica call it together.
+    shapes: Mapping[str, torch.Size]
+    """Of the trainer's tensors, by the names of transformers' module; tied tensors once."""
+    tables: Sequence[ShardTable]
+    """What each rank of the replica has of them."""
+    constants: frozenset[str]
+    """This rank's parameters that the trainer does not train, such as a bias of a router. They keep
+    the folder's values."""
+
+
+def derive_tables(model: Any, model_path: str, replica: Replica) -> Derived:
+    """Return where vLLM's own loader stores each element of the trainer's tensors.
+
+    model: vLLM's, with the folder's weights, which it has again afterwards. ConfigError if a tensor
+    of vLLM gets no values, or others than a sync would bring, or if an element of the trainer is on
+    no rank. All ranks of the replica call it together.
     """
     module = causal_lm_on_meta(model_path)
     shapes = {name: tensor.shape for name, tensor in module.named_parameters()}
+    fixed = {}
+    for name in module.state_dict().keys() & dict(module.named_buffers()).keys():
+        fixed[name] = module.get_buffer(name).shape
     parameters = dict(model.named_parameters())
 
     def load(tensors: Mapping[str, Tensor]) -> None:
@@ -49,13 +63,20 @@ def derive_tables(
     with torch.no_grad():
         before = {name: positional_hash(tensor) for name, tensor in parameters.items()}
         try:
-            own = derive_table(parameters, _by_layer(shapes), load)
+            found = derive_table(parameters, _by_layer({**shapes, **fixed}), load)
         except WeightSyncError as err:
             raise _refusal(model_path, f"not all weights are copies: {err}") from err
         model.load_weights(folder_tensors(model_path))
     for name, tensor in parameters.items():
         if positional_hash(tensor) != before[name]:
             raise _refusal(model_path, f"{name} is rearranged after it was loaded")
+    own = {}
+    constants = set()
+    for name, local in found.items():
+        if local.pieces and all(piece.name in fixed for piece in local.pieces):
+            constants.add(name)
+        else:
+            own[name] = local
     tables: list[ShardTable] = [own]
     if replica.size > 1:
         tables = [{} for _ in replica.ranks]
@@ -64,7 +85,7 @@ def derive_tables(
         if not any(name in table and table[name].pieces for table in tables):
             raise _refusal(model_path, f"its tensor {name} gets no trained weight")
     _check_cover(shapes, tables, model_path)
-    return shapes, tables
+    return Derived(shapes, tables, frozenset(constants))
 
 
 def _by_layer(shapes: Mapping[str, Sequence[int]]) -> list[Mapping[str, Sequence[int]]]:

@@ -44,6 +44,8 @@ class Reading:
     """This rank's live views."""
     slots_of_ranks: Sequence[frozenset[Slot]]
     """The slots that each rank of the replica reads, by its rank in the replica."""
+    constants: frozenset[str] = frozenset()
+    """Names of vLLM's parameters that no sync brings, and that keep the folder's values."""
 
     def hashes(self, replica: Replica, device: torch.device) -> dict[str, int]:
         """Hashes of complete tensors, in which every box counts once. A collective over the
@@ -139,10 +141,11 @@ def read_stock_weights(
     except ConfigError:
         if adapter is not None:
             raise
-        shapes, tables = derive_tables(model, model_path, replica)
-        own = tables[replica.replica_rank]
+        derived = derive_tables(model, model_path, replica)
+        own = derived.tables[replica.replica_rank]
         views = list(blocks(dict(model.named_parameters()), own))
-        return Reading(shapes, views, [slots_of(table.values()) for table in tables])
+        slots = [slots_of(table.values()) for table in derived.tables]
+        return Reading(derived.shapes, views, slots, derived.constants)
     parameters = {}
     for n, p in model.named_parameters():
         parameters[n.replace(".base_layer.", ".")] = p

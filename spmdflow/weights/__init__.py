@@ -4,13 +4,15 @@ One declarative table per architecture family (`architecture` for the difference
 `table` for the tensors) and one function per engine (`ranks`), which says for a rank which box of
 which Hugging Face tensor fills which part of which local tensor. Loading, export, resharding and
 checksums read these tables; no other code knows how a weight is cut. All modules but `move`,
-`direct`, `file` and `folder` handle integers only. No module uses processes, Megatron or vLLM.
+`numbered`, `direct`, `file` and `folder` handle integers only. No module uses processes, Megatron or vLLM.
 
 | file | what |
 |---|---|
 | `architecture` | `Architecture`: sizes and features from config.json, or why no table fits |
 | `table` | `parameters`: name and shape of every tensor; `Piece`, `LocalTensor`; ways to cut |
 | `ranks` | the tables of all ranks of a layout: Megatron's, vLLM's, rows in equal chunks (FSDP2) |
+| `numbered` | where a loader puts every element, read off numbers that it stores |
+| `converted` | which tensors of a folder make up a tensor that transformers fuses |
 | `move` | fill local tensors through a reader; views by box; memory freed and reallocated |
 | `direct` | a new file that is written with O_DIRECT, bypassing the page cache |
 | `file` | safetensors files that are hashed while they are written, and read in parts |

@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers
 
+from scripts.families.tiny import FAMILIES, save_tiny_model
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.folder import attention_of
-from scripts.families.tiny import FAMILIES, save_tiny_model
 
 CPU = torch.device("cpu")
 BY_DEFAULT = ("gemma3_text", "qwen3_moe", "falcon_h1", "nemotron_h")

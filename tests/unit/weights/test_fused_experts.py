@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from scripts.families.tiny import FAMILIES, save_tiny_model
 from spmdflow.blocks.box import Box
 from spmdflow.weights.folder import empty_module, folder_of
-from scripts.families.tiny import FAMILIES, save_tiny_model
 
 FUSED = ("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2", "mixtral", "olmoe")
 FUSED += ("qwen2_moe", "qwen3_moe", "qwen3_next")

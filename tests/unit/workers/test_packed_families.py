@@ -10,6 +10,7 @@ import transformers
 from tensordict import TensorDict
 from torch import Tensor
 
+from scripts.families.tiny import FAMILIES, save_tiny_model
 from spmdflow.config.schema import ModelConfig
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.weights.architecture import Architecture
@@ -17,7 +18,6 @@ from spmdflow.weights.folder import attention_of
 from spmdflow.workers.micro_batch import micro_batches
 from spmdflow.workers.model import load_model
 from spmdflow.workers.sharding import read_weights
-from scripts.families.tiny import FAMILIES, save_tiny_model
 
 CPU = torch.device("cpu")
 BY_DEFAULT = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
