@@ -1,0 +1,124 @@
+"""One vLLM replica over all ranks, for each of some families: its table, its tokens, its checksums.
+
+Usage: torchrun --nproc-per-node T vllm_families.py FOLDER FAMILY ...
+Each rank writes FOLDER/rank-R.json, {family: what was found}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from scripts.families.run import VLLM_SIZES
+from scripts.families.tiny import save_tiny_model
+from spmdflow.config.schema import RolloutConfig
+from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.errors import ConfigError
+from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.rollout.generator import Replica, take_folder_weights
+from spmdflow.rollout.sampling import Sampling
+from spmdflow.rollout.vllm import VllmGenerator
+from spmdflow.rollout.vllm_derived import derive_tables
+from spmdflow.rollout.vllm_weights import stock_table
+from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.folder import attention_of
+from spmdflow.weights.table import ShardTable
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 9, 12], [30], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [50, 51]]
+TOKENS = 8
+
+
+def main() -> None:
+    """Measure all families, one after another."""
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ranks = tuple(range(dist.get_world_size()))
+    groups = GroupTable(rank, timeout_seconds=600)
+    groups.make([GroupSpec(ranks, "gloo")])
+    replica = Replica(rank, ranks, ranks, (rank,), groups)
+    found = {}
+    for family in sys.argv[2:]:
+        model = folder / family
+        if rank == 0:
+            save_tiny_model(family, model, sizes=VLLM_SIZES)
+        dist.barrier()
+        try:
+            found[family] = measure(model, replica)
+        except ConfigError as err:
+            found[family] = {"refused": str(err)}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def measure(model: Path, replica: Replica) -> dict[str, Any]:
+    """What one family's generator has and says."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, **attention_of(transformers.AutoConfig.from_pretrained(model))
+    ).eval()
+    cfg = RolloutConfig(engine="vllm", max_batch_size=8, max_new_tokens=TOKENS)
+    cfg.max_prompt_tokens = 32
+    generator = VllmGenerator(cfg, str(model), CPU, replica)
+    try:
+        take_folder_weights(generator, str(model), verify=False)
+        prompts = ragged_from_rows([torch.tensor(prompt) for prompt in PROMPTS])
+        drawn = generator.generate(prompts, Sampling(TOKENS), list(range(len(PROMPTS))))
+        result = {
+            "gap": largest_gap(plain, rows_of(drawn["responses"]), drawn["rollout_log_probs"]),
+            "hashes": generator.hashes(),
+            "table": equals_written_table(generator, model, replica),
+        }
+        result["swapped"] = names_after_swap(generator, result["hashes"])
+        return result
+    finally:
+        generator.close()
+
+
+def largest_gap(plain: Any, responses: list[Tensor], log_probs: Tensor) -> float:
+    """Between the generator's log-probs and those of a forward of transformers over each row."""
+    gap = 0.0
+    for prompt, response, own in zip(PROMPTS, responses, rows_of(log_probs), strict=True):
+        row = torch.cat([torch.tensor(prompt), response])[None]
+        with torch.no_grad():
+            logits = plain(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        gap = max(gap, float((own - expected).abs().max()))
+    return gap
+
+
+def equals_written_table(generator: VllmGenerator, model: Path, replica: Replica) -> bool | None:
+    """Whether the derived table is the written one, box by box; None without a written one."""
+    architecture = Architecture.sizes_from_folder(model)
+    if architecture.obstacle:
+        return None
+    derived = derive_tables(generator.model, str(model), replica)
+    written = stock_table(architecture, replica, replica.replica_rank)
+    return boxes_of(derived.tables[replica.replica_rank]) == boxes_of(written)
+
+
+def boxes_of(table: ShardTable) -> dict[str, list[Any]]:
+    """Pieces of each tensor of the engine, sorted."""
+    return {name: sorted(map(str, local.pieces)) for name, local in table.items()}
+
+
+def names_after_swap(generator: VllmGenerator, before: dict[str, int]) -> list[str]:
+    """Exchange two experts of the first tensor that has some; the tensors whose hash changed."""
+    for _, view, box in generator.blocks():
+        if view.ndim == 3 and box.shape[0] == 8:
+            first = view[0].clone()
+            view[0] = view[1]
+            view[1] = first
+            break
+    after = generator.hashes()
+    return [name for name, value in after.items() if value != before[name]]
+
+
+if __name__ == "__main__":
+    main()

