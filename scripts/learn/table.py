@@ -165,8 +165,9 @@ OFFLINE_ENTRIES = (
     ),
 )
 
-CONTROL = ("total_steps=10", "eval_every=5", "overlong.weight=0")
-"""Without the penalty of length, which a random score would leave as the only thing to learn."""
+CONTROL = ("total_steps=10", "eval_every=5")
+WITHOUT_PENALTY = ("overlong.weight=0",)
+"""Of length, which a random score would leave as the only thing to learn."""
 
 
 def _real(
@@ -213,11 +214,24 @@ def _real(
     control = replace(
         learned, name=f"real_{name}_control", seeds=(1,), metric="eval/accuracy", target=None
     )
-    yield control.with_settings((random, *CONTROL))
+    penalty = WITHOUT_PENALTY if learned.script == "dapo" else ()
+    yield control.with_settings((random, *CONTROL, *penalty))
+
+
+def _reasoning(task: str, settings: str = "{}") -> Iterator[Entry]:
+    """A task of reasoning-gym, whose right answers start at about one in ten."""
+    return _real(
+        task,
+        f"reasoning problems --task {task} --settings {settings}",
+        "reward.function=spmdflow.rewards.reasoning:score",
+        *("data.max_prompt_tokens=320", "data.eval_prompts=200", "overlong.weight=0"),
+        *("actor.rollout.max_new_tokens=40", "total_steps=30", "eval_every=10", "save_every=30"),
+        reward="spmdflow.rewards.reasoning:score",
+    )
 
 
 REAL_MODEL_ENTRIES = (
-    *_real("sums", "sums problems", seeds=(1, 2, 3), target=0.9),
+    *_real("sums", "sums problems", seeds=(3, 2, 1), target=0.9),
     *_real("differences", "differences problems", "total_steps=40", "eval_every=10"),
     *_real(
         "instructions",
@@ -225,6 +239,18 @@ REAL_MODEL_ENTRIES = (
         yaml="dapo_instructions",
         metric="eval/mean",
         reward="spmdflow.rewards.instructions:weighted",
+    ),
+    *_reasoning("number_format"),
+    *_reasoning("string_insertion", '{"min_string_length":5,"max_string_length":7}'),
+    *_real(
+        "gsm8k",
+        "gsm8k $SPMDFLOW_DATA/gsm8k problems",
+        *("data.prompts_per_step=16", "data.eval_prompts=200", "data.max_prompt_tokens=320"),
+        *("actor.rollout.max_new_tokens=128", "actor.update.mini_batch_size=64"),
+        *("actor.engine.kind=zero1", "actor.engine.micro_batch_tokens=4096"),
+        *("actor.optimizer.lr=1e-5", "actor.optimizer.warmup_steps=2", "actor.loss.kl_coef=0"),
+        *("total_steps=20", "eval_every=10", "save_every=20"),
+        yaml="grpo_gsm8k",
     ),
 )
 
