@@ -238,7 +238,7 @@ REAL_MODEL_ENTRIES = (
         "instructions problems",
         yaml="dapo_instructions",
         metric="eval/mean",
-        reward="spmdflow.rewards.instructions:weighted",
+        reward="spmdflow.rewards.instructions:weighted_sum",
     ),
     *_reasoning("number_format"),
     *_reasoning("string_insertion", '{"min_string_length":5,"max_string_length":7}'),

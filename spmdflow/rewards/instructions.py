@@ -49,7 +49,7 @@ def form(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float(_FORMS[name](text))
 
 
-def weighted(prompt: str, response: str, row: dict[str, Any]) -> float:
+def weighted_sum(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Return 0.3 length + 0.3 word + 0.4 form, the sum above, as one number."""
     return (
         0.3 * length(prompt, response, row)

@@ -7,6 +7,7 @@ transposed weights need no code of ours. This file uses the model's `load_weight
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.blocks.box import Box, subtract_all
@@ -24,7 +24,7 @@ from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
 from spmdflow.weights.folder import causal_lm_on_meta, folder_tensors, in_folder_form
 from spmdflow.weights.numbered import derive_table
-from spmdflow.weights.table import ShardTable
+from spmdflow.weights.table import LocalTensor, Piece, ShardTable
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 """The part of a tensor's name that its layer's tensors share."""
@@ -77,15 +77,43 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> Derived:
             constants.add(name)
         else:
             own[name] = local
-    tables: list[ShardTable] = [own]
-    if replica.size > 1:
-        tables = [{} for _ in replica.ranks]
-        dist.all_gather_object(tables, own, group=replica.group(replica.ranks, "gloo"))
+    tables = _gather_tables(own, replica)
     for name in own:  # a rank may have nothing but padding of a vocabulary
         if not any(name in table and table[name].pieces for table in tables):
             raise _refusal(model_path, f"its tensor {name} gets no trained weight")
     _check_cover(shapes, tables, model_path)
     return Derived(shapes, tables, frozenset(constants))
+
+
+def _gather_tables(own: ShardTable, replica: Replica) -> list[ShardTable]:
+    """Return the tables of all ranks of the replica, in their order. They call it together."""
+    text = json.dumps({name: _as_lists(local) for name, local in own.items()}).encode()
+    sizes = [int(size) for size in replica.gather(torch.tensor([len(text)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    tables: list[ShardTable] = []
+    for size, values in zip(sizes, replica.gather(padded), strict=True):
+        lists = json.loads(bytes(values[:size].tolist()))
+        tables.append({name: _from_lists(*parts) for name, parts in lists.items()})
+    return tables
+
+
+def _as_lists(local: LocalTensor) -> list[Any]:
+    """A local tensor in a form that JSON has."""
+    pieces = [(p.name, p.box.bounds, p.local.bounds, p.axes) for p in local.pieces]
+    return [local.shape, pieces]
+
+
+def _from_lists(shape: list[int], pieces: list[Any]) -> LocalTensor:
+    """The inverse of `_as_lists`."""
+    found = []
+    for name, box, place, axes in pieces:
+        found.append(Piece(name, _box(box), _box(place), tuple(axes)))
+    return LocalTensor(tuple(shape), tuple(found))
+
+
+def _box(bounds: list[list[int]]) -> Box:
+    return Box(tuple((start, stop) for start, stop in bounds))
 
 
 def _by_layer(shapes: Mapping[str, Sequence[int]]) -> list[Mapping[str, Sequence[int]]]:

@@ -159,9 +159,10 @@ class Piece:
         bounds = []
         for (start, stop), axis in zip(self.box.bounds, axes, strict=True):
             if axis is not None:
-                origin = self.local.bounds[axis][0]
+                origin = start - self.local.bounds[axis][0]
                 low, high = local.bounds[axis]
-                start, stop = start + low - origin, start + high - origin
+                start = origin + low
+                stop = origin + high
             bounds.append((start, stop))
         return Box(tuple(bounds))
 

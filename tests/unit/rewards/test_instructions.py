@@ -78,6 +78,6 @@ def test_a_problem_of_reasoning_gym_is_made_again_and_scored(frame: str) -> None
 
 def test_weighted_sum_of_the_three_conditions() -> None:
     row = {"max_words": 5, "word": "blue", "form": "question"}
-    assert instructions.weighted("", "Is the boat blue?", row) == pytest.approx(1.0)
-    assert instructions.weighted("", "The boat is blue.", row) == pytest.approx(0.6)
-    assert instructions.weighted("", "Is it so very big and tall?", row) == pytest.approx(0.4)
+    assert instructions.weighted_sum("", "Is the boat blue?", row) == pytest.approx(1.0)
+    assert instructions.weighted_sum("", "The boat is blue.", row) == pytest.approx(0.6)
+    assert instructions.weighted_sum("", "Is it so very big and tall?", row) == pytest.approx(0.4)
