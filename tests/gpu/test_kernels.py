@@ -12,7 +12,13 @@ from torch.nn import functional
 
 from spmdflow.parallel.device import all_to_device, to_host
 from spmdflow.weights.move import Storages
-from spmdflow.workers.attention import PackedRows, SeenKeys, _has_varlen, _varlen_attention
+from spmdflow.workers.attention import (
+    AttentionForm,
+    PackedRows,
+    SeenKeys,
+    _has_varlen,
+    _varlen_attention,
+)
 
 pytestmark = pytest.mark.gpu
 BFLOAT16_GAP = 2e-2
@@ -42,7 +48,7 @@ def test_varlen_kernel_and_its_gradients_agree_with_dense_attention(kv_heads: in
     rows = PackedRows.of(lengths).move_tensors(torch.Tensor.cuda)
     assert _has_varlen(on_device[0])
 
-    output = _varlen_attention(*on_device, rows, scale=None, window=None)
+    output = _varlen_attention(*on_device, rows, AttentionForm())
     expected = causal_rows(*exact, lengths)
     output.double().square().sum().backward()
     expected.square().sum().backward()
@@ -75,7 +81,7 @@ def test_varlen_kernel_takes_fewer_queries_than_keys(kv_heads: int) -> None:
     rows = rows.move_tensors(torch.Tensor.cuda)
 
     output = _varlen_attention(
-        query.cuda(), key[indices].cuda(), value[indices].cuda(), rows, scale=None, window=None
+        query.cuda(), key[indices].cuda(), value[indices].cuda(), rows, AttentionForm()
     )
 
     for part, keys in zip(output.cpu().double().split(lengths), visible, strict=True):

@@ -294,8 +294,14 @@ def check_division(world: World) -> None:
         with Collectives() as collectives:
             engine.train_step(share, loss_of("tied"), num_micro_batches=parts)
         counts[parts] = collectives.elements
-    whole = sum(x.numel() for _, x in full_tensors(engine))
-    world.note("division", {"whole": whole, "held": held, "counts": counts})
+    whole = 0
+    root = 0
+    for name, x in full_tensors(engine):
+        whole += x.numel()
+        if ".layers." not in name:
+            root += x.numel()
+    found = {"whole": whole, "root": root, "held": held, "counts": counts}
+    world.note("division", found)
 
 
 def check_refusals(world: World) -> None:

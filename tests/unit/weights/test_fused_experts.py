@@ -34,7 +34,7 @@ def test_boxes_of_fused_tensors_are_those_that_transformers_loads(
     for name, expected in loaded.named_parameters():
         whole = Box.of_shape(expected.shape)
         assert torch.equal(reader.read(name, whole), expected), name
-        if name in reader.names:
+        if ".experts." not in name:
             continue
         experts, rows, columns = expected.shape
         before = reader.bytes_read
