@@ -43,7 +43,7 @@ def main() -> None:
     rank = dist.get_rank()
     ranks = tuple(range(dist.get_world_size()))
     groups = GroupTable(rank, timeout_seconds=600)
-    groups.make([GroupSpec(ranks, "gloo")])
+    groups.make([GroupSpec(ranks, "compute", "gloo")])
     replica = Replica(rank, ranks, ranks, (rank,), groups)
     found = {}
     for family in sys.argv[2:]:
