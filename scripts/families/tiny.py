@@ -102,7 +102,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "gpt2": TIED | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
-"""model_type -> what its config has beside `SIZES`; None: it has no such key."""
+"""model_type -> settings of its config in addition to `SIZES`; None: it has no such key."""
 
 
 def save_tiny_model(
@@ -122,9 +122,9 @@ def save_tiny_model(
     facts = {**SIZES, "vocab_size": 320, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     facts |= sizes or {}
     if tokenizer is not None:
-        whole = transformers.AutoConfig.from_pretrained(tokenizer)
+        config_of_tokenizer = transformers.AutoConfig.from_pretrained(tokenizer)
         for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
-            facts[name] = getattr(whole, name)
+            facts[name] = getattr(config_of_tokenizer, name)
     facts |= FAMILIES[family]
     facts = {name: value for name, value in facts.items() if value is not None}
     torch.manual_seed(0)

@@ -10,17 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from scripts.learn.runs import commit_of_code
 from scripts.matrix.case import MODEL, Case
+from scripts.records import Record, cause_in
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 900
 """Of one case; then its ranks are ended, and it has failed."""
 REFUSED = 2
-Record = dict[str, Any]
-"""What is kept of a case. Any: JSON values."""
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -55,7 +53,7 @@ def perform(case: Case, runs: Path, hardware: Path | None) -> Record:
     if code != 0:
         log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
         state = "refused" if code == REFUSED else "failed"
-        return record | {"state": state, "text": _cause(log)}
+        return record | {"state": state, "text": cause_in(log)}
     record |= {"state": "ran", **_seconds(run_dir), "memory": _memory(case, folder)}
     record["metrics"] = _metrics(run_dir)
     if case.checks_export:
@@ -85,15 +83,6 @@ def _run(case: Case, folder: Path, words: list[str]) -> int:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-
-
-def _cause(log: str) -> str:
-    """The line that says what failed or was refused; otherwise the last lines."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for line in lines:
-        if line.startswith(("spmdflow: ", "RUN FAILED")):
-            return line
-    return "\n".join(lines[-5:])
 
 
 def _seconds(run_dir: Path) -> Record:

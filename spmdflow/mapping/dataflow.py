@@ -141,7 +141,7 @@ class Rollout(Precision):
     """Whether the host prepares a decode step while the device computes the one before. False: as
     vLLM before asynchronous scheduling, which the paper's cluster ran."""
     checks_per_sync: float = 1.0
-    """How often a weight sync compares checksums."""
+    """Part of the weight syncs that compare checksums."""
 
     def __post_init__(self) -> None:
         assert self.weights in ("flat", "blocks", "copy", "adapter"), self.weights

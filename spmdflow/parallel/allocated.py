@@ -49,7 +49,7 @@ def _allocated_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-def _pause_after(seconds: float) -> float:
+def pause_after(seconds: float) -> float:
     """Return how long to wait after a look that took `seconds`."""
     return max(_PAUSE_SECONDS, seconds / _SHARE)
 
@@ -77,7 +77,7 @@ class AllocatedPeak:
         while not self._ended.wait(pause):
             begin = time.perf_counter()
             size = _allocated_bytes()
-            pause = _pause_after(time.perf_counter() - begin)
+            pause = pause_after(time.perf_counter() - begin)
             with self._lock:
                 self._peak = max(self._peak, size)
 

@@ -2,8 +2,8 @@
 
 All rows end at the same slot: a row's tokens are the last ones of its slots, and padding precedes
 them. A family's own masks then see the same distances as for a row alone, also those of sliding
-windows. Layers of linear attention have no slots but one state for each row. Known are the layers
-of transformers' DynamicCache whose content is described here (`can_join`).
+windows. Layers of linear attention have no slots but one state for each row. Layers of other kinds
+than those of `_KNOWN_LAYERS` may store what this module does not know: `can_join` is then false.
 """
 
 from __future__ import annotations
@@ -45,20 +45,22 @@ def select_rows(cache: Any, rows: Tensor) -> None:
                 states[number] = values.index_select(0, rows)
 
 
-def drop_slots(cache: Any, num_slots: int, num_kept: int) -> None:
-    """Drop the first slots of all rows, so that `num_kept` of `num_slots` remain.
+def drop_slots(cache: Any, num_slots: int, num_remaining: int) -> None:
+    """Drop the first slots of all rows, so that the last `num_remaining` of `num_slots` remain.
 
-    A sliding window has its last slots only; the number that it counts shrinks all the same.
+    A layer with a sliding window stores fewer slots, but counts all of them; its count shrinks by
+    as many.
     """
     for layer in cache.layers:
         for name in _slot_names(layer):
             values = getattr(layer, name)
             stored = values.shape[_SLOTS[name]]
-            unused = max(0, stored - num_kept)
-            kept = values.narrow(_SLOTS[name], unused, stored - unused)
-            setattr(layer, name, kept.contiguous() if unused else kept)
+            unused = max(0, stored - num_remaining)
+            if unused:
+                last = values.narrow(_SLOTS[name], unused, stored - unused)
+                setattr(layer, name, last.contiguous())
         if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length -= num_slots - num_kept
+            layer.cumulative_length -= num_slots - num_remaining
 
 
 def join(cache: Any, other: Any) -> None:

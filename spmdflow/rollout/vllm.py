@@ -295,8 +295,10 @@ class VllmGenerator(RequestGenerator):
                 trained: list[Tensor] = []
                 others = list(self.model.buffers())
                 for name, parameter in self.model.named_parameters():
-                    kept = name in self._reading.constants
-                    (others if kept else trained).append(parameter)
+                    if name in self._reading.constants:
+                        others.append(parameter)
+                    else:
+                        trained.append(parameter)
                 self._free("weights", trained, others)
 
     def _free(self, part: WakePart, tensors: Iterable[Tensor], preserved: Iterable[Tensor]) -> None:

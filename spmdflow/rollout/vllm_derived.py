@@ -31,19 +31,19 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
-class Derived:
-    """What was found of a vLLM model."""
+class DerivedTables:
+    """Which elements of the trainer's tensors the ranks of a replica have."""
 
     shapes: Mapping[str, torch.Size]
     """Of the trainer's tensors, by the names of transformers' module; tied tensors once."""
     tables: Sequence[ShardTable]
-    """What each rank of the replica has of them."""
+    """Of each rank of the replica, in their order."""
     constants: frozenset[str]
     """This rank's parameters that the trainer does not train, such as a bias of a router. They keep
     the folder's values."""
 
 
-def derive_tables(model: Any, model_path: str, replica: Replica) -> Derived:
+def derive_tables(model: Any, model_path: str, replica: Replica) -> DerivedTables:
     """Return where vLLM's own loader stores each element of the trainer's tensors.
 
     model: vLLM's, with the folder's weights, which it has again afterwards. ConfigError if a tensor
@@ -63,7 +63,7 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> Derived:
     with torch.no_grad():
         before = {name: positional_hash(tensor) for name, tensor in parameters.items()}
         try:
-            found = derive_table(parameters, _by_layer({**shapes, **fixed}), load)
+            derived = derive_table(parameters, _by_layer({**shapes, **fixed}), load)
         except WeightSyncError as err:
             raise _refusal(model_path, f"not all weights are copies: {err}") from err
         model.load_weights(folder_tensors(model_path))
@@ -72,7 +72,7 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> Derived:
             raise _refusal(model_path, f"{name} is rearranged after it was loaded")
     own = {}
     constants = set()
-    for name, local in found.items():
+    for name, local in derived.items():
         if local.pieces and all(piece.name in fixed for piece in local.pieces):
             constants.add(name)
         else:
@@ -82,7 +82,7 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> Derived:
         if not any(name in table and table[name].pieces for table in tables):
             raise _refusal(model_path, f"its tensor {name} gets no trained weight")
     _check_cover(shapes, tables, model_path)
-    return Derived(shapes, tables, frozenset(constants))
+    return DerivedTables(shapes, tables, frozenset(constants))
 
 
 def _gather_tables(own: ShardTable, replica: Replica) -> list[ShardTable]:
@@ -106,10 +106,10 @@ def _as_lists(local: LocalTensor) -> list[Any]:
 
 def _from_lists(shape: list[int], pieces: list[Any]) -> LocalTensor:
     """The inverse of `_as_lists`."""
-    found = []
-    for name, box, place, axes in pieces:
-        found.append(Piece(name, _box(box), _box(place), tuple(axes)))
-    return LocalTensor(tuple(shape), tuple(found))
+    result = []
+    for name, box, local, axes in pieces:
+        result.append(Piece(name, _box(box), _box(local), tuple(axes)))
+    return LocalTensor(tuple(shape), tuple(result))
 
 
 def _box(bounds: list[list[int]]) -> Box:
@@ -117,11 +117,12 @@ def _box(bounds: list[list[int]]) -> Box:
 
 
 def _by_layer(shapes: Mapping[str, Sequence[int]]) -> list[Mapping[str, Sequence[int]]]:
-    """The tensors of each layer, and all others together."""
+    """Shapes by name, of the tensors of each layer, and of all others together."""
     groups: dict[str, dict[str, Sequence[int]]] = defaultdict(dict)
     for name, shape in shapes.items():
-        found = _LAYER.match(name)
-        groups[found[1] if found else ""][name] = shape
+        layer = _LAYER.match(name)
+        key = layer[1] if layer else ""
+        groups[key][name] = shape
     return list(groups.values())
 
 

@@ -1,7 +1,7 @@
 """Experts of a mixture in vLLM on a CPU, computed with their plain weights.
 
-vLLM's own CPU kernel takes weights in an order of its own, into which it brings them once, after it
-has loaded a folder. Weights that a sync brings afterwards would be in the wrong order.
+vLLM rearranges experts for its own CPU kernel once, after it has loaded a folder. The weights of a
+later sync would not be rearranged, and the kernel would compute with the wrong ones.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn import functional
 
 
 def keep_plain_experts(experts: Any, layer: Any) -> None:
-    """Replace process_weights_after_loading of vLLM's experts: `_apply` computes with the weights
-    as they were loaded."""
+    """Stand-in for process_weights_after_loading of vLLM's experts: nothing is rearranged, and
+    `_apply` computes with the weights as they were loaded."""
     experts.apply = functools.partial(_apply, experts)
 
 
@@ -58,7 +58,7 @@ def _apply(
         output.index_add_(0, tokens, result.to(output.dtype))
 
 
-def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _multiply_by_gate(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """(n, 2 F) -> (n, F): function(first half) times the second half."""
 
     def activate(x: Tensor) -> Tensor:
@@ -69,15 +69,15 @@ def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _clamped_swiglu(x: Tensor) -> Tensor:
-    """gpt-oss' activation: (n, 2 F), gate and up by turns, -> (n, F)."""
+    """The activation of gpt-oss: (n, 2 F), in which gate and up alternate, -> (n, F)."""
     gate = x[..., ::2].clamp(max=7.0)
     up = x[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": _gated(functional.silu),
-    "gelu": _gated(functional.gelu),
-    "gelu_tanh": _gated(functools.partial(functional.gelu, approximate="tanh")),
+    "silu": _multiply_by_gate(functional.silu),
+    "gelu": _multiply_by_gate(functional.gelu),
+    "gelu_tanh": _multiply_by_gate(functools.partial(functional.gelu, approximate="tanh")),
     "swigluoai": _clamped_swiglu,
 }

@@ -404,14 +404,10 @@ def _open(path: Path) -> Any:
 
 
 def causal_lm_on_meta(path: str | Path) -> Any:
-    """The transformers causal LM of a folder, with all its tensors on the meta device."""
+    """The causal LM of a folder as an `empty_module`: names and shapes, no weights."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(
-        path, local_files_only=True, trust_remote_code=False
-    )
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return empty_module(transformers.AutoModelForCausalLM, path, torch.float32)
 
 
 def in_folder_form(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,8 +3,10 @@
 Each element of the model's tensors gets a number of its own. The engine's own loader stores these
 numbers in the engine's tensors, and what lies where is read back: fused, sharded, transposed,
 padded and expert weights alike, without knowing the family. Numbers are loaded digit by digit, so
-that the engine's precision holds them exactly. They are loaded a second time in reverse: a loader
-that computes (scales, adds, quantises) gives numbers that do not belong together, and is refused.
+that the engine's precision holds them exactly. Other numbers are loaded a second time: a loader
+that computes (scales, averages, quantises) gives numbers that do not belong together, and is
+refused. In host memory the numbers take eight bytes for each element of the largest group of
+tensors, and a few copies of them.
 
 The result is a `ShardTable` of boxes, as the written tables are. Pure: knows no engine.
 """
@@ -43,9 +45,9 @@ def derive_table(
     """Return which boxes of the model's tensors are where in the engine's.
 
     local_tensors: the engine's, by name; their values are lost, and zeros afterwards. groups:
-    shapes by name of the model's tensors; those of one group are loaded together, and a layer is a
-    good group. load: the engine's loader. WeightSyncError if an element of the engine is not one
-    element of the model, unchanged.
+    shapes by name of the model's tensors, such as those of a layer; those of one group are loaded
+    together. load: the engine's loader. WeightSyncError if an element of the engine is not one
+    element of the model, unchanged, or if a group has too many elements (2**31).
     """
     for tensor in local_tensors.values():
         tensor.zero_()
@@ -117,7 +119,13 @@ def _read_numbers(
     numbers: int64 in host memory, 0 where nothing was loaded. The tensors are zeros again
     afterwards.
     """
-    assert numbering.last < _PRIME, "a group of tensors with too many elements"
+    if numbering.last >= _PRIME:
+        raise WeightSyncError.of(
+            f"weights of {numbering.names[0]} and others of its layer",
+            f"{numbering.last} elements",
+            f"fewer than {_PRIME}, so that each has a number",
+            "choose another generator for this model",
+        )
     first = _load_digits(local_tensors, load, numbering, numbering.last, lambda number: number)
     second = _load_digits(local_tensors, load, numbering, _PRIME, _in_other_order)
     for name, numbers in first.items():
@@ -146,7 +154,7 @@ def _load_digits(
     """
     bits = min(_digit_bits(name, tensor) for name, tensor in local_tensors.items()) - 1
     base = (1 << bits) - 1
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     loaded: dict[str, Tensor] = {}
     factor = 1
     while factor <= most:
@@ -154,7 +162,7 @@ def _load_digits(
         for name, tensor in local_tensors.items():
             if factor == 1 and bool(tensor.any()):
                 loaded[name] = (tensor != 0).cpu()
-                found[name] = torch.zeros(tensor.shape, dtype=torch.int64)
+                values[name] = torch.zeros(tensor.shape, dtype=torch.int64)
             if name not in loaded:
                 continue
             digits = tensor.detach().to("cpu", torch.float64)
@@ -162,9 +170,9 @@ def _load_digits(
             is_digit = (digits == digits.round()) & (digits >= 0) & (digits <= base)
             if not bool(is_digit.all()) or not torch.equal(digits > 0, loaded[name]):
                 raise _computes(name)
-            found[name] += torch.where(loaded[name], (digits.long() - 1) * factor, 0)
+            values[name] += torch.where(loaded[name], (digits.long() - 1) * factor, 0)
         factor *= base
-    return found
+    return values
 
 
 def _stored_digit(
@@ -195,11 +203,11 @@ def _computes(name: str) -> WeightSyncError:
     )
 
 
-class _Line(NamedTuple):
-    """A box whose numbers rise by the same step along each axis."""
+class _Strides(NamedTuple):
+    """Numbers of a box: first + the sum of index * stride over its axes."""
 
     first: int
-    steps: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -211,8 +219,8 @@ class _Region:
     numbering: Numbering
 
     def pieces(self) -> list[Piece]:
-        """Cut the tensor into boxes that are boxes of the model's tensors; padding is left out."""
-        found: list[Piece] = []
+        """Cut the tensor into boxes that are boxes of the model's tensors, without padding."""
+        pieces: list[Piece] = []
         waiting = [Box.of_shape(self.numbers.shape)]
         while waiting:
             box = waiting.pop()
@@ -221,26 +229,26 @@ class _Region:
                 continue
             piece = self._piece(box, part)
             if piece is not None:
-                found.append(piece)
+                pieces.append(piece)
             else:
                 waiting += reversed(_split(box, part))
-            if len(found) + len(waiting) > _MOST_PIECES:
+            if len(pieces) + len(waiting) > _MOST_PIECES:
                 raise WeightSyncError.of(
                     f"weights of {self.name}",
                     f"more than {_MOST_PIECES} pieces",
                     "boxes of the model's tensors",
                     "choose another generator for this model",
                 )
-        return found
+        return pieces
 
     def _piece(self, box: Box, part: Tensor) -> Piece | None:
         """The piece at a box, if its numbers are those of a box of one tensor of the model."""
-        line = _line_of(part)
-        if line is None or line.first == 0:
+        numbers = _strides_of(part)
+        if numbers is None or numbers.first == 0:
             return None
-        name, element = self.numbering.tensor_at(line.first)
+        name, element = self.numbering.tensor_at(numbers.first)
         shape = self.numbering.shapes[name]
-        axes = _axes_of(part.shape, line.steps, element, shape)
+        axes = _axes_of(part.shape, numbers.strides, element, shape)
         if axes is None:
             return None
         bounds = []
@@ -250,41 +258,42 @@ class _Region:
         return Piece(name, Box(tuple(bounds)), box, axes)
 
 
-def _line_of(part: Tensor) -> _Line | None:
-    """The first number and the step along each axis, if they describe all numbers of the part."""
+def _strides_of(part: Tensor) -> _Strides | None:
+    """The first number and the stride along each axis, if they describe all numbers of the part."""
     first = int(part.flatten()[0])
-    steps = []
+    strides = []
     expected = torch.full_like(part, first)
     for axis, extent in enumerate(part.shape):
-        step = 0
+        stride = 0
         if extent > 1:
-            step = int(part.select(axis, 1).flatten()[0]) - first
+            stride = int(part.select(axis, 1).flatten()[0]) - first
             shape = [1] * part.ndim
             shape[axis] = extent
-            expected += (torch.arange(extent) * step).view(shape)
-        steps.append(step)
+            expected += (torch.arange(extent) * stride).view(shape)
+        strides.append(stride)
     if not torch.equal(part, expected):
         return None
-    return _Line(first, tuple(steps))
+    return _Strides(first, tuple(strides))
 
 
 def _axes_of(
-    extents: Sequence[int], steps: Sequence[int], element: int, shape: Sequence[int]
+    extents: Sequence[int], own_strides: Sequence[int], element: int, shape: Sequence[int]
 ) -> tuple[int | None, ...] | None:
     """Return, for each axis of a model's tensor, the engine's axis along which it runs.
 
-    None for an axis of which the box has one element. None altogether if a step of the engine is
-    not one step along an axis, or leaves the tensor.
+    None for an axis of which the box has one element. None instead of the tuple if the box is no
+    box of that tensor.
+    extents, own_strides: of the engine's axes. element: the tensor's first one, row-major.
     """
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     start = _unravel(element, shape)
     axes: list[int | None] = [None] * len(shape)
-    for own, (extent, step) in enumerate(zip(extents, steps, strict=True)):
+    for own, (extent, own_stride) in enumerate(zip(extents, own_strides, strict=True)):
         if extent == 1:
             continue
         for axis, stride in enumerate(strides):
             fits = start[axis] + extent <= shape[axis]
-            if stride == step and fits and axes[axis] is None:
+            if stride == own_stride and fits and axes[axis] is None:
                 axes[axis] = own
                 break
         else:
@@ -296,13 +305,17 @@ def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The index of the element with this row-major number."""
     index = []
     for size in reversed(shape):
-        element, place = divmod(element, size)
-        index.append(place)
+        element, position = divmod(element, size)
+        index.append(position)
     return tuple(reversed(index))
 
 
 def _split(box: Box, part: Tensor) -> list[Box]:
-    """Cut a box where the steps along an axis change; if they do nowhere, into halves or slices."""
+    """Cut a box where the stride along an axis changes.
+
+    If the first line along each axis has one stride, the box is cut into slices of its first axis
+    that has several elements.
+    """
     for axis in range(part.ndim):
         line = part
         for other in reversed(range(part.ndim)):
@@ -316,7 +329,7 @@ def _split(box: Box, part: Tensor) -> list[Box]:
 
 
 def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) of the longest runs whose values rise by the same step, from left to right.
+    """(start, stop) of the longest runs whose values rise by the same stride, from left to right.
 
     Zeros are runs of their own.
     """
@@ -328,8 +341,8 @@ def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
             while stop < len(values) and values[stop] == 0:
                 stop += 1
         elif stop < len(values) and values[stop] != 0:
-            step = values[stop] - values[start]
-            while stop < len(values) and values[stop] - values[stop - 1] == step:
+            stride = values[stop] - values[start]
+            while stop < len(values) and values[stop] - values[stop - 1] == stride:
                 stop += 1
         runs.append((start, stop))
         start = stop

@@ -24,7 +24,13 @@ from spmdflow.mapping.dataflow import (
 from spmdflow.mapping.hardware import COEFFICIENTS, Hardware, load_hardware
 from spmdflow.mapping.memory import call_bytes, resident_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
-from spmdflow.mapping.seconds import total, transition_bytes, transition_seconds
+from spmdflow.mapping.seconds import (
+    CHECKSUM_BYTES,
+    checksum_seconds,
+    total,
+    transition_bytes,
+    transition_seconds,
+)
 from spmdflow.parallel.layout import Layout
 from tests.unit.mapping_reference import printed_algorithm_2, strategies
 from tests.unit.weight_shapes import architecture
@@ -402,3 +408,19 @@ def test_fixed_layouts_are_taken_as_they_are() -> None:
 
     assert strategies(model, 12, A100) == [Strategy(2, 3, 2, 1, 1)]
     assert strategies(model, 8, A100) == []
+
+
+def test_checksums_read_the_shards_of_the_trainer_and_all_weights_of_the_generator() -> None:
+    strategy = Strategy(4, 2, 2, 1, 2)
+    weights = SHAPE.num_parameters
+    one = CHECKSUM_BYTES / A100.memory_rate
+
+    here = checksum_seconds(ACTOR, strategy, A100)
+    apart = checksum_seconds(replace(ACTOR, weights_from="actor"), strategy, A100)
+    seldom = replace(ACTOR, rollout=Rollout(checks_per_sync=0.25))
+
+    generated = weights / (strategy.gen_tp * strategy.gen_pp)
+    trained = weights / (strategy.tp * strategy.pp)
+    assert here == pytest.approx((generated + trained) * one)
+    assert apart == pytest.approx(generated * one)
+    assert checksum_seconds(seldom, strategy, A100) == pytest.approx(here / 4)

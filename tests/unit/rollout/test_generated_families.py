@@ -39,7 +39,11 @@ def generator_of(folder: Path, max_batch_size: int) -> BuiltinGenerator:
 def test_refilled_rows_have_their_own_tokens_and_the_log_probs_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
-    """Rows of 1 to 19 tokens, in a batch of 3 that is refilled and in one of 12; within 2e-5."""
+    """Rows of 1 to 19 tokens, in a batch of 3 that is refilled and in one of 12.
+
+    Log-probs within 2e-5: state space models add in another order in a cached forward, and
+    nemotron_h comes to 1.2e-5; all others stay below 1e-5.
+    """
     folder = save_tiny_model(family, tmp_path / family)
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 20, (NUM_ROWS,), generator=draw).tolist()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from spmdflow.parallel.allocated import pause_after
 from spmdflow.runtime.peak_memory import PeakMemories
 
 ROOT = Path(__file__).parents[3]
@@ -79,3 +80,8 @@ print(seen, *after)
     seen, held_before, now = map(int, done.stdout.split())
     assert 32 << 20 <= seen < 33 << 20
     assert held_before >= 32 << 20 and now < 1 << 20
+
+
+def test_samples_of_memory_take_two_percent_of_a_processor_at_most() -> None:
+    assert pause_after(0.0) == pause_after(1e-4) == 0.01
+    assert pause_after(3e-3) == 0.15

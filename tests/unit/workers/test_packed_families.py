@@ -13,7 +13,7 @@ from torch import Tensor
 from scripts.families.tiny import FAMILIES, save_tiny_model
 from spmdflow.config.schema import ModelConfig
 from spmdflow.data.ragged import ragged_from_rows
-from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.architecture import PACKED_BY_TRANSFORMERS, Architecture
 from spmdflow.weights.folder import attention_of
 from spmdflow.workers.micro_batch import micro_batches
 from spmdflow.workers.model import load_model
@@ -86,3 +86,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(family: str, tmp_pa
             gap += float((ours[name].grad - gradient).square().sum())
             norm += float(gradient.square().sum())
         assert (gap / norm) ** 0.5 < 5e-6, packed
+
+
+def test_no_family_is_packed_without_a_case_here() -> None:
+    assert PACKED_BY_TRANSFORMERS <= FAMILIES.keys()
