@@ -7,13 +7,16 @@ SIMCUDA_STATE (a folder: a collective that hangs is told by `watchdog`).
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,10 +46,36 @@ def install(library: str) -> None:
     _install_generators()
     _install_groups()
     _install_batches()
+    atexit.register(_wait_for_backward_threads)
     if folder := os.environ.get("SIMCUDA_LOG"):
         import record
 
         record.listen(folder)
+
+
+def _wait_for_backward_threads(limit: float = 60) -> None:
+    """Wait until no thread of a device's backward pass computes, for `limit` seconds at most.
+
+    Such a thread frees Python objects of its pass after backward() has returned. If Python ends
+    meanwhile, torch aborts the process.
+    """
+    end = time.monotonic() + limit
+    time.sleep(0.01)  # without the lock of Python: a thread that waited for it goes on
+    while _backward_threads_compute() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _backward_threads_compute() -> bool:
+    """Whether the operating system runs a thread of a device's backward pass, or would."""
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name_and_state = (thread / "stat").read_text().partition("(")[2]
+        except OSError:  # the thread has ended
+            continue
+        name, _, state = name_and_state.rpartition(") ")
+        if name.startswith("pt_autograd") and not state.startswith("S"):
+            return True
+    return False
 
 
 _FOLDERS = ("/spmdflow/", "/algos/", "/tests/")
