@@ -386,8 +386,9 @@ def _check_model(
 ) -> ModelFacts:
     """Check one model folder against its section's needs, layouts and lengths; return its facts.
 
-    ConfigError if the folder or its architecture is unfit, heads or layers do not divide by the
-    training or generation layout, or prompt plus response exceed the context.
+    ConfigError if the folder or its architecture is unfit, the generator is wrong for its family,
+    heads or layers do not divide by the training or generation layout, or prompt plus response
+    exceed the context.
     key: the setting of the path, whose first word is the role. is_known: whether the generator of a
     section is known. here: whether the folder must have weights.
     """
@@ -402,6 +403,8 @@ def _check_model(
     if role == "actor" and rollout is not None and is_known(rollout):
         generator = rollout.generator
     model_folder.check_heads(facts, generator=generator)
+    if generator is not None:
+        model_folder.check_family(facts, generator=generator)
     if hasattr(part, "engine"):
         sizes = parallel.training_sizes(role, part.engine)
         parallel.check_model_sizes(f"{role}.engine.layout", facts, sizes)

@@ -157,6 +157,17 @@ def check_heads(facts: ModelFacts, *, generator: str | None) -> None:
         raise ConfigError.of(facts.key, got, f"at least {least} for {generator}", do)
 
 
+def check_family(facts: ModelFacts, *, generator: str) -> None:
+    """Raise ConfigError if the generator is known to be wrong for the model's family."""
+    family = facts.config.get("model_type", "")
+    reason = generator_kind(generator, key="actor.rollout.engine").refused_families.get(family)
+    if reason:
+        got = f"a model of the family {family} for {generator} ({reason})"
+        expected = "a family for which the generator is right"
+        do = f"set actor.rollout.engine={generator_names()[0]}"
+        raise ConfigError.of(facts.key, got, expected, do)
+
+
 def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int) -> None:
     """Raise ConfigError if prompt and response tokens together exceed the model's context.
 

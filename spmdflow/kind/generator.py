@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 
 from spmdflow.kind.engine import Backend, Kinds
 from spmdflow.kind.registry import Reference
@@ -27,6 +28,8 @@ class GeneratorKind(Backend):
     """It can compute with unmerged adapters (rollout.weights=adapter)."""
     least_head_dim: int = 1
     """Smallest head dimension for which it has kernels."""
+    refused_families: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """model_type of a family that it must not generate with -> what is wrong there."""
     overlaps_host: bool = False
     """On a device, the host prepares the next decode step while the device computes this one. Only
     with one generation stage."""

@@ -133,6 +133,7 @@ register_generator(
     )
 )("spmdflow.rollout.builtin:BuiltinGenerator")
 
+_COMPUTED_BY_VLLM = "its loader computes A = -exp(A_log), so updates cannot be copied to it"
 _VLLM = GeneratorKind(
     "vllm",
     "vLLM in process",
@@ -142,6 +143,12 @@ _VLLM = GeneratorKind(
     weight_table="spmdflow.weights.ranks:vllm_tables",
     adapters=True,
     least_head_dim=32,  # it has no attention kernels for 8 and 16
+    refused_families={  # vLLM 0.32 alone, a tiny model in float32: docs/FAMILIES.md
+        "cohere2": "log-probs of rows longer than its window are not those of transformers",
+        "ernie4_5_moe": "log-probs are not those of transformers",
+        "falcon_h1": _COMPUTED_BY_VLLM,
+        "nemotron_h": _COMPUTED_BY_VLLM,
+    },
     overlaps_host=True,  # async_scheduling in rollout/vllm_engine.py
     takes_expandable_segments="spmdflow.rollout.vllm_contract:takes_expandable_segments",
     package="vllm",

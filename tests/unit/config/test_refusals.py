@@ -279,6 +279,19 @@ def test_head_dim_that_vllm_has_no_kernel_for_is_refused(monkeypatch: pytest.Mon
         accept("actor.model.path=narrow", "actor.rollout.engine=vllm")
 
 
+@pytest.mark.parametrize("family", ["cohere2", "ernie4_5_moe", "falcon_h1", "nemotron_h"])
+def test_family_for_which_vllm_is_wrong_is_refused_for_vllm_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
+) -> None:
+    monkeypatch.setattr("spmdflow.config.check._check_installed", lambda key, package, extra: None)
+    write_model(tmp_path / family, {**ACTOR, "model_type": family, "head_dim": 32})
+    words = (f"actor.model.path={family}", f"reference.model.path={family}")
+
+    accept(*words)
+    with pytest.raises(ConfigError, match=rf"got a model of the family {family} for vllm \("):
+        accept(*words, "actor.rollout.engine=vllm")
+
+
 def test_package_that_is_not_installed_is_refused_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
