@@ -16,6 +16,7 @@ import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,8 @@ def main() -> None:
         done = records.get(case.name, {}).get("state") in ("ran", "refused")
         if named and (options.again or not done) and not options.page:
             chosen.append(case)
+    if chosen:
+        import_module("transformers")  # two threads that import it first get half of it
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for record in pool.map(lambda case: perform(case, options.runs / case.name), chosen):
