@@ -41,7 +41,7 @@ def main() -> None:
         if named and (options.again or not done) and not options.page:
             chosen.append(case)
     if chosen:
-        import_module("transformers")  # two threads that import it first get half of it
+        import_module("transformers")  # its first import fails in two threads at once
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for record in pool.map(lambda case: perform(case, options.runs / case.name), chosen):

@@ -29,7 +29,7 @@ class GeneratorKind(Backend):
     least_head_dim: int = 1
     """Smallest head dimension for which it has kernels."""
     refused_families: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """model_type of a family that it must not generate with -> what is wrong there."""
+    """model_type of a family that it must not generate with -> what is wrong."""
     overlaps_host: bool = False
     """On a device, the host prepares the next decode step while the device computes this one. Only
     with one generation stage."""

@@ -133,7 +133,7 @@ register_generator(
     )
 )("spmdflow.rollout.builtin:BuiltinGenerator")
 
-_COMPUTED_BY_VLLM = "its loader computes A = -exp(A_log), so updates cannot be copied to it"
+_A_IS_COMPUTED = "its loader stores A = -exp(A_log), so updates of A_log cannot be copied"
 _VLLM = GeneratorKind(
     "vllm",
     "vLLM in process",
@@ -146,8 +146,8 @@ _VLLM = GeneratorKind(
     refused_families={  # vLLM 0.32 alone, a tiny model in float32: docs/FAMILIES.md
         "cohere2": "log-probs of rows longer than its window are not those of transformers",
         "ernie4_5_moe": "log-probs are not those of transformers",
-        "falcon_h1": _COMPUTED_BY_VLLM,
-        "nemotron_h": _COMPUTED_BY_VLLM,
+        "falcon_h1": _A_IS_COMPUTED,
+        "nemotron_h": _A_IS_COMPUTED,
     },
     overlaps_host=True,  # async_scheduling in rollout/vllm_engine.py
     takes_expandable_segments="spmdflow.rollout.vllm_contract:takes_expandable_segments",

@@ -60,13 +60,13 @@ def _wait_for_backward_threads(limit: float = 60) -> None:
     meanwhile, torch aborts the process.
     """
     end = time.monotonic() + limit
-    time.sleep(0.01)  # without the lock of Python: a thread that waited for it goes on
+    time.sleep(0.01)  # releases the GIL: a thread that waits for it can go on
     while _backward_threads_compute() and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def _backward_threads_compute() -> bool:
-    """Whether the operating system runs a thread of a device's backward pass, or would."""
+    """Whether a thread of a device's backward pass is running or ready to run, by /proc."""
     for thread in Path("/proc/self/task").iterdir():
         try:
             name_and_state = (thread / "stat").read_text().partition("(")[2]
