@@ -13,7 +13,7 @@ the files of the package to read first.
 | system: what all need | errors, log, message, derivative, renamed, deferred_name, requirement |
 | system: files and settings | source_file, kind, config |
 | system: layouts, rows, weights | parallel, blocks, data, transfer, weights, hybrid_engine |
-| system: models on a rank | worker_api, models, workers, rollout, cpu |
+| system: models on a rank | worker_api, models, workers, rollout, cpu, router |
 | system: the start of a run | start, torchrun, run, program |
 | system: a run | controller, runtime, failure, checkpoint, tracking |
 | tools: before and during runs | preview, plan, mapping, doctor, sweep, status, live |
@@ -33,6 +33,7 @@ pass on what it made. Nobody needs them in order to train.
 | report, status, live | what runs reached; what a live run does now |
 | export | a trained model of a checkpoint as a Hugging Face folder |
 | errors, log | every error that a user can meet; the log lines of a rank |
+| router | which experts of a mixture each token gets, recorded or repeated |
 | message | commands and replies as bytes |
 | derivative | backward functions that refuse to be differentiated themselves |
 | renamed | old names of public things, which warn for one release |

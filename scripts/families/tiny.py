@@ -135,8 +135,14 @@ def save_tiny_model(
     for parameter in model.parameters():  # some families leave experts at zero
         if parameter.ndim >= 2 and not parameter.detach().any():
             torch.nn.init.normal_(parameter, std=0.1)
+    for name, values in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # the balance of DeepSeek's experts
+            torch.nn.init.normal_(values, std=0.1)
     model.save_pretrained(folder)
     if tokenizer is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+        if (tokenizer / "chat_template.jinja").exists():
+            names.append("chat_template.jinja")
+        for name in names:
             shutil.copy(tokenizer / name, folder)
     return folder

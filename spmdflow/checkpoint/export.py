@@ -8,7 +8,7 @@ of a training run do. Knows no engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,15 @@ from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.state import StateFiles
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.adapter import adapter_names
+from spmdflow.weights.architecture import FAMILIES
 from spmdflow.weights.file import TensorInfo, write_file
-from spmdflow.weights.folder import HuggingFaceFolder, file_names, write_other_files
+from spmdflow.weights.folder import (
+    HuggingFaceFolder,
+    file_names,
+    folder_form,
+    write_other_files,
+)
+from spmdflow.weights.table import LocalTensor
 
 _LEAST_FILE_BYTES = 64 << 20
 _MOST_FILE_BYTES = 4 << 30
@@ -78,10 +85,13 @@ class ModelExport:
         dtype_by_name = {
             "score.weight": torch.float32
         }  # a scalar head, for any dtype of the others
-        shapes = plain["shapes"].items()
+        for n in self._model.get("float32", ()):
+            dtype_by_name[n] = torch.float32
+        shapes = plain["shapes"]
+        self._form = _folder_form(self._model["config"], shapes)
         prefix = _PEFT if self._lora else ""
         facts = []
-        for n, x in shapes:
+        for n, x in {**_whole_tensors(shapes, self._form), **_shapes_of(self._form)}.items():
             facts.append(TensorInfo(prefix + n, dtype_by_name.get(n, self._dtype), x))
         files = [facts] if self._lora else plan_files(facts, count)
         names = _PEFT_FILES[:1] if self._lora else file_names(len(files))
@@ -102,7 +112,8 @@ class ModelExport:
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in self.mine.items():
-            write_file(folder / name, tensors, _read_by_rows(state, tensors), {"format": "pt"})
+            parts = _read_by_rows(state, tensors, self._form)
+            write_file(folder / name, tensors, parts, {"format": "pt"})
         if self._is_first:
             weights = {}
             for n, facts in self._files.items():
@@ -171,11 +182,46 @@ class MergedState:
         return torch.add(values.float(), tall @ wide, alpha=self._lora["alpha"] / rank)
 
 
+def _folder_form(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> Mapping[str, LocalTensor]:
+    """Return the tensors of the export that are not tensors of the checkpoint (`folder_form`).
+
+    Empty for families with a table, for adapters, and if the checkpoint has the folder's tensors.
+    """
+    if config.get("model_type") in FAMILIES:
+        return {}
+    form = folder_form(json.dumps(config, sort_keys=True))
+    used = {piece.name for table in form.values() for piece in table.pieces}
+    return form if used <= shapes.keys() else {}
+
+
+def _whole_tensors(
+    shapes: Mapping[str, Sequence[int]], form: Mapping[str, LocalTensor]
+) -> dict[str, Sequence[int]]:
+    """The tensors of the checkpoint that no tensor of `form` has a part of."""
+    used = {piece.name for table in form.values() for piece in table.pieces}
+    return {name: shape for name, shape in shapes.items() if name not in used}
+
+
+def _shapes_of(form: Mapping[str, LocalTensor]) -> dict[str, Sequence[int]]:
+    return {name: table.shape for name, table in form.items()}
+
+
 def _read_by_rows(
-    state: StateFiles | MergedState, tensors: Sequence[TensorInfo]
+    state: StateFiles | MergedState, tensors: Sequence[TensorInfo], form: Mapping[str, LocalTensor]
 ) -> Iterator[Tensor]:
-    """Yield each tensor's values in its export dtype, as parts of consecutive rows, in order."""
+    """Yield each tensor's values in its export dtype, as parts of consecutive rows, in order.
+
+    A tensor of `form` is one part.
+    """
     for name, dtype, shape in tensors:
+        if name in form:
+            values = torch.empty(*shape, dtype=dtype)
+            for piece in form[name].pieces:
+                piece.view(values).copy_(state.read(piece.name, piece.box))
+            yield values
+            continue
         saved = name.removeprefix(_PEFT)
         for box in state.slabs(saved, shape):
             yield state.read(saved, box).to(dtype)

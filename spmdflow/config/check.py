@@ -405,6 +405,9 @@ def _check_model(
     model_folder.check_heads(facts, generator=generator)
     if generator is not None:
         model_folder.check_family(facts, generator=generator)
+    update = _only(part, UpdateConfig)
+    if update is not None:
+        model_folder.check_experts(facts, f"{role}.update", update, generator=generator)
     if hasattr(part, "engine"):
         sizes = parallel.training_sizes(role, part.engine)
         parallel.check_model_sizes(f"{role}.engine.layout", facts, sizes)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdflow.config.objective import UpdateConfig
 from spmdflow.errors import ConfigError
-from spmdflow.kind.generator import generator_kind, generator_names
+from spmdflow.kind.generator import generator_kind, generator_names, generators_with_experts
 from spmdflow.weights.architecture import Architecture, read_config, read_json
 from spmdflow.weights.index import read_index
 from spmdflow.weights.own_code import refuse_own_code
@@ -166,6 +167,33 @@ def check_family(facts: ModelFacts, *, generator: str) -> None:
         expected = "a family for which the generator is right"
         do = f"set actor.rollout.engine={generator_names()[0]}"
         raise ConfigError.of(facts.key, got, expected, do)
+
+
+def check_experts(
+    facts: ModelFacts, key: str, update: UpdateConfig, *, generator: str | None
+) -> None:
+    """Raise ConfigError for settings of experts that the model or its generator does not have.
+
+    key: the setting of `update`. generator: None if the model does not generate, or if its
+    generator is not chosen yet.
+    """
+    replays = getattr(update, "router", "own") == "replay"
+    dense = f"for {facts.path}, which has no experts"
+    if not facts.arch.num_experts and update.router_balance_coef > 0:
+        where = f"{key}.router_balance_coef"
+        got = f"{update.router_balance_coef:g} {dense}"
+        raise ConfigError.of(where, got, "a mixture of experts", f"set {where}=0")
+    if not replays:
+        return
+    where = f"{key}.router"
+    if not facts.arch.num_experts:
+        do = f"set {where}=own"
+        raise ConfigError.of(where, f"replay {dense}", "a mixture of experts", do)
+    if generator is not None and not generator_kind(generator).returns_experts:
+        got = f"replay with {generator}, which does not return the experts of its tokens"
+        able = " or ".join(generators_with_experts())
+        do = f"set actor.rollout.engine={able}, or {where}=own"
+        raise ConfigError.of(where, got, "a generator that returns them", do)
 
 
 def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int) -> None:

@@ -102,6 +102,12 @@ class UpdateConfig:
         "Permute samples before cutting mini-batches, derived from run.seed.", True
     )
     balance_tokens: bool = setting("Even out tokens of ranks that differ by over 5%.", True)
+    router_balance_coef: float = setting(
+        "Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture. "
+        "Above 0, a forward of its own counts the tokens first.",
+        0.0,
+        at_least=0,
+    )
     # With it the length of a learning-rate schedule is computed; 0: one optimizer step per step.
     samples_per_step: int = follows("data.samples_per_step", 0)
 
@@ -144,6 +150,12 @@ class PolicyUpdateConfig(UpdateConfig):
         one_of=("auto", "own", "recompute", "rollout"),
     )
     correction: UpdateCorrectionConfig = part(UpdateCorrectionConfig)
+    router: str = setting(
+        "Experts in the policy's forwards, for a mixture of experts. own: its routers select them; "
+        "replay: those that the generator used, which it returns with the tokens.",
+        "own",
+        one_of=("own", "replay"),
+    )
 
 
 def readers_of_old_log_probs(cfg: Any) -> dict[str, bool]:

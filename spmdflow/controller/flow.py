@@ -190,7 +190,7 @@ class Flow:
         the two share ranks.
         """
         ranks = tuple(sorted({*policy.target.layout.ranks, *generator.target.layout.ranks}))
-        self._make_groups(f"{policy.name}-{generator.name}", [ranks])
+        self._make_groups(f"{policy.name}-{generator.name}", [ranks], [ranks])
         link = WeightLink(self.caller, policy, generator)
         self._links.append(link)
         return link

@@ -58,6 +58,7 @@ class WorkerGroup:
             raise AttributeError(method)
         if method not in self._methods:
             spec = method_spec(self.target.worker_class, method)
+            spec = spec.with_settings(self.target.settings)
             self._methods[method] = Method(method, spec, protocol(spec.transfer_mode))
 
         def call(*positional: Any, **arguments: Any) -> Batch | Result:

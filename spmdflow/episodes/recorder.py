@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
 from spmdflow.episodes.conversation import (
@@ -47,6 +49,8 @@ class Segment:
     tools: list[Any] | None = None
     calls: list[list[Call]] = field(default_factory=list)
     """Tool calls of each reply."""
+    routes: np.ndarray | None = None
+    """The experts of all tokens, as the last turn used them (`Finished.routes`)."""
 
     @property
     def ids(self) -> list[int]:
@@ -180,8 +184,16 @@ class Recorder:
         if ask.stop:
             (end,) = StopStrings(self._tokenizer, ask.stop).first_ends([(turn.ids, tokens, 0)])
             tokens, reason = (tokens[:end], "stop") if end is not None else (tokens, reason)
-        columns = (drawn.tokens, drawn.log_probs, drawn.versions)
-        response = VersionedResponse(drawn.id, *(values[: len(tokens)] for values in columns))
+        size = len(tokens)
+        response = VersionedResponse(
+            drawn.id,
+            drawn.tokens[:size],
+            drawn.log_probs[:size],
+            versions=drawn.versions[:size],
+        )
+        routes = None
+        if drawn.routes is not None:
+            routes = drawn.routes[: len(turn.ids) + size].cpu().numpy()
         (text,) = response_texts(self._tokenizer, [turn.ids], [tokens])
         if tokens[-1] in self._ends:
             reason = "stop"
@@ -211,6 +223,7 @@ class Recorder:
             turn.text if ask.messages else turn.text + text,
             old.tools,
             [*old.calls, [[entry["name"], entry["arguments"]] for entry in called]],
+            routes,
         )
         # replaced, never modified: another thread reads it if the episode ends meanwhile
         segments = []

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from spmdflow.config.episode import EpisodeConfig
@@ -52,6 +53,8 @@ class Episode(NamedTuple):
     """-1 where the mask is False."""
     calls: list[list[Call]]
     """Tool calls of each reply."""
+    routes: np.ndarray | None = None
+    """See `Segment.routes`."""
 
 
 class EpisodeRunner:
@@ -419,4 +422,5 @@ class _ReplicaLeader:
             segment.log_probs,
             segment.versions,
             segment.calls,
+            segment.routes,
         )

@@ -34,7 +34,7 @@ from typing import Any
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import Boxes, Move, NodeOf, redistribute, redistribute_through_nodes
-from spmdflow.errors import PlanError
+from spmdflow.errors import ConfigError, PlanError
 from spmdflow.hybrid_engine.bucket import (
     BoxPart,
     Bucket,
@@ -46,11 +46,12 @@ from spmdflow.hybrid_engine.bucket import (
 )
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
-from spmdflow.kind.registry import resolve
+from spmdflow.kind.registry import Reference, resolve
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.ranks import BUCKET_BYTES, RankTables
+from spmdflow.weights.folder import with_tensors
+from spmdflow.weights.ranks import BUCKET_BYTES, RankTables, row_tables, whole_tables
 
 BoxesByRank = Mapping[int, Mapping[str, Sequence[Box]]]
 """By global rank and Hugging Face name: boxes of the complete tensor. A rank's may overlap."""
@@ -182,14 +183,24 @@ def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
 
 def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
     """The tensors that each rank trains, for an engine.kind."""
-    tables: RankTables = resolve(engine_kind(kind).weight_table)(architecture, layout)
-    return tables
+    return _tables(engine_kind(kind).weight_table, architecture, layout)
 
 
 def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
     """The tensors that each rank generates with, for a rollout.engine and the layout's generation
     sizes."""
-    tables: RankTables = resolve(generator_kind(engine).weight_table)(architecture, layout)
+    return _tables(generator_kind(engine).weight_table, architecture, layout)
+
+
+def _tables(reference: Reference, architecture: Architecture, layout: Layout) -> RankTables:
+    """The tables that a function of `weights.ranks` makes.
+
+    ConfigError for a model without a table, unless the function needs only its shapes.
+    """
+    make = resolve(reference)
+    if architecture.obstacle and make not in (row_tables, whole_tables):
+        raise ConfigError(architecture.obstacle)
+    tables: RankTables = make(architecture, layout)
     return tables
 
 
@@ -248,7 +259,9 @@ def sent_architecture(cfg: Any) -> Architecture:
 
     cfg: the actor's settings.
     """
-    architecture = Architecture.from_folder(cfg.model.path)
+    architecture = Architecture.sizes_from_folder(cfg.model.path)
+    if architecture.obstacle:
+        architecture = with_tensors(architecture, cfg.model.path)
     if cfg.rollout.weights != "adapter":
         return architecture
     return replace(architecture, adapters=cfg.model.lora.adapters)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +39,14 @@ from spmdflow.hybrid_engine.reshard import (
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.stream import GroupWire, WeightStream
 from spmdflow.kind.generator import generator_names
+from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_blocks import is_whole, vllm_names
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.move import Block
 from spmdflow.weights.ranks import BUCKET_BYTES, SHARED_EMBEDDING, default_vocab_multiple
 from spmdflow.weights.table import parameters
 from spmdflow.worker_api.metric import Max, Metric, Sum
@@ -232,22 +234,43 @@ class _CrossPoolCopy:
     """State that sender and receiver of a cross-pool weight copy share."""
 
     def __init__(
-        self, context: WorkerContext, cfg: Any, *, training: Layout, generation: Layout
+        self,
+        context: WorkerContext,
+        cfg: Any,
+        *,
+        training: Layout,
+        generation: Layout,
+        blocks: Iterable[Block],
     ) -> None:
-        """cfg: the actor's settings, which both ends have (Any: a role's dataclass)."""
-        architecture = sent_architecture(cfg)
+        """cfg: the actor's settings, which both ends have (Any: a role's dataclass). blocks: those
+        that this rank sends or receives. All ranks of both pools build it together."""
         self._dtype = getattr(torch, cfg.rollout.precision)
         self._device = context.device
         itemsize = self._dtype.itemsize
-        plan = plan_copies(
-            architecture,
-            cfg,
-            training=training,
-            generation=generation,
-            itemsize=itemsize,
-            node_of=context.node_of,
-            rank=context.rank,
-        ).plan
+        if Architecture.sizes_from_folder(cfg.model.path).obstacle:
+            have, need = _boxes_of_pools(context, training, generation, blocks)
+            plan = plan_reshard(
+                have,
+                need,
+                scopes=scopes_of(training, generation),
+                element_bytes=itemsize,
+                bucket_bytes=BUCKET_BYTES,
+                node_of=context.node_of,
+                rank=context.rank,
+            )
+            self._names = sorted(_shapes_of(have))
+        else:
+            architecture = sent_architecture(cfg)
+            plan = plan_copies(
+                architecture,
+                cfg,
+                training=training,
+                generation=generation,
+                itemsize=itemsize,
+                node_of=context.node_of,
+                rank=context.rank,
+            ).plan
+            self._names = [parameter.name for parameter in parameters(architecture)]
         self._stream = WeightStream(
             plan,
             rank=context.rank,
@@ -256,7 +279,6 @@ class _CrossPoolCopy:
             device=context.device,
             seconds=context.groups.timeout_seconds,
         )
-        self._names = [parameter.name for parameter in parameters(architecture)]
         self._group = context.groups.get(plan.ranks)
         self._source = training.ranks[0]
 
@@ -281,7 +303,13 @@ class WeightSender(_CrossPoolCopy):
         self, engine: TrainEngine, context: WorkerContext, cfg: Any, generation: Layout
     ) -> None:
         """generation: the generator's layout; cfg: the actor's settings."""
-        super().__init__(context, cfg, training=context.layout, generation=generation)
+        super().__init__(
+            context,
+            cfg,
+            training=context.layout,
+            generation=generation,
+            blocks=engine.blocks(),
+        )
         self._engine = engine
         self._every = cfg.rollout.verify_every
         self._count = 0
@@ -311,7 +339,13 @@ class WeightReceiver(_CrossPoolCopy):
         self, generator: Generator, context: WorkerContext, cfg: Any, training: Layout
     ) -> None:
         """training: the policy's layout; cfg: the actor's settings."""
-        super().__init__(context, cfg, training=training, generation=context.layout)
+        super().__init__(
+            context,
+            cfg,
+            training=training,
+            generation=context.layout,
+            blocks=generator.blocks(),
+        )
         self._generator = generator
 
     def receive(self) -> dict[str, Metric]:
@@ -334,6 +368,23 @@ class WeightReceiver(_CrossPoolCopy):
             "rollout/weights_verified": Max(float(verify)),
             "time/weight_sync_seconds": Max(time.perf_counter() - started),
         }
+
+
+def _boxes_of_pools(
+    context: WorkerContext, training: Layout, generation: Layout, blocks: Iterable[Block]
+) -> tuple[BoxesByRank, BoxesByRank]:
+    """Return the boxes that the ranks of a policy have, and those that its generator's need.
+
+    For models without a table of weights: the ranks of both pools tell each other, together.
+    blocks: this rank's. WeightSyncError if the two have different tensors or shapes.
+    """
+    ranks = tuple(sorted({*training.ranks, *generation.ranks}))
+    group = context.groups.get(ranks, backend="gloo")
+    boxes = dict(zip(ranks, all_gather_plain(boxes_by_name(blocks), group), strict=True))
+    have = {rank: boxes[rank] for rank in training.ranks}
+    need = {rank: boxes[rank] for rank in generation.ranks}
+    _check_same_model(have, need)
+    return with_shared_tables(moved_boxes(have)), with_shared_tables(moved_boxes(need))
 
 
 def _shards_of(

@@ -30,6 +30,8 @@ class GeneratorKind(Backend):
     """Smallest head dimension for which it has kernels."""
     refused_families: Mapping[str, str] = field(default_factory=dict, hash=False)
     """model_type of a family that it must not generate with -> what is wrong."""
+    returns_experts: bool = False
+    """It can return which experts of a mixture each token used (actor.update.router=replay)."""
     overlaps_host: bool = False
     """On a device, the host prepares the next decode step while the device computes this one. Only
     with one generation stage."""
@@ -68,6 +70,11 @@ generator_kind = _GENERATORS.find
 def generators_with_adapters() -> tuple[str, ...]:
     """Names of the generators that compute with adapters."""
     return tuple(name for name, kind in _GENERATORS.items() if kind.adapters)
+
+
+def generators_with_experts() -> tuple[str, ...]:
+    """Names of the generators that return the experts of their tokens."""
+    return tuple(name for name, kind in _GENERATORS.items() if kind.returns_experts)
 
 
 def generators_doc() -> str:

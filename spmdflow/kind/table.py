@@ -129,6 +129,7 @@ register_generator(
         layer_operators=28,
         step_operators=110,
         shares_prompts=True,
+        returns_experts=True,
         refill=REFILL,
     )
 )("spmdflow.rollout.builtin:BuiltinGenerator")

@@ -404,6 +404,9 @@ class EngineWorker(Worker):
         config = json.loads(json.dumps(dict(model.config)))
         source = str(model.source.absolute())
         facts = {"config": config, "dtype": dtype, "source": source}
+        buffers = self.engine.trained_shapes.keys() - self.engine.shapes.keys()
+        if buffers and model.lora is None:
+            facts["float32"] = sorted(buffers)  # a balance bias is too coarse in bfloat16
         if model.lora is not None:
             layers = {name.rsplit(".", 3)[1] for name in self._shapes}  # x.q_proj.lora_A.weight
             every = ALL_LINEAR in model.lora.targets

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import nan
 from typing import Any
@@ -28,10 +28,12 @@ from spmdflow.episodes.recorder import Limits
 from spmdflow.episodes.run import Episode, EpisodeRunner
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
+from spmdflow.models.turn import written_routes
 from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
 from spmdflow.rollout.resumable import ResumableRequests
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.router import ROUTES
 from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Max, Mean, Metric, Sum
 from spmdflow.worker_api.register import register
@@ -92,6 +94,7 @@ class EpisodeWorker(Worker):
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts", "prompt_text", "row"),
         writes=EPISODE_COLUMNS,
+        also_writes=written_routes,
         draws=True,
         check=check_environment,
     )
@@ -290,6 +293,7 @@ class EpisodeWorker(Worker):
                     log_probs=[0.0],
                     versions=[-1],
                     calls=[],
+                    routes=None,
                 )
             )
         lengths = torch.tensor([len(episode.tokens) for episode in filled], dtype=torch.int64)
@@ -322,7 +326,27 @@ class EpisodeWorker(Worker):
             batch_size=batch.batch_size,
         )
         decode = tokenizer.batch_decode
+        routes = self._routes_of(filled)
+        if routes is not None:
+            columns[ROUTES] = routes.to(device)
         columns.set_non_tensor("prompt_text", decode([episode.prompt for episode in filled]))
         columns.set_non_tensor("response_text", decode([episode.tokens for episode in filled]))
         columns.set_non_tensor("tool_calls", [json.dumps(episode.calls) for episode in filled])
         return columns
+
+    def _routes_of(self, episodes: Sequence[Episode]) -> Tensor | None:
+        """Return the column of routed experts of these episodes; None: none are returned.
+
+        An episode without tokens of the generator gets routes that the trainer selects.
+        """
+        generator = self.generator
+        own = generator.own_routes(1) if isinstance(generator, RequestGenerator) else None
+        if own is None:
+            return None
+        rows = []
+        for episode in episodes:
+            if episode.routes is None:
+                rows.append(own.repeat(len(episode.prompt) + len(episode.tokens), 1, 1))
+            else:
+                rows.append(torch.from_numpy(episode.routes))
+        return ragged_from_rows(rows)

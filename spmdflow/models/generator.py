@@ -33,7 +33,7 @@ from spmdflow.models.episode import (
     check_environment,
     requests_of,
 )
-from spmdflow.models.turn import RESPONSE, ContinuedRows
+from spmdflow.models.turn import RESPONSE, ContinuedRows, replays_routes, written_routes
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import (
@@ -41,11 +41,15 @@ from spmdflow.rollout.generator import (
     Generator,
     Replica,
     Request,
+    RequestGenerator,
     generator_of,
+    no_routes_error,
     response_columns,
     take_folder_weights,
+    with_routes,
 )
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.router import ROUTES
 from spmdflow.weights.architecture import Architecture
 from spmdflow.worker_api.command import Command
 from spmdflow.worker_api.metric import Max, Mean, Sum
@@ -108,8 +112,9 @@ class SamplingWorker(EpisodeWorker):
     @register(
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts",),
-        optional=(*RESPONSE, "tool_text"),
+        optional=(*RESPONSE, ROUTES, "tool_text"),
         writes=RESPONSE,
+        also_writes=written_routes,
         extends=True,
         draws=True,
         check=check_sampling,
@@ -217,6 +222,17 @@ class SamplingWorker(EpisodeWorker):
     def _end_tokens(self) -> tuple[int, ...]:
         return end_tokens(self.cfg.model.path)
 
+    def prepare_routes(self) -> None:
+        """Let the generator return the experts of each token, if the settings replay them.
+
+        ConfigError for a generator or a model without them.
+        """
+        if not replays_routes(self.cfg):
+            return
+        if not isinstance(self.generator, RequestGenerator):
+            raise no_routes_error(self.generator)
+        self.generator.return_routes()
+
     def make_room(self, *, trains: bool) -> None:
         """Frees the KV cache."""
         self.generator.sleep()
@@ -254,6 +270,7 @@ class GeneratorWorker(SamplingWorker):
         super().__init__(cfg, context)
         replica = Replica.of(context.layout, context.rank, context.groups)
         self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
+        self.prepare_routes()
         self.sampling = Sampling.from_config(cfg.rollout)
         self._receiver: WeightReceiver | None = None
         self._ahead: RowsAhead | None = None
@@ -321,6 +338,7 @@ class GeneratorWorker(SamplingWorker):
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts",),
         writes=("responses", "response_mask", "rollout_log_probs", "token_versions"),
+        also_writes=written_routes,
         extends=True,
     )
     def finish_sequences(self, batch: TensorDict, *, version: int) -> TensorDict:
@@ -345,6 +363,7 @@ class GeneratorWorker(SamplingWorker):
         )
         columns = response_columns(tokens, log_probs, lengths)
         columns["token_versions"] = ragged(versions, lengths)
+        with_routes(columns, responses)
         self._report_tokens(batch["prompts"], columns, num_rows=len(responses))
         self._report_truncated(columns["responses"], limit=self.sampling.max_new_tokens)
         self._report_ages(version - versions)
@@ -374,6 +393,7 @@ class GeneratorWorker(SamplingWorker):
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts",),
         writes=(*EPISODE_COLUMNS, "token_versions"),
+        also_writes=written_routes,
     )
     def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:
         """Return the episodes of rows that `begin_episodes` added on the same ranks.

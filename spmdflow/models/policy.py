@@ -32,6 +32,7 @@ from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss,
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import NEVER, Generator, Replica, generator_of
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.router import ROUTES
 from spmdflow.serving.publisher import Publisher, publisher_of
 from spmdflow.worker_api.metric import Max, Mean, Metric
 from spmdflow.worker_api.register import register
@@ -40,7 +41,7 @@ from spmdflow.workers.engine import Part
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
-UPDATE_MAY = ("ref_log_probs", "rollout_weights", "covariant", "pretrain_ids", *VALID)
+UPDATE_MAY = ("ref_log_probs", "rollout_weights", "covariant", "pretrain_ids", ROUTES, *VALID)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
 INSTEAD = {"old_log_probs": "rollout_log_probs"}
 """Column that may replace old_log_probs (controller/old_log_probs.py)."""
@@ -123,7 +124,7 @@ class PolicyWorker(EngineWorker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask"),
-        optional=("rollout_log_probs", *VALID),
+        optional=("rollout_log_probs", ROUTES, *VALID),
         writes=("old_log_probs",),
         instead=INSTEAD,
         followed_by=_correction,
@@ -277,6 +278,7 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         self.hybrid = hybrid_of(
             self.engine, self.generator, context, self.cfg, storage=self._storage
         )
+        self.prepare_routes()
         self.sampling = Sampling.from_config(cfg.rollout)
         self.open_episodes()
 

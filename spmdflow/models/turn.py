@@ -7,17 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.router import ROUTES
 
 RESPONSE = ("responses", "response_mask", "rollout_log_probs")
 """Columns of a response, an entry for each token."""
 _TOOL_ENTRIES = (0, False, 0.0)
 """Entries of a token that the policy did not sample, except for its id."""
+
+
+def replays_routes(settings: Any) -> bool:
+    """Whether the policy's forwards use the experts of the generator (actor.update.router)."""
+    return getattr(getattr(settings, "update", None), "router", "own") == "replay"
+
+
+def written_routes(settings: Any) -> tuple[str, ...]:
+    """The column of routed experts, which generation writes if the settings replay it."""
+    return (ROUTES,) if replays_routes(settings) else ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class ContinuedRows:
             ragged_from_rows(sequences, dtype=torch.int64),
             ragged_from_rows(new_ids, dtype=torch.int64),
             [room[row] for row in continued],
-            batch.select(*RESPONSE),
+            batch.select(*RESPONSE, *(() if ROUTES not in batch.keys() else (ROUTES,))),
         )
 
     def close(self, sampled: TensorDict) -> TensorDict:
@@ -84,4 +96,9 @@ class ContinuedRows:
                 )
                 rows[row] = torch.cat([rows[row], inserted, new_entries])
             columns[name] = ragged_from_rows(rows, dtype=self.before[name].dtype)
+        if ROUTES in sampled.keys():  # the generator read the continued rows from their beginning
+            routes = rows_of(self.before[ROUTES])
+            for row, routes_of_row in zip(self.rows, rows_of(sampled[ROUTES].cpu()), strict=True):
+                routes[row] = routes_of_row
+            columns[ROUTES] = ragged_from_rows(routes)
         return columns

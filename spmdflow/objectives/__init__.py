@@ -17,6 +17,7 @@ Settings select these functions by name: advantages (`@advantage`) and losses (`
 | covariance | tokens marked for kl_cov and clip_cov |
 | kl | KL estimates, an adaptive weight, importance weights |
 | preference, supervised | losses of pairs and labels; cross-entropy of given text |
+| balance | how evenly the experts of a mixture are used; the loss that evens them |
 | log_prob | log-probabilities and entropies without a (tokens, V) tensor |
 | loss | what losses share: masks, means with global denominators |
 

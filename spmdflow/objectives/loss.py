@@ -41,6 +41,10 @@ class Micro(Protocol):
         """(b, R) bool: True where the policy chose the token; rows of weight 0 are all False."""
 
     @property
+    def rows_of_token(self) -> Tensor:
+        """Shape of the tokens of the forward, float32: how many rows have the token; 0: padding."""
+
+    @property
     def row_weight(self) -> Tensor:
         """(b,) float32: 1, or 0 for a padding row."""
 

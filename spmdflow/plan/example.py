@@ -29,6 +29,8 @@ from spmdflow.errors import PlanError, SpmdflowError
 
 PROMPTS = "prompts"
 RESPONSES = "responses"
+ROWS = "rows"
+"""In a form: as long as prompt and response together."""
 TOOL_TEXT = "tool_text"
 TEXT_BYTES_PER_TOKEN = 4
 """Bytes of text that one token decodes to, where no run says otherwise (an assumption)."""
@@ -40,7 +42,8 @@ class ColumnForm:
 
     spec: ColumnSpec
     like: str = ""
-    """The column whose rows have the same lengths: prompts or responses; empty if dense."""
+    """The column whose rows have the same lengths: prompts or responses, or `ROWS`; empty if
+    dense."""
     items_per_token: int = 1
     """Items of a row for each item of the column it is like (for text: bytes)."""
 
@@ -48,7 +51,8 @@ class ColumnForm:
 def form_of(name: str, text: str) -> ColumnForm:
     """Parse a declaration: "float32", "int64[3]", "float32 like responses" or "text".
 
-    A column is dense without "like", otherwise ragged with the lengths of prompts or responses.
+    A column is dense without "like", otherwise ragged with the lengths of prompts, responses or
+    rows (both together).
     Text is like responses unless it says otherwise, with four bytes per token. Raises PlanError for
     anything else. name: of the column, for the message.
     """
@@ -62,7 +66,7 @@ def form_of(name: str, text: str) -> ColumnForm:
     like = like.strip()
     dtype = "uint8" if is_text else dtype
     known = isinstance(getattr(torch, dtype, None), torch.dtype)
-    is_like = like in ("", PROMPTS, RESPONSES)
+    is_like = like in ("", PROMPTS, RESPONSES, ROWS)
     if not known or not all(extent.isdigit() for extent in extents) or not is_like:
         expected = "a dtype with an optional shape and length, such as 'float32', "
         expected += "'int64[3]', 'float32 like responses' or 'text like prompts'"

@@ -25,10 +25,12 @@ from spmdflow.data.column import Column, to_message
 from spmdflow.datasets.scan import ScanReport
 from spmdflow.errors import PlanError
 from spmdflow.log import PLANNING
+from spmdflow.models.turn import replays_routes
 from spmdflow.plan.example import (
     JSON_COLUMNS,
     PROMPTS,
     RESPONSES,
+    ROWS,
     TOOL_TEXT,
     Examples,
     scan_or_assume,
@@ -49,6 +51,7 @@ from spmdflow.plan.replay import (
     fetched_column,
     unique_ids,
 )
+from spmdflow.router import ROUTES, Routers, route_dtype
 from spmdflow.runtime.call import (
     Call,
     ImmediateTransport,
@@ -59,7 +62,8 @@ from spmdflow.runtime.call import (
     refuse_to_wait,
 )
 from spmdflow.runtime.executor import COMPUTE
-from spmdflow.worker_api.register import find_map_function, map_spec, method_spec
+from spmdflow.weights.folder import causal_lm_on_meta
+from spmdflow.worker_api.register import MethodSpec, find_map_function, map_spec, method_spec
 from spmdflow.worker_api.worker import find_worker_class
 
 Lines = tuple[int, ...]
@@ -225,6 +229,8 @@ class Answers:
         self._replay = replay
         self._read_data = read_data
         self._classes: dict[str, type] = {}
+        self._settings: dict[str, Any] = {}
+        """Of each spawned model."""
         self.rows = RowLengths()
         self.notes: list[str] = []
         """Where the lengths of prompts come from."""
@@ -245,11 +251,11 @@ class Answers:
         known = self.rows.record_answer(number, call.label, commands, recorded_answer)
         match call.operation:
             case "spawn":
-                self._classes[plain["name"]] = find_worker_class(plain["class"])
+                self._spawn(plain)
             case "scan":
                 return dict.fromkeys(commands, {"report": self._scan(call.label, plain)})
             case "call":
-                spec = method_spec(self._classes[plain["group"]], plain["method"])
+                spec = self._spec_of(plain)
                 if plain.get("ids") is not None and spec.writes:
                     return self._to_rows(number, commands, spec.writes, known=known)
                 value = self.examples.answer(call.label)
@@ -268,6 +274,19 @@ class Answers:
             case "transfer":
                 return _to_transfer(call)
         return {rank: {} for rank in commands}
+
+    def _spawn(self, plain: Plain) -> None:
+        """Remember a model's class and settings, and the form of a column that depends on it."""
+        settings = plain["config"]
+        self._classes[plain["name"]] = find_worker_class(plain["class"])
+        self._settings[plain["name"]] = settings
+        if replays_routes(settings):
+            self.examples.add({ROUTES: _form_of_routes(settings.model.path)})
+
+    def _spec_of(self, plain: Plain) -> MethodSpec:
+        """Return the facts of the method that a command calls."""
+        spec = method_spec(self._classes[plain["group"]], plain["method"])
+        return spec.with_settings(self._settings[plain["group"]])
 
     def _scan(self, label: str, plain: Plain) -> ScanReport:
         """Return the scan report of the data source that `label` names, such as "train.scan".
@@ -343,6 +362,8 @@ class Answers:
         texts = self.examples.texts(name, ids)
         if texts is not None:
             return np.array([len(text.encode()) for text in texts], dtype=np.int64)
+        if form.like == ROWS:
+            return self._items(PROMPTS, plain, ids) + self._items(RESPONSES, plain, ids)
         drawn = self.examples.tokens(form.like, ids)
         if most := plain.get("arguments", {}).get("max_new_tokens"):
             drawn = np.minimum(drawn, most)
@@ -392,7 +413,7 @@ class Answers:
         """
         if plain["operation"] != "call":
             return False
-        spec = method_spec(self._classes[plain["group"]], plain["method"])
+        spec = self._spec_of(plain)
         return spec.extends and not {*spec.writes}.isdisjoint(seen)
 
     def _to_join(self, number: int, commands: Commands) -> Replies:
@@ -502,3 +523,11 @@ def _to_transfer(call: Call) -> Replies:
     for (source, rank), size in bytes_by_edge(row_edges([call])).items():
         replies[source]["sent"][rank] = replies[rank]["received"][source] = size
     return replies
+
+
+def _form_of_routes(path: str) -> str:
+    """The declaration of the column of routed experts, for the model in a folder."""
+    routers = Routers.of(causal_lm_on_meta(path))
+    assert routers is not None, path  # config.check_experts refuses a dense model
+    dtype = str(route_dtype(routers.num_experts)).removeprefix("torch.")
+    return f"{dtype}[{routers.num_layers},{routers.num_chosen}] like {ROWS}"

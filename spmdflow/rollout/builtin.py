@@ -13,12 +13,11 @@ needed; the forward pass is in rollout.forward.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import box_sum, read_sums
@@ -26,7 +25,7 @@ from spmdflow.config.schema import RolloutConfig
 from spmdflow.cpu.parked import ParkedRow, find_parked, newest_parked, order_rows
 from spmdflow.data.shared_prompt import prefill_passes
 from spmdflow.kind.generator import PREFILL_TOKENS, REFILL
-from spmdflow.rollout.forward import end_tokens, forward_of
+from spmdflow.rollout.forward import Routing, end_tokens, forward_of
 from spmdflow.rollout.generator import (
     NEVER,
     Finished,
@@ -35,67 +34,15 @@ from spmdflow.rollout.generator import (
     RequestGenerator,
     WakePart,
     loads_folder,
+    no_routes_error,
 )
+from spmdflow.rollout.live_rows import LiveRow, LiveRows
 from spmdflow.rollout.sampling import draw
+from spmdflow.router import Routers, as_column
 from spmdflow.weights.move import Block, Storages
 
 _CHECK_EVERY = 8
 """Tokens between two checks for ended rows, where a check waits for the device or decodes text."""
-
-
-@dataclass(frozen=True)
-class _LiveRow:
-    """A request that is being decoded."""
-
-    id: int
-    request: Request
-    joined_at: int
-    """The generator's clock (number of draws so far) when the request joined."""
-    num_own_tokens: int = 0
-    """Prompt tokens in the row's own cache slots, after the shared prefix."""
-
-    @property
-    def limit(self) -> int:
-        """Maximum number of tokens of the response."""
-        return self.request.sampling.max_new_tokens
-
-
-@dataclass
-class _Rows:
-    """State of the rows being decoded, on the device. Each tensor is (n,) or (n, N + 1), where N is
-    the largest response limit."""
-
-    starts: Tensor
-    """Prompt lengths."""
-    seeds: Tensor
-    limits: Tensor
-    drawn: Tensor
-    """Response tokens drawn before this request (see Request.num_drawn)."""
-    counts: Tensor
-    """Tokens drawn so far. Constant once the row has ended."""
-    running: Tensor
-    """False once the last token is drawn."""
-    tokens: Tensor
-    """Drawn tokens. An ended row keeps overwriting the slot after its last token."""
-    log_probs: Tensor
-
-    def pick(self, rows: Tensor) -> _Rows:
-        """The state of the rows with these indices, in this order."""
-        return _Rows(*(value[rows] for value in vars(self).values()))
-
-    def join(self, other: _Rows) -> _Rows:
-        """Returns these rows followed by the rows of `other`.
-
-        `tokens` and `log_probs` (n, N + 1) are padded with zeros on the right to the larger N.
-        """
-        width = max(self.tokens.shape[1], other.tokens.shape[1])
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Rows(
-            *(
-                torch.cat([F.pad(x, (0, width - x.shape[1])) if x.ndim > 1 else x for x in pair])
-                for pair in pairs
-            )
-        )
 
 
 class BuiltinGenerator(RequestGenerator):
@@ -115,6 +62,8 @@ class BuiltinGenerator(RequestGenerator):
         self._max_batch_size = cfg.max_batch_size
         # max_batch_size=1 decodes each row alone, for bits that depend on no other row: no parking
         self._parks = self._forward.parks and cfg.max_batch_size > 1
+        self._routing: Routing | None = None
+        """Set if the experts of the tokens are returned."""
         self._asleep: Storages | None = None
         self._end_tokens = torch.tensor(end_tokens(model_path), dtype=torch.int64, device=device)
         self._ids = count()
@@ -124,14 +73,32 @@ class BuiltinGenerator(RequestGenerator):
         self._waiting: list[tuple[int, Request]] = []
         self._parked: list[ParkedRow] = []
         """The first rows of the cache. The rows of self._live follow."""
-        self._live: list[_LiveRow] = []
-        self._rows: _Rows  # same order as self._live and self._logits
+        self._live: list[LiveRow] = []
+        self._rows: LiveRows  # same order as self._live and self._logits
         self._logits: Tensor
+
+    @property
+    def _routers(self) -> Routers | None:
+        return None if self._routing is None else self._routing.routers
 
     @property
     def max_positions(self) -> int:
         """Context length of the model, in tokens."""
         return self._forward.max_positions
+
+    def return_routes(self) -> None:
+        """See RequestGenerator.return_routes."""
+        if self._forward.routing is None:
+            raise no_routes_error(self)
+        self._routing = self._forward.routing
+        self._routing.routers.records = True
+
+    def own_routes(self, num_tokens: int) -> Tensor | None:
+        """See RequestGenerator.own_routes."""
+        if self._routing is None:
+            return None
+        routers = self._routing.routers
+        return as_column(routers.own_routes(num_tokens), routers.num_experts)
 
     def add(self, request: Request) -> int:
         """Queues a request for the next `step` and returns its id.
@@ -155,7 +122,9 @@ class BuiltinGenerator(RequestGenerator):
                 return Finished(request_id, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
         for index, row in enumerate(self._live):
             if row.id == request_id:
-                drawn = self._to_finished(row, self._rows, index, int(self._rows.counts[index]))
+                drawn = self._rows.to_finished(
+                    row, index, int(self._rows.counts[index]), self._routers
+                )
                 with torch.inference_mode():
                     self._remove_rows({index: 0})
                 return drawn
@@ -208,15 +177,8 @@ class BuiltinGenerator(RequestGenerator):
                 self._advance(chosen)
         result = []
         for row, index, size in ended:
-            result.append(self._to_finished(row, rows, index, size))
+            result.append(rows.to_finished(row, index, size, self._routers))
         return result
-
-    @staticmethod
-    def _to_finished(row: _LiveRow, rows: _Rows, index: int, size: int) -> Finished:
-        """Copies the first `size` tokens of the row at this index into a finished response."""
-        tokens = rows.tokens[index, :size]
-        log_probs = rows.log_probs[index, :size]
-        return Finished(row.id, tokens.clone(), log_probs.clone())
 
     def _refill(self, free: int) -> None:
         """Moves the first `free` waiting requests into the batch and computes their prompts' cache.
@@ -232,15 +194,15 @@ class BuiltinGenerator(RequestGenerator):
         for _, request in admitted:
             turns.append((request.conversation, request.prompt))
         parked_rows = find_parked(self._parked, turns)
-        resumed: dict[int, _LiveRow] = {}
-        groups: dict[bytes, list[_LiveRow]] = {}
+        resumed: dict[int, LiveRow] = {}
+        groups: dict[bytes, list[LiveRow]] = {}
         for index, (request_id, request) in enumerate(admitted):
             if index in parked_rows:
                 head = len(request.prompt) - self._parked[parked_rows[index]].num_shared
-                resumed[parked_rows[index]] = _LiveRow(request_id, request, self._clock, head)
+                resumed[parked_rows[index]] = LiveRow(request_id, request, self._clock, head)
             else:
                 key = request.prompt.numpy().tobytes()
-                groups.setdefault(key, []).append(_LiveRow(request_id, request, self._clock))
+                groups.setdefault(key, []).append(LiveRow(request_id, request, self._clock))
         waiting = list(groups.values())
         rows = [*self._live, *resumed.values(), *(row for group in waiting for row in group)]
         self._slots = max(row.num_own_tokens + row.limit for row in rows)
@@ -257,7 +219,7 @@ class BuiltinGenerator(RequestGenerator):
         for chunk in prefill_passes(sizes, PREFILL_TOKENS):
             self._prefill(waiting[chunk])
 
-    def _resume_parked(self, resumed: dict[int, _LiveRow], idle: list[int]) -> None:
+    def _resume_parked(self, resumed: dict[int, LiveRow], idle: list[int]) -> None:
         """Continues parked rows with new requests, and drops all other parked rows except `idle`.
 
         resumed: index of a parked row -> its new request. Only the tokens that the row does not
@@ -289,7 +251,7 @@ class BuiltinGenerator(RequestGenerator):
                 self._live_indices(first) | dict(zip(rows, range(first, len(self._live)))),
             )
 
-    def _prefill(self, groups: list[list[_LiveRow]]) -> None:
+    def _prefill(self, groups: list[list[LiveRow]]) -> None:
         """Prefills the prompt of each group once, and appends one live row per member of the group.
 
         A group is a list of requests with equal prompts.
@@ -300,29 +262,21 @@ class BuiltinGenerator(RequestGenerator):
                 source.append(index)
         prompts = [group[0].request.prompt for group in groups]
         logits = self._forward.prefill(prompts, source)
-        self._append_rows([row for group in groups for row in group], logits)
+        rows = []
+        for index, group in enumerate(groups):
+            for row in group:
+                if self._routing is not None:
+                    row = replace(row, prompt_routes=self._routing.of_prompts[index])
+                rows.append(row)
+        self._append_rows(rows, logits)
 
-    def _append_rows(self, new: list[_LiveRow], logits: Tensor) -> None:
+    def _append_rows(self, new: list[LiveRow], logits: Tensor) -> None:
         """Appends new live rows to self._live, self._rows and self._logits.
 
         logits (len(new), V): after the prompts. The rows start with no drawn tokens and running =
         True.
         """
-        facts = []
-        for r in new:
-            facts.append((len(r.request.prompt), r.request.seed, r.limit, r.request.num_drawn, 0))
-        starts, seeds, limits, drawn, counts = torch.tensor(facts, device=self.device).T
-        width = max(row.limit for row in new) + 1
-        rows = _Rows(
-            starts,
-            seeds,
-            limits,
-            drawn,
-            counts,
-            torch.ones(len(new), dtype=torch.bool, device=self.device),
-            torch.zeros(len(new), width, dtype=torch.int64, device=self.device),
-            torch.zeros(len(new), width, device=self.device),
-        )
+        rows = LiveRows.begin(new, self._routers, self.device)
         if self._live:
             rows = self._rows.join(rows)
             logits = torch.cat([self._logits, logits])
@@ -359,6 +313,9 @@ class BuiltinGenerator(RequestGenerator):
         positions = rows.starts + rows.counts - 1
         span = min(self._clock - self._oldest, self._slots)  # the oldest row may have ended
         self._logits = self._forward.step(chosen, positions, span)
+        if self._routing is not None:
+            indices = torch.arange(len(chosen), device=chosen.device)
+            rows.routes[indices, rows.counts - 1] = self._routing.of_tokens
 
     def _counts_of_ended(self, draws: int) -> dict[int, int]:
         """Returns index in self._live -> number of response tokens, for each row that has ended.

@@ -19,7 +19,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from spmdflow.cpu.llama import LlamaForward, covers
 from spmdflow.rollout.row_cache import can_join, drop_slots, join, select_rows
+from spmdflow.router import Routers
 from spmdflow.weights.folder import attention_of
+
+
+class Routing:
+    """Which experts the tokens of the last pass used, if `routers.records` is set."""
+
+    def __init__(self, routers: Routers) -> None:
+        self.routers = routers
+        self.of_prompts: list[Tensor] = []
+        """Of each prompt of a `prefill`, (P, layers, k) int16."""
+        self.of_tokens = routers.own_routes(0)
+        """Of the tokens of a `step`, (n, layers, k) int16."""
 
 
 class CachedForward(Protocol):
@@ -32,6 +44,10 @@ class CachedForward(Protocol):
     """Whether new rows can join rows that are being decoded."""
     parks: bool
     """Whether rows can be parked, and extended later."""
+
+    @property
+    def routing(self) -> Routing | None:
+        """Which experts its tokens use. None: it is no mixture of experts."""
 
     def reserve(self, rows: int, slots: int) -> None:
         """Makes room for `rows` rows with `slots` tokens each after the prompt. Keeps the
@@ -158,6 +174,8 @@ class HuggingFaceForward:
         from transformers import DynamicCache
 
         self._module = module
+        routers = Routers.of(module)
+        self.routing = None if routers is None else Routing(routers)
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=module.device)
         """(rows, slots): 1 where a slot has a token of the row."""
@@ -185,7 +203,12 @@ class HuggingFaceForward:
             for rows in (prompts, ones)
         )
         cache = DynamicCache(config=self._module.config)
-        logits = self._run(cache, ids, mask, (mask.cumsum(1) - 1).clamp_(min=0))
+        logits, routes = self._run(cache, ids, mask, (mask.cumsum(1) - 1).clamp_(min=0))
+        if self.routing is not None and routes is not None:
+            of_prompts = []
+            for prompt, row in zip(prompts, routes, strict=True):
+                of_prompts.append(row[len(row) - len(prompt) :])
+            self.routing.of_prompts = of_prompts
         selection = torch.tensor(source, dtype=torch.int64, device=mask.device)
         select_rows(cache, selection)
         mask = mask[selection]
@@ -206,7 +229,10 @@ class HuggingFaceForward:
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward.step."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
-        return self._run(self._cache, tokens[:, None], self._mask, positions[:, None])
+        logits, routes = self._run(self._cache, tokens[:, None], self._mask, positions[:, None])
+        if self.routing is not None and routes is not None:
+            self.routing.of_tokens = routes[:, 0]
+        return logits
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
         """Keep only these rows of cache and mask, in this order, and the slots that one of them
@@ -236,11 +262,17 @@ class HuggingFaceForward:
     def renew(self) -> None:
         """Does nothing, because only the KV cache is computed from the weights."""
 
-    def _run(self, cache: Any, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _run(
+        self, cache: Any, ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits (n, V) after the last of these tokens (n, m), whose keys the cache gets.
 
-        mask (n, slots): of all slots including these tokens'. positions (n, m).
+        With them the experts of each token, (n, m, layers, k) int16, if the routers record;
+        otherwise None. mask (n, slots): of all slots including these tokens'. positions (n, m).
         """
+        routers = None if self.routing is None else self.routing.routers
+        if routers is not None:
+            routers.begin()
         output = self._module(
             input_ids=ids,
             attention_mask=mask,
@@ -250,4 +282,7 @@ class HuggingFaceForward:
             logits_to_keep=1,
         )
         logits: Tensor = output.logits[:, -1]
-        return logits
+        if routers is None or not routers.records:
+            return logits, None
+        chosen = torch.stack([layer.experts for layer in routers.take()], 1)
+        return logits, chosen.to(torch.int16).view(*ids.shape, *chosen.shape[1:])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.config.schema import RolloutConfig
-from spmdflow.data.ragged import lengths_of, ragged, rows_of
+from spmdflow.data.ragged import lengths_of, ragged, ragged_from_rows, rows_of
 from spmdflow.datasets.tokenizer import StopStrings, load_tokenizer
 from spmdflow.errors import (
     ColumnError,
@@ -37,6 +37,7 @@ from spmdflow.parallel.device import backend_of
 from spmdflow.parallel.group import GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.sampling import Sampling
+from spmdflow.router import ROUTES
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
 from spmdflow.weights.move import Block, copy_box
@@ -174,6 +175,9 @@ class Finished:
     """(n,) int64, including the end token."""
     log_probs: Tensor
     """(n,) float32."""
+    routes: Tensor | None = None
+    """(P + n, layers, k): the experts of each token of prompt and response, as a column has them
+    (`router.as_column`). None: the generator does not return them."""
 
 
 class Generator(Protocol):
@@ -234,6 +238,18 @@ class RequestGenerator(ABC):
     device: torch.device
     stop: StopStrings | None = None
     """Stop strings of the requests that are being generated. None: they have none."""
+
+    def return_routes(self) -> None:
+        """From now on return the experts that the model's routers select (`Finished.routes`).
+
+        ConfigError for a generator or a model that has none to return.
+        """
+        raise no_routes_error(self)
+
+    def own_routes(self, num_tokens: int) -> Tensor | None:
+        """A column of routes for tokens that the generator did not read: the trainer's routers
+        select for them. None: it returns no routes."""
+        return None
 
     @property
     @abstractmethod
@@ -344,9 +360,10 @@ class RequestGenerator(ABC):
         )
         self.replica.check_equal("tokens", tokens.tolist, self.device)
         lengths = torch.tensor([len(row.tokens) for row in done if row], dtype=torch.int64)
-        return response_columns(
+        columns = response_columns(
             tokens.to(self.device), log_probs.to(self.device), lengths.to(self.device)
         )
+        return with_routes(columns, [row for row in done if row])
 
 
 def generator_of(
@@ -371,6 +388,16 @@ def generator_of(
     replica_arguments = (replica,) if kind.cuts_model else ()
     generator: Generator = resolve(kind.implementation)(cfg, model_path, device, *replica_arguments)
     return generator
+
+
+def no_routes_error(generator: Generator | RequestGenerator) -> ConfigError:
+    """The error of a generator or a model that cannot return which experts its tokens used."""
+    return ConfigError.of(
+        "actor.update.router=replay",
+        f"{type(generator).__name__}, which returns no experts for this model",
+        "a mixture of experts, and a generator that returns its experts",
+        "set actor.update.router=own",
+    )
 
 
 def check_prompts(
@@ -425,6 +452,14 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
         },
         batch_size=[len(lengths)],
     )
+
+
+def with_routes(columns: TensorDict, rows: Sequence[Finished]) -> TensorDict:
+    """Add the column of routed experts, in place, if these finished rows have them."""
+    routes = [row.routes for row in rows if row.routes is not None]
+    if routes:
+        columns[ROUTES] = ragged_from_rows(routes)
+    return columns
 
 
 def check_drawn(log_probs: Tensor, row: str) -> None:

@@ -25,7 +25,7 @@ _COLUMNS = {"tokens": torch.int64, "log_probs": torch.float32, "versions": torch
 class VersionedResponse(Finished):
     """A finished response on the host, with the weights version of each token."""
 
-    versions: Tensor
+    versions: Tensor = field(kw_only=True)
     """(n,) int32: version of the weights that drew each token."""
 
 
@@ -46,6 +46,8 @@ class _Row:
     """Column name -> values (n,)."""
     live: int | None = None
     """Its id in the generator. None: the generator does not have it."""
+    routes: Tensor | None = None
+    """The experts of all tokens so far, as the generator used them when it had the row last."""
 
     def extend(self, part: Finished, version: int) -> None:
         """Appends drawn tokens, log-probabilities and the weights' version to `drawn`, on the host.
@@ -58,6 +60,7 @@ class _Row:
         new = {"tokens": part.tokens, "log_probs": part.log_probs, "versions": versions}
         for name, dtype in _COLUMNS.items():
             self.drawn[name] = torch.cat([self.drawn[name], new[name].to("cpu", dtype)])
+        self.routes = part.routes
         self.live = None
 
     def remaining_request(self) -> Request:
@@ -191,4 +194,5 @@ class ResumableRequests:
         return is_long or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
 
     def _end(self, number: int) -> VersionedResponse:
-        return VersionedResponse(number, **self._rows.pop(number).drawn)
+        row = self._rows.pop(number)
+        return VersionedResponse(number, **row.drawn, routes=row.routes)

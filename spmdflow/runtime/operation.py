@@ -258,7 +258,8 @@ class RankState:
         """
         key = (group, method)
         if key not in self._specs:
-            self._specs[key] = method_spec(type(self._workers[group]), method)
+            worker = self._workers[group]
+            self._specs[key] = method_spec(type(worker), method).with_settings(worker.cfg)
         return self._specs[key]
 
     def _call(self, plain: Plain, number: int) -> dict[str, Any]:

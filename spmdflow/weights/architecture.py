@@ -65,10 +65,15 @@ class Architecture:
     head: Head = "causal_lm"
     gated: bool = True
     """Whether the feed-forward network has a gate: three matrices instead of two."""
+    num_experts: int = 0
+    """Of a layer of a mixture of experts, of which each token uses a few; 0: a dense model."""
     adapters: Adapters | None = None
     """Adapters that are among its tensors; None: there are none, or they are merged."""
     obstacle: str = ""
     """Why only transformers can run the model; empty if its tensors are in `weights.table`."""
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Names and shapes of all tensors of such a model, if they were read
+    (`folder.with_tensors`)."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, head: Head = "causal_lm") -> Architecture:
@@ -365,6 +370,10 @@ def _positive_int(facts: Mapping[str, Any], key: str) -> int:
     return value
 
 
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json for the number of experts of a layer."""
+
+
 def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architecture:
     """Return the sizes of a model without a table: the keys of Llama's or GPT-2's config.json.
 
@@ -392,6 +401,7 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
         max_positions=first("max_position_embeddings", "n_positions"),
         head=head,
         gated=facts.get("hidden_act", facts.get("activation_function")) == "silu",
+        num_experts=first(*_EXPERT_KEYS),
         obstacle=obstacle,
     )
 

@@ -32,21 +32,53 @@ def locate_fused(
     shapes: of the fused tensors. stored: of all tensors in the files. Tensors that do not consist
     of boxes of the files' tensors, in their sizes, are omitted.
     """
-    numbering = Numbering.of({name: _small_shape(shape) for name, shape in shapes.items()})
     pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
-    for name, numbers in cut(numbering.tensors(lambda number: number)).items():
-        if name not in stored:
-            continue
-        for small in numbering.pieces(name, numbers):
-            piece = _enlarge(small, name, shapes[small.name], stored[name])
-            if piece is not None:
-                pieces[small.name].append(piece)
+    for name, table in locate_stored(shapes, stored, cut).items():
+        for piece in table.pieces:
+            pieces[piece.name].append(_inverse(piece, name, len(table.shape)))
     result = {}
     for name, shape in shapes.items():
         table = LocalTensor(tuple(shape), tuple(pieces[name]))
         if table.padding == 0:
             result[name] = table
     return result
+
+
+def locate_stored(
+    shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Sequence[int]], cut: Cut
+) -> dict[str, LocalTensor]:
+    """Return which elements of the module's fused tensors each of the folder's tensors has.
+
+    The inverse of `locate_fused`, with the same arguments. Tensors of the folder that have none are
+    omitted. Elements that are no copies are padding.
+    """
+    numbering = Numbering.of({name: _small_shape(shape) for name, shape in shapes.items()})
+    result = {}
+    for name, numbers in cut(numbering.tensors(lambda number: number)).items():
+        if name not in stored:
+            continue
+        pieces = []
+        for small in numbering.pieces(name, numbers):
+            piece = _enlarge(small, shapes[small.name], stored[name])
+            if piece is not None:
+                pieces.append(piece)
+        if pieces:
+            result[name] = LocalTensor(tuple(stored[name]), tuple(pieces))
+    return result
+
+
+def _inverse(piece: Piece, name: str, num_axes: int) -> Piece:
+    """Return where a piece of a module's tensor is in the folder's tensor `name`, and back.
+
+    num_axes: of the folder's tensor.
+    """
+    axes = piece.axes or tuple(range(num_axes))
+    fused_of_own = {}
+    for fused, own in enumerate(axes):
+        if own is not None:
+            fused_of_own[own] = fused
+    inverse = tuple(fused_of_own.get(own) for own in range(num_axes))
+    return Piece(name, piece.local, piece.box, inverse)
 
 
 def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -58,31 +90,27 @@ def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(small)
 
 
-def _enlarge(small: Piece, name: str, shape: Sequence[int], stored: Sequence[int]) -> Piece | None:
-    """Return the piece of the folder's tensor `name` in the fused one, in their real sizes.
+def _enlarge(small: Piece, shape: Sequence[int], stored: Sequence[int]) -> Piece | None:
+    """Return the piece of a fused tensor in a tensor of the folder, in their real sizes.
 
-    small: a piece of the small fused tensor (`box`) in the folder's (`local`), that is, the other
-    way round. shape: of the fused tensor. stored: of the folder's. None if the latter has other
-    sizes than the small one leads to.
+    small: the same piece in small tensors. shape: of the fused tensor. stored: of the folder's.
+    None if the latter has other sizes than the small one leads to.
     """
     scales = []
     for size, num_parts in zip(shape, _small_shape(shape), strict=True):
         scales.append(size // num_parts)
     axes = small.axes or tuple(range(len(shape)))
-    fused_of_own: dict[int, int] = {}
+    own_scales = [1] * len(stored)
     for fused, own in enumerate(axes):
         if own is not None:
-            fused_of_own[own] = fused
-    own_scales = []
-    for own in range(len(stored)):
-        own_scales.append(scales[fused_of_own[own]] if own in fused_of_own else 1)
-    box = _scale_box(small.local, own_scales)
-    local = _scale_box(small.box, scales)
+            own_scales[own] = scales[fused]
+    box = _scale_box(small.box, scales)
+    local = _scale_box(small.local, own_scales)
     if box is None or local is None or box.size != local.size:
         return None
-    if any(stop > size for (_, stop), size in zip(box.bounds, stored, strict=True)):
+    if any(stop > size for (_, stop), size in zip(local.bounds, stored, strict=True)):
         return None
-    return Piece(name, box, local, tuple(fused_of_own.get(own) for own in range(len(stored))))
+    return Piece(small.name, box, local, axes)
 
 
 def _scale_box(box: Box, scales: Sequence[int]) -> Box | None:

@@ -10,7 +10,9 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.converted import locate_fused
+from spmdflow.weights.converted import locate_fused, locate_stored
 from spmdflow.weights.dcp import METADATA, TorchCheckpoint
 from spmdflow.weights.index import INDEX, read_index
 from spmdflow.weights.table import LocalTensor, Piece, shapes_by_name
@@ -408,6 +410,66 @@ def causal_lm_on_meta(path: str | Path) -> Any:
     import transformers
 
     return empty_module(transformers.AutoModelForCausalLM, path, torch.float32)
+
+
+def with_tensors(architecture: Architecture, path: str | Path) -> Architecture:
+    """Return the architecture of a model without a table with the tensors of its causal LM.
+
+    They have the names of transformers' module; tied tensors occur once.
+    """
+    tensors = []
+    for name, parameter in causal_lm_on_meta(path).named_parameters():
+        tensors.append((name, tuple(parameter.shape)))
+    return replace(architecture, tensors=tuple(tensors))
+
+
+@lru_cache(maxsize=4)
+def folder_form(config: str) -> Mapping[str, LocalTensor]:
+    """Return the tensors of a folder that are not tensors of transformers' module, by name.
+
+    Each is the pieces of the module's tensors that it has: an expert of those that transformers
+    fuses, or a tensor with another name. config: a config.json. Empty if the two have the same
+    tensors, or if transformers computes some of them, which it logs. Builds the module without its
+    weights, once for each config.
+    """
+    module = _module_of(json.loads(config))
+    if module is None:
+        return {}
+    whole = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    stored = {}
+    for name, tensor in in_folder_form(module, whole).items():
+        stored[name] = tuple(tensor.shape)
+    changed = {name: shape for name, shape in shapes.items() if stored.get(name) != shape}
+    if not changed:
+        return {}
+    try:
+        form = locate_stored(changed, stored, partial(in_folder_form, module))
+    except (RuntimeError, ValueError, IndexError, KeyError) as err:
+        logger.warning("export has the tensors of transformers' module: %s", err)
+        return {}
+    num_elements = sum(map(prod, changed.values()))
+    has_padding = any(table.padding for table in form.values())
+    if has_padding or sum(table.size for table in form.values()) != num_elements:
+        logger.warning("export has the tensors of transformers' module: not all are copies")
+        return {}
+    return form
+
+
+def _module_of(config: Mapping[str, Any]) -> Any:
+    """The transformers module of a config.json on the meta device. None: an unknown model_type."""
+    import transformers
+
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
+        return None
+
+    names = config.get("architectures") or [""]
+    auto: Any = transformers.AutoModelForCausalLM
+    if names[0].endswith("ForSequenceClassification"):
+        auto = transformers.AutoModelForSequenceClassification
+    settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    with torch.device("meta"):
+        return auto.from_config(settings, trust_remote_code=False, **attention_of(settings))
 
 
 def in_folder_form(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -65,10 +65,12 @@ def parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Return name and shape of every tensor of the model, in the order of the state dict.
 
     The embedding comes first, then the layers, the last norm, and `score` or, unless tied, lm_head;
-    then the adapters, if the architecture has any. AssertionError for an architecture without a
-    table.
+    then the adapters, if the architecture has any. Of a model without a table: its `tensors`, which
+    must have been read; AssertionError otherwise.
     """
-    assert not arch.obstacle, arch.obstacle
+    if arch.obstacle:
+        assert arch.tensors, arch.obstacle
+        return tuple(Parameter(name, shape) for name, shape in arch.tensors)
     hidden = arch.hidden_size
     sizes = {"hidden": hidden, "ffn": arch.ffn_size, "head": arch.head_dim}
     sizes |= {"q": arch.q_size, "kv": arch.kv_size}

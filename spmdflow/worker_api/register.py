@@ -18,7 +18,7 @@ rank finds it by its name, so it must be at module level.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -68,6 +68,14 @@ class MethodSpec:
     on_demand: bool = False
     """Whether a call waits until something reads its columns, unless the settings say that
     something will (controller/on_demand.py). The model may not have been built before that."""
+    also_writes: Callable[[Any], tuple[str, ...]] | None = None
+    """Returns further columns of the answer, from the model's settings. None: there are none."""
+
+    def with_settings(self, settings: Any) -> MethodSpec:
+        """Return the facts for a model with these settings: `writes` with all that it writes."""
+        if self.also_writes is None:
+            return self
+        return replace(self, writes=(*self.writes, *self.also_writes(settings)), also_writes=None)
 
 
 def register(
@@ -84,6 +92,7 @@ def register(
     instead: Mapping[str, str] | None = None,
     followed_by: Callable[[Any], tuple[Callable[..., Any], Mapping[str, Any]] | None] | None = None,
     on_demand: bool = False,
+    also_writes: Callable[[Any], tuple[str, ...]] | None = None,
 ) -> Callable[[F], F]:
     """Return a decorator that marks a worker method for the controller (paper 4.1, Table 3).
 
@@ -116,6 +125,7 @@ def register(
     join the answer.
     on_demand: nothing is computed until something reads the columns, for a frozen model whose
     answer often nobody needs, such as `compute_ref_log_prob`.
+    also_writes: returns further columns that the method writes, from the model's settings.
     """
     spec = MethodSpec(
         transfer_mode=transfer_mode,
@@ -130,6 +140,7 @@ def register(
         instead=dict(instead or {}),
         followed_by=followed_by,
         on_demand=on_demand,
+        also_writes=also_writes,
     )
 
     def mark(method: F) -> F:

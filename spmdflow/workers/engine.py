@@ -63,6 +63,10 @@ class TrainEngine(ABC):
 
     optimizer: Scheduled | None = None
     """Steps the weights. None: the engine only runs forward."""
+    router_balance_coef: float = 0.0
+    """Weight of the auxiliary loss of a mixture of experts (`objectives.balance`)."""
+    router_metrics: Mapping[str, Metric] = {}
+    """Of the last `accumulate`; empty for a model without experts."""
 
     def __init__(
         self, model: LoadedModel | ModelSource, cfg: EngineConfig, context: WorkerContext
@@ -163,7 +167,7 @@ class TrainEngine(ABC):
         optimizer.nonfinite_in_a_row = 0
         optimizer.last_lr = lr
         self.weights_version += 1
-        return {**metrics, "grad_norm": norm, "lr": lr}
+        return {**metrics, **self.router_metrics, "grad_norm": norm, "lr": lr}
 
     def _skip_nonfinite(self, optimizer: Scheduled, norm: float, loss: float) -> None:
         """Discard a gradient that is not finite, count it in nonfinite_in_a_row, and log a warning.
@@ -455,6 +459,8 @@ def engine_of(
         total_optimizer_steps=total_steps,
         **({} if adopt is None else {"adopt": adopt}),
     )
+    update = getattr(cfg, "update", None)
+    engine.router_balance_coef = getattr(update, "router_balance_coef", 0.0)
     if lora is not None and context.rank == context.layout.ranks[0]:
         sides = engine.trained_shapes, engine.shapes
         trained, num_all = (sum(map(math.prod, side.values())) for side in sides)

@@ -34,9 +34,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engines_that_cut
+from spmdflow.objectives.balance import BalancedLoss
 from spmdflow.objectives.loss import Loss
 from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.move import Block
@@ -52,6 +54,7 @@ from spmdflow.workers.sharding import (
     mesh_of,
     read_weights,
     recompute_in_backward,
+    saved_buffers,
     separate_adapter_blocks,
     set_last_micro_batch,
     shard_model,
@@ -126,16 +129,44 @@ class FSDPEngine(TrainEngine):
         in the last micro-batch.
         """
         sums: dict[str, float | Tensor] = {}
+        routed = self._balanced(loss, micros)
+        counted_loss = routed or loss
         for number, micro in enumerate(micros):
             set_last_micro_batch(self._module, self.sharding, last=number == len(micros) - 1)
-            value, metrics = self._module(micro, lambda output, rows: loss(output, rows, totals))
+            value, metrics = self._module(
+                micro, lambda output, rows: counted_loss(output, rows, totals)
+            )
             value.backward()
             for name, x in {**metrics, "loss": value}.items():
                 sums[name] = sums.get(name, 0.0) + x.detach().double()
+        if routed is not None:
+            routed.statistics.sum_over_ranks(self._sum_in_place)
+            self.router_metrics = routed.statistics.metrics()
+            routed.close()
         self._reshard()
         if not isinstance(self._module, FSDPModule):
             self._sum_gradients()
         return self.dp_sums(sums)
+
+    def _balanced(self, loss: Loss, micros: list[MicroBatch]) -> BalancedLoss | None:
+        """Return the loss with the auxiliary loss of a mixture of experts; None for other models.
+
+        With a weight above 0, a forward without gradient counts the tokens of each expert first.
+        """
+        routers = self.model.routers
+        if routers is None:
+            return None
+        balanced = BalancedLoss(loss, routers, self.router_balance_coef, self.device)
+        if self.router_balance_coef:
+            with torch.no_grad():
+                self.outputs(micros, balanced.count)
+            balanced.sum_counts(self._sum_in_place)
+        return balanced
+
+    def _sum_in_place(self, values: Tensor) -> None:
+        """Sum a tensor over the dp group. All its ranks call it together."""
+        if self.layout.dp_size > 1:
+            dist.all_reduce(values, group=self.dp_group)
 
     def _sum_gradients(self) -> None:
         """Sum the gradients of a module that is not sharded over the ranks, in place.
@@ -214,10 +245,15 @@ class FSDPEngine(TrainEngine):
 
     @property
     def trained_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the trained tensors: all of them, or only the adapters."""
+        """Return the shapes of the tensors that are saved: all of them, or only the adapters.
+
+        With all of them, also the buffers of the model's files.
+        """
         result = {}
         for name, shard in self._trained_shards().items():
             result[name] = shard.parameter.shape
+        for name, buffer in self._saved_buffers().items():
+            result[name] = buffer.shape
         return result
 
     # -- state --------------------------------------------------------------------------------
@@ -237,6 +273,8 @@ class FSDPEngine(TrainEngine):
                 moments = self.optimizer.moments_of(name)
             for moment, values in moments.items():
                 yield f"{name}.{moment}", values, shard.box
+        for name, buffer in self._saved_buffers().items():
+            yield name, buffer, Box.of_shape(buffer.shape)
 
     def residency(self, where: Place, part: Part) -> None:
         """Move parameters or optimizer moments between device and host memory.
@@ -284,6 +322,10 @@ class FSDPEngine(TrainEngine):
             if is_adapter(name) or not only:
                 result[name] = shard
         return result
+
+    def _saved_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of the model's files; none if only adapters are trained."""
+        return {} if self.model.lora is not None else saved_buffers(self._module)
 
     def _reshard(self) -> None:
         """Frees gathered parameters, because an update or offload may follow."""

@@ -30,6 +30,7 @@ from spmdflow.data.ragged import (
 from spmdflow.data.shared_prompt import shared_groups
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.device import all_to_device, to_device
+from spmdflow.router import OWN_CHOICE, ROUTES, from_column
 from spmdflow.workers.attention import PackedRows, SeenKeys
 
 
@@ -63,6 +64,12 @@ class MicroBatch:
     """(b,) int64: the index in input_ids.flatten() of the last real token of each row."""
     response_indices: Tensor
     """(n,) int64: the index of each of them in (b, R), flattened."""
+    rows_of_token: Tensor
+    """Shape of input_ids, float32: how many rows have the token; more than 1 in a shared prompt, 0
+    for padding."""
+    routes: Tensor | None = None
+    """(input_ids.numel(), layers, k) int16: the experts to use (`Routers.begin`). None: the routers
+    select them."""
 
     @property
     def response_tokens(self) -> Tensor:
@@ -141,6 +148,7 @@ def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
     return replace(
         micro,
         input_ids=torch.nn.functional.pad(micro.input_ids, (0, extra)),
+        rows_of_token=torch.nn.functional.pad(micro.rows_of_token, (0, extra)),
         position_ids=torch.cat([micro.position_ids, more], 1),
         packed=packed
         and PackedRows.of([*packed.lengths, extra]).move_tensors(lambda x: to_device(x, device)),
@@ -201,11 +209,16 @@ def _read_rows(batch: TensorDict) -> TensorDict:
     for name, column in batch.items():
         if not isinstance(column, Tensor):
             continue
-        if name != "prompts" and is_ragged(column) and not torch.equal(lengths_of(column), sizes):
+        own_sizes = lengths + sizes if name == ROUTES else sizes
+        if (
+            name != "prompts"
+            and is_ragged(column)
+            and not torch.equal(lengths_of(column), own_sizes)
+        ):
             raise ColumnError(
                 f"micro-batch: column {name} has row lengths {lengths_of(column).tolist()[:8]}...; "
-                f"expected those of responses, {sizes.tolist()[:8]}...; "
-                f"write one entry per response token"
+                f"expected {own_sizes.tolist()[:8]}...; write one entry per response token"
+                f"{' and per prompt token' if name == ROUTES else ''}"
             )
         columns[name] = column
     return TensorDict(columns, batch_size=batch.batch_size)
@@ -223,7 +236,8 @@ def _padding_of(rows: TensorDict) -> TensorDict:
             return ragged(zeros, one)
         return zeros
 
-    return TensorDict({name: zero(column) for name, column in rows.items()}, batch_size=[1])
+    plain = rows.exclude(ROUTES)
+    return TensorDict({name: zero(column) for name, column in plain.items()}, batch_size=[1])
 
 
 @dataclass(frozen=True)
@@ -338,7 +352,13 @@ def _build_micro_batch(
     ends = torch.where(answered, layout.responses + response_lengths - 1, before)
     width = max(1, int(response_lengths.max()))
     in_width = _spans(torch.arange(num_rows) * width, response_lengths)
-    columns: dict[str, Any] = dict(rows.exclude("prompts", "responses").items())
+    rows_of_token = torch.bincount(
+        torch.cat([at_prompts, at_responses]), minlength=input_ids.numel()
+    )
+    routes = None
+    if ROUTES in rows.keys():
+        routes = _place_routes(rows, at_prompts, at_responses, num_tokens=input_ids.numel())
+    columns: dict[str, Any] = dict(rows.exclude("prompts", "responses", ROUTES).items())
     for name, column in columns.items():
         columns[name] = pad(column, width=width) if is_ragged(column) else column
     micro = MicroBatch(
@@ -355,8 +375,29 @@ def _build_micro_batch(
         predicting=predicting,
         ends=ends,
         response_indices=in_width,
+        rows_of_token=rows_of_token.view(shape).float() * (len(index) > 0),
+        routes=routes,
     )
     return _on_device(micro, device)
+
+
+def _place_routes(
+    rows: TensorDict, at_prompts: Tensor, at_responses: Tensor, *, num_tokens: int
+) -> Tensor:
+    """Return the experts of each token of a micro-batch, (num_tokens, layers, k) int16.
+
+    at_prompts, at_responses: position of each prompt token and response token, row after row.
+    Padding selects itself. A shared prompt has the routes of the last row that shares it.
+    """
+    column = rows[ROUTES]
+    values = from_column(column.values())
+    prompt_lengths = lengths_of(rows["prompts"])
+    starts = lengths_of(column).cumsum(0) - lengths_of(column)
+    routes = values.new_full((num_tokens, *values.shape[1:]), OWN_CHOICE)
+    routes[at_prompts] = values[_spans(starts, prompt_lengths)]
+    in_responses = _spans(starts + prompt_lengths, lengths_of(rows["responses"]))
+    routes[at_responses] = values[in_responses]
+    return routes
 
 
 def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
@@ -366,7 +407,7 @@ def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
     """
     names = (
         *("input_ids", "position_ids", "response_lengths", "response_mask", "row_weight"),
-        *("targets", "predicting", "ends", "response_indices"),
+        *("targets", "predicting", "ends", "response_indices", "rows_of_token"),
     )
 
     def map_tensors(move: Callable[[Tensor], Tensor]) -> MicroBatch:
@@ -379,6 +420,7 @@ def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
         for name, column in micro.columns.items():
             columns[name] = move(column)
         packed = micro.packed and micro.packed.move_tensors(move)
+        tensors["routes"] = None if micro.routes is None else move(micro.routes)
         tensors["position_ids"] = tensors["position_ids"].expand(micro.input_ids.shape)
         return replace(micro, columns=columns, packed=packed, **tensors)
 

@@ -26,6 +26,7 @@ from spmdflow.config.model import LoRAConfig, ModelConfig
 from spmdflow.cpu.product import compute_dtype, use_onednn_products
 from spmdflow.errors import ConfigError
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
+from spmdflow.router import Routers
 from spmdflow.weights.architecture import Architecture, Head, read_config
 from spmdflow.weights.folder import (
     HuggingFaceFolder,
@@ -84,15 +85,20 @@ class LoadedModel(_Exported):
     """Decoder layers, the units that are sharded and recomputed."""
     float32_modules: tuple[nn.Module, ...]
     """Parts that always compute in float32, because bfloat16 is too coarse for a value."""
+    routers: Routers | None = None
+    """Of a mixture of experts. The module's forward prepares them for each micro-batch."""
 
 
 class ScalarModel(nn.Module):
     """A decoder and a scalar head, with the attribute names of the Hugging Face class."""
 
-    def __init__(self, decoder_name: str, decoder: nn.Module, score: nn.Module) -> None:
+    def __init__(
+        self, decoder_name: str, decoder: nn.Module, score: nn.Module, routers: Routers | None
+    ) -> None:
         """decoder_name: the attribute of the decoder in the Hugging Face class."""
         super().__init__()
         self._decoder_name = decoder_name
+        self._routers = routers
         self.add_module(decoder_name, decoder)
         self.add_module("score", score)
 
@@ -100,6 +106,8 @@ class ScalarModel(nn.Module):
         """Run the decoder, and return fn(output, micro) with its output as a ScalarOutput."""
         decoder = self.get_submodule(self._decoder_name)
         score = self.get_submodule("score")
+        if self._routers is not None:
+            self._routers.begin(micro.routes)
         hidden = decoder(**_inputs(micro)).last_hidden_state  # (b, T, H)
         return fn(ScalarOutput(hidden.flatten(0, 1), score), micro)
 
@@ -122,8 +130,9 @@ class _SelectiveHead:
     logits. Any other head runs here, at the positions that predict response tokens.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, routers: Routers | None) -> None:
         """Replaces the forward functions of the model and of its head."""
+        self._routers = routers
         self._forward = model.forward
         self._head = model.get_output_embeddings()
         self._own = self._head.forward
@@ -137,6 +146,8 @@ class _SelectiveHead:
     def __call__(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
         """The model's forward: fn(output, micro)."""
         self._positions = micro.predicting
+        if self._routers is not None:
+            self._routers.begin(micro.routes)
         hidden = self._forward(**_inputs(micro)).logits[0]
         weight = self._head.weight if self.is_plain else None
         return fn(CausalOutput(hidden, weight, micro.targets), micro)
@@ -220,12 +231,13 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         model.config._attn_implementation = "rows"
     if not architecture.obstacle:
         _rotate_in_one_pass(model.base_model)
+    routers = Routers.of(model)
     module = model
     score = None
     if head == "causal_lm":
-        _SelectiveHead(model)
+        _SelectiveHead(model, routers)
     else:
-        module = _scalar_model(cfg, model)
+        module = _scalar_model(cfg, model, routers)
         score = module.get_submodule("score")
     use_onednn_products(module)
     model.get_input_embeddings().register_forward_hook(_to_compute_dtype)
@@ -239,6 +251,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         read=read,
         layers=tuple(part for part in module.modules() if type(part).__name__ in units),
         float32_modules=() if score is None else (score,),
+        routers=routers,
     )
 
 
@@ -320,7 +333,7 @@ def _open_or_load(
     return module.eval(), None
 
 
-def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:
+def _scalar_model(cfg: ModelConfig, model: Any, routers: Routers | None) -> ScalarModel:
     """Return decoder and head of a transformers model as a ScalarModel.
 
     ConfigError if it has no head named score.
@@ -331,7 +344,7 @@ def _scalar_model(cfg: ModelConfig, model: Any) -> ScalarModel:
             f"decoder with a scalar head; choose a causal architecture such as Llama or Qwen2"
         )
     name = model.base_model_prefix
-    return ScalarModel(name, getattr(model, name), model.score)
+    return ScalarModel(name, getattr(model, name), model.score, routers)
 
 
 def row_attention(

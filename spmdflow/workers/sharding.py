@@ -264,3 +264,16 @@ def shards(module: nn.Module) -> dict[str, Shard]:
     for name, parameter in parameters.items():
         result[name] = Shard(parameter)
     return result
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's files, by name, such as a router's balance bias.
+
+    Every rank has them whole; no optimizer steps them.
+    """
+    result = {}
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                result[f"{prefix}.{name}".removeprefix(".")] = buffer
+    return result

@@ -24,7 +24,7 @@ LAYERS = [
         "source_file",
         "deferred_name",
     ],
-    ["parallel", "blocks", "weights", "cpu"],
+    ["parallel", "blocks", "weights", "cpu", "router"],
     ["config"],
     ["data", "worker_api"],
     ["transfer", "objectives", "rewards", "datasets", "checkpoint", "tracking", "failure"],

@@ -95,7 +95,7 @@ def test_a_tensor_in_the_files_is_read_once_and_rows_of_a_tensor_at_a_time(
     plain = save(tmp_path, COLUMNS)
     state = StateFiles(tmp_path, unsealed=["rank-0.safetensors", "rank-1.safetensors"])
 
-    parts = list(export._read_by_rows(state, [TensorInfo("wide", torch.float32, (32, 12))]))
+    parts = list(export._read_by_rows(state, [TensorInfo("wide", torch.float32, (32, 12))], {}))
 
     assert torch.equal(torch.cat(parts), WHOLE["wide"])
     assert len(parts) == 3, "borders that both cuts share: 15 and 30"

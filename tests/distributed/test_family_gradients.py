@@ -1,0 +1,53 @@
+"""Gradients of one step of many families, on 1, 2 and 4 ranks, with their auxiliary loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.families.tiny import FAMILIES
+from tests.forked import torchrun
+
+PROGRAM = Path(__file__).parent / "programs" / "family_gradients.py"
+BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+KINDS = ("fsdp", "zero1", "zero2", "zero3")
+
+
+def measured(folder: Path, kinds: tuple[str, ...], families: tuple[str, ...]) -> list[Any]:
+    """What four ranks measured."""
+    words = ["--nproc-per-node=4", str(PROGRAM), str(folder), ",".join(kinds), *families]
+    torchrun(words, folder / "log.txt", seconds=840)
+    return json.loads((folder / "results.json").read_text())
+
+
+def judge(found: list[Any], kinds: tuple[str, ...], families: tuple[str, ...]) -> None:
+    """Every case is there; gradients within 5e-6 of their norm, auxiliary losses within 1e-6."""
+    expected = {(family, kind, dp) for family in families for kind in kinds for dp in (1, 2, 4)}
+    assert {(case["family"], case["kind"], case["dp"]) for case in found} == expected
+    for case in found:
+        assert case["gradient"] < 5e-6, case
+        assert case["balance"] < 1e-6, case
+
+
+def test_gradients_of_mixtures_with_their_auxiliary_loss_are_those_of_transformers(
+    tmp_path: Path,
+) -> None:
+    found = measured(tmp_path, ("fsdp",), BY_DEFAULT)
+
+    judge(found, ("fsdp",), BY_DEFAULT)
+    assert min(case["auxiliary"] for case in found) > 2.0  # 2 experts per token; even: exactly 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_all_families_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    names = tuple(FAMILIES)
+    for start in range(0, len(names), 8):
+        folder = tmp_path / str(start)
+        folder.mkdir()
+        some = names[start : start + 8]
+        judge(measured(folder, (kind,), some), (kind,), some)
