@@ -1,6 +1,7 @@
 """Make the bundled arithmetic task: data split, tokenizer and a tiny pre-trained model.
 
     python scripts/make_arithmetic.py --out algos/arithmetic
+    python scripts/make_arithmetic.py --out runs/arithmetic_mixture --experts 8
 
 The task is two-digit addition, character by character: "47+38=" -> "85". All 4095 unordered pairs
 of terms in 10..99 are shuffled by --seed and cut into three disjoint sets; a pair brings both of
@@ -16,6 +17,9 @@ teacher forgets most carries: a fresh coin per presentation (--forget) decides w
 units reach ten is answered right (85) or without the carry (75). The model so starts with two
 habits, the wrong one the likelier. It answers nearly all sums without a carry and few of the
 others, about 55 % greedy; which habit is right only a reward can tell, on sums it never saw.
+
+With --experts the model is a Qwen3-MoE, whose tokens get two experts each. Its auxiliary loss keeps
+them even.
 
 The command fails, and writes nothing, when the start is outside --band. Same seed, torch build,
 machine type and --threads: same files. About two minutes on one thread.
@@ -40,14 +44,22 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *"0123456789+=", "?"]  # "?": any other character
 PROMPT_TOKENS = 7  # <bos> and six characters: every prompt is equally long
 ANSWER_TOKENS = 4  # three digits at most, then <eos>
 IGNORED = -100  # label that cross_entropy skips
 WARMUP_STEPS = 50
-MAX_BYTES = 3_000_000  # of the model folder
+BALANCE = 0.01  # weight of the auxiliary loss of a mixture of experts
+MAX_BYTES = 3_000_000  # of the folder of a dense model
 
 
 @dataclass(frozen=True)
@@ -117,24 +129,32 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, *, num_layers: int, width: int
-) -> LlamaForCausalLM:
-    """A Llama with head_dim 32 and untied embeddings, fp32, random weights."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=num_layers,
-        num_attention_heads=width // 32,
-        num_key_value_heads=width // 32,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return LlamaForCausalLM(config)
+    tokenizer: PreTrainedTokenizerFast, *, num_layers: int, width: int, num_experts: int
+) -> PreTrainedModel:
+    """A Llama, or a mixture of experts, with head_dim 32 and untied embeddings, float32, random."""
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 32,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if not num_experts:
+        return LlamaForCausalLM(LlamaConfig(intermediate_size=2 * width, **sizes))
+    experts = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": BALANCE,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts, **sizes))
 
 
 def encode(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -155,7 +175,7 @@ def answer_labels(ids: Tensor, pad_token_id: int) -> Tensor:
 
 @torch.no_grad()
 def greedy_accuracy(
-    model: LlamaForCausalLM, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast
+    model: PreTrainedModel, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast
 ) -> float:
     """Share of problems whose greedy response is the answer, then <eos>.
 
@@ -176,11 +196,11 @@ def batches(num_rows: int, batch_size: int, generator: torch.Generator) -> Itera
 
 
 def pretrain(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     split: Split,
     tokenizer: PreTrainedTokenizerFast,
     args: argparse.Namespace,
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """args.num_steps steps of next-token cross-entropy on answers, most carries forgotten.
 
     The learning rate stays at its peak and the running mean of the weights is returned: such a
@@ -197,8 +217,12 @@ def pretrain(
         forgets = torch.rand(len(rows), 1, generator=random_stream) < args.forget
         ids = torch.where(forgets, wrong[rows], right[rows])  # (B, 11)
         labels = answer_labels(ids, tokenizer.pad_token_id)
-        logits = model(input_ids=ids).logits[:, :-1]
+        more = {"output_router_logits": True} if args.experts else {}
+        output = model(input_ids=ids, **more)
+        logits = output.logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        if args.experts:
+            loss = loss + BALANCE * output.aux_loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -214,7 +238,7 @@ def pretrain(
 
 
 def report(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -248,7 +272,7 @@ def write_texts(path: Path, problems: Sequence[Problem]) -> None:
 
 
 def write_task(
-    folder: Path, split: Split, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+    folder: Path, split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> int:
     """The three JSONL files and the Hugging Face folder model/; the latter's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -276,6 +300,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--forget", type=float, default=0.7, help="share of carries forgotten")
     parser.add_argument("--num-layers", type=int, default=2, help="decoder layers")
     parser.add_argument("--width", type=int, default=128, help="hidden size, a multiple of 32")
+    parser.add_argument("--experts", type=int, default=0, help="of a layer; 0: a dense model")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     parser.add_argument("--batch-size", type=int, default=128, help="sums per step")
     parser.add_argument("--num-steps", type=int, default=1600, help="optimizer steps")
@@ -291,7 +316,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     split = split_problems(args.seed, args.num_eval_pairs, args.num_pretrain_pairs)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, num_layers=args.num_layers, width=args.width)
+    model = build_model(
+        tokenizer, num_layers=args.num_layers, width=args.width, num_experts=args.experts
+    )
     num_parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{len(split.pretrain)} pre-training sums, {len(split.reinforce)} RL prompts, "
@@ -307,7 +334,7 @@ def main() -> None:
         )
     num_bytes = write_task(args.out, split, model, tokenizer)
     print(f"{args.out}: model folder of {num_bytes} bytes")
-    if num_bytes > MAX_BYTES:
+    if not args.experts and num_bytes > MAX_BYTES:
         raise SystemExit(
             f"model: got {num_bytes} bytes, expected at most {MAX_BYTES}; "
             "lower --width or --num-layers"

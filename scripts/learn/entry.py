@@ -6,6 +6,9 @@ import hashlib
 import shlex
 from dataclasses import dataclass, replace
 
+MIXTURE = "runs/arithmetic_mixture"
+"""Folder of the tiny mixture of experts (scripts/make_arithmetic.py --experts 8)."""
+
 
 @dataclass(frozen=True)
 class Entry:

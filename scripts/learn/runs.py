@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.learn.entry import Entry
+from scripts.learn.entry import MIXTURE, Entry
 from scripts.matrix.case import MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +149,8 @@ def prepare(entries: Collection[Entry], folder: Path, processes: Processes) -> N
         _make_story_pairs(folder, processes)
     if "real_model" in groups:
         _make_real_model(folder, processes)
+    if "mixture" in groups:
+        _make_mixture(folder, processes)
     program = str(ROOT / "scripts" / "make_problems.py")
     for problems in sorted({entry.problems for entry in entries if entry.problems}):
         words = [os.path.expandvars(word) for word in problems]
@@ -160,6 +162,14 @@ def _make_real_model(folder: Path, processes: Processes) -> None:
     if not (ROOT / MODEL / "config.json").is_file():
         program = str(ROOT / "scripts" / "make_smollm2.py")
         processes.run([sys.executable, program, str(ROOT / MODEL)], folder / "real_model.log")
+
+
+def _make_mixture(folder: Path, processes: Processes) -> None:
+    """Make and pre-train the tiny mixture of experts of the bundled task."""
+    if not (ROOT / MIXTURE / "model" / "config.json").is_file():
+        program = str(ROOT / "scripts" / "make_arithmetic.py")
+        words = ["--out", str(ROOT / MIXTURE), "--experts", "8"]
+        processes.run([sys.executable, program, *words], folder / "mixture.log")
 
 
 def _make_story_pairs(folder: Path, processes: Processes) -> None:

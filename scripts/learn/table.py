@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from scripts.learn.entry import Entry
+from scripts.learn.entry import MIXTURE, Entry
 from scripts.matrix.case import MODEL
 
 BUNDLED = ("total_steps=20", "eval_every=2", "save_every=10", "actor.rollout.max_batch_size=1024")
@@ -68,6 +68,29 @@ BUNDLED_ENTRIES = (
         script="grpo",
     ),
 )
+
+MIXTURE_MODEL = f"{MIXTURE}/model"
+MIXTURE_ENTRIES = (
+    replace(
+        _bundled(
+            "mixture",
+            f"actor.model.path={MIXTURE_MODEL}",
+            f"reference.model.path={MIXTURE_MODEL}",
+            "actor.update.router=replay",
+            "actor.update.router_balance_coef=0.01",
+            script="grpo",
+        ),
+        group="mixture",
+        drawn=(("actor/expert_load_min", 0.25),),
+        more_metrics=(
+            "reward/mean",
+            "actor/expert_load_max",
+            "actor/router_entropy",
+            "actor/router_balance",
+        ),
+    ),
+)
+"""Eight experts, two for each token; none may fall below a quarter of an equal share."""
 
 STORIES = ("run.keep_checkpoints=1", "run.sample_every=4", "eval_every=4", "save_every=4")
 
@@ -261,6 +284,7 @@ REAL_MODEL_ENTRIES = (
 
 ENTRIES: tuple[Entry, ...] = (
     *BUNDLED_ENTRIES,
+    *MIXTURE_ENTRIES,
     *STORIES_ENTRIES,
     *CONSTRAINED_ENTRIES,
     *OFFLINE_ENTRIES,

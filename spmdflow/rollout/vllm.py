@@ -33,6 +33,7 @@ from spmdflow.rollout.generator import (
     Request,
     RequestGenerator,
     WakePart,
+    no_routes_error,
 )
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_adapter import PolicyAdapter
@@ -47,7 +48,9 @@ from spmdflow.rollout.vllm_process import (
     replace_attribute,
     trim_weights,
 )
+from spmdflow.rollout.vllm_routes import VllmRoutes
 from spmdflow.rollout.vllm_weights import read_stock_weights
+from spmdflow.router import as_column
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, Storages
 
@@ -141,6 +144,26 @@ class VllmGenerator(RequestGenerator):
     def max_positions(self) -> int:
         """Context length of the engine, in tokens."""
         return int(self._runner.max_model_len)
+
+    def return_routes(self) -> None:
+        """See RequestGenerator.return_routes.
+
+        ConfigError on devices too, and for several pipeline stages, each of which has only its own
+        layers.
+        """
+        for name in ("query_start_loc", "kv_cache_config", "requests"):  # what VllmRoutes reads
+            walk(self._runner, name)
+        routes = VllmRoutes(self._runner)
+        if not routes.num_layers or not self._on_cpu or self.replica.pp_size > 1:
+            raise no_routes_error(self)
+        self._sampler.routes = routes
+
+    def own_routes(self, num_tokens: int) -> Tensor | None:
+        """See RequestGenerator.own_routes."""
+        routes = self._sampler.routes
+        if routes is None:
+            return None
+        return as_column(routes.own_routes(num_tokens), routes.num_experts)
 
     def add(self, request: Request) -> int:
         """Passes a request to vLLM and returns its id; errors as in RequestGenerator.add.

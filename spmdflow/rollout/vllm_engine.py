@@ -41,7 +41,9 @@ from spmdflow.rollout.vllm_process import (
     keep_caches_apart,
     replace_attribute,
 )
+from spmdflow.rollout.vllm_routes import VllmRoutes
 from spmdflow.rollout.vllm_weights import stock_table
+from spmdflow.router import as_column
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import stage_layers
 
@@ -142,7 +144,10 @@ class RowSampler(nn.Module):
         self.requests: dict[int, Request] = {}
         """Requests being generated, by the number in their parameters."""
         self._runner = runner
+        self.routes: VllmRoutes | None = None
+        """Keeps the experts of all tokens, if they are returned."""
         self._names = list[str]()
+        self._numbers = list[int]()
         self._rows = dict[int, int]()
         self._stock = runner.sampler if keeps_noise else None
         self._tokens, self._log_probs, self._counts = (
@@ -171,6 +176,8 @@ class RowSampler(nn.Module):
         assert len(names) == len(logits), (len(names), tuple(logits.shape))
         if names != self._names:
             self._arrange(list(names))
+        if self.routes is not None:
+            self.routes.store(self._names, self._numbers, self.requests)
         rows, seeds, prompts, drawn = self._facts
         lengths = self._runner.seq_lens
         positions = getattr(lengths, "gpu", lengths)[: len(names)].long() - prompts
@@ -203,6 +210,7 @@ class RowSampler(nn.Module):
         for number, request in zip(numbers, requests, strict=True):
             facts.append((self._rows[number], request.seed, len(request.prompt), request.num_drawn))
         self._names = names
+        self._numbers = numbers
         self._facts = torch.tensor(facts, device=self._counts.device).T
 
     def _free_row(self, width: int) -> int:
@@ -245,13 +253,18 @@ class RowSampler(nn.Module):
 
         Empty if vLLM has not scheduled the request yet.
         """
-        del self.requests[number]
+        request = self.requests.pop(number)
         row = self._rows.pop(number, None)
         if row is None:  # vLLM has not scheduled it yet
             return Finished(number, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
         tokens = self._tokens[row, :size].clone()
         log_probs = self._log_probs[row, :size].clone()
-        return Finished(number, tokens, log_probs)
+        routes = None
+        if self.routes is not None:
+            routes = self.routes.take(number, len(request.prompt) + size)
+        if self.routes is not None and routes is not None:
+            routes = as_column(routes, self.routes.num_experts)
+        return Finished(number, tokens, log_probs, routes)
 
 
 def _run_without_compiling() -> None:

@@ -42,6 +42,10 @@ def judge(found: list[dict[str, Any]], families: tuple[str, ...]) -> None:
                 continue
             assert of_rank[family]["gap"] < 1e-5, family
             assert of_rank[family]["table"] == (True if family in WRITTEN else None), family
+            if "routes" in of_rank[family]:
+                routes = of_rank[family]["routes"]
+                assert routes["most_own"] == routes["least_own"] == 1  # the last token
+                assert routes["equal"] > 0.999, family
             if family in SWAPPED:
                 (name,) = of_rank[family]["swapped"]
                 assert ".mlp.experts." in name
