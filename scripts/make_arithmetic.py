@@ -52,13 +52,14 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *"0123456789+=", "?"]  # "?": any other character
 PROMPT_TOKENS = 7  # <bos> and six characters: every prompt is equally long
 ANSWER_TOKENS = 4  # three digits at most, then <eos>
 IGNORED = -100  # label that cross_entropy skips
 WARMUP_STEPS = 50
-BALANCE = 0.01  # weight of the auxiliary loss of a mixture of experts
+BALANCE = 0.1  # weight of the auxiliary loss of a mixture of experts
 MAX_BYTES = 3_000_000  # of the folder of a dense model
 
 
@@ -222,7 +223,8 @@ def pretrain(
         logits = output.logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         if args.experts:
-            loss = loss + BALANCE * output.aux_loss
+            is_token = (ids != tokenizer.pad_token_id).long()
+            loss = loss + BALANCE * balance_loss(output.router_logits, args.experts, is_token)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -235,6 +237,17 @@ def pretrain(
             print(f"step {step:5d}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
             report(mean_model.module, split.reinforce[:1000], tokenizer, title="  RL prompts")
     return mean_model.module
+
+
+def balance_loss(router_logits: Sequence[Tensor], num_experts: int, is_token: Tensor) -> Tensor:
+    """transformers' auxiliary loss of each layer alone, mean over the layers; 2 for an even load.
+
+    router_logits: of each layer, (tokens, E). is_token (B, T): 0 where there is padding.
+    """
+    losses = []
+    for logits in router_logits:
+        losses.append(load_balancing_loss_func((logits,), num_experts, 2, is_token))
+    return torch.stack(losses).mean()
 
 
 def report(

@@ -77,7 +77,7 @@ MIXTURE_ENTRIES = (
             f"actor.model.path={MIXTURE_MODEL}",
             f"reference.model.path={MIXTURE_MODEL}",
             "actor.update.router=replay",
-            "actor.update.router_balance_coef=0.01",
+            "actor.update.router_balance_coef=0.02",
             script="grpo",
         ),
         group="mixture",
