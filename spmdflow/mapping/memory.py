@@ -279,7 +279,7 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
         admitted = prompts_admitted(model, workload, drawn, drawn)
     tokens = np.minimum(admitted * workload.prompt_tokens, PREFILL_TOKENS)
     hidden = shape.hidden_size
-    ffn = shape.ffn_size / cut.gen_tp
+    ffn = shape.activated_size / cut.gen_tp
     summed = cut.gen_tp > 1
     attention = summed * hidden + 2 * (shape.q_size / cut.gen_tp + kv_width(shape, cut.gen_tp))
     network = np.maximum(3 * ffn, (1 + summed) * hidden + ffn)

@@ -147,7 +147,7 @@ def _layer_memory(
     if facts.float32_weights and size == 4:
         mixed = mixed + queries * (model.packs * (rows > 1))
         seen = seen + 2 * (queries - keys) * (not on_cpu)
-    ffn = shape.ffn_size / cut.tp
+    ffn = shape.activated_size / cut.tp
     norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
     ungated = 2 * (not shape.gated)
     saved_ffn = (facts.ffn_copies - ungated) * ffn  # freed before a norm's backward

@@ -266,7 +266,7 @@ def elementwise_bytes(shape: Architecture, engine: Engine) -> tuple[float, float
     scale = engine.element_bytes / 2
     moved = []
     for hidden, ffn, turned, normed in (_FORWARD_BYTES, _BACKWARD_BYTES):
-        wide = ffn * shape.ffn_size + (turned + normed * shape.qk_norm) * heads
+        wide = ffn * shape.activated_size + (turned + normed * shape.qk_norm) * heads
         moved.append(hidden * shape.hidden_size + scale * wide)
     return moved[0], moved[1]
 
@@ -526,7 +526,7 @@ def layer_pass(
     how: the engine or rollout whose dtype is used.
     """
     hidden = shape.hidden_size
-    ffn = shape.ffn_size / tp
+    ffn = shape.activated_size / tp
     queries = shape.q_size / tp
     keys = kv_width(shape, tp)
     matrices = [
@@ -540,6 +540,7 @@ def layer_pass(
     for inner, outer in matrices:
         flops = flops + 2 * tokens * inner * outer
         moved = moved + tokens * inner + inner * outer + tokens * outer
+    moved = moved + _further_experts(shape, tokens) * (2 + shape.gated) * hidden / tp
     compute = flops / hw.flops(how.dtype)
     memory = moved * how.element_bytes / hw.memory_rate
     launch = np.maximum(hw.layer_floor_seconds - compute - memory, 0)
@@ -547,6 +548,21 @@ def layer_pass(
     per_node = np.minimum(tp, hw.gpus_per_node)
     parts = {"compute": compute, "memory": memory, "launch": launch}
     return parts | {"tensor_parallel": 2 * all_reduce(size, tp, per_node, hw)}
+
+
+def _further_experts(shape: Architecture, tokens: Array) -> Array:
+    """Return the inner width of the experts that are read besides those of a single token.
+
+    Of E experts, n tokens with k each use E (1 - (1 - k / E)^n) if all are as likely. 0 for a dense
+    model.
+    """
+    experts = shape.mixture
+    if experts is None:
+        return 0.0 * tokens
+    unused = (1 - experts.num_chosen / experts.num_experts) ** tokens
+    read = experts.num_experts * (1 - unused) - experts.num_chosen
+    share = experts.num_layers / max(shape.num_layers, 1)
+    return np.maximum(read, 0) * experts.expert_size * share
 
 
 def head_seconds(

@@ -34,10 +34,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of a decoder: in some layers, of which each token uses a few."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that each token uses."""
+    expert_size: int
+    """Inner width of an expert."""
+    shared_size: int
+    """Inner width of the experts that every token uses, together; 0: there are none."""
+    num_layers: int
+    """Layers with experts; the others have a feed-forward network of `Architecture.ffn_size`."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A dense decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU.
 
-    Without a table (`obstacle`) only the sizes count; one that the file does not state is 0.
+    Without a table (`obstacle`) it may be any other, and only the sizes count; one that the file
+    does not state is 0.
     """
 
     family: str
@@ -65,8 +81,8 @@ class Architecture:
     head: Head = "causal_lm"
     gated: bool = True
     """Whether the feed-forward network has a gate: three matrices instead of two."""
-    num_experts: int = 0
-    """Of a layer of a mixture of experts, of which each token uses a few; 0: a dense model."""
+    mixture: Mixture | None = None
+    """Its experts; None: a dense model."""
     adapters: Adapters | None = None
     """Adapters that are among its tensors; None: there are none, or they are merged."""
     obstacle: str = ""
@@ -161,10 +177,32 @@ class Architecture:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0: a dense model."""
+        return 0 if self.mixture is None else self.mixture.num_experts
+
+    @property
+    def activated_size(self) -> float:
+        """Inner width of the feed-forward network that a token uses; mean over the layers."""
+        if self.mixture is None:
+            return self.ffn_size
+        experts = self.mixture
+        width = experts.num_chosen * experts.expert_size + experts.shared_size
+        dense = (self.num_layers - experts.num_layers) * self.ffn_size
+        return (dense + experts.num_layers * width) / max(self.num_layers, 1)
+
+    @property
     def layer_parameters(self) -> int:
-        """Number of weights in the matrices of one layer."""
+        """Number of weights in the matrices of one layer; mean over the layers."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        return attention + (2 + self.gated) * self.hidden_size * self.ffn_size
+        matrices = (2 + self.gated) * self.hidden_size
+        if self.mixture is None:
+            return attention + matrices * self.ffn_size
+        experts = self.mixture
+        width = experts.num_experts * experts.expert_size + experts.shared_size
+        routed = matrices * width + experts.num_experts * self.hidden_size
+        dense = (self.num_layers - experts.num_layers) * matrices * self.ffn_size
+        return attention + (dense + experts.num_layers * routed) // max(self.num_layers, 1)
 
     @property
     def num_parameters(self) -> int:
@@ -370,16 +408,41 @@ def _positive_int(facts: Mapping[str, Any], key: str) -> int:
     return value
 
 
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of config.json for the number of experts of a layer."""
+def _mixture(facts: Mapping[str, Any]) -> Mixture | None:
+    """The experts that a config.json states, in the keys of several families; None without any."""
+
+    def first(*names: str) -> int:
+        return next((facts[name] for name in names if isinstance(facts.get(name), int)), 0)
+
+    num_experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if not num_experts:
+        return None
+    expert_size = first("moe_intermediate_size", "intermediate_size")
+    num_shared = first("n_shared_experts", "moe_num_shared_experts")
+    num_layers = first("num_hidden_layers")
+    step = first("decoder_sparse_step", "moe_layer_interval") or 1
+    start = first("first_k_dense_replace", "moe_layer_start_index")
+    dense = facts.get("mlp_only_layers") or ()
+    with_experts = 0
+    for layer in range(start, num_layers):
+        with_experts += (layer + 1) % step == 0 and layer not in dense
+    if not with_experts:
+        return None
+    return Mixture(
+        num_experts=num_experts,
+        num_chosen=first("num_experts_per_tok", "moe_k"),
+        expert_size=expert_size,
+        shared_size=first("shared_expert_intermediate_size") or num_shared * expert_size,
+        num_layers=with_experts,
+    )
 
 
 def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architecture:
     """Return the sizes of a model without a table: the keys of Llama's or GPT-2's config.json.
 
     A size that is not stated is 0, except that ffn_size is 4 * hidden_size, there are as many
-    key-value heads as heads, and head_dim is hidden_size / num_heads. Any model with SiLU counts as
-    gated. obstacle: why there is no table.
+    key-value heads as heads, and head_dim is hidden_size / num_heads. A model counts as gated if it
+    has SiLU or is a Gemma. obstacle: why there is no table.
     """
 
     def first(*names: str) -> int:
@@ -388,6 +451,7 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
     hidden_size = first("hidden_size", "n_embd")
     num_heads = first("num_attention_heads", "n_head")
     tied = facts.get("tie_word_embeddings", "n_embd" in facts)
+    activation = facts.get("hidden_act", facts.get("activation_function"))
     return Architecture(
         family=str(facts.get("model_type")),
         num_layers=first("num_hidden_layers", "n_layer"),
@@ -400,8 +464,8 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
         tied=head == "causal_lm" and bool(tied),
         max_positions=first("max_position_embeddings", "n_positions"),
         head=head,
-        gated=facts.get("hidden_act", facts.get("activation_function")) == "silu",
-        num_experts=first(*_EXPERT_KEYS),
+        gated=activation == "silu" or str(facts.get("model_type")).startswith("gemma"),
+        mixture=_mixture(facts),
         obstacle=obstacle,
     )
 
