@@ -16,7 +16,8 @@ the files of the package to read first.
 | system: models on a rank | worker_api, models, workers, rollout, cpu, router |
 | system: the start of a run | start, torchrun, run, program |
 | system: a run | controller, runtime, failure, checkpoint, tracking |
-| tools: before and during runs | preview, plan, mapping, doctor, sweep, status, live |
+| tools: before runs | preview, plan, mapping, doctor, show_weights, sweep |
+| tools: during runs | status, live |
 | tools: after runs | view, report, export, replay, clean, serving |
 
 The *library* is what a script calls by name: formulas, scores, data and agents. It uses settings
@@ -28,6 +29,7 @@ pass on what it made. Nobody needs them in order to train.
 | start, torchrun | `spmdflow run`: checks a command line, then becomes torchrun, quietly |
 | run, program | one rank of a run; runs started by a Python program |
 | sweep | runs of one script for each combination of some settings |
+| show_weights | which elements of a model each rank has |
 | clean | removes from RUN_DIRs what only helped to look at something |
 | replay | runs a kept step again and compares |
 | report, status, live | what runs reached; what a live run does now |

@@ -22,6 +22,10 @@ COMMANDS = {
         "show the tokens of rows, and which of them are trained",
     ),
     "plan": ("spmdflow.plan.__main__", "dry run without a device: errors, bytes, memory, seconds"),
+    "weights": (
+        "spmdflow.show_weights",
+        "show which elements of a model each rank has, for any layout",
+    ),
     "report": ("spmdflow.report", "print curves and metrics of a RUN_DIR"),
     "view": ("spmdflow.view.__main__", "write an HTML page: curves, samples, timeline, settings"),
     "status": (

@@ -11,7 +11,7 @@ Routers are found by what transformers records as `router_logits`, so no family 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,20 +111,24 @@ class Routers:
     def take(self) -> list[RoutedLayer]:
         """Return what the routers did since `begin`, a record for each layer; ends the recording.
 
-        ConfigError if a router did not select its experts with torch.topk.
+        [] for a family whose routers do not select their experts with torch.topk.
         """
         recorded = self._recorded or []
         self._recorded = None
-        missing = [layer for layer, record in enumerate(recorded) if record is None]
-        if missing or not recorded:
-            got = f"a forward in which the routers of layers {missing} selected no experts"
+        layers = [record for record in recorded if record is not None]
+        return layers if len(layers) == len(recorded) else []
+
+    def take_all(self) -> list[RoutedLayer]:
+        """The same, where the settings need it: ConfigError instead of []."""
+        layers = self.take()
+        if not layers:
             raise ConfigError.of(
                 "mixture of experts",
-                got,
-                "torch.topk over the experts in every router",
+                "a family whose routers do not select their experts with torch.topk",
+                "one whose selection can be read",
                 "set actor.update.router=own and actor.update.router_balance_coef=0",
             )
-        return [record for record in recorded if record is not None]
+        return layers
 
     def _wrap(self, router: nn.Module, layer: int) -> None:
         """Replace the router's forward by one that records, and repeats the given routes."""
@@ -182,6 +186,12 @@ class _ChoiceOfExperts(TorchFunctionMode):
 def route_dtype(num_experts: int) -> torch.dtype:
     """The type of a column of routes: uint8, or int16 for 255 experts or more."""
     return torch.uint8 if num_experts < OWN_IN_UINT8 else torch.int16
+
+
+def own_column(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Entries of a column of this type, by which the routers select themselves."""
+    own = OWN_IN_UINT8 if dtype == torch.uint8 else OWN_CHOICE
+    return torch.full(tuple(shape), own, dtype=dtype)
 
 
 def as_column(routes: Tensor, num_experts: int) -> Tensor:

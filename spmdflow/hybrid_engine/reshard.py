@@ -34,7 +34,7 @@ from typing import Any
 
 from spmdflow.blocks.box import Box, subtract_all
 from spmdflow.blocks.plan import Boxes, Move, NodeOf, redistribute, redistribute_through_nodes
-from spmdflow.errors import ConfigError, PlanError
+from spmdflow.errors import PlanError
 from spmdflow.hybrid_engine.bucket import (
     BoxPart,
     Bucket,
@@ -46,12 +46,11 @@ from spmdflow.hybrid_engine.bucket import (
 )
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
-from spmdflow.kind.registry import Reference, resolve
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import with_tensors
-from spmdflow.weights.ranks import BUCKET_BYTES, RankTables, row_tables, whole_tables
+from spmdflow.weights.ranks import BUCKET_BYTES, RankTables, tables_of
 
 BoxesByRank = Mapping[int, Mapping[str, Sequence[Box]]]
 """By global rank and Hugging Face name: boxes of the complete tensor. A rank's may overlap."""
@@ -183,25 +182,13 @@ def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
 
 def training_tables(architecture: Architecture, layout: Layout, *, kind: str) -> RankTables:
     """The tensors that each rank trains, for an engine.kind."""
-    return _tables(engine_kind(kind).weight_table, architecture, layout)
+    return tables_of(engine_kind(kind).weight_table, architecture, layout)
 
 
 def generation_tables(architecture: Architecture, layout: Layout, *, engine: str) -> RankTables:
     """The tensors that each rank generates with, for a rollout.engine and the layout's generation
     sizes."""
-    return _tables(generator_kind(engine).weight_table, architecture, layout)
-
-
-def _tables(reference: Reference, architecture: Architecture, layout: Layout) -> RankTables:
-    """The tables that a function of `weights.ranks` makes.
-
-    ConfigError for a model without a table, unless the function needs only its shapes.
-    """
-    make = resolve(reference)
-    if architecture.obstacle and make not in (row_tables, whole_tables):
-        raise ConfigError(architecture.obstacle)
-    tables: RankTables = make(architecture, layout)
-    return tables
+    return tables_of(generator_kind(engine).weight_table, architecture, layout)
 
 
 @dataclass(frozen=True)

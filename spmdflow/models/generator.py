@@ -363,7 +363,9 @@ class GeneratorWorker(SamplingWorker):
         )
         columns = response_columns(tokens, log_probs, lengths)
         columns["token_versions"] = ragged(versions, lengths)
-        with_routes(columns, responses)
+        if isinstance(self.generator, RequestGenerator):
+            own = self.generator.own_routes(1)
+            with_routes(columns, batch["prompts"], responses, own)
         self._report_tokens(batch["prompts"], columns, num_rows=len(responses))
         self._report_truncated(columns["responses"], limit=self.sampling.max_new_tokens)
         self._report_ages(version - versions)

@@ -158,6 +158,7 @@ class PolicyWorker(EngineWorker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask"),
+        optional=(ROUTES,),
         writes=("squared_probs",),
     )
     def compute_squared_probs(self, batch: TensorDict) -> TensorDict | None:

@@ -24,6 +24,7 @@ from spmdflow.data.ragged import (
     rows_of,
 )
 from spmdflow.errors import RowError
+from spmdflow.router import ROUTES, own_column
 from spmdflow.worker_api.command import Command, MiniBatch
 
 Sequence = tuple[Tensor, Tensor, Tensor]
@@ -124,13 +125,23 @@ def with_text_rows(batch: TensorDict, call: Command) -> tuple[TensorDict, Comman
     columns = {}
     for name, column in samples.items():
         if isinstance(column, Tensor):
-            columns[str(name)] = _stack(column, texts.get(name, None), lengths)
+            below = texts.get(name, None)
+            if name == ROUTES:
+                below = _own_routes(column, lengths_of(texts["prompts"]) + lengths)
+            columns[str(name)] = _stack(column, below, lengths)
     columns["is_text"] = torch.arange(2 * count) >= count
     minis = tuple(
         MiniBatch(torch.cat([mini.index, mini.index + count]), mini.num_micro_batches)
         for mini in call.mini_batches
     )
     return TensorDict(columns, batch_size=[2 * count]), replace(call, mini_batches=minis)
+
+
+def _own_routes(column: Tensor, lengths: Tensor) -> Tensor:
+    """Routes of rows of these lengths, by which the trainer's routers select; as in the column."""
+    values = column.values()
+    own = own_column(values.dtype, (int(lengths.sum()), *values.shape[1:]))
+    return ragged(own, lengths)
 
 
 def _stack(column: Tensor, below: Tensor | None, lengths: Tensor) -> Tensor:

@@ -76,8 +76,11 @@ class RouterStatistics:
         A load is an expert's share of the choices of its layer, divided by an equal share.
         expert_load_min and expert_load_max: over all experts and layers. expert_load_N: of expert
         N, averaged over the layers, if there are at most `MOST_LISTED`. router_entropy: nats, mean
-        over tokens and layers. router_balance: the auxiliary loss without its weight.
+        over tokens and layers. router_balance: the auxiliary loss without its weight. {} without
+        tokens.
         """
+        if not float(self.num_tokens.max()):
+            return {}
         num_experts = self.counts.shape[1]
         loads = self.counts / self.counts.sum(1, keepdim=True).clamp(min=1) * num_experts
         tokens = self.num_tokens.clamp(min=1)
@@ -98,17 +101,19 @@ class RouterStatistics:
 
 
 class BalancedLoss(Loss):
-    """A loss plus coef times the auxiliary loss. Collects the statistics of the routers."""
+    """A loss plus coef times the auxiliary loss. Collects the statistics of the routers.
+
+    With coef 0 a family whose selection cannot be read has no statistics; otherwise it is refused.
+    """
 
     def __init__(self, loss: Loss, routers: Routers, coef: float, device: torch.device) -> None:
-        """coef: 0 only collects the statistics."""
+        """Starts recording. coef: 0 only collects the statistics."""
         self._loss = loss
         self._routers = routers
         self._coef = coef
         self._counted = RouterStatistics(routers, device)
         self.statistics = RouterStatistics(routers, device)
         """Of the forwards for which the loss was called."""
-
         routers.records = True
 
     def close(self) -> None:
@@ -125,7 +130,7 @@ class BalancedLoss(Loss):
 
     def count(self, output: Any, micro: Micro) -> dict[str, Tensor]:
         """Count the experts of one forward, before the loss of any of them is computed."""
-        self._counted.add(self._routers.take(), micro.rows_of_token.flatten())
+        self._counted.add(self._routers.take_all(), micro.rows_of_token.flatten())
         return {}
 
     def sum_counts(self, reduce: Reduce) -> None:
@@ -137,7 +142,7 @@ class BalancedLoss(Loss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its metrics, with this forward's part of the auxiliary loss."""
         value, metrics = self._loss(output, micro, totals)
-        layers = self._routers.take()
+        layers = self._routers.take_all() if self._coef else self._routers.take()
         weights = micro.rows_of_token.flatten()
         self.statistics.add(layers, weights)
         if self._coef:

@@ -284,5 +284,5 @@ class HuggingFaceForward:
         logits: Tensor = output.logits[:, -1]
         if routers is None or not routers.records:
             return logits, None
-        chosen = torch.stack([layer.experts for layer in routers.take()], 1)
+        chosen = torch.stack([layer.experts for layer in routers.take_all()], 1)
         return logits, chosen.to(torch.int16).view(*ids.shape, *chosen.shape[1:])

@@ -363,7 +363,7 @@ class RequestGenerator(ABC):
         columns = response_columns(
             tokens.to(self.device), log_probs.to(self.device), lengths.to(self.device)
         )
-        return with_routes(columns, [row for row in done if row])
+        return with_routes(columns, prompts, [row for row in done if row], self.own_routes(1))
 
 
 def generator_of(
@@ -454,11 +454,23 @@ def response_columns(tokens: Tensor, log_probs: Tensor, lengths: Tensor) -> Tens
     )
 
 
-def with_routes(columns: TensorDict, rows: Sequence[Finished]) -> TensorDict:
-    """Add the column of routed experts, in place, if these finished rows have them."""
-    routes = [row.routes for row in rows if row.routes is not None]
-    if routes:
-        columns[ROUTES] = ragged_from_rows(routes)
+def with_routes(
+    columns: TensorDict, prompts: Tensor, rows: Sequence[Finished], own: Tensor | None
+) -> TensorDict:
+    """Add the column of routed experts to those of finished rows, in place.
+
+    prompts: ragged, of these rows. own (1, layers, k): what a row without routes gets for each of
+    its tokens. None: the generator returns no routes, and there is no such column.
+    """
+    if own is None:
+        return columns
+    routes = []
+    for length, row in zip(lengths_of(prompts).tolist(), rows, strict=True):
+        if row.routes is None:
+            routes.append(own.repeat(length + len(row.tokens), 1, 1))
+        else:
+            routes.append(row.routes.to(own.device))
+    columns[ROUTES] = ragged_from_rows(routes, dtype=own.dtype)
     return columns
 
 

@@ -60,7 +60,8 @@ class _Row:
         new = {"tokens": part.tokens, "log_probs": part.log_probs, "versions": versions}
         for name, dtype in _COLUMNS.items():
             self.drawn[name] = torch.cat([self.drawn[name], new[name].to("cpu", dtype)])
-        self.routes = part.routes
+        if part.routes is not None:
+            self.routes = part.routes
         self.live = None
 
     def remaining_request(self) -> Request:

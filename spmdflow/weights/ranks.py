@@ -34,6 +34,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
 from spmdflow.kind.generator import generator_names
+from spmdflow.kind.registry import Reference, resolve
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.adapter import Adapters, adapter_names
 from spmdflow.weights.architecture import Architecture
@@ -98,6 +99,19 @@ _VLLM_LAYER: tuple[LayerRow, ...] = (
     ("input_layernorm.weight", Cut.full_tensor, ("input_layernorm.weight",)),
     ("post_attention_layernorm.weight", Cut.full_tensor, ("post_attention_layernorm.weight",)),
 )
+
+
+def tables_of(reference: Reference, architecture: Architecture, layout: Layout) -> RankTables:
+    """Return the tables that an engine's or a generator's `weight_table` makes.
+
+    ConfigError for a model without a table, unless that function needs only its shapes
+    (`Architecture.tensors`).
+    """
+    make = resolve(reference)
+    if architecture.obstacle and make not in (row_tables, whole_tables):
+        raise ConfigError(architecture.obstacle)
+    tables: RankTables = make(architecture, layout)
+    return tables
 
 
 def row_tables(arch: Architecture, layout: Layout) -> RankTables:

@@ -44,6 +44,7 @@ LAYERS = [
         "report",
         "view",
         "doctor",
+        "show_weights",
         "live",
         "status",
         "export",
@@ -58,7 +59,7 @@ STRANGERS = (LAYER_OF["workers"], LAYER_OF["controller"])
 
 LIBRARY = {"objectives", "rewards", "datasets", "envs", "episodes"}
 TOOLS = {"plan", "mapping", "view", "report", "status", "live", "doctor", "export", "replay"}
-TOOLS |= {"serving", "sweep", "clean", "preview"}
+TOOLS |= {"serving", "sweep", "clean", "preview", "show_weights"}
 SYSTEM = set(LAYER_OF) - LIBRARY - TOOLS
 
 SYSTEM_USES_TOOLS = {

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 import spmdflow
+from scripts.families.run import VLLM_SIZES
+from scripts.families.tiny import save_tiny_model
 from spmdflow.kind.registry import register_tracker
 from spmdflow.run import RankEnvironment, _take_device
 from spmdflow.tracking.tracker import Sink
@@ -53,6 +55,11 @@ OFFLOAD = (
 )
 MICRO = ("actor.update.mini_batch_size=64", "actor.engine.micro_batch_rows=8")
 """Several micro-batches a step, between which the host does not wait."""
+MIXTURE = (
+    "actor.model.path={folder}/mixture",
+    "reference.model.path={folder}/mixture",
+    "actor.update.mini_batch_size=64",
+)
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "ppo, fsdp, bfloat16": ("ppo", 2, PPO),
     "ppo, zero 1 and 2, offload": (
@@ -78,6 +85,11 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         "grpo",
         2,
         (*(word for word in SMALL if not word.startswith("total_steps")), *MICRO, "total_steps=3"),
+    ),
+    "grpo, fsdp, a mixture, replayed routes": (
+        "grpo",
+        2,
+        (*SMALL, *MIXTURE, "actor.update.router=replay", "actor.update.router_balance_coef=0.01"),
     ),
     "grpo, one step off policy": ("grpo_async", 4, (*SMALL, "actor.update.mini_batch_size=32")),
 }
@@ -133,6 +145,11 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
             ),
             *("actor.rollout.layout=p3", "actor.update.mini_batch_size=48"),
         ),
+    ),
+    "grpo, fsdp, a mixture, vllm t2, copy": (
+        "grpo",
+        4,
+        (*SMALL, *VLLM, *MIXTURE, "actor.rollout.layout=t2"),
     ),
     "grpo, one step off policy, vllm": (
         "grpo_async",
@@ -193,6 +210,7 @@ def main() -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
     if rank == 0:
         write_deep(folder / "deep")
+        save_tiny_model("qwen3_moe", folder / "mixture", tokenizer=MODEL, sizes=VLLM_SIZES)
     dist.barrier()
     for name in names:
         run_dir = folder / f"run-{names.index(name.removesuffix(', resumed'))}"

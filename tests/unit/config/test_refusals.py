@@ -292,6 +292,30 @@ def test_family_for_which_vllm_is_wrong_is_refused_for_vllm_alone(
         accept(*words, "actor.rollout.engine=vllm")
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor.update.router=replay", "actor.update.router: got replay for .*no experts"),
+        (
+            "actor.update.router_balance_coef=0.01",
+            r"actor.update.router_balance_coef: got 0.01 for .*no experts, expected a mixture",
+        ),
+    ],
+)
+def test_settings_of_experts_are_refused_for_a_dense_model(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        accept(setting)
+
+
+def test_settings_of_experts_are_accepted_for_a_mixture(tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts["num_hidden_layers"] = 2
+    write_model(tmp_path / "mixture", {**ACTOR, **experts, "model_type": "qwen3_moe"})
+    words = ("actor.model.path=mixture", "reference.model.path=mixture")
+
+    accept(*words, "actor.update.router=replay", "actor.update.router_balance_coef=0.01")
+
+
 def test_package_that_is_not_installed_is_refused_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -147,3 +147,19 @@ def test_batch_without_texts_has_the_policy_loss_alone() -> None:
     )
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
     assert pad(text_rows(one_token_each["pretrain_ids"])["responses"]).shape == (3, 0)
+
+
+def test_texts_among_routed_rows_are_routed_by_the_trainer() -> None:
+    """The column has entries for prompts too; 255: the router selects itself."""
+    samples = make(1, 3)
+    sizes = lengths_of(samples["prompts"]) + lengths_of(samples["responses"])
+    values = torch.zeros(int(sizes.sum()), 2, 2, dtype=torch.uint8)
+    samples["routed_experts"] = ragged(values, sizes)
+
+    batch, _ = with_text_rows(samples, Command(1, 1, torch.zeros(0, dtype=torch.int64)))
+
+    rows = rows_of(batch["routed_experts"])
+    texts = lengths_of(batch["prompts"]) + lengths_of(batch["responses"])
+    assert [len(row) for row in rows] == texts.tolist()
+    assert all(bool((row == 0).all()) for row in rows[:3])
+    assert all(bool((row == 255).all()) for row in rows[3:])
