@@ -1,7 +1,8 @@
 """How ranks share a model and a batch: layouts, batch sizes, and the lines about both at the start.
 
 "t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; the remaining ranks of a pool are
-data-parallel. "p4v2" gives each of 4 pipeline stages two parts of the model (interleaved 1F1B);
+data-parallel. Axes may be in any order, and "t2p2d4" says how many data-parallel ranks remain,
+which is checked. "p4v2" gives each of 4 pipeline stages two parts of the model (interleaved 1F1B);
 "s8" shards over groups of 8 neighbouring ranks and replicates over the groups (hybrid sharding).
 Pure: text and integers, no process groups.
 
@@ -29,7 +30,8 @@ from spmdflow.kind.generator import generator_kind, generators_that_cut
 from spmdflow.parallel.layout import divisors
 
 _AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
-_LAYOUT = re.compile(r"(?=.)(?:t([1-9]\d*))?(?:p([1-9]\d*))?(?:v([1-9]\d*))?(?:s([1-9]\d*))?")
+_LAYOUT = re.compile(r"([tpvsd][1-9]\d*)+")
+_AXIS = re.compile(r"([tpvsd])(\d+)")
 
 
 class Sizes(NamedTuple):
@@ -41,6 +43,8 @@ class Sizes(NamedTuple):
     """Parts of the model on each pipeline stage."""
     shard: int = 0
     """Ranks over which one copy is sharded; 0: all data-parallel ranks."""
+    dp: int = 0
+    """Data-parallel size; 0: whatever remains."""
 
     @property
     def replica(self) -> int:
@@ -52,15 +56,22 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(key: str, text: str) -> Sizes:
-    """Return the sizes that a layout such as "t4p2" names; omitted are t1, p1, v1 and s0.
+    """Return the sizes that a layout such as "t4p2" names, in any order; omitted are t1, p1 and v1.
 
-    ConfigError, naming the setting `key`, for any other text.
+    ConfigError, naming the setting `key`, for any other text, or if an axis is named twice.
     """
-    match = _LAYOUT.fullmatch(text)
-    if match is None:
+    parts = _AXIS.findall(text)
+    sizes = {axis: int(size) for axis, size in parts}
+    if _LAYOUT.fullmatch(text) is None or len(sizes) < len(parts):
         do = "write one of these (data parallelism takes the other ranks)"
-        raise ConfigError.of(key, repr(text), "sizes such as t2, p2, t4p2 or s8", do)
-    return Sizes(*(int(size or default) for size, default in zip(match.groups(), Sizes())))
+        raise ConfigError.of(key, repr(text), "sizes such as t2, p2, t4p2, t2d4 or s8", do)
+    return Sizes(
+        tp=sizes.get("t", 1),
+        pp=sizes.get("p", 1),
+        virtual=sizes.get("v", 1),
+        shard=sizes.get("s", 0),
+        dp=sizes.get("d", 0),
+    )
 
 
 def training_sizes(role: str, engine: Any) -> Sizes:
@@ -82,8 +93,8 @@ def generation_sizes(role: str, part: Any) -> Sizes:
             return Sizes(training.tp)
         return Sizes()
     sizes = sizes_of(f"{role}.rollout.layout", rollout.layout)
-    if sizes[2:] != Sizes()[2:]:
-        expected = "t and p alone, as the other sizes are of training"
+    if sizes.virtual > 1 or sizes.shard:
+        expected = "t, p and d alone, as the other sizes are of training"
         raise ConfigError.of(f"{role}.rollout.layout", rollout.layout, expected, f"write {sizes}")
     return sizes
 
@@ -165,11 +176,15 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
 
 
 def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
-    """Raise ConfigError unless tp * pp divides the number of ranks of the pool."""
+    """Raise ConfigError unless tp * pp divides the number of ranks of the pool, and dp is right."""
     if num_ranks % sizes.replica:
         got = f"{sizes} = {sizes.replica} ranks a replica on a pool of {num_ranks}"
         do = f"choose a product among {divisors(num_ranks)}"
         raise ConfigError.of(key, got, "a divisor of the pool's size", do)
+    remaining = num_ranks // sizes.replica
+    if sizes.dp not in (0, remaining):
+        got = f"d{sizes.dp} with {sizes} on a pool of {num_ranks}"
+        raise ConfigError.of(key, got, f"d{remaining}", "write that, or omit d")
 
 
 def _check_options(role: str, engine: Any, sizes: Sizes) -> None:

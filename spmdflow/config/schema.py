@@ -222,7 +222,8 @@ class EngineConfig:
 
     kind: str = setting("Engine that runs the model.", engine_names()[0], one_of=engine_names)
     layout: str = setting(
-        "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel. "
+        "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel "
+        "(t2p2d4: four of them, which is checked). "
         "p4v2: two parts of the model on each of 4 stages (interleaved 1F1B). s8: "
         f"shard over groups of 8, replicate over the groups ({', '.join(engines_that_shard())}).",
         "t1",

@@ -46,9 +46,10 @@ class LoRALinear(Linear):
 def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) -> LoadedModel:
     """Add adapters to the linear layers that cfg.targets names, in place.
 
-    Only layers inside decoder layers get one. Returns the model with lora=cfg and a reader that
-    returns the adapters' initial values. seed: of the run. key: the settings' name, for errors.
-    ConfigError for a target that matches no layer.
+    Only layers inside decoder layers get one; the experts of a mixture, which transformers fuses to
+    one tensor, get none. Returns the model with lora=cfg and a reader that returns the adapters'
+    initial values. seed: of the run. key: the settings' name, for errors. ConfigError for a target
+    that matches no layer.
     """
     inside = set()
     for layer in model.layers:
@@ -62,11 +63,23 @@ def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) ->
         if not any(is_target(name, [target]) for name in linear):
             ends = sorted({name.rpartition(".")[2] for name in linear})
             expected = f"all-linear or some of {', '.join(ends)}"
-            raise ConfigError.of(f"{key}.targets", repr(target), expected, "choose some of these")
+            got = repr(target)
+            if target in _names_of_experts(model.module):
+                got += ", which is a tensor of experts and takes no adapters"
+            raise ConfigError.of(f"{key}.targets", got, expected, "choose some of these")
     for name, part in linear.items():
         if is_target(name, cfg.targets):
             _add_adapter(part, cfg, name, None if part.weight.is_meta else seed)
     return replace(model, lora=cfg, read=model.read and _with_start(model.read, model.module, seed))
+
+
+def _names_of_experts(module: nn.Module) -> set[str]:
+    """Last parts of the names of tensors that hold several experts, and of their modules."""
+    names = set()
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 3:
+            names.update(name.split(".")[-2:])
+    return names
 
 
 def _add_adapter(part: Linear, cfg: LoRAConfig, name: str, seed: int | None) -> None:

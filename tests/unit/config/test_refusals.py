@@ -104,6 +104,8 @@ SIZES: dict[str, Parts] = {
         "t4p2",
         "",
     ),
+    "actor.engine.layout=d3": ("actor.engine.layout", "d3 with t1p1", "d4", "omit d"),
+    "actor.engine.layout=d4d4": ("actor.engine.layout", "'d4d4'", "t2d4", ""),
     "actor.engine.layout=s0": ("actor.engine.layout", "'s0'", "s8", ""),
     "actor.engine.layout=s3": ("actor.engine.layout", "s3", "4", "[1, 2, 4]"),
     "actor.engine.kind=megatron actor.engine.layout=p2v2": (
