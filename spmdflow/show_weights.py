@@ -2,7 +2,7 @@
 
     spmdflow weights MODEL --ranks 4                                # FSDP, built-in generator
     spmdflow weights MODEL --ranks 4 --engine megatron --layout t2 --generator vllm --generation t1
-    spmdflow weights MODEL --ranks 2 --match layers.0               # the tensors of one layer
+    spmdflow weights MODEL --ranks 2 --rank 0 --match layers.0      # the tensors of one layer
 
 MODEL: a Hugging Face folder; only config.json is read. Of a family without a table, the tensors are
 those of transformers' module, and vLLM's are derived by its own loader, which needs vLLM, the
@@ -59,8 +59,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", default="t1", help="of training, such as t2p2 (default: t1)")
     parser.add_argument("--generator", default=generator_names()[0], help="builtin or vllm")
     parser.add_argument("--generation", default="t1", help="layout of generation (default: t1)")
-    parser.add_argument("--rank", type=int, help="show only this rank (default: all)")
-    parser.add_argument("--match", default="", help="show only tensors whose name contains this")
+    parser.add_argument("--rank", type=int, help="show the tensors of this rank")
+    parser.add_argument("--match", default="", help="show tensors whose name contains this")
     return parser.parse_args(arguments)
 
 
@@ -134,7 +134,8 @@ def _derived(options: argparse.Namespace, layout: Layout) -> RankTables:
 def _table_lines(
     tables: RankTables, shapes: Mapping[str, Sequence[int]], options: argparse.Namespace
 ) -> Iterator[str]:
-    """Yield a summary of each rank, whether all ranks together have everything, and the tensors."""
+    """Yield a summary of each rank, whether all ranks together have everything, and the tensors
+    that --rank and --match choose."""
     for rank, table in tables.items():
         size = sum(piece.box.size for local in table.values() for piece in local.pieces)
         padding = sum(local.padding for local in table.values())
@@ -145,6 +146,8 @@ def _table_lines(
         yield f"  no rank has {missing}"
     else:
         yield "  the ranks together have every element"
+    if options.rank is None and not options.match:
+        return
     for rank, table in tables.items():
         if options.rank not in (None, rank):
             continue

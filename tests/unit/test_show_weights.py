@@ -33,7 +33,7 @@ def test_megatron_to_vllm_shows_what_is_fused_and_padded(
 ) -> None:
     folder = save_tiny_model("llama", tmp_path)
     capsys.readouterr()
-    words = ["--ranks", "2", "--engine", "megatron", "--layout", "t2"]
+    words = ["--ranks", "2", "--match", "mlp", "--engine", "megatron", "--layout", "t2"]
 
     assert main([str(folder), *words, "--generator", "vllm", "--generation", "t2"]) == FINISHED
 

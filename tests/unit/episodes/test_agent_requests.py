@@ -63,7 +63,10 @@ def words(tokenizer: Any, text: str) -> VersionedResponse:
     """The model says this, and ends."""
     ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     return VersionedResponse(
-        0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int()
+        0,
+        torch.tensor(ids),
+        torch.full((len(ids),), -0.5),
+        versions=torch.zeros(len(ids)).int(),
     )
 
 

@@ -77,7 +77,10 @@ def completion(prompt: str | list[int]) -> Ask:
 
 def drawn_of(ids: list[int]) -> VersionedResponse:
     return VersionedResponse(
-        0, torch.tensor(ids), torch.full((len(ids),), -0.5), torch.zeros(len(ids)).int()
+        0,
+        torch.tensor(ids),
+        torch.full((len(ids),), -0.5),
+        versions=torch.zeros(len(ids)).int(),
     )
 
 
