@@ -73,7 +73,7 @@ MIXTURE_MODEL = f"{MIXTURE}/model"
 MIXTURE_ENTRIES = (
     replace(
         _bundled(
-            "mixture",
+            "grpo_mixture",
             f"actor.model.path={MIXTURE_MODEL}",
             f"reference.model.path={MIXTURE_MODEL}",
             "actor.update.router=replay",

@@ -66,6 +66,7 @@ class Connection:
     def model(self) -> Architecture:
         """The model's architecture."""
         facts = dict(self.architecture)
+        del facts["tensors"]  # of models without a table, which are not served
         scaling = facts.pop("rope_scaling")
         return Architecture(**facts, rope_scaling=RopeScaling(**scaling) if scaling else None)
 
@@ -147,6 +148,7 @@ def check_model(connection: Connection, served: Architecture) -> None:
     """
     mine = dict(connection.architecture)
     theirs = asdict(served)
+    del theirs["tensors"]
     wrong = [name for name in theirs if theirs[name] != mine.get(name)]
     if wrong:
         name = wrong[0]
