@@ -130,7 +130,7 @@ class BalancedLoss(Loss):
 
     def count(self, output: Any, micro: Micro) -> dict[str, Tensor]:
         """Count the experts of one forward, before the loss of any of them is computed."""
-        self._counted.add(self._routers.take_all(), micro.rows_of_token.flatten())
+        self._counted.add(self._routers.take_all(), micro.rows_of_token.flatten().float())
         return {}
 
     def sum_counts(self, reduce: Reduce) -> None:
@@ -143,7 +143,7 @@ class BalancedLoss(Loss):
         """The loss and its metrics, with this forward's part of the auxiliary loss."""
         value, metrics = self._loss(output, micro, totals)
         layers = self._routers.take_all() if self._coef else self._routers.take()
-        weights = micro.rows_of_token.flatten()
+        weights = micro.rows_of_token.flatten().float()
         self.statistics.add(layers, weights)
         if self._coef:
             value = value + self._coef * balance_loss(layers, weights, self._counted)

@@ -42,7 +42,7 @@ class Micro(Protocol):
 
     @property
     def rows_of_token(self) -> Tensor:
-        """Shape of the tokens of the forward, float32: how many rows have the token; 0: padding."""
+        """Shape of the tokens of the forward, int32: how many rows have the token; 0: padding."""
 
     @property
     def row_weight(self) -> Tensor:

@@ -65,8 +65,8 @@ class MicroBatch:
     response_indices: Tensor
     """(n,) int64: the index of each of them in (b, R), flattened."""
     rows_of_token: Tensor
-    """Shape of input_ids, float32: how many rows have the token; more than 1 in a shared prompt, 0
-    for padding."""
+    """Shape of input_ids, int32: how many rows have the token; more than 1 in a shared prompt, 0
+    for padding. FSDP casts numbers that are not integers to the compute precision."""
     routes: Tensor | None = None
     """(input_ids.numel(), layers, k) int16: the experts to use (`Routers.begin`). None: the routers
     select them."""
@@ -375,7 +375,7 @@ def _build_micro_batch(
         predicting=predicting,
         ends=ends,
         response_indices=in_width,
-        rows_of_token=rows_of_token.view(shape).float() * (len(index) > 0),
+        rows_of_token=rows_of_token.view(shape).int() * (len(index) > 0),
         routes=routes,
     )
     return _on_device(micro, device)

@@ -40,6 +40,7 @@ def install(library: str) -> None:
     spec.loader.exec_module(native)
     _install_devices()
     _kernels.impl("mm.dtype", _product, "CUDA")
+    _kernels.impl("histc", _histogram, "CUDA")
     _install_attention()
     _install_memory()
     _install_streams()
@@ -196,6 +197,13 @@ _kernels = torch.library.Library("aten", "IMPL")
 def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """torch.mm(a, b, out_dtype=): products and sums in out_dtype."""
     return a.to(out_dtype) @ b.to(out_dtype)
+
+
+def _histogram(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """torch.histc of integers with a bin for each: CUDA has it, the CPU only for float."""
+    assert not x.is_floating_point() and bins == max - min + 1, (x.dtype, bins, min, max)
+    values = torch.arange(int(min), int(max) + 1, dtype=x.dtype, device=x.device)
+    return (x[:, None] == values).sum(0).to(x.dtype)
 
 
 def _install_attention() -> None:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 import spmdflow
-from scripts.families.run import VLLM_SIZES
 from scripts.families.tiny import save_tiny_model
 from spmdflow.kind.registry import register_tracker
 from spmdflow.run import RankEnvironment, _take_device
@@ -146,11 +145,6 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
             *("actor.rollout.layout=p3", "actor.update.mini_batch_size=48"),
         ),
     ),
-    "grpo, fsdp, a mixture, vllm t2, copy": (
-        "grpo",
-        4,
-        (*SMALL, *VLLM, *MIXTURE, "actor.rollout.layout=t2"),
-    ),
     "grpo, one step off policy, vllm": (
         "grpo_async",
         4,
@@ -210,7 +204,7 @@ def main() -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
     if rank == 0:
         write_deep(folder / "deep")
-        save_tiny_model("qwen3_moe", folder / "mixture", tokenizer=MODEL, sizes=VLLM_SIZES)
+        save_tiny_model("qwen3_moe", folder / "mixture", tokenizer=MODEL)
     dist.barrier()
     for name in names:
         run_dir = folder / f"run-{names.index(name.removesuffix(', resumed'))}"
