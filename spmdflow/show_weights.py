@@ -22,6 +22,7 @@ from spmdflow.config.parallel import sizes_of
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engine_names
 from spmdflow.kind.generator import generator_kind, generator_names
+from spmdflow.kind.registry import resolve
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import with_tensors
@@ -57,7 +58,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="of the pool (default: 1)")
     parser.add_argument("--engine", default=engine_names()[0], help=", ".join(engine_names()))
     parser.add_argument("--layout", default="t1", help="of training, such as t2p2 (default: t1)")
-    parser.add_argument("--generator", default=generator_names()[0], help="builtin or vllm")
+    parser.add_argument(
+        "--generator", default=generator_names()[0], help=", ".join(generator_names())
+    )
     parser.add_argument("--generation", default="t1", help="layout of generation (default: t1)")
     parser.add_argument("--rank", type=int, help="show the tensors of this rank")
     parser.add_argument("--match", default="", help="show tensors whose name contains this")
@@ -82,7 +85,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         ),
     )
     for verb, name, reference in kinds:
-        if verb == "generates" and name.startswith("vllm") and architecture.obstacle:
+        is_derived = generator_kind(options.generator).derived_table is not None
+        if verb == "generates" and is_derived and architecture.obstacle:
             tables = _derived(options, layout)
         else:
             tables = tables_of(reference, architecture, layout)
@@ -108,26 +112,15 @@ def _layout(options: argparse.Namespace) -> Layout:
 
 
 def _derived(options: argparse.Namespace, layout: Layout) -> RankTables:
-    """What a rank of vLLM has, as its own loader says. ConfigError for several ranks."""
+    """What a rank of the generator has, as its loader says. ConfigError for several ranks."""
     if layout.gen_tp_size * layout.gen_pp_size > 1:
         raise ConfigError.of(
             "--generation",
-            f"{options.generation} for a family whose table vLLM's loader gives",
+            f"{options.generation} for a family whose table the generator's loader gives",
             "t1, as the ranks of a replica load together",
             "start a run: it derives the table on all its ranks",
         )
-    import torch
-
-    from spmdflow.config.schema import RolloutConfig
-    from spmdflow.rollout.generator import Replica
-    from spmdflow.rollout.vllm import VllmGenerator
-    from spmdflow.rollout.vllm_derived import derive_tables
-
-    replica = Replica.alone()
-    settings = RolloutConfig(engine="vllm", max_batch_size=1, max_new_tokens=1)
-    generator = VllmGenerator(settings, str(options.model), torch.device("cpu"), replica)
-    (table,) = derive_tables(generator.model, str(options.model), replica).tables
-    generator.close()
+    table = resolve(generator_kind(options.generator).derived_table)(str(options.model))
     return dict.fromkeys(layout.ranks, table)
 
 

@@ -143,6 +143,7 @@ _VLLM = GeneratorKind(
     shares_storage=True,
     weight_table="spmdflow.weights.ranks:vllm_tables",
     adapters=True,
+    derived_table="spmdflow.rollout.vllm:derived_table",
     returns_experts=True,  # on a CPU
     least_head_dim=32,  # it has no attention kernels for 8 and 16
     refused_families={  # vLLM 0.32 alone, a tiny model in float32: docs/FAMILIES.md

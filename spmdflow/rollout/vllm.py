@@ -39,6 +39,7 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm_adapter import PolicyAdapter
 from spmdflow.rollout.vllm_blocks import Shards, install
 from spmdflow.rollout.vllm_contract import check_contract, disable_flashinfer_sampler, walk
+from spmdflow.rollout.vllm_derived import derive_tables
 from spmdflow.rollout.vllm_engine import RowSampler, explain_errors, keeps_folder, start_llm
 from spmdflow.rollout.vllm_process import (
     Groups,
@@ -53,6 +54,7 @@ from spmdflow.rollout.vllm_weights import read_stock_weights
 from spmdflow.router import as_column
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, Storages
+from spmdflow.weights.table import ShardTable
 
 _CHECK_EVERY = 8
 """Steps between two checks of the text for stop strings, if there are any."""
@@ -393,3 +395,17 @@ class BatchSampledVllm(VllmGenerator):
         with torch.random.fork_rng(devices):  # ranks of a replica must draw from equal states
             torch.manual_seed(hash(tuple(seeds)))
             return super().generate(prompts, sampling, seeds, limits, conversations=conversations)
+
+
+def derived_table(model_path: str) -> ShardTable:
+    """Return what vLLM's model of a folder has on one rank, as its own loader says.
+
+    Starts vLLM in this process, on the CPU, and ends it. ConfigError if vLLM refuses the model, or
+    if one of its tensors is no copy of the folder's.
+    """
+    replica = Replica.alone()
+    settings = RolloutConfig(engine="vllm", max_batch_size=1, max_new_tokens=1)
+    generator = VllmGenerator(settings, model_path, torch.device("cpu"), replica)
+    (table,) = derive_tables(generator.model, model_path, replica).tables
+    generator.close()
+    return table
