@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import RolloutConfig
-from spmdflow.errors import WeightSyncError
+from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import (
     NEVER,
@@ -153,10 +153,18 @@ class VllmGenerator(RequestGenerator):
         ConfigError on devices too, and for several pipeline stages, each of which has only its own
         layers.
         """
+        if not self._on_cpu or self.replica.pp_size > 1:
+            where = f"{self.replica.pp_size} pipeline stages" if self._on_cpu else "a GPU"
+            raise ConfigError.of(
+                "actor.update.router=replay",
+                f"vLLM on {where}",
+                "vLLM on a CPU with p1, where its experts can be read",
+                "set actor.update.router=own, or another actor.rollout.engine or layout",
+            )
         for name in ("query_start_loc", "kv_cache_config", "requests"):  # what VllmRoutes reads
             walk(self._runner, name)
         routes = VllmRoutes(self._runner)
-        if not routes.num_layers or not self._on_cpu or self.replica.pp_size > 1:
+        if not routes.num_layers:
             raise no_routes_error(self)
         self._sampler.routes = routes
 

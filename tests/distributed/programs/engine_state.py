@@ -99,12 +99,14 @@ def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
     if pieces is None:
         return {}
     found: dict[str, Tensor] = {}
-    shapes = dict(engine.shapes)
+    shapes = {**engine.shapes, **engine.trained_shapes}
     for name, values, box in (block for piece in pieces for block in piece):
         shape = shapes[name if name in shapes else name.rsplit(".", 1)[0]]
         whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
         assert bool(whole[box.slices()].isnan().all()), f"{name}{box.bounds} is saved twice"
         whole[box.slices()] = values
-    assert len(found) == 3 * len(shapes), "a tensor, or a moment of it, that nobody saved"
+    buffers = engine.trained_shapes.keys() - engine.shapes.keys()  # without moments
+    num_tensors = 3 * len(engine.shapes) + len(buffers)
+    assert len(found) == num_tensors, "a tensor, or a moment of it, that nobody saved"
     assert not any(bool(x.isnan().any()) for x in found.values()), "elements that nobody saved"
     return dict(sorted(found.items()))
