@@ -63,4 +63,8 @@ def test_twenty_more_families(ranks: int, tmp_path: Path) -> None:
     for family in OTHERS:
         folder = tmp_path / family
         folder.mkdir()
-        judge(measured(folder, ranks, (family,)), (family,))
+        found = measured(folder, ranks, (family,))
+        if (family, ranks) == ("olmo3", 4):  # its norm spans two key-value heads
+            assert "does not tile it evenly across 4 ranks" in found[0][family]["refused"]
+            continue
+        judge(found, (family,))
