@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 
 from spmdflow.blocks.box import Box, subtract_all
-from spmdflow.config.parallel import sizes_of
+from spmdflow.config.parallel import check_ranks, sizes_of
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind, engine_names
 from spmdflow.kind.generator import generator_kind, generator_names
@@ -87,7 +87,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     for verb, name, reference in kinds:
         is_derived = generator_kind(options.generator).derived_table is not None
         if verb == "generates" and is_derived and architecture.obstacle:
-            tables = _derived(options, layout)
+            tables = _derive_tables(options, layout)
         else:
             tables = tables_of(reference, architecture, layout)
         yield ""
@@ -99,6 +99,8 @@ def _layout(options: argparse.Namespace) -> Layout:
     """The layout of the pool. ConfigError if the sizes do not fit its number of ranks."""
     training = sizes_of("--layout", options.layout)
     generation = sizes_of("--generation", options.generation)
+    check_ranks("--layout", training, options.ranks)
+    check_ranks("--generation", generation, options.ranks)
     return Layout(
         tuple(range(options.ranks)),
         pp_size=training.pp,
@@ -111,7 +113,7 @@ def _layout(options: argparse.Namespace) -> Layout:
     )
 
 
-def _derived(options: argparse.Namespace, layout: Layout) -> RankTables:
+def _derive_tables(options: argparse.Namespace, layout: Layout) -> RankTables:
     """What a rank of the generator has, as its loader says. ConfigError for several ranks."""
     if layout.gen_tp_size * layout.gen_pp_size > 1:
         raise ConfigError.of(

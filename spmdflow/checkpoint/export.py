@@ -91,7 +91,7 @@ class ModelExport:
         self._form = _folder_form(self._model["config"], shapes)
         prefix = _PEFT if self._lora else ""
         facts = []
-        for n, x in {**_whole_tensors(shapes, self._form), **_shapes_of(self._form)}.items():
+        for n, x in {**_unchanged_tensors(shapes, self._form), **_shapes_of(self._form)}.items():
             facts.append(TensorInfo(prefix + n, dtype_by_name.get(n, self._dtype), x))
         files = [facts] if self._lora else plan_files(facts, count)
         names = _PEFT_FILES[:1] if self._lora else file_names(len(files))
@@ -196,7 +196,7 @@ def _folder_form(
     return form if used <= shapes.keys() else {}
 
 
-def _whole_tensors(
+def _unchanged_tensors(
     shapes: Mapping[str, Sequence[int]], form: Mapping[str, LocalTensor]
 ) -> dict[str, Sequence[int]]:
     """The tensors of the checkpoint that no tensor of `form` has a part of."""

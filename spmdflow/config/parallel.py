@@ -118,7 +118,7 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
             f"none, as that engine is data-parallel; set {role}.engine.kind="
             f"{' or '.join(engines_that_cut())}"
         )
-    _check_ranks(f"{role}.engine.layout", sizes, num_ranks)
+    check_ranks(f"{role}.engine.layout", sizes, num_ranks)
     if num_ranks % (sizes.shard or 1):
         got = f"s{sizes.shard} on a pool of {num_ranks}"
         expected = "a divisor of the pool's size"
@@ -144,7 +144,7 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
         got = f"{part.rollout.layout} with rollout.engine={part.rollout.generator}"
         do = f"set {role}.rollout.engine={' or '.join(generators_that_cut())}"
         raise ConfigError.of(key, got, "t1, as it generates on single ranks", do)
-    _check_ranks(key, sizes, num_ranks)
+    check_ranks(key, sizes, num_ranks)
     return sizes
 
 
@@ -175,7 +175,7 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
         raise ConfigError.of(key, got, expected, f"choose p{most} or less")
 
 
-def _check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
+def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
     """Raise ConfigError unless tp * pp divides the number of ranks of the pool, and dp is right."""
     if num_ranks % sizes.replica:
         got = f"{sizes} = {sizes.replica} ranks a replica on a pool of {num_ranks}"

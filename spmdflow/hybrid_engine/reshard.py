@@ -227,7 +227,33 @@ def plan_copies(
     """
     trained = training_tables(architecture, training, kind=cfg.engine.kind)
     generates = generation_tables(architecture, generation, engine=cfg.rollout.generator)
-    have, need = (moved_boxes(boxes_of(tables)) for tables in (trained, generates))
+    return plan_boxes(
+        boxes_of(trained),
+        boxes_of(generates),
+        training=training,
+        generation=generation,
+        itemsize=itemsize,
+        node_of=node_of,
+        rank=rank,
+    )
+
+
+def plan_boxes(
+    have: BoxesByRank,
+    need: BoxesByRank,
+    *,
+    training: Layout,
+    generation: Layout,
+    itemsize: int,
+    node_of: NodeOf | None = None,
+    rank: int | None = None,
+) -> Copies:
+    """Plan the copies from the boxes that each rank trains to those that it generates with.
+
+    If there are adapters, only their boxes are copied. Other arguments: as in `plan_copies`.
+    """
+    have = moved_boxes(have)
+    need = moved_boxes(need)
     plan = plan_reshard(
         have,
         need,

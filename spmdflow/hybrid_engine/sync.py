@@ -30,6 +30,7 @@ from spmdflow.hybrid_engine.reshard import (
     ReshardPlan,
     boxes_by_name,
     moved_boxes,
+    plan_boxes,
     plan_copies,
     plan_reshard,
     scopes_of,
@@ -246,30 +247,20 @@ class _CrossPoolCopy:
         that this rank sends or receives. All ranks of both pools build it together."""
         self._dtype = getattr(torch, cfg.rollout.precision)
         self._device = context.device
-        itemsize = self._dtype.itemsize
+        facts: dict[str, Any] = {
+            "training": training,
+            "generation": generation,
+            "itemsize": self._dtype.itemsize,
+            "node_of": context.node_of,
+            "rank": context.rank,
+        }
         if Architecture.sizes_from_folder(cfg.model.path).obstacle:
             have, need = _boxes_of_pools(context, training, generation, blocks)
-            plan = plan_reshard(
-                have,
-                need,
-                scopes=scopes_of(training, generation),
-                element_bytes=itemsize,
-                bucket_bytes=BUCKET_BYTES,
-                node_of=context.node_of,
-                rank=context.rank,
-            )
+            plan = plan_boxes(have, need, **facts).plan
             self._names = sorted(_shapes_of(have))
         else:
             architecture = sent_architecture(cfg)
-            plan = plan_copies(
-                architecture,
-                cfg,
-                training=training,
-                generation=generation,
-                itemsize=itemsize,
-                node_of=context.node_of,
-                rank=context.rank,
-            ).plan
+            plan = plan_copies(architecture, cfg, **facts).plan
             self._names = [parameter.name for parameter in parameters(architecture)]
         self._stream = WeightStream(
             plan,
@@ -384,7 +375,7 @@ def _boxes_of_pools(
     have = {rank: boxes[rank] for rank in training.ranks}
     need = {rank: boxes[rank] for rank in generation.ranks}
     _check_same_model(have, need)
-    return with_shared_tables(moved_boxes(have)), with_shared_tables(moved_boxes(need))
+    return with_shared_tables(have), with_shared_tables(need)
 
 
 def _shards_of(

@@ -551,7 +551,7 @@ def layer_pass(
 
 
 def _further_experts(shape: Architecture, tokens: Array) -> Array:
-    """Return the inner width of the experts that are read besides those of a single token.
+    """Return the inner width of the experts that are read in addition to a single token's.
 
     Of E experts, n tokens with k each use E (1 - (1 - k / E)^n) if all are as likely. 0 for a dense
     model.

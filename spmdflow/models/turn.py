@@ -70,12 +70,15 @@ class ContinuedRows:
         sequences = []
         for i, ids_of_row in zip(continued, new_ids):
             sequences.append(torch.cat([prompts[i], responses[i], ids_of_row]))
+        names = list(RESPONSE)
+        if ROUTES in batch.keys():
+            names.append(ROUTES)
         return cls(
             continued,
             ragged_from_rows(sequences, dtype=torch.int64),
             ragged_from_rows(new_ids, dtype=torch.int64),
             [room[row] for row in continued],
-            batch.select(*RESPONSE, *(() if ROUTES not in batch.keys() else (ROUTES,))),
+            batch.select(*names),
         )
 
     def close(self, sampled: TensorDict) -> TensorDict:

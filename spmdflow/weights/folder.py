@@ -435,10 +435,10 @@ def folder_form(config: str) -> Mapping[str, LocalTensor]:
     module = _module_of(json.loads(config))
     if module is None:
         return {}
-    whole = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    tensors = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     stored = {}
-    for name, tensor in in_folder_form(module, whole).items():
+    for name, tensor in in_folder_form(module, tensors).items():
         stored[name] = tuple(tensor.shape)
     changed = {name: shape for name, shape in shapes.items() if stored.get(name) != shape}
     if not changed:

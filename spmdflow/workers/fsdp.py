@@ -129,7 +129,7 @@ class FSDPEngine(TrainEngine):
         in the last micro-batch.
         """
         sums: dict[str, float | Tensor] = {}
-        routed = self._balanced(loss, micros)
+        routed = self._balanced_loss(loss, micros)
         counted_loss = routed or loss
         for number, micro in enumerate(micros):
             set_last_micro_batch(self._module, self.sharding, last=number == len(micros) - 1)
@@ -148,7 +148,7 @@ class FSDPEngine(TrainEngine):
             self._sum_gradients()
         return self.dp_sums(sums)
 
-    def _balanced(self, loss: Loss, micros: list[MicroBatch]) -> BalancedLoss | None:
+    def _balanced_loss(self, loss: Loss, micros: list[MicroBatch]) -> BalancedLoss | None:
         """Return the loss with the auxiliary loss of a mixture of experts; None for other models.
 
         With a weight above 0, a forward without gradient counts the tokens of each expert first.

@@ -209,7 +209,11 @@ def _read_rows(batch: TensorDict) -> TensorDict:
     for name, column in batch.items():
         if not isinstance(column, Tensor):
             continue
-        own_sizes = lengths + sizes if name == ROUTES else sizes
+        own_sizes = sizes
+        each = "one entry per response token"
+        if name == ROUTES:
+            own_sizes = lengths + sizes
+            each = "one entry per token of prompt and response"
         if (
             name != "prompts"
             and is_ragged(column)
@@ -217,8 +221,7 @@ def _read_rows(batch: TensorDict) -> TensorDict:
         ):
             raise ColumnError(
                 f"micro-batch: column {name} has row lengths {lengths_of(column).tolist()[:8]}...; "
-                f"expected {own_sizes.tolist()[:8]}...; write one entry per response token"
-                f"{' and per prompt token' if name == ROUTES else ''}"
+                f"expected {own_sizes.tolist()[:8]}...; write {each}"
             )
         columns[name] = column
     return TensorDict(columns, batch_size=batch.batch_size)

@@ -46,6 +46,7 @@ def test_megatron_to_vllm_shows_what_is_fused_and_padded(
     ("family", "words", "message"),
     [
         ("llama", ["--layout", "t2p"], "--layout: got 't2p'"),
+        ("llama", ["--ranks", "4", "--layout", "d2"], "got d2 with t1p1 on a pool of 4"),
         ("qwen3_moe", ["--engine", "megatron"], "model_type 'qwen3_moe'"),
         ("qwen3_moe", ["--ranks", "2", "--generator", "vllm", "--generation", "t2"], "expected t1"),
     ],

@@ -22,6 +22,7 @@ from spmdflow.router import ROUTES
 from spmdflow.workers.micro_batch import micro_batches
 from spmdflow.workers.model import load_model
 from spmdflow.workers.sharding import read_weights
+from tests.random_tokens import random_tokens
 
 CPU = torch.device("cpu")
 NUM_EXPERTS = 8
@@ -31,12 +32,6 @@ BY_DEFAULT = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 CASES = [
     pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in MIXTURES
 ]
-
-
-def tokens(*lengths: int) -> list[Tensor]:
-    """Random tokens of rows of these lengths."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 320, (length,), generator=generator) for length in lengths]
 
 
 @contextmanager
@@ -90,7 +85,7 @@ def test_replayed_experts_close_the_gap_that_another_selection_opens(
 ) -> None:
     """Above 1e-2 without replay, below 1e-5 with it; two prompts are equal and share a prefill."""
     folder = save_tiny_model(family, tmp_path / family)
-    prompts = tokens(5, 17, 1, 3, 8)
+    prompts = random_tokens(5, 17, 1, 3, 8)
 
     rows = generated(folder, [*prompts, prompts[1], prompts[1]])
 

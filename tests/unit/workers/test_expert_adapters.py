@@ -23,7 +23,7 @@ def test_experts_take_no_adapters(target: str, tmp_path: Path) -> None:
         add_adapters(model, LoRAConfig(targets=[target]), seed=0, key="actor.model.lora")
 
 
-def test_all_linear_means_the_layers_beside_the_experts(tmp_path: Path) -> None:
+def test_all_linear_means_the_linear_layers_without_the_experts(tmp_path: Path) -> None:
     folder = save_tiny_model("qwen3_moe", tmp_path)
     model = load_model(ModelConfig(path=str(folder)), head="causal_lm")
 

@@ -18,6 +18,7 @@ from spmdflow.weights.folder import attention_of
 from spmdflow.workers.micro_batch import micro_batches
 from spmdflow.workers.model import load_model
 from spmdflow.workers.sharding import read_weights
+from tests.random_tokens import random_tokens
 
 CPU = torch.device("cpu")
 BY_DEFAULT = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
@@ -26,14 +27,8 @@ CASES = [
 ]
 
 
-def tokens(*lengths: int) -> list[Tensor]:
-    """Random tokens of rows of these lengths."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 320, (length,), generator=generator) for length in lengths]
-
-
-PROMPTS = tokens(5, 17, 1, 3)
-RESPONSES = tokens(14, 3, 9, 14)
+PROMPTS = random_tokens(5, 17, 1, 3)
+RESPONSES = random_tokens(14, 3, 9, 14)
 
 
 def log_probs_by_transformers(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
