@@ -9,6 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from scripts.wheel_contents import (
     FOLDERS,
     check_wheel,
@@ -46,6 +48,31 @@ def copy_of_tree(folder: Path) -> Path:
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
     return folder
+
+
+def committed_links(tree: Path) -> list[str]:
+    """Names of the links that git has in its index of a tree, e.g. a link to one machine's models."""
+    done = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=tree, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    link_mode = "120000"
+    return [
+        line.partition("\t")[2] for line in done.stdout.splitlines() if line.startswith(link_mode)
+    ]
+
+
+@pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="needs git's index of the tree")
+def test_no_link_is_committed() -> None:
+    assert committed_links(REPOSITORY) == []
+
+
+def test_a_committed_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "models").symlink_to("/another/place")
+    for words in (["init", "-q"], ["add", "models"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=60)
+
+    assert committed_links(tmp_path) == ["models"]
 
 
 def test_every_room_is_a_package() -> None:
