@@ -51,7 +51,7 @@ def copy_of_tree(folder: Path) -> Path:
 
 
 def committed_links(tree: Path) -> list[str]:
-    """Names of the links that git has in its index of a tree, e.g. a link to one machine's models."""
+    """Names of the links in git's index of a tree, e.g. a link to the models of one machine."""
     done = subprocess.run(
         ["git", "ls-files", "--stage"], cwd=tree, capture_output=True, text=True, timeout=60
     )
