@@ -86,7 +86,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     )
     for verb, name, reference in kinds:
         is_derived = generator_kind(options.generator).derived_table is not None
-        if verb == "generates" and is_derived and architecture.obstacle:
+        if verb == "generates" and is_derived and not architecture.is_dense_with_table:
             tables = _derive_tables(options, layout)
         else:
             tables = tables_of(reference, architecture, layout)
@@ -107,6 +107,7 @@ def _layout(options: argparse.Namespace) -> Layout:
         dp_size=options.ranks // training.replica,
         tp_size=training.tp,
         shard_size=training.shard,
+        expert_size=training.ep,
         virtual_size=training.virtual,
         gen_tp_size=generation.tp,
         gen_pp_size=generation.pp,

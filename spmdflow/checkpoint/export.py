@@ -19,7 +19,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.state import StateFiles
 from spmdflow.errors import CheckpointError
 from spmdflow.weights.adapter import adapter_names
-from spmdflow.weights.architecture import FAMILIES
+from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.file import TensorInfo, write_file
 from spmdflow.weights.folder import (
     HuggingFaceFolder,
@@ -187,9 +187,9 @@ def _folder_form(
 ) -> Mapping[str, LocalTensor]:
     """Return the tensors of the export that are not tensors of the checkpoint (`folder_form`).
 
-    Empty for families with a table, for adapters, and if the checkpoint has the folder's tensors.
+    Empty for dense families with a table, for adapters, and if the checkpoint already has them.
     """
-    if config.get("model_type") in FAMILIES:
+    if Architecture.sizes_from_config(config).is_dense_with_table:
         return {}
     form = folder_form(json.dumps(config, sort_keys=True))
     used = {piece.name for table in form.values() for piece in table.pieces}

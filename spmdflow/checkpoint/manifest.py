@@ -311,8 +311,8 @@ def moved_groups(
 def _describe_layout(sizes: Mapping[str, Any] | None) -> str:
     """Return a group's layout as text: "fsdp t1p1d2 on ranks 0-1"; "nothing" for None.
 
-    s<shard_size> is added if it is neither 1 nor dp_size. Ranks that are not consecutive are
-    listed.
+    s<shard_size> is added if it is neither 1 nor dp_size, e<expert_size> if it is not 1. Ranks that
+    are not consecutive are listed.
     """
     if sizes is None:
         return "nothing"
@@ -323,6 +323,8 @@ def _describe_layout(sizes: Mapping[str, Any] | None) -> str:
     letters = {"tp_size": "t", "pp_size": "p", "dp_size": "d"}
     if sizes.get("shard_size", 1) not in (1, sizes.get("dp_size", 1)):
         letters["shard_size"] = "s"
+    if sizes.get("expert_size", 1) > 1:
+        letters["expert_size"] = "e"
     name = "".join(f"{letter}{sizes.get(size, 1)}" for size, letter in letters.items())
     if engine:
         return f"{engine} {name} on ranks {where}"

@@ -3,7 +3,8 @@
 "t2p2" is tensor-parallel size 2 and pipeline-parallel size 2; the remaining ranks of a pool are
 data-parallel. Axes may be in any order, and "t2p2d4" says how many data-parallel ranks remain,
 which is checked. "p4v2" gives each of 4 pipeline stages two parts of the model (interleaved 1F1B);
-"s8" shards over groups of 8 neighbouring ranks and replicates over the groups (hybrid sharding).
+"s8" shards over groups of 8 neighbouring ranks and replicates over the groups (hybrid sharding);
+"e4" divides the experts of a mixture over 4 of the data-parallel ranks of a stage.
 Pure: text and integers, no process groups.
 
 samples         = prompts_per_step * samples_per_prompt        (one step)
@@ -30,8 +31,8 @@ from spmdflow.kind.generator import generator_kind, generators_that_cut
 from spmdflow.parallel.layout import divisors
 
 _AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
-_LAYOUT = re.compile(r"([tpvsd][1-9]\d*)+")
-_AXIS = re.compile(r"([tpvsd])(\d+)")
+_LAYOUT = re.compile(r"([tpvsed][1-9]\d*)+")
+_AXIS = re.compile(r"([tpvsed])(\d+)")
 
 
 class Sizes(NamedTuple):
@@ -45,6 +46,8 @@ class Sizes(NamedTuple):
     """Ranks over which one copy is sharded; 0: all data-parallel ranks."""
     dp: int = 0
     """Data-parallel size; 0: whatever remains."""
+    ep: int = 1
+    """Data-parallel ranks that divide the experts of a layer among them."""
 
     @property
     def replica(self) -> int:
@@ -56,21 +59,23 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(key: str, text: str) -> Sizes:
-    """Return the sizes that a layout such as "t4p2" names, in any order; omitted are t1, p1 and v1.
+    """Return the sizes that a layout such as "t4p2" names, in any order; omitted ones are 1.
 
-    ConfigError, naming the setting `key`, for any other text, or if an axis is named twice.
+    s and d are 0 if they are omitted. ConfigError, naming the setting `key`, for any other text, or
+    if an axis is named twice.
     """
     parts = _AXIS.findall(text)
     sizes = {axis: int(size) for axis, size in parts}
     if _LAYOUT.fullmatch(text) is None or len(sizes) < len(parts):
         do = "write one of these (data parallelism takes the other ranks)"
-        raise ConfigError.of(key, repr(text), "sizes such as t2, p2, t4p2, t2d4 or s8", do)
+        raise ConfigError.of(key, repr(text), "sizes such as t2, p2, t4p2, t2d4, t2e2 or s8", do)
     return Sizes(
         tp=sizes.get("t", 1),
         pp=sizes.get("p", 1),
         virtual=sizes.get("v", 1),
         shard=sizes.get("s", 0),
         dp=sizes.get("d", 0),
+        ep=sizes.get("e", 1),
     )
 
 
@@ -83,7 +88,7 @@ def generation_sizes(role: str, part: Any) -> Sizes:
     """Return the tensor- and pipeline-parallel size while a role generates, from rollout.layout.
 
     auto means the training's tensor-parallel size without pipeline if the generator can split a
-    model, otherwise 1. ConfigError for a layout with v or s, which only training has.
+    model, otherwise 1. ConfigError for a layout with v, s or e, which only training has.
     """
     rollout = part.rollout
     training = training_sizes(role, part.engine)
@@ -93,7 +98,7 @@ def generation_sizes(role: str, part: Any) -> Sizes:
             return Sizes(training.tp)
         return Sizes()
     sizes = sizes_of(f"{role}.rollout.layout", rollout.layout)
-    if sizes.virtual > 1 or sizes.shard:
+    if sizes.virtual > 1 or sizes.shard or sizes.ep > 1:
         expected = "t, p and d alone, as the other sizes are of training"
         raise ConfigError.of(f"{role}.rollout.layout", rollout.layout, expected, f"write {sizes}")
     return sizes
@@ -102,8 +107,9 @@ def generation_sizes(role: str, part: Any) -> Sizes:
 def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     """Return the training sizes of a role; ConfigError if they do not work on num_ranks ranks.
 
-    Only some engine kinds split a model (t, p) or shard over part of the ranks (s). t * p and s
-    must divide num_ranks, v needs p3 or more, and options must be known and fit the sizes.
+    Only some engine kinds split a model (t, p, e) or shard over part of the ranks (s). t * p and s
+    must divide num_ranks, e the data-parallel size, v needs p3 or more, and options must be known
+    and fit the sizes.
     """
     sizes = training_sizes(role, engine)
     kind = engine_kind(engine.kind)
@@ -112,7 +118,7 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
         expected = "no s, as that engine does not shard parameters over data-parallel ranks"
         do = f"remove it or set {role}.engine.kind={' or '.join(engines_that_shard())}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
-    if sizes.replica > 1 and not kind.cuts_model:
+    if (sizes.replica > 1 or sizes.ep > 1) and not kind.cuts_model:
         raise ConfigError(
             f"{role}.engine.layout: got {engine.layout} with engine.kind={engine.kind}, expected "
             f"none, as that engine is data-parallel; set {role}.engine.kind="
@@ -124,6 +130,11 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
         expected = "a divisor of the pool's size"
         do = f"choose one of {divisors(num_ranks)}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    dp_size = num_ranks // sizes.replica
+    if dp_size % sizes.ep:
+        got = f"e{sizes.ep} with {dp_size} data-parallel ranks"
+        do = f"choose one of {divisors(dp_size)}"
+        raise ConfigError.of(f"{role}.engine.layout", got, "a divisor of their number", do)
     if sizes.virtual > 1 and sizes.pp < 3:
         got = engine.layout
         expected = "p3 or more with v, so that a stage has two neighbours"
@@ -152,7 +163,8 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
     """Raise ConfigError unless a model can be split into these sizes.
 
     tp divides the attention heads; tp divides the key-value heads or is a multiple of them; there
-    is a layer for each of the pp * virtual parts. Counts that are 0 (unknown) pass.
+    is a layer for each of the pp * virtual parts; ep divides the experts. Counts that are 0
+    (unknown) pass, but a model without experts has no ep.
     key: the setting of the layout, for messages.
     """
     arch = facts.arch
@@ -173,6 +185,10 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
         got += f"({facts.path})"
         expected = f"at most one {'part' if several else 'stage'} a layer"
         raise ConfigError.of(key, got, expected, f"choose p{most} or less")
+    if sizes.ep > 1 and (not arch.num_experts or arch.num_experts % sizes.ep):
+        got = f"e{sizes.ep} for {count_of(arch.num_experts, 'expert')} ({facts.path})"
+        do = f"choose one of {divisors(arch.num_experts)}" if arch.num_experts else "remove e"
+        raise ConfigError.of(key, got, "a divisor of the number of experts", do)
 
 
 def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:

@@ -374,4 +374,6 @@ def _layout(groups: Groups) -> dict[str, Any]:
             "engine": getattr(engine, "kind", None),
         }
         facts_by_group[name] |= {size: getattr(layout, size) for size in sizes}
+        if layout.expert_size > 1:
+            facts_by_group[name]["expert_size"] = layout.expert_size
     return facts_by_group

@@ -99,4 +99,6 @@ def _obstacle(cfg: Any, layout: Layout) -> str | None:
         return "stages have several parts of the model (v)"
     if not layout.nests:
         return "generation replicas lie across training replicas"
+    if not Architecture.sizes_from_folder(cfg.model.path).is_dense:
+        return "the generator stores experts in another form"
     return None

@@ -254,7 +254,7 @@ class _CrossPoolCopy:
             "node_of": context.node_of,
             "rank": context.rank,
         }
-        if Architecture.sizes_from_folder(cfg.model.path).obstacle:
+        if not Architecture.sizes_from_folder(cfg.model.path).is_dense_with_table:
             have, need = _boxes_of_pools(context, training, generation, blocks)
             plan = plan_boxes(have, need, **facts).plan
             self._names = sorted(_shapes_of(have))

@@ -21,7 +21,8 @@ class Backend:
     doc: str
     _: KW_ONLY
     axes: tuple[str, ...] = ()
-    """Axes besides dp over which it divides a model: tp, pp. For a generator, within a replica."""
+    """Axes besides dp over which it divides a model: tp, pp, and ep for experts. For a generator,
+    within a replica."""
     weight_table: Reference = "spmdflow.weights.ranks:whole_tables"
     """(architecture, layout) -> the boxes that each rank holds or reads (weights.ranks)."""
     shares_storage: bool = False

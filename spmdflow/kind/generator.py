@@ -44,8 +44,8 @@ class GeneratorKind(Backend):
     step_operators: int = 0
     """Those that a decode step calls besides: embedding, mask, head, sampling."""
     shares_prompts: bool = False
-    """It computes a prompt once for all rows that it admits together. A model with a table of
-    weights (`Architecture.obstacle` is empty) also keeps its keys and values once, and a decode
+    """It computes a prompt once for all rows that it admits together. A dense model with a table of
+    weights (`Architecture.is_dense_with_table`) also keeps its keys and values once, and a decode
     step reads them once."""
     refill: int = 0
     """New rows join once 1/refill of rollout.max_batch_size is free, or if no row is decoded. 0: as

@@ -89,7 +89,7 @@ register_engine(
         Sharding(gathers=1, reductions=1),
         package="megatron",
         extra="megatron",
-        axes=("tp", "pp"),
+        axes=("tp", "pp", "ep"),
         options=_COMMON
         | {
             "selective_recompute": EngineOption(

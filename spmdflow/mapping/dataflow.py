@@ -188,7 +188,7 @@ class Model:
         """Whether its generator keeps keys and values of a prompt once for all rows with it."""
         if self.rollout is None:
             return False
-        return self.rollout.facts.shares_prompts and not self.shape.obstacle
+        return self.rollout.facts.shares_prompts and self.shape.is_dense_with_table
 
     def rows_at(self, tokens: int) -> float:
         """Return the most rows of `tokens` tokens in one forward pass, at least 1.

@@ -240,7 +240,7 @@ def admit_rows(model: Model, share: Rows, *, slots: int) -> Admissions:
     joins_at = 1
     if rollout.facts.refill:
         joins_at = -(-(rollout.max_batch_size or slots) // rollout.facts.refill)
-    if rollout.facts.shares_prompts and model.shape.obstacle:
+    if rollout.facts.shares_prompts and not model.shape.is_dense_with_table:
         joins_at = slots  # transformers' own cache takes no further rows
     starts = starts_of(rows.responses, slots, joins_at)
     keys = rows.keys if rollout.facts.shares_prompts else np.arange(len(rows))

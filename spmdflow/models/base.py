@@ -55,6 +55,7 @@ _MUCH_OF_PLAN = 0.9
 """A run logs at its end if it took fewer optimizer steps than this share of the plan."""
 _GENERATION_AXES = ("gen_tp", "gen_pp", "gen_replica")
 _AXES = ("tp", "pp", "dp", "shard", "replicate", "replica", *_GENERATION_AXES, "micro_dp")
+_EXPERT_AXES = ("ep", "expert_dp", "tp_ep", "copy")
 
 Score = Callable[[Any, MicroBatch], dict[str, Tensor]]
 Step = Callable[[TensorDict, int], Mapping[str, Metric]]
@@ -89,6 +90,7 @@ class EngineWorker(Worker):
             dp_size=len(ranks) // sizes.replica,
             tp_size=sizes.tp,
             shard_size=sizes.shard,
+            expert_size=sizes.ep,
             virtual_size=sizes.virtual,
             gen_tp_size=generation.tp,
             gen_pp_size=generation.pp,
@@ -99,18 +101,25 @@ class EngineWorker(Worker):
         """Return the ranks of each process group that the role needs, without groups of one rank.
 
         The first is the whole pool. A layout with tensor or pipeline parallelism, in training or in
-        generation, adds the groups of all its axes and, for a pipeline with tied embeddings, groups
-        of its first and last stage. A purely data-parallel layout adds shard and replicate groups
-        only if its engine shards parameters, and over a part of the pool.
+        generation, or with divided experts, adds the groups of all its axes and, for a pipeline
+        with tied embeddings, groups of its first and last stage. A purely data-parallel layout adds
+        shard and replicate groups only if its engine shards parameters, and over a part of the
+        pool.
         """
-        if layout.dp_size == layout.generation_dp_size == layout.size:
+        is_divided = layout.expert_size > 1
+        if layout.dp_size == layout.generation_dp_size == layout.size and not is_divided:
             sharding = engine_kind(cls.bind_engine(cfg).engine.kind).sharding
-            axes = ("shard", "replicate") if sharding.parameters else ()
-            return axis_groups(layout, axes if layout.shard_size < layout.size else ())
+            is_part = sharding.parameters and layout.shard_size < layout.size
+            return axis_groups(layout, ("shard", "replicate") if is_part else ())
         tied = False
         if layout.pp_size > 1 and cls.head == "causal_lm":
             tied = Architecture.sizes_from_folder(cfg.model.path).tied
-        return axis_groups(layout, (*_AXES, "embedding") if tied else _AXES)
+        axes = list(_AXES)
+        if tied:
+            axes.append("embedding")
+        if is_divided:
+            axes += _EXPERT_AXES
+        return axis_groups(layout, axes)
 
     @classmethod
     def host_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:

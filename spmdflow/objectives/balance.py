@@ -35,9 +35,7 @@ Reduce = Callable[[Tensor], None]
 class RouterStatistics:
     """Sums over the tokens of a mini-batch, on the device, in float64."""
 
-    def __init__(self, routers: Routers, device: torch.device) -> None:
-        num_layers = routers.num_layers
-        num_experts = routers.num_experts
+    def __init__(self, *, num_layers: int, num_experts: int, device: torch.device) -> None:
         self._sums = torch.zeros(
             num_layers, 2 * num_experts + 2, dtype=torch.float64, device=device
         )
@@ -54,12 +52,16 @@ class RouterStatistics:
         """Add what the routers did in one forward. weights (tokens,): rows that have the token."""
         weights = weights.double()
         for number, layer in enumerate(layers):
-            each_choice = weights.repeat_interleave(layer.experts.shape[1])
-            self.counts[number].index_add_(0, layer.experts.flatten(), each_choice)
-            probabilities = layer.probabilities.detach().double()
-            self.probabilities[number] += weights @ probabilities
-            self.entropy[number] += weights @ torch.special.entr(probabilities).sum(-1)
-            self.num_tokens[number] += weights.sum()
+            self.add_layer(number, layer, weights)
+
+    def add_layer(self, number: int, layer: RoutedLayer, weights: Tensor) -> None:
+        """Add what one router did. number: of its layer. weights (tokens,), in float64."""
+        each_choice = weights.repeat_interleave(layer.experts.shape[1])
+        self.counts[number].index_add_(0, layer.experts.flatten(), each_choice)
+        probabilities = layer.probabilities.detach().double()
+        self.probabilities[number] += weights @ probabilities
+        self.entropy[number] += weights @ torch.special.entr(probabilities).sum(-1)
+        self.num_tokens[number] += weights.sum()
 
     def sum_over_ranks(self, reduce: Reduce) -> None:
         """Replace all sums by those over the ranks."""
@@ -111,8 +113,9 @@ class BalancedLoss(Loss):
         self._loss = loss
         self._routers = routers
         self._coef = coef
-        self._counted = RouterStatistics(routers, device)
-        self.statistics = RouterStatistics(routers, device)
+        sizes = {"num_layers": routers.num_layers, "num_experts": routers.num_experts}
+        self._counted = RouterStatistics(**sizes, device=device)
+        self.statistics = RouterStatistics(**sizes, device=device)
         """Of the forwards for which the loss was called."""
         routers.records = True
 
@@ -158,9 +161,17 @@ def balance_loss(
     The parts of all forwards of a mini-batch sum to its loss. weights (tokens,): rows that have the
     token. statistics: counts of the mini-batch, summed over all ranks.
     """
-    num_experts = statistics.counts.shape[1]
-    scales = (num_experts * statistics.shares / statistics.num_tokens.clamp(min=1)[:, None]).float()
     parts = []
-    for layer, scale in zip(layers, scales, strict=True):
+    for layer, scale in zip(layers, balance_scales(statistics), strict=True):
         parts.append(weights @ (layer.probabilities @ scale))
-    return torch.stack(parts).mean()
+    return torch.stack(parts).sum()
+
+
+def balance_scales(statistics: RouterStatistics) -> Tensor:
+    """Return the derivative of the auxiliary loss by the probability of an expert for a token.
+
+    (layers, E) float32. statistics: counts of the mini-batch, summed over all ranks.
+    """
+    num_layers, num_experts = statistics.counts.shape
+    tokens = statistics.num_tokens.clamp(min=1)[:, None]
+    return (num_experts * statistics.shares / tokens / num_layers).float()

@@ -15,18 +15,22 @@ import numpy as np
 from spmdflow.errors import ConfigError
 
 _AXES = {
-    "dp": (0, 1),
+    "dp": (0, 1, 2),
     "replicate": (0,),
-    "shard": (1,),
-    "pp": (2, 3),
-    "tp": (4, 5),
-    "replica": (2, 3, 4, 5),
-    "gen_pp": (2,),
-    "gen_tp": (4,),
-    "micro_dp": (3, 5),
-    "gen_replica": (2, 4),
+    "shard": (1, 2),
+    "ep": (2,),
+    "expert_dp": (0, 1),
+    "pp": (3, 4),
+    "tp": (5, 6),
+    "tp_ep": (2, 5, 6),
+    "replica": (3, 4, 5, 6),
+    "copy": (2, 3, 4, 5, 6),
+    "gen_pp": (3,),
+    "gen_tp": (5,),
+    "micro_dp": (4, 6),
+    "gen_replica": (3, 5),
 }
-"""Axis -> dimensions of the grid (replicate, shard, gen_pp, micro pp, gen_tp, micro tp)."""
+"""Axis -> dimensions of the grid (see `Layout._grid`)."""
 
 _GENERATION_AXES = {"gen_pp": (1,), "gen_tp": (2,), "gen_replica": (1, 2), "micro_dp": (0, 1, 2)}
 """Axis -> dimensions of the grid (generation replica, gen_pp, gen_tp), if sizes do not nest."""
@@ -55,8 +59,8 @@ class Layout:
     Generation sizes that divide the training sizes *nest*: each training replica is split.
     Otherwise the pool is divided independently of training, tp fastest, then pp, and weights move
     between training replicas. Raises ConfigError if the sizes do not multiply to the number of
-    ranks, a rank repeats or is out of order, a shard does not divide dp, or generation replicas do
-    not fill the pool.
+    ranks, a rank repeats or is out of order, a shard does not divide dp, the expert size does not
+    divide a shard, or generation replicas do not fill the pool.
     """
 
     ranks: tuple[int, ...]
@@ -66,6 +70,8 @@ class Layout:
     tp_size: int = 1
     shard_size: int = 0
     """Number of neighbouring dp ranks that shard one copy of the model; 0 becomes dp_size."""
+    expert_size: int = 1
+    """Number of neighbouring dp ranks that divide the experts of a mixture among them."""
     virtual_size: int = 1
     """Model chunks of each pipeline stage, p chunks apart (Megatron's interleaved schedule)."""
     gen_tp_size: int = 0
@@ -162,7 +168,9 @@ class Layout:
         """Return the groups of an axis as tuples of global ranks, each ascending.
 
         They partition the ranks. Axes: tp, pp, dp; replica (tp and pp together); shard and
-        replicate (inside dp); gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a
+        replicate (inside dp); ep (inside a shard: the ranks that divide the experts), expert_dp
+        (those with the same experts), tp_ep (tp and ep together) and copy (tp, pp and ep together:
+        one copy of all weights); gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a
         replica; the complete pool if generation does not nest). Only `embedding` omits ranks: its
         groups are the first and last rank of each pp group. Groups are ordered by the other axes,
         dp slowest, gen_replica's by dp * d_g + micro_dp. ConfigError for any other axis.
@@ -195,14 +203,17 @@ class Layout:
 
     @cached_property
     def _grid(self) -> np.ndarray:
-        """(replicate, shard, gen_pp, micro pp, gen_tp, micro tp) int64: global ranks.
+        """(replicate, shard / expert, expert, gen_pp, micro pp, gen_tp, micro tp) int64: global
+        ranks.
 
-        If generation does not nest, gen_pp and gen_tp have the training sizes.
+        The first three divide dp. If generation does not nest, gen_pp and gen_tp have the training
+        sizes.
         """
         pp_size = self.pp_size
         tp_size = self.tp_size
         gen_pp, gen_tp = (self.gen_pp_size, self.gen_tp_size) if self.nests else (pp_size, tp_size)
-        replicas = self.dp_size // self.shard_size, self.shard_size
+        experts = self.expert_size
+        replicas = self.dp_size // self.shard_size, self.shard_size // experts, experts
         stages = gen_pp, pp_size // gen_pp, gen_tp, tp_size // gen_tp
         return np.array(self.ranks, dtype=np.int64).reshape(*replicas, *stages)
 
@@ -222,12 +233,13 @@ class Layout:
     def __str__(self) -> str:
         """Short name, such as t2p1d4.
 
-        v: model chunks of a stage, if several; s: shard size, if less than d; -g(t1p1x8):
-        generation's t_g, p_g and number of replicas, if they differ.
+        v: model chunks of a stage, if several; s: shard size, if less than d; e: expert size, if
+        more than 1; -g(t1p1x8): generation's t_g, p_g and number of replicas, if they differ.
         """
         virtual = f"v{self.virtual_size}" if self.virtual_size > 1 else ""
         name = f"t{self.tp_size}p{self.pp_size}{virtual}d{self.dp_size}"
         name += f"s{self.shard_size}" if self.shard_size < self.dp_size else ""
+        name += f"e{self.expert_size}" if self.expert_size > 1 else ""
         if (self.gen_tp_size, self.gen_pp_size) != (self.tp_size, self.pp_size):
             name += f"-g(t{self.gen_tp_size}p{self.gen_pp_size}x{self.generation_dp_size})"
         return name
@@ -246,7 +258,8 @@ def _check_sizes(layout: Layout) -> None:
     """Raise ConfigError if the ranks or sizes of a layout are invalid.
 
     Ranks must ascend, be distinct and not negative; all sizes at least 1; pp * dp * tp the number
-    of ranks; shard_size a divisor of dp_size; gen_tp * gen_pp a divisor of the number of ranks.
+    of ranks; shard_size a divisor of dp_size; expert_size a divisor of shard_size; gen_tp * gen_pp
+    a divisor of the number of ranks.
     """
     ranks = layout.ranks
     pp_size = layout.pp_size
@@ -267,6 +280,11 @@ def _check_sizes(layout: Layout) -> None:
         got = f"shard_size {layout.shard_size}"
         expected = f"a divisor of dp_size {dp_size}"
         raise ConfigError.of("layout", got, expected, f"choose one of {divisors(dp_size)}")
+    if layout.expert_size < 1 or layout.shard_size % layout.expert_size:
+        got = f"expert_size {layout.expert_size}"
+        expected = f"a divisor of the {layout.shard_size} data-parallel ranks of a shard"
+        do = f"choose one of {divisors(layout.shard_size)}"
+        raise ConfigError.of("layout", got, expected, do)
     gen_tp_size = layout.gen_tp_size
     gen_pp_size = layout.gen_pp_size
     if min(gen_tp_size, gen_pp_size) < 1 or layout.size % (gen_tp_size * gen_pp_size):

@@ -491,9 +491,9 @@ def check_drawn(log_probs: Tensor, row: str) -> None:
 
 
 def loads_folder(model_path: str) -> bool:
-    """Whether a generator must read the folder itself. Without a weight table of the family,
-    nothing verifies that a sync covers all tensors."""
-    return bool(Architecture.sizes_from_folder(model_path).obstacle)
+    """Whether a generator must read the folder itself. Without a weight table of the family for
+    training and generation, nothing verifies that a sync covers all tensors."""
+    return not Architecture.sizes_from_folder(model_path).is_dense_with_table
 
 
 def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int:

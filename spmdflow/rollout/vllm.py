@@ -270,7 +270,7 @@ class VllmGenerator(RequestGenerator):
         replica = self.replica
         self._reading = install(
             self.model,
-            Architecture.from_folder(self._model_path),
+            Architecture.dense_from_folder(self._model_path),
             shards,
             replica,
             lambda columns: torch.cat(replica.gather(columns, replica.tp_ranks), -1),

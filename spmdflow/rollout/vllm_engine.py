@@ -124,7 +124,7 @@ def _adapter_arguments(cfg: RolloutConfig, model_path: str, replica: Replica) ->
     """Returns the arguments of vllm.LLM for adapters; {} unless rollout.weights is adapter."""
     if cfg.weights != "adapter" or cfg.lora is None:
         return {}
-    table = stock_table(Architecture.from_folder(model_path), replica, replica.replica_rank)
+    table = stock_table(Architecture.dense_from_folder(model_path), replica, replica.replica_rank)
     return engine_arguments(cfg.lora, table)
 
 

@@ -136,11 +136,10 @@ def read_stock_weights(
     (`vllm_derived`); ConfigError then if there is an adapter. ConfigError too if vLLM has other
     tensors than the table states.
     """
-    try:
-        arch = Architecture.from_folder(model_path)
-    except ConfigError:
+    arch = Architecture.sizes_from_folder(model_path)
+    if not arch.is_dense_with_table:
         if adapter is not None:
-            raise
+            raise ConfigError(arch.obstacle or _no_adapters_text(model_path))
         derived = derive_tables(model, model_path, replica)
         own = derived.tables[replica.replica_rank]
         views = list(blocks(dict(model.named_parameters()), own))
@@ -159,6 +158,13 @@ def read_stock_weights(
     _check_names(parameters, mine, model_path)
     slots_of_ranks = [slots_of(table.values()) for table in tables]
     return Reading(whole_shapes(arch), list(blocks(parameters, mine)), slots_of_ranks)
+
+
+def _no_adapters_text(model_path: str) -> str:
+    return (
+        f"rollout.weights: got adapter for {model_path}, a mixture of experts, expected a dense "
+        f"model; set actor.rollout.weights=copy, which merges the adapters"
+    )
 
 
 def _check_names(parameters: Mapping[str, Tensor], table: ShardTable, model_path: str) -> None:

@@ -90,7 +90,7 @@ class ServedModel:
 
     def architecture(self) -> Architecture:
         """Architecture of the model; ConfigError if there is no weight table for its family."""
-        return Architecture.from_config(self.model_config.hf_config.to_dict())
+        return Architecture.dense_from_config(self.model_config.hf_config.to_dict())
 
     def start_reload(self) -> None:
         """Prepare the model for loading whole tensors."""

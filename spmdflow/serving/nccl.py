@@ -119,7 +119,7 @@ def source_of(engine: TrainEngine, context: WorkerContext, cfg: Any) -> TrainerS
 
     The tensors are those of model.path, on the trainer's device.
     """
-    arch = Architecture.from_folder(cfg.model.path)
+    arch = Architecture.dense_from_folder(cfg.model.path)
     layout = context.layout
     gather = WholeTensors(
         boxes_of(training_tables(arch, layout, kind=cfg.engine.kind)),

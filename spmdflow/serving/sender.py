@@ -69,7 +69,7 @@ class WeightPublisher:
             num_workers=workers,
             kind=cfg.engine.kind,
             layout=asdict(layout),
-            architecture=asdict(Architecture.from_folder(cfg.model.path)),
+            architecture=asdict(Architecture.dense_from_folder(cfg.model.path)),
             seconds=seconds,
         )
         self._store = store  # keeps the store alive: the workers connect to it

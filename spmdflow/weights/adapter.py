@@ -13,6 +13,7 @@ ALL_LINEAR = "all-linear"
 """A target that means every linear layer of the decoder's layers."""
 _A = ".lora_A.weight"
 _B = ".lora_B.weight"
+_ROUTER = ".mlp.gate.weight"
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Adapters:
         """Return name -> shape of every A (rank, in) and B (out, rank) that the weights have.
 
         A weight has an adapter if it is 2-D, ".layers." is in its name, and its layer is a target.
+        Experts and their routers are no linear layers.
         weights: the model's shapes by Hugging Face name; existing As and Bs are skipped.
         """
         shapes: dict[str, tuple[int, int]] = {}
         for name, shape in weights.items():
             is_linear = len(shape) == 2 and ".layers." in name and not is_adapter(name)
+            is_linear = is_linear and not name.endswith(_ROUTER)
             if is_linear and is_target(name.removesuffix(".weight"), self.targets):
                 a, b = adapter_names(name)
                 shapes |= {a: (self.rank, shape[1]), b: (shape[0], self.rank)}

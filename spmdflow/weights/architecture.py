@@ -46,11 +46,14 @@ class Mixture:
     """Inner width of the experts that every token uses, together; 0: there are none."""
     num_layers: int
     """Layers with experts; the others have a feed-forward network of `Architecture.ffn_size`."""
+    renormalises: bool = True
+    """Whether the weights of a token's experts sum to 1, as a softmax over these alone does.
+    Otherwise they are their probabilities among all experts."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU.
+    """A decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU, perhaps experts.
 
     Without a table (`obstacle`) it may be any other, and only the sizes count; one that the file
     does not state is 0.
@@ -132,8 +135,10 @@ class Architecture:
             max_positions=_positive_int(facts, "max_position_embeddings"),
             sliding_window=facts.get("sliding_window") if family.has_sliding_window else None,
             head=head,
+            mixture=_mixture(facts) if family.has_experts else None,
         )
         _check_heads(arch)
+        _check_mixture(arch, family)
         return arch
 
     @classmethod
@@ -156,9 +161,39 @@ class Architecture:
         return cls.from_config(read_config(path), head=head)
 
     @classmethod
+    def dense_from_config(cls, config: Mapping[str, Any]) -> Architecture:
+        """Like `from_config`, and ConfigError for a mixture of experts too."""
+        arch = cls.from_config(config)
+        if not arch.is_dense:
+            got = f"a mixture of {arch.num_experts} experts"
+            do = "choose another model or another generator"
+            raise ConfigError.of("model", got, "a dense model here", do)
+        return arch
+
+    @classmethod
+    def dense_from_folder(cls, path: str | Path) -> Architecture:
+        """`dense_from_config` of a folder's config.json."""
+        return cls.dense_from_config(read_config(path))
+
+    @classmethod
     def sizes_from_folder(cls, path: str | Path, *, head: Head = "causal_lm") -> Architecture:
         """From a folder with config.json, also for a model that only transformers can run."""
         return cls.sizes_from_config(read_config(path), head=head)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it has no experts."""
+        return self.mixture is None
+
+    @property
+    def is_dense_with_table(self) -> bool:
+        """Whether it is dense and its tensors are in `weights.table`.
+
+        Its tensors have the names of its files, and vLLM's are in a table as well
+        (`ranks.vllm_tables`). The experts of a mixture are fused when transformers reads the files,
+        and vLLM's loader says itself where it puts them (`GeneratorKind.derived_table`).
+        """
+        return self.is_dense and not self.obstacle
 
     @property
     def packs(self) -> bool:
@@ -272,6 +307,8 @@ class Family:
     qk_norm: bool = False
     has_sliding_window: bool = False
     """Whether sliding_window applies to every layer."""
+    has_experts: bool = False
+    """Whether every layer has experts, none of them shared."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for keys that config.json lacks."""
 
@@ -305,16 +342,41 @@ FAMILIES: Mapping[str, Family] = {
             "head_dim": 128,
         },
     ),
+    "qwen3_moe": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        has_experts=True,
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+    "mixtral": Family(
+        has_sliding_window=True,
+        has_experts=True,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
 }
-"""By model_type. Llama 2 and 3, Mistral, Qwen2 and 2.5, and Qwen3's dense models."""
+"""By model_type. Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3, and two mixtures of experts."""
 
 
 PACKED_BY_TRANSFORMERS = frozenset(
     {
         *("cohere2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma"),
         *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe"),
-        *("minimax_m2", "ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2_moe"),
-        *("qwen3_moe", "seed_oss", "smollm3", "starcoder2"),
+        *("minimax_m2", "ministral3", "olmo2", "olmo3", "olmoe", "phi3", "qwen2_moe", "seed_oss"),
+        *("smollm3", "starcoder2"),
     }
 )
 """Families without a table whose rows may be packed, too: packed and padded log-probs of a random
@@ -434,6 +496,7 @@ def _mixture(facts: Mapping[str, Any]) -> Mixture | None:
         expert_size=expert_size,
         shared_size=first("shared_expert_intermediate_size") or num_shared * expert_size,
         num_layers=with_experts,
+        renormalises=bool(facts.get("norm_topk_prob", False)),
     )
 
 
@@ -468,6 +531,16 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
         mixture=_mixture(facts),
         obstacle=obstacle,
     )
+
+
+def _check_mixture(arch: Architecture, family: Family) -> None:
+    """Raise ConfigError unless all layers of a family with experts have some."""
+    if not family.has_experts:
+        return
+    count = 0 if arch.mixture is None else arch.mixture.num_layers
+    if count < arch.num_layers:
+        got = f"experts in {count} of {arch.num_layers} layers of a {arch.family} config"
+        raise _unsupported_error(got, "experts in all layers")
 
 
 def _check_heads(arch: Architecture) -> None:

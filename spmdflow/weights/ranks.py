@@ -9,6 +9,8 @@ Megatron (megatron-core 0.16 to 0.19, its local layer specification):
   a group, or inside a head: nothing is replicated, Megatron gathers the *activations* over tp.
 - linear_fc1: this rank's rows of gate, then those of up.
 - linear_proj, linear_fc2: columns; their complete biases on every rank.
+- Experts: the ep ranks of a stage have equal parts of them, one after another; inside an expert the
+  tensors are cut over tp like those of a dense layer. The router's matrix is on every rank.
 - Embedding and output layer: rows of the vocabulary, padded to `vocab_multiple`.
 - Layers over stages: `table.stage_layers`, numbered from 0 in each stage. The last stage of a tied
   model has a copy of the embedding as its output layer if there is more than one stage.
@@ -35,12 +37,13 @@ from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
 from spmdflow.kind.generator import generator_names
 from spmdflow.kind.registry import Reference, resolve
-from spmdflow.parallel.layout import Layout
+from spmdflow.parallel.layout import Layout, divisors
 from spmdflow.weights.adapter import Adapters, adapter_names
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import (
     EMBEDDING,
     Cut,
+    ExpertWay,
     LayerRow,
     LocalTensor,
     Piece,
@@ -85,6 +88,12 @@ _MEGATRON_LAYER: tuple[LayerRow, ...] = (
     ("mlp.linear_fc2.weight", Cut.columns, ("mlp.down_proj.weight",)),
     ("mlp.linear_fc2.bias", Cut.full_tensor, ("mlp.down_proj.bias",)),
 )
+_MEGATRON_ROUTER: LayerRow = ("mlp.router.weight", Cut.full_tensor, ("mlp.gate.weight",))
+_MEGATRON_EXPERT: tuple[tuple[str, ExpertWay, str], ...] = (
+    ("linear_fc1.weight", Cut.expert_rows, "mlp.experts.gate_up_proj"),
+    ("linear_fc2.weight", Cut.expert_columns, "mlp.experts.down_proj"),
+)
+"""(name below an expert, way, name of the fused tensor below the layer)."""
 _VLLM_LAYER: tuple[LayerRow, ...] = (
     ("self_attn.qkv_proj.weight", Cut.heads, _each(_QKV, "weight")),
     ("self_attn.qkv_proj.bias", Cut.heads, _each(_QKV, "bias")),
@@ -110,6 +119,10 @@ def tables_of(reference: Reference, architecture: Architecture, layout: Layout) 
     make = resolve(reference)
     if architecture.obstacle and make not in (row_tables, whole_tables):
         raise ConfigError(architecture.obstacle)
+    if architecture.mixture is not None and make is vllm_tables:
+        raise ConfigError.of(
+            "vllm", "a mixture of experts", "a dense model", "let its loader derive the table"
+        )
     tables: RankTables = make(architecture, layout)
     return tables
 
@@ -143,10 +156,11 @@ def megatron_tables(
     """
     parts = layout.virtual_size
     coordinates = {}
-    for r in layout.ranks:
-        coordinates[r] = layout.coordinate(r)
+    for rank in layout.ranks:
+        pp, dp, tp = layout.coordinate(rank)
+        coordinates[rank] = (tp, pp, dp % layout.expert_size)
 
-    def table(tp_rank: int, pp_rank: int) -> ShardTable:
+    def table(tp_rank: int, pp_rank: int, ep_rank: int) -> ShardTable:
         """Return the local tensors of a rank, part after part of the model.
 
         With several parts, names begin with the number of the part (`part_name`).
@@ -159,14 +173,14 @@ def megatron_tables(
                 tp_rank=tp_rank,
                 pp_size=layout.pp_size * parts,
                 pp_rank=part * layout.pp_size + pp_rank,
+                ep_size=layout.expert_size,
+                ep_rank=ep_rank,
                 vocab_multiple=vocab_multiple or default_vocab_multiple(layout.tp_size),
             ).items():
                 result[part_name(part, name, parts)] = tensor
         return result
 
-    return _build_tables(
-        {rank: (coordinate.tp, coordinate.pp) for rank, coordinate in coordinates.items()}, table
-    )
+    return _build_tables(coordinates, table)
 
 
 def part_name(part: int, name: str, num_parts: int) -> str:
@@ -228,13 +242,20 @@ def megatron_shards(
     pp_size: int,
     pp_rank: int,
     vocab_multiple: int,
+    ep_size: int = 1,
+    ep_rank: int = 0,
 ) -> ShardTable:
     """Local tensors of one rank, by the parameter names of `GPTModel`.
 
-    vocab_multiple: the vocabulary is padded to a multiple of it; tp_size divides that.
-    ConfigError if the architecture cannot be cut this way, or has biases that Megatron lacks.
+    vocab_multiple: the vocabulary is padded to a multiple of it; tp_size divides that. ep_size,
+    ep_rank: which part of the experts the rank has. ConfigError if the architecture cannot be cut
+    this way, or has biases that Megatron lacks.
     """
     check_cut("megatron", arch, tp_size=tp_size, pp_size=pp_size)
+    if arch.num_experts % ep_size:
+        got = f"{arch.num_experts} experts over {ep_size} ranks"
+        do = f"choose one of {divisors(arch.num_experts)}"
+        raise ConfigError.of("megatron", got, "equal parts", do)
     if arch.o_bias != arch.mlp_bias or (arch.mlp_bias and not arch.qkv_bias):
         got = f"biases qkv {arch.qkv_bias}, o {arch.o_bias}, mlp {arch.mlp_bias}"
         expected = "all, none or qkv alone, as Megatron has one switch for o and mlp"
@@ -245,8 +266,14 @@ def megatron_shards(
     if pp_rank == 0:
         table["embedding.word_embeddings.weight"] = cut.vocabulary([EMBEDDING])
     for number, layer in enumerate(stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank)):
-        for name, tensor in cut.layer(_MEGATRON_LAYER, layer):
+        for name, tensor in cut.layer((*_MEGATRON_LAYER, _MEGATRON_ROUTER), layer):
             table[f"decoder.layers.{number}.{name}"] = tensor
+        num_local = arch.num_experts // ep_size
+        for expert in range(num_local):
+            for name, way, suffix in _MEGATRON_EXPERT:
+                fused = f"model.layers.{layer}.{suffix}"
+                local = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}.{name}"
+                table[local] = way(cut, fused, ep_rank * num_local + expert)
     if pp_rank == pp_size - 1:
         table["decoder.final_layernorm.weight"] = cut.full_tensor(["model.norm.weight"])
         if arch.head == "scalar":

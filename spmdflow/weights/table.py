@@ -48,16 +48,22 @@ _LAYER = (
     ("self_attn.o_proj.bias", ("hidden",), "o_bias"),
     ("self_attn.q_norm.weight", ("head",), "qk_norm"),
     ("self_attn.k_norm.weight", ("head",), "qk_norm"),
-    ("mlp.gate_proj.weight", ("ffn", "hidden"), ""),
+    ("mlp.experts.gate_up_proj", ("experts", "gate_up", "hidden"), "mixture"),
+    ("mlp.experts.down_proj", ("experts", "hidden", "expert"), "mixture"),
+    ("mlp.gate.weight", ("experts", "hidden"), "mixture"),
+    ("mlp.gate_proj.weight", ("ffn", "hidden"), "is_dense"),
     ("mlp.gate_proj.bias", ("ffn",), "mlp_bias"),
-    ("mlp.up_proj.weight", ("ffn", "hidden"), ""),
+    ("mlp.up_proj.weight", ("ffn", "hidden"), "is_dense"),
     ("mlp.up_proj.bias", ("ffn",), "mlp_bias"),
-    ("mlp.down_proj.weight", ("hidden", "ffn"), ""),
+    ("mlp.down_proj.weight", ("hidden", "ffn"), "is_dense"),
     ("mlp.down_proj.bias", ("hidden",), "mlp_bias"),
     ("input_layernorm.weight", ("hidden",), ""),
     ("post_attention_layernorm.weight", ("hidden",), ""),
 )
-"""Names below a layer, extent of each dimension, and the flag of architectures that have it."""
+"""Names below a layer, extent of each dimension, and the attribute of architectures that have it.
+
+Experts have the names and the shapes of transformers' module, which fuses them: gate and up are one
+tensor, the rows of gate before those of up. Files may have other tensors (`folder`)."""
 
 
 @lru_cache(maxsize=64)
@@ -74,6 +80,9 @@ def parameters(arch: Architecture) -> tuple[Parameter, ...]:
     hidden = arch.hidden_size
     sizes = {"hidden": hidden, "ffn": arch.ffn_size, "head": arch.head_dim}
     sizes |= {"q": arch.q_size, "kv": arch.kv_size}
+    if arch.mixture is not None:
+        expert = arch.mixture.expert_size
+        sizes |= {"experts": arch.num_experts, "expert": expert, "gate_up": 2 * expert}
     layer = []
     for name, dimensions, flag in _LAYER:
         if not flag or getattr(arch, flag):
@@ -218,6 +227,8 @@ def row_box(shape: Sequence[int], start: int, stop: int) -> Box:
 
 
 Way = Callable[["Cut", Sequence[str]], LocalTensor]
+ExpertWay = Callable[["Cut", str, int], LocalTensor]
+"""(cut, fused tensor of all experts, number of an expert) -> the local tensor."""
 LayerRow = tuple[str, Way, tuple[str, ...]]
 """(engine's name below its layer, way, Hugging Face names below the layer)."""
 
@@ -278,6 +289,33 @@ class Cut:
         padded = -(-self.arch.vocab_size // multiple) * multiple
         start, stop = self._chunk("padded vocabulary", padded)
         return stack([(name, row_box(self._shape(name), start, stop))], num_rows=stop - start)
+
+    def expert_rows(self, name: str, expert: int) -> LocalTensor:
+        """Return an equal part of the rows of gate, then of up, of one expert.
+
+        name: of the fused tensor (experts, gate and up, hidden).
+        """
+        _, both, width = self._shape(name)
+        start, stop = self._chunk(f"rows of gate in {name}", both // 2)
+        pieces = []
+        for number, origin in enumerate((0, both // 2)):
+            box = Box(((expert, expert + 1), (origin + start, origin + stop), (0, width)))
+            rows = stop - start
+            local = Box(((number * rows, (number + 1) * rows), (0, width)))
+            pieces.append(Piece(name, box, local, (None, 0, 1)))
+        return LocalTensor((2 * (stop - start), width), tuple(pieces))
+
+    def expert_columns(self, name: str, expert: int) -> LocalTensor:
+        """Return an equal part of the columns of one expert.
+
+        name: of the fused tensor (experts, hidden, columns).
+        """
+        _, height, width = self._shape(name)
+        start, stop = self._chunk(f"columns of {name}", width)
+        box = Box(((expert, expert + 1), (0, height), (start, stop)))
+        local = Box(((0, height), (0, stop - start)))
+        piece = Piece(name, box, local, (None, 0, 1))
+        return LocalTensor(local.shape, (piece,))
 
     def heads(self, names: Sequence[str]) -> LocalTensor:
         """Return an equal part of the heads of q, k and v, stacked in this order.

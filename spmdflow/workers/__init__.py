@@ -26,6 +26,7 @@ the last pipeline stage. Without pp every rank is on the last one.
 | lora | linear layers with an adapter |
 | megatron | the Megatron engine |
 | megatron_runtime | process groups of Megatron, and its CUDA names on a CPU |
+| megatron_experts | its routers: experts of each token, replay, auxiliary loss |
 | megatron_model, megatron_layers | what a pipeline stage computes |
 | megatron_optimizer | gradients and AdamW of Megatron |
 

@@ -34,7 +34,7 @@ from spmdflow.weights.table import EMBEDDING, parameters
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_layers import PackedParams
-from spmdflow.workers.megatron_model import build_model, local_name
+from spmdflow.workers.megatron_model import build_model, local_name, routers_of
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.micro_batch import MicroBatch, pad_length
@@ -66,17 +66,17 @@ class MegatronEngine(TrainEngine):
         class."""
         super().__init__(model, cfg, context)
         _check_options(self.name, cfg)
-        replica = self.layout.axis_group(self.rank, "replica")
-        self.weight_group = self.groups.get(replica)
+        holders = self.layout.axis_group(self.rank, "copy")
+        self.weight_group = self.groups.get(holders)
         # ConfigError if the model cannot be divided in this way
         tables_of_ranks = megatron_tables(model.architecture, self.layout)
         self._table = tables_of_ranks[self.rank]
         # norms, small biases and a tied copy are on several ranks, and count once
-        tables = ([p for x in tables_of_ranks[rank].values() for p in x.pieces] for rank in replica)
+        tables = ([p for x in tables_of_ranks[rank].values() for p in x.pieces] for rank in holders)
         boxes_of_ranks = []
         for table in tables:
             boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in table))
-        self._counted = own_boxes(boxes_of_ranks, replica.index(self.rank))
+        self._counted = own_boxes(boxes_of_ranks, holders.index(self.rank))
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             num_parts = self.layout.virtual_size
@@ -87,6 +87,7 @@ class MegatronEngine(TrainEngine):
                 for n in range(num_parts)
             ]
             self._config: TransformerConfig = self._modules[0].config
+            self._routers = routers_of(self._modules, architecture, groups)
             self._run = get_forward_backward_func(
                 groups.pp.size(), num_parts if num_parts > 1 else None
             )
@@ -154,9 +155,37 @@ class MegatronEngine(TrainEngine):
             return value, torch.zeros((), dtype=torch.int), sums
 
         with megatron_runtime():
+            self._start_routers(micros)
             self.optimizer.zero_gradients()
             metrics_of_micros = self._run_micros(self.optimizer.ddps, micros, terms, train=True)
+            if self._routers is not None:
+                self.router_metrics = self._routers.end(self._sum_over_pool).metrics()
             return self._share_metrics(metrics_of_micros)
+
+    def _start_routers(self, micros: list[MicroBatch]) -> None:
+        """Begin a training pass of a mixture of experts; nothing for a dense model.
+
+        With a weight of the auxiliary loss above 0, a forward without gradient first counts the
+        tokens of each expert. All ranks of the model call it together.
+        """
+        routers = self._routers
+        if routers is None:
+            return
+        coef = self.router_balance_coef
+        counted = None
+        if coef:
+            routers.start_counting()
+            self.settle()
+            with torch.no_grad():
+                self._run_micros(self._modules, micros, lambda output, micro: {}, train=False)
+            counted = routers.end(self._sum_over_pool)
+        recomputes = self._config.recompute_granularity == "full"
+        routers.start_training(coef, counted, recomputes=recomputes)
+
+    def _sum_over_pool(self, values: Tensor) -> None:
+        """Sum a tensor over all ranks of the model, in place. They call it together."""
+        if self.layout.size > 1:
+            dist.all_reduce(values, group=self.groups.get(self.layout.ranks))
 
     def gradient_norm(self) -> float:
         """See `TrainEngine.gradient_norm`."""
@@ -315,6 +344,8 @@ class MegatronEngine(TrainEngine):
             if micro.packed is not None:
                 fused = self._config.apply_rope_fusion
                 packed = PackedParams.of(micro.packed, positions[0], fused=fused)
+            if self._routers is not None:
+                self._routers.begin(micro)
             output = model(ids, positions, None, packed_seq_params=packed)
             return output, lambda output, non_loss_data=False: fn(
                 self._output_of(output, micro), micro

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.architecture import Architecture, Mixture
 from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.weights.table import stage_layers
+from spmdflow.workers.megatron_experts import ExpertRouter, StageRouters
 from spmdflow.workers.megatron_layers import (
     CausalAttention,
     GroupedSelfAttention,
@@ -46,6 +48,8 @@ from spmdflow.workers.megatron_layers import (
     use_onednn_products,
 )
 
+_GROUPED_EXPERT = re.compile(r"(.*mlp\.experts)\.(linear_fc[12])\.weight(\d+)")
+"""TransformerEngine's name of an expert's matrix."""
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -81,6 +85,7 @@ def build_model(
         options,
         tp_size=tp_size,
         pp_size=pp_size,
+        ep_size=groups.ep.size(),
         num_parts=num_parts,
     )
     last = stage == num_stages - 1
@@ -141,6 +146,7 @@ def _transformer_config(
     *,
     tp_size: int,
     pp_size: int,
+    ep_size: int,
     num_parts: int,
 ) -> TransformerConfig:
     """Return Megatron's settings of one stage with num_layers decoder layers in all its parts."""
@@ -171,9 +177,10 @@ def _transformer_config(
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
         virtual_pipeline_model_parallel_size=num_parts if num_parts > 1 else None,
-        sequence_parallel="sequence_parallel" in options and tp_size > 1,
+        sequence_parallel=divides_sequence(architecture, options, tp_size),
         variable_seq_lengths=pp_size > 1,
         moe_token_dispatcher_type="alltoall",  # checked with the line above, also without experts
+        **_expert_settings(architecture.mixture, tp_size=tp_size, ep_size=ep_size),
         deallocate_pipeline_outputs=pp_size > 1,
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
@@ -190,6 +197,37 @@ def _transformer_config(
         persist_layer_norm=False,
         **fusions(options, on_cuda=HAVE_TE and torch.cuda.is_available()),
     )
+
+
+def divides_sequence(architecture: Architecture, options: Collection[str], tp_size: int) -> bool:
+    """Whether tensor-parallel ranks divide the sequence too: by the option, or for experts.
+
+    Each of them then sends its own part of the tokens to the experts; Megatron refuses to train
+    experts without it.
+    """
+    return tp_size > 1 and ("sequence_parallel" in options or architecture.mixture is not None)
+
+
+def _expert_settings(mixture: Mixture | None, *, tp_size: int, ep_size: int) -> dict[str, Any]:
+    """Megatron's settings of experts; {} for a dense model.
+
+    No expert has a capacity, so no token is dropped. The auxiliary loss is ours
+    (`objectives.balance`).
+    """
+    if mixture is None:
+        return {}
+    return {
+        "num_moe_experts": mixture.num_experts,
+        "moe_router_topk": mixture.num_chosen,
+        "moe_router_pre_softmax": not mixture.renormalises,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_ffn_hidden_size": mixture.expert_size,
+        "moe_grouped_gemm": HAVE_TE and torch.cuda.is_available(),
+        "expert_model_parallel_size": ep_size,
+        "expert_tensor_parallel_size": tp_size,
+    }
 
 
 def fusions(options: Collection[str], *, on_cuda: bool) -> dict[str, bool]:
@@ -238,15 +276,21 @@ def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
     Megatron's local ones with `RMSNorm` and `CausalAttention`.
     """
     qk_norm = config.qk_layernorm
+    has_experts = config.num_moe_experts is not None
+    experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     if HAVE_TE and torch.cuda.is_available():
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm, **experts)
         layer.submodules.self_attention.module = GroupedSelfAttention
         layer.submodules.self_attention.submodules.core_attention = TEPackedAttention
+        if has_experts:
+            layer.submodules.mlp.submodules.router = ExpertRouter
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm", **experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if has_experts:
+        layer.submodules.mlp.submodules.router = ExpertRouter
     attention: ModuleSpec = layer.submodules.self_attention
     attention.module = GroupedSelfAttention
     attention.submodules.core_attention = CausalAttention
@@ -255,15 +299,43 @@ def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
+def routers_of(
+    parts: Sequence[GPTModel], architecture: Architecture, groups: ProcessGroupCollection
+) -> StageRouters | None:
+    """Return the routers of all of a rank's parts of the model; None for a dense model."""
+    if architecture.mixture is None:
+        return None
+    pp_size = groups.pp.size()
+    num_stages = pp_size * len(parts)
+    routers = {}
+    for number, part in enumerate(parts):
+        stage = number * pp_size + groups.pp.rank()
+        layers = stage_layers(architecture.num_layers, pp_size=num_stages, pp_rank=stage)
+        for layer, module in zip(layers, part.decoder.layers, strict=True):
+            routers[layer] = module.mlp.router
+    divides = parts[0].config.sequence_parallel
+    return StageRouters(
+        routers,
+        num_layers=architecture.num_layers,
+        device=next(parts[0].parameters()).device,
+        part=groups.tp.rank() if divides else 0,
+        num_parts=groups.tp.size() if divides else 1,
+    )
+
+
 def local_name(name: str) -> str:
     """Return a parameter's name in a model of local layers.
 
-    Removes leading "module." prefixes of wrappers, and replaces the names of norms that
-    TransformerEngine fuses into a linear layer.
+    Removes leading "module." prefixes of wrappers, and replaces TransformerEngine's names of norms
+    that it fuses into a linear layer, and of experts that it groups.
     """
     while name.startswith("module."):
         name = name.removeprefix("module.")
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
+    grouped = _GROUPED_EXPERT.fullmatch(name)
+    if grouped is not None:
+        layer, linear, expert = grouped.groups()
+        return f"{layer}.local_experts.{expert}.{linear}.weight"
     return name

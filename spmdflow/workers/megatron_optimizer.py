@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from spmdflow.blocks.box import flat_range
+from spmdflow.blocks.box import Box, flat_range
 from spmdflow.config.schema import OptimizerConfig
 from spmdflow.weights import ranks
 from spmdflow.weights.move import Block
 from spmdflow.weights.ranks import part_name
-from spmdflow.weights.table import LocalTensor
+from spmdflow.weights.table import LocalTensor, Piece
 from spmdflow.workers.megatron_model import local_name
 from spmdflow.workers.megatron_runtime import limit_object_gathers, megatron_runtime
 from spmdflow.workers.optimizer import TorchOptimizer, clip_, split_groups, squared_norm
@@ -103,11 +103,8 @@ class StageOptimizer(TorchOptimizer):
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
-        (self._inner,) = chained.chained_optimizers
-        names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")  # 0.19, 0.16
-        self._counted_gradients: Callable[[], list[Tensor]] = next(
-            getattr(self._inner, name) for name in names if hasattr(self._inner, name)
-        )
+        self._inners = chained.chained_optimizers
+        """Megatron's optimizers: one, and a second one if experts are divided over dp ranks."""
         self._replace_adam(undecayed)
 
     def gather(self) -> None:
@@ -119,7 +116,7 @@ class StageOptimizer(TorchOptimizer):
         """Set all gradients to zero. Called before the first micro-batch of a step."""
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
-        self._inner.zero_grad()
+        self._forget_gradients()
 
     def gradient_norm(self) -> float:
         """Return the L2 norm of the complete model's summed gradient, the same on every rank.
@@ -128,10 +125,13 @@ class StageOptimizer(TorchOptimizer):
         elements that another rank already counts: copies over tp, and the second copy of a tied
         embedding.
         """
-        self._inner.prepare_grads()
-        square = squared_norm(self._counted_gradients(), self._device)
-        dist.all_reduce(square, group=self._inner.get_grad_stats_parallel_group())
-        return math.sqrt(float(square))
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for inner in self._inners:
+            inner.prepare_grads()
+            square = squared_norm(_counted_gradients(inner), self._device)
+            dist.all_reduce(square, group=inner.get_grad_stats_parallel_group())
+            total += square
+        return math.sqrt(float(total))
 
     def step(self, norm: float) -> None:
         """Clip the gradients by the global norm, step the weights, and zero the gradients.
@@ -148,9 +148,12 @@ class StageOptimizer(TorchOptimizer):
         )
         for group in self.inner.param_groups:
             group["lr"] = self.next_lr
-        self._inner.step_with_ready_grads()
+        self.inner.step()
+        self._round_weights()
         self._is_behind = self.ddps[0].ddp_config.overlap_param_gather
-        self._inner.zero_grad()
+        if self.distributed and not self._is_behind:
+            self._start_gather()
+        self._forget_gradients()
         self.steps_done += 1
 
     def stepped_tensors(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
@@ -175,8 +178,7 @@ class StageOptimizer(TorchOptimizer):
         """
         super().mark_restored(steps_done)
         with megatron_runtime():
-            if hasattr(self._inner, "_copy_main_params_to_model_params"):
-                self._inner._copy_main_params_to_model_params()
+            self._round_weights()
             if self.distributed:
                 self._start_gather()
 
@@ -192,7 +194,7 @@ class StageOptimizer(TorchOptimizer):
         """Return the gradient buffers of all parts. They stay allocated between steps."""
         result = []
         for ddp in self.ddps:
-            for buffer in ddp.buffers:
+            for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
                 result.append(buffer.grad_data)
         return result
 
@@ -203,12 +205,14 @@ class StageOptimizer(TorchOptimizer):
         `inner` and allocates the state.
         """
         stepped = []
-        for group in self._inner.optimizer.param_groups:
-            for p in group["params"]:
-                stepped.append(p)
+        for megatron in self._inners:
+            own = []
+            for group in megatron.optimizer.param_groups:
+                own += group["params"]
+            megatron.optimizer = _Parameters([{"params": own}])
+            stepped += own
         inner = self.torch_class([nn.Parameter(torch.zeros(0))], **self.arguments)
         inner.param_groups[0]["params"] = stepped  # add_param_group refuses views of parameters
-        self._inner.optimizer = inner
         self.inner = inner
         if undecayed:
             mains = []
@@ -223,6 +227,16 @@ class StageOptimizer(TorchOptimizer):
                 defaults | group for group in split_groups(stepped, undecayed_mains)
             ]
         self.use(inner)
+
+    def _round_weights(self) -> None:
+        """Copy the float32 masters to the model's weights, where these are others."""
+        for inner in self._inners:
+            if hasattr(inner, "_copy_main_params_to_model_params"):
+                inner._copy_main_params_to_model_params()
+
+    def _forget_gradients(self) -> None:
+        for inner in self._inners:
+            inner.zero_grad()
 
     def _start_gather(self) -> None:
         for ddp in self.ddps:
@@ -244,7 +258,14 @@ class StageOptimizer(TorchOptimizer):
         this rank's ranges, otherwise complete (offset 0). In float32 without it they are the
         parameters themselves.
         """
-        inner = self._inner
+        if not self.distributed and not hasattr(self._inners[0], "float16_groups"):
+            yield from ((weight, weight, 0) for weight in self._stepped_parameters())
+            return
+        for inner in self._inners:
+            yield from self._mains_of(inner)
+
+    def _mains_of(self, inner: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """`_mains` of one of Megatron's optimizers, which has float32 masters."""
         if self.distributed:
             weights = _flatten_groups(inner.model_fp32_groups) + _flatten_groups(
                 inner.model_float16_groups
@@ -253,7 +274,7 @@ class StageOptimizer(TorchOptimizer):
             mains += _flatten_groups(inner.shard_fp32_from_float16_groups)
             for weight, main in zip(weights, mains, strict=True):
                 yield weight, main, inner._get_model_param_range_map(weight)["param"].start
-        elif hasattr(inner, "float16_groups"):
+        else:
             weights = _flatten_groups(inner.float16_groups) + _flatten_groups(
                 inner.fp32_from_fp32_groups
             )
@@ -261,12 +282,26 @@ class StageOptimizer(TorchOptimizer):
                 inner.fp32_from_fp32_groups
             )
             yield from ((weight, main, 0) for weight, main in zip(weights, mains, strict=True))
-        else:
-            yield from ((weight, weight, 0) for weight in self._stepped_parameters())
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._names)).device
+
+
+@dataclass
+class _Parameters:
+    """What each of Megatron's optimizers has in place of its Adam: the tensors that it counts."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def _counted_gradients(inner: Any) -> list[Tensor]:
+    """The gradients of one of Megatron's optimizers that no other rank counts in the norm."""
+    names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")  # 0.19, 0.16
+    gradients: Callable[[], list[Tensor]] = next(
+        getattr(inner, name) for name in names if hasattr(inner, name)
+    )
+    return gradients()
 
 
 def _megatron_config(
@@ -307,4 +342,7 @@ def flat_blocks(tensor: LocalTensor, flat: Tensor, start: int) -> Iterator[Block
         for piece in tensor.pieces:
             common = piece.local.intersect(local)
             if common is not None:
-                yield piece.name, values[common.slices(local)], piece.box_at(common)
+                part = Piece(
+                    piece.name, piece.box_at(common), Box.of_shape(common.shape), piece.axes
+                )
+                yield part.name, part.view(values[common.slices(local)]), part.box

@@ -23,7 +23,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import distributed_data_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from spmdflow.parallel.group import GroupTable, all_gather_plain
@@ -35,14 +37,20 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
 def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGroupCollection:
     """Return the process groups of this rank that Megatron uses instead of its global state.
 
-    All groups exist already. Axes that layouts do not have (context and expert parallelism) get the
-    group of this rank alone. embd has the first and last stage of a tied embedding, otherwise None.
+    All groups exist already. Context parallelism, which layouts do not have, gets the group of this
+    rank alone, and so does expert parallelism of size 1. embd has the first and last stage of a
+    tied embedding, otherwise None.
     """
     axis = {}
     for name in ("tp", "pp", "dp"):
         axis[name] = groups.get(layout.axis_group(rank, name))
     replica = groups.get(layout.axis_group(rank, "replica"))
     alone = groups.get((rank,))
+    experts = {"ep": alone, "tp_ep": axis["tp"], "tp_ep_pp": replica, "expt_dp": axis["dp"]}
+    if layout.expert_size > 1:
+        names = {"ep": "ep", "tp_ep": "tp_ep", "tp_ep_pp": "copy", "expt_dp": "expert_dp"}
+        for name, own_name in names.items():
+            experts[name] = groups.get(layout.axis_group(rank, own_name))
     ends = []
     for group in layout.axis_groups("embedding"):
         if rank in group:
@@ -53,17 +61,15 @@ def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGrou
         # first and last stage of a tied embedding; None on the stages between
         embd=groups.get_or_none(ends[0]) if ends and layout.pp_size > 1 else None,
         pos_embd=None,
-        # axes that our layouts do not have: context and expert parallelism of size 1
-        cp=alone,
-        ep=alone,
-        tp_cp=axis["tp"],
+        # inside an expert, tensors are cut over the same ranks as elsewhere
+        **experts,
         expt_tp=axis["tp"],
-        tp_ep=axis["tp"],
-        tp_ep_pp=replica,
+        intra_expt_dp=experts["expt_dp"],
+        # our layouts have no context parallelism
+        cp=alone,
+        tp_cp=axis["tp"],
         dp_cp=axis["dp"],
-        expt_dp=axis["dp"],
         intra_dp_cp=axis["dp"],
-        intra_expt_dp=axis["dp"],
         tp_dp_cp=groups.get(layout.ranks),
         intra_dist_opt=groups.get(layout.ranks),
         inter_dist_opt=None,
@@ -161,6 +167,67 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()
     yield megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()
     yield megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
+    yield torch.cuda, "Stream", lambda *_, **__: None  # the experts' dispatcher keeps one
+    yield MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits_as_lists
+    for name, function in (
+        ("_gather_along_first_dim", _gather_uneven),
+        ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
+    ):
+        yield mappings, name, function(getattr(mappings, name))
+
+
+def _gather_uneven(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap Megatron's all-gather of rows so that ranks may have different numbers of them.
+
+    Experts need that. gloo's own all-gather cannot do it; an all-to-all sends the same bytes.
+    """
+
+    @functools.wraps(original)
+    def gather(
+        rows: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return original(rows, group, sizes, *more)
+        result = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        sent = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
+        dist.all_to_all_single(result, sent, sizes, [len(rows)] * group.size(), group=group)
+        return result
+
+    return gather
+
+
+def _reduce_scatter_uneven(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap Megatron's reduce-scatter of rows in the same way."""
+
+    @functools.wraps(original)
+    def reduce_scatter(
+        rows: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return original(rows, group, sizes, *more)
+        own = sizes[group.rank()]
+        parts = rows.new_empty((group.size(), own, *rows.shape[1:]))
+        dist.all_to_all_single(
+            parts.flatten(0, 1), rows.contiguous(), [own] * group.size(), sizes, group=group
+        )
+        return parts.sum(0)
+
+    return reduce_scatter
+
+
+def _splits_as_lists(
+    dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None
+) -> Tensor | None:
+    """Return tokens_per_expert, and make the dispatcher's numbers of tokens lists.
+
+    On a GPU, Megatron copies them to the host at this point, in a stream of its own.
+    """
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits"):
+            splits = getattr(dispatcher, name)
+            if isinstance(splits, Tensor):
+                setattr(dispatcher, name, splits.tolist())
+    return tokens_per_expert
 
 
 def _without_cuda(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -143,12 +143,20 @@ def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
     device = micro.input_ids.device
     packed = micro.packed
     assert packed is None or packed.seen is None, "rows that share prompts end with their own keys"
+    routes = micro.routes
+    if routes is not None:
+        routes = routes.unflatten(0, (rows, length))
+        routes = torch.cat(
+            [routes, routes.new_full((rows, extra, *routes.shape[2:]), OWN_CHOICE)], 1
+        )
+        routes = routes.flatten(0, 1)
     first = length if packed is None else 0
     more = torch.arange(first, first + extra, device=device).expand(rows, -1)
     return replace(
         micro,
         input_ids=torch.nn.functional.pad(micro.input_ids, (0, extra)),
         rows_of_token=torch.nn.functional.pad(micro.rows_of_token, (0, extra)),
+        routes=routes,
         position_ids=torch.cat([micro.position_ids, more], 1),
         packed=packed
         and PackedRows.of([*packed.lengths, extra]).move_tensors(lambda x: to_device(x, device)),

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from spmdflow.config.model import LoRAConfig, ModelConfig
 from spmdflow.cpu.product import compute_dtype, use_onednn_products
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_names
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.router import Routers
 from spmdflow.weights.architecture import Architecture, Head, read_config
@@ -229,7 +230,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
     if architecture.packs:
         transformers.AttentionInterface.register("rows", row_attention)
         model.config._attn_implementation = "rows"
-    if not architecture.obstacle:
+    if architecture.is_dense_with_table:
         _rotate_in_one_pass(model.base_model)
     routers = Routers.of(model)
     module = model
@@ -409,14 +410,38 @@ def open_model(cfg: ModelConfig, *, head: str) -> ModelSource:
     kind: Head = "causal_lm" if head == "causal_lm" else "scalar"
     config = read_config(path)
     architecture = Architecture.from_config(config, head=kind)
-    folder = HuggingFaceFolder(path, architecture, new_head=head == "critic")
     return ModelSource(
         dtype=getattr(torch, cfg.precision),
         config=_with_head(config, kind),
         source=path,
         architecture=architecture,
-        read=folder.read,
+        read=_folder_of_table(path, architecture, new_head=head == "critic").read,
     )
+
+
+def _folder_of_table(
+    path: Path, architecture: Architecture, *, new_head: bool
+) -> HuggingFaceFolder:
+    """Return a reader of the tensors that a table of weights has.
+
+    Experts are fused as in transformers' module, which says where the files' tensors are in them.
+    ConfigError if the folder is incomplete, or if only transformers can read it.
+    """
+    if architecture.is_dense:
+        return HuggingFaceFolder(path, architecture, new_head=new_head)
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM
+    settings = {}
+    if architecture.head == "scalar":
+        auto = transformers.AutoModelForSequenceClassification
+        settings = {"num_labels": 1}
+    folder = folder_of(empty_module(auto, path, torch.float32, **settings), path, new_head=new_head)
+    if folder is None:
+        got = f"{path}, whose tensors are not copies of the model's"
+        do = f"save it with transformers again, or set engine.kind={engine_names()[0]}"
+        raise ConfigError.of("model.path", got, "copies", do)
+    return folder
 
 
 def _with_head(config: dict[str, Any], head: Head) -> dict[str, Any]:

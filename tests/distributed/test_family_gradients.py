@@ -14,6 +14,7 @@ from tests.forked import torchrun
 PROGRAM = Path(__file__).parent / "programs" / "family_gradients.py"
 BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 KINDS = ("fsdp", "zero1", "zero2", "zero3")
+EXPERT_LAYOUTS = ("e2", "t2e2-recompute", "e2p2", "e2d4-plain_optimizer", "e2p2-padded-recompute")
 
 
 def measured(folder: Path, kinds: tuple[str, ...], families: tuple[str, ...]) -> list[Any]:
@@ -27,8 +28,16 @@ def judge(found: list[Any], kinds: tuple[str, ...], families: tuple[str, ...]) -
     """Every case is there; gradients within 5e-6 of their norm, auxiliary losses within 1e-6."""
     expected = {(family, kind, dp) for family in families for kind in kinds for dp in (1, 2, 4)}
     assert {(case["family"], case["kind"], case["dp"]) for case in found} == expected
+    check_gaps(found)
+
+
+def check_gaps(found: list[Any]) -> None:
+    """Gradients within 5e-6 of their norm, norms and auxiliary losses within 1e-6, log-probs with
+    replayed routes within 1e-5."""
     for case in found:
+        assert case["replay"] < 1e-5, case
         assert case["gradient"] < 5e-6, case
+        assert case["norm"] < 1e-6, case
         assert case["balance"] < 1e-6, case
 
 
@@ -39,6 +48,15 @@ def test_gradients_of_mixtures_with_their_auxiliary_loss_are_those_of_transforme
 
     judge(found, ("fsdp",), BY_DEFAULT)
     assert min(case["auxiliary"] for case in found) > 2.0  # 2 experts per token; even: exactly 2
+
+
+def test_gradients_of_divided_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    kinds = tuple(f"megatron-{layout}" for layout in EXPERT_LAYOUTS)
+
+    found = measured(tmp_path, kinds, ("qwen3_moe", "mixtral"))
+
+    assert len(found) == 2 * len(kinds)
+    check_gaps(found)
 
 
 @pytest.mark.slow

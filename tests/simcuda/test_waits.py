@@ -25,10 +25,7 @@ READ = "aten::_local_scalar_dense"
 UP = "copy to the device (pageable) and wait"
 DOWN = "copy to the host (pageable) and wait"
 WAITS = {
-    (UP, "rollout/builtin.py:_append_rows"): (
-        2,
-        "prompt lengths, seeds and limits of new rows; their prompts",
-    ),
+    (UP, "rollout/live_rows.py:begin"): (1, "prompt lengths, seeds and limits of new rows"),
     (UP, "rollout/builtin.py:_compact"): (1, "which rows stay"),
     (UP, "rollout/generator.py:generate"): (1, "the order of the rows"),
     (READ, "rollout/generator.py:response_columns"): (1, "whether a log-probability is nan"),
@@ -49,10 +46,10 @@ WAITS = {
 }
 """(what, function of spmdflow) -> most in a step, and why it is needed."""
 COPIES = {
-    "ppo, fsdp": (45, 17_000),
+    "ppo, fsdp": (45, 19_000),
     "ppo, fsdp, offload": (360, 10_000_000),
-    "ppo, megatron p2": (34, 26_000),
-    "grpo, fsdp": (33, 80_000),
+    "ppo, megatron p2": (34, 29_000),
+    "grpo, fsdp": (33, 82_000),
 }
 """Kind of run -> most copies of a step between host and device, and their bytes."""
 

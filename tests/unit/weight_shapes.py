@@ -70,11 +70,15 @@ def count(table: ShardTable, arch: Architecture):
     return found
 
 
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+MIXTURES = ("qwen3_moe", "mixtral")
+
+
 @st.composite
-def architectures(draw, head=None):
+def architectures(draw, head=None, families=DENSE):
     """Any family with sizes that tp 1, 2, 4 and 8 divide; also fewer kv heads than that."""
     config = {
-        "model_type": draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
+        "model_type": draw(st.sampled_from(families)),
         "vocab_size": draw(st.integers(1, 300)),
         "hidden_size": draw(st.sampled_from([3, 16])),
         "intermediate_size": 8 * draw(st.integers(1, 3)),
@@ -84,6 +88,9 @@ def architectures(draw, head=None):
         "head_dim": 2 * draw(st.integers(2, 4)) * 2,
         "tie_word_embeddings": draw(st.booleans()),
     }
+    if config["model_type"] in MIXTURES:
+        config |= {"num_experts": draw(st.sampled_from([4, 8])), "num_experts_per_tok": 2}
+        config["moe_intermediate_size"] = 8 * draw(st.integers(1, 2))
     if config["model_type"] == "llama" and draw(st.booleans()):
         config |= {"attention_bias": True, "mlp_bias": True}
     return Architecture.from_config(

@@ -1,9 +1,12 @@
 """One optimizer step of families of transformers on pools of 1, 2 and 4 ranks; gradients measured.
 
 Usage: torchrun --nproc-per-node 4 family_gradients.py FOLDER KIND,... FAMILY ...
-KIND: an engine's. Rank 0 writes FOLDER/results.json: a list of cases, each with the gap between its
-gradient and that of plain transformers on the rows one by one, over the norm of the latter.
-Mixtures of experts have the auxiliary loss in both.
+KIND: an engine's, on pools of 1, 2 and 4 ranks, or megatron-LAYOUT, such as megatron-t2e2, on as
+many ranks as that layout needs; megatron-LAYOUT-OPTION has an option of engine.options.
+
+Rank 0 writes FOLDER/results.json: a list of cases, each with the gap between its gradient and that
+of plain transformers on the rows one by one, over the norm of the latter. Mixtures of experts have
+the auxiliary loss in both, and log-probs of random routes are compared too: router replay.
 """
 
 from __future__ import annotations
@@ -25,18 +28,22 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from scripts.families.tiny import save_tiny_model
+from spmdflow.config.parallel import sizes_of
 from spmdflow.config.schema import ModelConfig, OptimizerConfig
-from spmdflow.data.ragged import ragged_from_rows
+from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.registry import resolve
 from spmdflow.objectives.supervised import SupervisedLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.router import ROUTES, Routers, from_column
 from spmdflow.weights.folder import attention_of
 from spmdflow.worker_api.worker import WorkerContext
-from spmdflow.workers.model import load_model
+from spmdflow.workers.engine import TrainEngine
+from spmdflow.workers.model import load_model, open_model
 
 POOLS = (1, 2, 4)
+AXES = ("tp", "pp", "dp", "replica", "ep", "expert_dp", "tp_ep", "copy", "embedding")
 SIGMOIDS = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
 """Families whose routers score with sigmoids."""
 BALANCE = 0.5
@@ -53,24 +60,51 @@ def main() -> None:
     pools = [tuple(range(size)) for size in POOLS]
     alone = [(member,) for member in range(1, POOLS[-1])]
     pairs = [(0, 2), (1, 3), (2, 3)]  # zero1's replicas are pools of one shard
+    layouts = {kind: layouts_of(kind) for kind in sys.argv[2].split(",")}
     groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in pools + alone + pairs])
+    for layout in (layout for some in layouts.values() for layout in some):
+        for axis in AXES:
+            for ranks in layout.axis_groups(axis):
+                groups.make([GroupSpec(ranks, "compute", "gloo")])
     found = []
     for family in sys.argv[3:]:
         if rank == 0:
             save_tiny_model(family, folder / family)
         dist.barrier()
         expected = Expected(folder / family) if rank == 0 else None
-        for kind in sys.argv[2].split(","):
-            for ranks in pools:
-                if rank in ranks:
-                    state, metrics = one_step(folder / family, kind, ranks, rank, groups)
+        for kind, some in layouts.items():
+            for layout in some:
+                if rank in layout.ranks:
+                    engine = build(folder / family, kind, layout, rank, groups)
+                    routed = routed_log_probs(engine, rank)
+                    state, metrics = one_step(engine, rank)
                     if expected is not None:
-                        case = {"family": family, "kind": kind, "dp": len(ranks)}
+                        case = {"family": family, "kind": kind, "dp": layout.dp_size}
+                        case["replay"] = expected.replay_gap(routed)
                         found.append(case | expected.gaps(state, metrics))
                 dist.barrier()
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def layouts_of(kind: str) -> list[Layout]:
+    """The layouts on which an engine is measured."""
+    _, _, text = kind.partition("-")
+    if not text:
+        return [Layout.data_parallel(tuple(range(size))) for size in POOLS]
+    sizes = sizes_of("kind", text.partition("-")[0])
+    dp_size = max(sizes.dp, sizes.ep)
+    return [
+        Layout(
+            tuple(range(sizes.replica * dp_size)),
+            pp_size=sizes.pp,
+            dp_size=dp_size,
+            tp_size=sizes.tp,
+            expert_size=sizes.ep,
+            virtual_size=sizes.virtual,
+        )
+    ]
 
 
 def rows() -> list[tuple[Tensor, Tensor]]:
@@ -87,30 +121,80 @@ def rows() -> list[tuple[Tensor, Tensor]]:
     return [*result, result[0]]
 
 
-def one_step(
-    folder: Path, kind: str, ranks: tuple[int, ...], rank: int, groups: GroupTable
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the complete state after one step, whose exp_avg is the gradient, and the metrics."""
-    layout = Layout.data_parallel(ranks)
+def build(folder: Path, kind: str, layout: Layout, rank: int, groups: GroupTable) -> TrainEngine:
+    """Return an engine with the folder's weights, whose first step leaves its gradient."""
+    name, _, text = kind.partition("-")
+    facts = engine_kind(name)
+    open_folder = open_model if facts.reads_folder else load_model
+    cfg = replace(engine_config(recompute=layout.size == 2), kind=name)
+    if text:
+        options = text.split("-")[1:]
+        cfg = replace(cfg, options=options)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
     optimizer = OptimizerConfig(lr=1e-3, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
-    engine = resolve(engine_kind(kind).implementation)(
-        load_model(ModelConfig(path=str(folder)), head="causal_lm"),
-        replace(engine_config(recompute=len(ranks) == 2), kind=kind),
+    engine = resolve(facts.implementation)(
+        open_folder(ModelConfig(path=str(folder)), head="causal_lm"),
+        cfg,
         context,
         optimizer=optimizer,
         total_optimizer_steps=1,
     )
     engine.router_balance_coef = BALANCE
-    columns = {"prompts": [], "responses": [], "response_mask": []}
+    return engine
+
+
+def share_of(engine: TrainEngine, rank: int, **more: list[Tensor]) -> tuple[TensorDict, int]:
+    """This rank's rows, with more columns of all rows, and the number of micro-batches."""
+    columns = {"prompts": [], "responses": [], "response_mask": [], **more}
     for prompt, response in rows():
         columns["prompts"].append(prompt)
         columns["responses"].append(response)
         columns["response_mask"].append(torch.ones_like(response, dtype=torch.bool))
     batch = {name: ragged_from_rows(values) for name, values in columns.items()}
-    share, parts = split(TensorDict(batch, batch_size=[9]), len(ranks), rank, 2, None)
+    layout = engine.layout
+    whole = TensorDict(batch, batch_size=[9])
+    return split(whole, layout.dp_size, layout.coordinate(rank).dp, 2, None)
+
+
+def one_step(engine: TrainEngine, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the complete state after one step, whose exp_avg is the gradient, and the metrics."""
+    share, parts = share_of(engine, rank)
     metrics = engine.train_step(share, SupervisedLoss(), num_micro_batches=parts)
     return whole_state(engine), metrics
+
+
+def random_routes() -> list[Tensor]:
+    """Two of eight experts for each token and each of two layers, of every row."""
+    draw = torch.Generator().manual_seed(7)
+    result = []
+    for prompt, response in rows():
+        length = len(prompt) + len(response)
+        scores = torch.rand(length, 2, 8, generator=draw)
+        result.append(scores.topk(2, dim=-1).indices.to(torch.uint8))
+    return result
+
+
+def routed_log_probs(engine: TrainEngine, rank: int) -> list[Tensor]:
+    """Return the log-probs of all responses on the first rank, with random routes for each token.
+
+    [] on other ranks.
+    """
+    share, parts = share_of(engine, rank, **{ROUTES: random_routes()})
+    found = engine.forward(
+        share,
+        lambda output, micro: {"log_probs": micro.spread(output.log_probs())},
+        num_micro_batches=parts,
+    )
+    mine = {}
+    if found is not None:
+        mine[engine.layout.coordinate(rank).dp] = rows_of(found["log_probs"])
+    first = engine.layout.ranks[0]
+    every: list[Any] | None = [None] * engine.layout.size if rank == first else None
+    dist.gather_object(mine, every, dst=first, group=engine.groups.get(engine.layout.ranks))
+    shares = {}
+    for part in every or ():
+        shares |= part
+    return [row for dp in sorted(shares) for row in shares[dp]]
 
 
 class Expected:
@@ -129,12 +213,28 @@ class Expected:
             chosen = logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(-1, response[:, None])
             total = total - chosen.sum()
             tokens += len(response)
+        self.model = model
+        self.routers = Routers.of(model)
         self.balance = balance_of(seen, by_sigmoid=config.model_type in SIGMOIDS)
         (total / tokens + BALANCE * self.balance).backward()
         self.gradients = {}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self.gradients[name] = parameter.grad
+
+    def replay_gap(self, found: list[Tensor]) -> float:
+        """The largest gap of log-probs with random routes; 0 without experts."""
+        if self.routers is None:
+            return 0.0
+        gap = 0.0
+        for (prompt, response), routes, row in zip(rows(), random_routes(), found, strict=True):
+            self.routers.begin(from_column(routes))
+            with torch.no_grad():
+                ids = torch.cat([prompt, response])[None]
+                logits = self.model(input_ids=ids, use_cache=False).logits
+            chosen = logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(-1, response[:, None])
+            gap = max(gap, float((chosen[:, 0] - row).abs().max()))
+        return gap
 
     def gaps(self, state: dict[str, Tensor], metrics: dict[str, Any]) -> dict[str, float]:
         """How far the engine's gradient and auxiliary loss are from these."""
@@ -146,6 +246,7 @@ class Expected:
         balance = metrics.get("router_balance", 0.0)
         return {
             "gradient": (gap / norm) ** 0.5,
+            "norm": abs(metrics["grad_norm"] / norm**0.5 - 1),
             "balance": abs(balance - float(self.balance)),
             "auxiliary": float(self.balance),
         }

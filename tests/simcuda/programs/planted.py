@@ -84,9 +84,9 @@ BUGS = {
         'dtype=torch.int64, device="cuda:0")',
     ),
     "seeds on the host": Bug(
-        "spmdflow.rollout.builtin",
-        "BuiltinGenerator._append_rows",
-        "torch.tensor(facts, device=self.device)",
+        "spmdflow.rollout.live_rows",
+        "LiveRows.begin",
+        "torch.tensor(facts, device=device)",
         "torch.tensor(facts)",
     ),
     "prompts not moved": Bug(
@@ -135,6 +135,7 @@ def changed(bug: Bug) -> tuple[Any, CodeType]:
         function = getattr(function, name)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
+    function = getattr(function, "__func__", function)  # of a class method
     return function, _code_of(code, bug.function)
 
 
@@ -143,7 +144,7 @@ def _code_of(code: CodeType, qualified_name: str) -> CodeType:
         if isinstance(each, CodeType):
             if each.co_qualname == qualified_name:
                 return each
-            if qualified_name.startswith(each.co_qualname):
+            if qualified_name.startswith(f"{each.co_qualname}."):
                 return _code_of(each, qualified_name)
     raise LookupError(qualified_name)
 

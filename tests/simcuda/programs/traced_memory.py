@@ -132,6 +132,8 @@ def _fake(micro: micro_batch.MicroBatch) -> micro_batch.MicroBatch:
     def like(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
+        if value is None:  # no routes
+            return None
         return {name: like(column) for name, column in value.items()}
 
     kept = {f.name: getattr(micro, f.name) for f in fields(micro)}

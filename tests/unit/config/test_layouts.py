@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdflow.config.parallel import Sizes, check_training_sizes, sizes_of
+from spmdflow.config.model_folder import ModelFacts
+from spmdflow.config.parallel import Sizes, check_model_sizes, check_training_sizes, sizes_of
 from spmdflow.errors import ConfigError
+from spmdflow.weights.architecture import Architecture
+from tests.unit.weight_shapes import TINY
 
-AXES = {"t": "tp", "p": "pp", "v": "virtual", "s": "shard", "d": "dp"}
+AXES = {"t": "tp", "p": "pp", "v": "virtual", "s": "shard", "d": "dp", "e": "ep"}
 
 
 @given(
@@ -30,7 +34,7 @@ def test_axes_mean_the_same_in_any_order(sizes: dict[str, int], random: Any) -> 
 
 @pytest.mark.parametrize("text", ["", "t", "t0", "2", "t2t4", "t2 p2", "x2", "t2p", "tp2"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected sizes such as t2, p2, t4p2, t2d4 or s8"):
+    with pytest.raises(ConfigError, match="expected sizes such as t2, p2, t4p2, t2d4, t2e2 or s8"):
         sizes_of("layout", text)
 
 
@@ -44,3 +48,31 @@ def test_stated_data_parallel_size_must_be_what_remains() -> None:
 
     with pytest.raises(ConfigError, match=r"got d2 with t2p1 on a pool of 8, expected d4"):
         check_training_sizes("actor", engine("d2t2"), num_ranks=8)
+
+
+def test_experts_are_divided_over_data_parallel_ranks() -> None:
+    assert check_training_sizes("actor", engine("t2e2"), num_ranks=8).ep == 2
+
+    with pytest.raises(ConfigError, match=r"got e3 with 4 data-parallel ranks, expected a divisor"):
+        check_training_sizes("actor", engine("t2e3"), num_ranks=8)
+
+
+def test_only_an_engine_that_divides_models_divides_experts() -> None:
+    settings = engine("e2")
+    settings.kind = "fsdp"
+
+    with pytest.raises(ConfigError, match=r"that engine is data-parallel; set actor.engine.kind="):
+        check_training_sizes("actor", settings, num_ranks=2)
+
+
+def test_experts_must_divide_evenly_and_exist() -> None:
+    config = TINY | {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 8}
+    mixture = ModelFacts("actor.model.path", Path("m"), config, Architecture.from_config(config))
+    dense = TINY | {"model_type": "llama"}
+    llama = ModelFacts("actor.model.path", Path("m"), dense, Architecture.from_config(dense))
+
+    check_model_sizes("layout", mixture, Sizes(ep=3))
+    with pytest.raises(ConfigError, match=r"got e4 for 6 experts .* choose one of \[1, 2, 3, 6\]"):
+        check_model_sizes("layout", mixture, Sizes(ep=4))
+    with pytest.raises(ConfigError, match=r"got e2 for 0 experts .* remove e"):
+        check_model_sizes("layout", llama, Sizes(ep=2))

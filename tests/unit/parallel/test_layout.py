@@ -57,6 +57,7 @@ def test_axis_group_holds_the_ranks_that_differ_in_that_axis_only(size, axis):
 @pytest.mark.parametrize("size", range(1, 17))
 def test_groups_of_every_axis_partition_the_ranks_ascending(size):
     sizes = {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size", "shard": "shard_size"}
+    sizes["ep"] = "expert_size"
     for layout in layouts(size, first=3):
         for axis, name in sizes.items():
             groups = layout.axis_groups(axis)
@@ -71,6 +72,27 @@ def test_shards_are_neighbouring_dp_ranks_and_replicate_crosses_them():
     assert layout.dp_size == 6
     assert layout.axis_groups("shard") == [(0, 1, 2), (3, 4, 5)]
     assert layout.axis_groups("replicate") == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_experts_are_divided_over_neighbouring_dp_ranks_of_one_stage():
+    layout = Layout(tuple(range(16)), pp_size=2, dp_size=4, tp_size=2, expert_size=2)
+
+    assert layout.axis_groups("ep")[:3] == [(0, 4), (1, 5), (2, 6)]
+    assert layout.axis_groups("expert_dp")[:3] == [(0, 8), (1, 9), (2, 10)]
+    assert layout.axis_groups("tp_ep") == [
+        (0, 1, 4, 5),
+        (2, 3, 6, 7),
+        (8, 9, 12, 13),
+        (10, 11, 14, 15),
+    ]
+    assert layout.axis_groups("copy") == [tuple(range(8)), tuple(range(8, 16))]
+    assert layout.axis_groups("dp")[0] == (0, 4, 8, 12)
+    assert str(layout) == "t2p2d4e2"
+
+
+def test_experts_are_divided_inside_a_shard():
+    with pytest.raises(ConfigError, match="got expert_size 3, expected a divisor of the 4 data-p"):
+        Layout(tuple(range(4)), dp_size=4, expert_size=3)
 
 
 def test_ranks_of_a_pool_need_not_be_neighbours():
@@ -132,8 +154,8 @@ def test_rank_outside_the_pool_is_refused():
 
 
 def test_unknown_axis_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match="got axis 'ep', expected one of dp, gen_pp"):
-        WORLD_8.axis_groups("ep")
+    with pytest.raises(ConfigError, match="got axis 'xp', expected one of copy, dp"):
+        WORLD_8.axis_groups("xp")
 
 
 def test_refusal_of_a_large_pool_does_not_list_every_rank():

@@ -72,7 +72,7 @@ def test_sliding_window_counts_for_mistral_and_is_idle_in_qwen2():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen3_moe"}, "got model_type 'qwen3_moe', expected one of llama"),
+        ({"model_type": "qwen2_moe"}, "got model_type 'qwen2_moe', expected one of llama"),
         ({"hidden_act": "gelu"}, "got hidden_act 'gelu'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "got use_sliding_window True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "got rope scaling 'yarn'"),

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from scripts.families.tiny import save_tiny_model
+from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import causal_lm_on_meta
+from spmdflow.weights.table import parameters
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -69,3 +71,19 @@ def test_weights_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     found = Architecture.sizes_from_folder(folder).num_parameters
 
     assert found == pytest.approx(count, rel=5e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_tensors_of_a_table_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(family, tmp_path)
+
+    described = [(name, shape) for name, shape in parameters(Architecture.from_folder(folder))]
+
+    module = causal_lm_on_meta(folder)
+    found = [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
+    assert sorted(described) == sorted(found)
+
+
+def test_experts_in_some_layers_only_have_no_table() -> None:
+    with pytest.raises(ConfigError, match="got experts in 24 of 48 layers of a qwen3_moe config"):
+        Architecture.from_config(QWEN3_30B | {"decoder_sparse_step": 2})

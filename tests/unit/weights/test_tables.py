@@ -18,6 +18,8 @@ from spmdflow.weights.move import Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_shards, row_shards, vllm_shards
 from spmdflow.weights.table import parameters
 from tests.unit.weight_shapes import (
+    DENSE,
+    MIXTURES,
     SIZES,
     architecture,
     architectures,
@@ -33,7 +35,8 @@ from tests.unit.weight_shapes import (
 def replicas(draw):
     """(architecture, tables of the ranks that hold one copy of it together)."""
     kind = draw(st.sampled_from(["megatron", "vllm", "fsdp", "whole"]))
-    arch = draw(architectures(head="causal_lm" if kind == "vllm" else None))
+    families = DENSE if kind == "vllm" else DENSE + MIXTURES
+    arch = draw(architectures(head="causal_lm" if kind == "vllm" else None, families=families))
     if kind != "megatron":
         some = [None, Adapters(3, (ALL_LINEAR,)), Adapters(5, ("q_proj", "down_proj"))]
         arch = replace(arch, adapters=draw(st.sampled_from(some)))
@@ -44,12 +47,14 @@ def replicas(draw):
         return arch, [row_shards(arch, shard_size=size, shard_rank=r) for r in range(size)]
     tp_size = draw(st.sampled_from(SIZES))
     pp_size = draw(st.integers(1, arch.num_layers))
-    places = [(tp, pp) for pp in range(pp_size) for tp in range(tp_size)]
+    places = [{"tp_rank": tp, "pp_rank": pp} for pp in range(pp_size) for tp in range(tp_size)]
     sizes = {"tp_size": tp_size, "pp_size": pp_size}
     if kind == "vllm":
-        return arch, [vllm_shards(arch, **sizes, tp_rank=tp, pp_rank=pp) for tp, pp in places]
+        return arch, [vllm_shards(arch, **sizes, **place) for place in places]
     sizes["vocab_multiple"] = math.lcm(64, tp_size)
-    return arch, [megatron_shards(arch, **sizes, tp_rank=tp, pp_rank=pp) for tp, pp in places]
+    sizes["ep_size"] = draw(st.sampled_from([1, 2, 4])) if arch.num_experts else 1
+    places = [place | {"ep_rank": ep} for ep in range(sizes["ep_size"]) for place in places]
+    return arch, [megatron_shards(arch, **sizes, **place) for place in places]
 
 
 @settings(max_examples=80, deadline=None)
