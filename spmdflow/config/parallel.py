@@ -26,7 +26,12 @@ from spmdflow.config.model_folder import ModelFacts
 from spmdflow.config.placement import pools_of
 from spmdflow.config.schema import DataSettings, EngineConfig, UpdateConfig
 from spmdflow.errors import ConfigError
-from spmdflow.kind.engine import engine_kind, engines_that_cut, engines_that_shard
+from spmdflow.kind.engine import (
+    engine_kind,
+    engines_that_cut,
+    engines_that_divide_experts,
+    engines_that_shard,
+)
 from spmdflow.kind.generator import generator_kind, generators_that_cut
 from spmdflow.parallel.layout import divisors
 
@@ -118,7 +123,12 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
         expected = "no s, as that engine does not shard parameters over data-parallel ranks"
         do = f"remove it or set {role}.engine.kind={' or '.join(engines_that_shard())}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
-    if (sizes.replica > 1 or sizes.ep > 1) and not kind.cuts_model:
+    if sizes.ep > 1 and "ep" not in kind.axes:
+        got = f"{engine.layout} with engine.kind={engine.kind}"
+        expected = "no e, as that engine does not divide experts"
+        do = f"remove it or set {role}.engine.kind={' or '.join(engines_that_divide_experts())}"
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    if sizes.replica > 1 and not kind.cuts_model:
         raise ConfigError(
             f"{role}.engine.layout: got {engine.layout} with engine.kind={engine.kind}, expected "
             f"none, as that engine is data-parallel; set {role}.engine.kind="

@@ -29,7 +29,13 @@ from spmdflow.config.objective import (
     UpdateConfig,
     ValueLossConfig,
 )
-from spmdflow.kind.engine import engine_names, engines_that_shard, option_names, options_doc
+from spmdflow.kind.engine import (
+    engine_names,
+    engines_that_divide_experts,
+    engines_that_shard,
+    option_names,
+    options_doc,
+)
 from spmdflow.kind.generator import generator_names, generators_doc, generators_with_adapters
 from spmdflow.kind.table import optimizers_doc
 
@@ -225,7 +231,9 @@ class EngineConfig:
         "Tensor- and pipeline-parallel sizes, such as t2p2; the other ranks are data-parallel "
         "(t2p2d4: four of them, which is checked). "
         "p4v2: two parts of the model on each of 4 stages (interleaved 1F1B). s8: "
-        f"shard over groups of 8, replicate over the groups ({', '.join(engines_that_shard())}).",
+        f"shard over groups of 8, replicate over the groups ({', '.join(engines_that_shard())}). "
+        "e4: divide the experts of a mixture over 4 data-parallel ranks "
+        f"({', '.join(engines_that_divide_experts())}).",
         "t1",
     )
     options: list[str] = setting(

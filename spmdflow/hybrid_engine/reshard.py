@@ -167,16 +167,20 @@ def plan_reshard(
 def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
     """Returns the candidate scopes for `plan_reshard`, smallest first: name -> groups of ranks.
 
-    If training and generation have the same layout, these are micro_dp, replica and shard if
-    generation nests in training, or only shard if the weights have several complete copies. The
-    last one is always the pool: all ranks of both layouts. generation: the same layout, or that of
-    a separate pool.
+    If training and generation have the same layout, these are micro_dp and replica if generation
+    nests in training, copy if experts are divided, and shard if generation nests or the weights
+    have several complete copies. The last one is always the pool: all ranks of both layouts.
+    generation: the same layout, or that of a separate pool.
     """
+    smaller: list[str] = []
+    if training == generation:
+        if training.nests:
+            smaller += ["micro_dp", "replica"]
+        if training.expert_size > 1:
+            smaller.append("copy")
+        if training.nests or training.shard_size < training.dp_size:
+            smaller.append("shard")
     pool = [tuple(sorted({*training.ranks, *generation.ranks}))]
-    several = training.shard_size < training.dp_size
-    if training != generation or not (training.nests or several):
-        return {"pool": pool}
-    smaller = ("micro_dp", "replica", "shard") if training.nests else ("shard",)
     return {**{axis: training.axis_groups(axis) for axis in smaller}, "pool": pool}
 
 

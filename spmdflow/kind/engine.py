@@ -192,6 +192,11 @@ def engines_that_shard() -> tuple[str, ...]:
     return tuple(name for name, kind in _ENGINES.items() if kind.sharding.parameters)
 
 
+def engines_that_divide_experts() -> tuple[str, ...]:
+    """Names of the engines that divide the experts of a mixture over data-parallel ranks."""
+    return tuple(name for name, kind in _ENGINES.items() if "ep" in kind.axes)
+
+
 def engines_with_adapters() -> tuple[str, ...]:
     """Names of the engines that train adapters."""
     return tuple(name for name, kind in _ENGINES.items() if kind.adapters)

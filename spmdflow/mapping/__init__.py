@@ -21,11 +21,12 @@ in n. Exact fronts are computed only for pools that could still be part of a che
 
 Simulators (`seconds`, `memory`, `pass_memory`; paper Appendix C) model: FLOPs over the rate of
 large matrices plus bytes over the memory's rate; ring collectives over NVLink and a network that
-the devices of a node share; pipeline bubbles; gradient traffic once an update; several waves of
-generation if the KV cache is small. Coefficients are in `hardware/*.yaml`, each with its source.
-docs/lab/MAPPING.md compares the predictions with the paper's placements and with runs. `unequal`
-takes rows of different lengths, for one strategy. `shared_prompt` counts tokens where samples of a
-prompt share it: the paper's data flows have one row for each prompt.
+the devices of a node share (`collective`); the weights that a rank has (`share`); pipeline bubbles;
+gradient traffic once an update; several waves of generation if the KV cache is small. Coefficients
+are in `hardware/*.yaml`, each with its source. docs/lab/MAPPING.md compares the predictions with
+the paper's placements and with runs. `unequal` takes rows of different lengths, for one strategy.
+`shared_prompt` counts tokens where samples of a prompt share it: the paper's data flows have one
+row for each prompt.
 
 `placed` describes the resulting placements, and explains why the best one wins.
 

@@ -79,6 +79,8 @@ class Engine(Precision):
     """Ranks that share one copy of sharded state; 0: all data-parallel ranks."""
     virtual_size: int = 1
     """Model chunks on each pipeline stage (interleaved schedule)."""
+    expert_size: int = 1
+    """Data-parallel ranks that divide the experts; 0: searched."""
     layouts: tuple[tuple[int, int], ...] | None = None
     """(tp_size, pp_size) pairs that the search may choose; None: all."""
     options: tuple[str, ...] = ()
@@ -282,12 +284,22 @@ class Strategy:
     """0: the model does not generate."""
     gen_pp: Array = 0
     recompute: Array = False
+    ep: Array = 1
+    """Data-parallel ranks that divide the experts among them; a divisor of dp."""
 
     @classmethod
     def of_layout(cls, layout: Layout, *, generates: bool, recompute: bool) -> Strategy:
         """The strategy of a pool's layout, with generation sizes if the model generates."""
         gen_tp, gen_pp = (layout.gen_tp_size, layout.gen_pp_size) if generates else (0, 0)
-        return cls(layout.tp_size, layout.pp_size, layout.dp_size, gen_tp, gen_pp, recompute)
+        return cls(
+            layout.tp_size,
+            layout.pp_size,
+            layout.dp_size,
+            gen_tp,
+            gen_pp,
+            recompute,
+            layout.expert_size,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -300,12 +312,13 @@ class Strategy:
 
     def one(self, index: int) -> Strategy:
         """Strategy number `index` of many, as integers."""
-        *sizes, recompute = (int(sizes[index]) for sizes in vars(self).values())
-        return replace(Strategy(*sizes), recompute=bool(recompute))
+        sizes = Strategy(*(int(sizes[index]) for sizes in vars(self).values()))
+        return replace(sizes, recompute=bool(sizes.recompute))
 
     def __str__(self) -> str:
-        """Such as t8p1d2-g(t2p1), with -recompute."""
+        """Such as t8p1d2-g(t2p1) or t1p1d8e8, with -recompute."""
         name = f"t{self.tp}p{self.pp}d{self.dp}"
+        name += f"e{self.ep}" if self.ep > 1 else ""
         name += f"-g(t{self.gen_tp}p{self.gen_pp})" if self.gen_tp else ""
         return name + "-recompute" * self.recompute
 
@@ -316,9 +329,9 @@ def strategies_on(
     """Return all strategies of a model on these pools, as (pool sizes (V,), arrays (V,)).
 
     They are sorted by pool size. tp * pp (and shard_size, if set) and gen_tp * gen_pp divide the
-    size, and dp is size / (tp * pp). If the layout is searched, pp is at most the pool's number of
-    nodes; a trained model of an engine that divides models is then tried with and without
-    recomputation, unless its options choose one.
+    size, dp is size / (tp * pp), and ep divides dp. If the layout is searched, pp is at most the
+    pool's number of nodes; a trained model of an engine that divides models is then tried with and
+    without recomputation, unless its options choose one.
     """
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
     engine = model.engine
@@ -327,7 +340,7 @@ def strategies_on(
     if recomputes == (0,) and model.trained and free and engine.facts.cuts_model:
         recomputes = (0, 1)
     sizes = [wanted[:0]]
-    replicas = [(1, 1, 0, 0, 0)]
+    replicas = [(1, 1, 0, 0, 0, 1)]
     for tp, pp in _training_sizes(model, hardware):
         fitting = wanted[wanted % (tp * pp * max(engine.shard_size, 1)) == 0]
         if model.engine.layout is None:
@@ -336,14 +349,30 @@ def strategies_on(
             continue
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
             fits = fitting[fitting % max(gen_tp * gen_pp, 1) == 0]
-            for recompute in recomputes:
-                sizes.append(fits)
-                replicas.append((tp, pp, gen_tp, gen_pp, recompute))
+            for ep in expert_sizes(model):
+                holding = fits[fits % (tp * pp * ep) == 0]
+                for recompute in recomputes:
+                    sizes.append(holding)
+                    replicas.append((tp, pp, gen_tp, gen_pp, recompute, ep))
     count = np.concatenate(sizes)
     order = np.argsort(count, kind="stable")
     which = np.repeat(np.arange(len(sizes)), [len(fits) for fits in sizes])[order]
-    tp, pp, gen_tp, gen_pp, recompute = np.array(replicas, dtype=np.float64)[which].T
-    return count[order], Strategy(tp, pp, count[order] / (tp * pp), gen_tp, gen_pp, recompute)
+    tp, pp, gen_tp, gen_pp, recompute, ep = np.array(replicas, dtype=np.float64)[which].T
+    return count[order], Strategy(tp, pp, count[order] / (tp * pp), gen_tp, gen_pp, recompute, ep)
+
+
+def expert_sizes(model: Model) -> list[int]:
+    """Return the expert-parallel sizes that a model may train with, ascending.
+
+    [1] for a dense model and for an engine that cannot divide experts, the size of its settings if
+    that is fixed, otherwise all divisors of the number of experts.
+    """
+    engine = model.engine
+    if engine.expert_size:
+        return [engine.expert_size]
+    if "ep" not in engine.facts.axes or not model.shape.num_experts:
+        return [1]
+    return divisors(model.shape.num_experts)
 
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:

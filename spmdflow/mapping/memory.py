@@ -25,10 +25,13 @@ from spmdflow.mapping.seconds import (
     add_parts,
     cache_bytes,
     kv_width,
-    local_parameters,
     rows_per_replica,
-    share_of,
     total,
+)
+from spmdflow.mapping.share import (
+    local_parameters,
+    share_of,
+    stepped_parameters,
     trained_parameters,
 )
 from spmdflow.mapping.shared_prompt import prompts_admitted
@@ -98,7 +101,7 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
     if model.trained:
         second_copy = 4 if size < 4 else 0
         bytes_per_weight = 4 * engine.moments + second_copy
-        parts["optimizer"] = trained * bytes_per_weight / share_of(sharding.optimizer, model, cut)
+        parts["optimizer"] = stepped_parameters(model, cut) * bytes_per_weight
     return parts
 
 

@@ -38,12 +38,11 @@ from spmdflow.mapping.seconds import (
     GRADIENT_BYTES,
     Parts,
     kv_width,
-    local_parameters,
     micro_batches,
     rows_per_rank,
-    share_of,
     total,
 )
+from spmdflow.mapping.share import share_of, stepped_parameters
 from spmdflow.mapping.shared_prompt import packed_shares
 from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
 
@@ -319,7 +318,7 @@ def _update_of_stages(
         first = (2 * (cut.pp - 1) + (parts - 1) * cut.pp + 1) / parts
     layers = np.ceil(model.shape.num_layers / cut.pp)
     in_flight = np.minimum(num_micro, first)
-    stepped = local_parameters(model, cut) / share_of(model.engine.sharding.optimizer, model, cut)
+    stepped = stepped_parameters(model, cut)
     return [
         {
             "activations": layer.stack(layers * in_flight, cut) + layer.backward(cut),

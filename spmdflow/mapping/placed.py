@@ -147,7 +147,8 @@ class Placed:
                 if role in self.generators:
                     overrides[f"{self.generators[role]}.rollout.layout"] = generation
                     continue
-                overrides[f"{role}.engine.layout"] = f"t{strategy.tp}p{strategy.pp}"
+                experts = f"e{strategy.ep}" if strategy.ep > 1 else ""
+                overrides[f"{role}.engine.layout"] = f"t{strategy.tp}p{strategy.pp}{experts}"
                 if strategy.gen_tp:
                     overrides[f"{role}.rollout.layout"] = generation
                 if strategy.recompute:

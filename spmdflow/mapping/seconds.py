@@ -23,10 +23,6 @@ Matrices: FLOPs over the rate of large matrices, plus the bytes of both operands
 the memory's rate. The sum is compute-bound for many tokens and wide shards, and memory-bound for
 few tokens (decoding) or narrow shards. No efficiency curve is fitted.
 
-Collectives are rings over NVLink and the network. A group has `per_node` of its members on each
-node that it touches. The devices of a node share its network: while a group of `per_node` members
-sends, the node's other gpus_per_node / per_node - 1 groups of the same axis send too.
-
 Every function takes one strategy and returns numbers, or many strategies and returns arrays.
 """
 
@@ -37,8 +33,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmdflow.kind.generator import PREFILL_TOKENS
+from spmdflow.mapping.collective import all_gather, all_reduce, all_to_all, point_to_point
 from spmdflow.mapping.dataflow import Array, Engine, Model, Precision, Rollout, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
+from spmdflow.mapping.share import (
+    share_of,
+    stage_parameters,
+    stepped_parameters,
+    weights_of_replica,
+)
 from spmdflow.mapping.shared_prompt import (
     cached_tokens,
     packed_shares,
@@ -146,10 +149,9 @@ def update_parts(
         return parts
     reductions = np.maximum(sharding.reductions * reduce - 2 * overlapped, 0.0)
     parts["gradient_sync"] = parts["gradient_sync"] + reductions + between
-    local = trained_parameters(model, cut)
     # weight and moments are read and written, the gradient is read, in float32
     size = 4 * (3 + 2 * model.engine.moments)
-    parts["optimizer"] = local / share_of(sharding.optimizer, model, cut) * size / hw.memory_rate
+    parts["optimizer"] = stepped_parameters(model, cut) * size / hw.memory_rate
     return parts | {"host": hw.update_seconds}
 
 
@@ -175,35 +177,6 @@ def rows_per_rank(workload: Workload, cut: Strategy, *, trains: bool) -> Array:
     return np.ceil(workload.num_sequences * epochs / updates / cut.dp)
 
 
-def local_parameters(model: Model, cut: Strategy) -> Array:
-    """Return the number of weights of a rank of the busiest stage.
-
-        ((weights of layers) * ceil(layers / pp) / layers + embedding) / tp
-
-    The first stage has the embedding, the last an untied head of the same size. A single stage has
-    both, so that the head is added.
-    """
-    shape = model.shape
-    words = shape.vocab_size * shape.hidden_size
-    ends = words * (1 + (shape.head == "causal_lm" and not shape.tied))
-    layers = (shape.num_parameters - ends) * (np.ceil(shape.num_layers / cut.pp) / shape.num_layers)
-    return (layers + np.where(cut.pp > 1, words, ends)) / cut.tp
-
-
-def trained_parameters(model: Model, cut: Strategy) -> Array:
-    """Trained weights of a rank: those of `local_parameters`, or only its adapters."""
-    if model.adapters:
-        return model.adapters + 0.0 * cut.dp
-    return local_parameters(model, cut)
-
-
-def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
-    """Number of data-parallel ranks that share one copy if it is divided, otherwise 1."""
-    if divided:
-        return model.engine.shard_size or cut.dp
-    return 1.0
-
-
 def _micro_batch_parts(
     model: Model, micro: PassTokens, cut: Strategy, hw: Hardware, *, trains: bool
 ) -> Parts:
@@ -216,7 +189,7 @@ def _micro_batch_parts(
     engine = model.engine
     shape = model.shape
     layers = np.ceil(shape.num_layers / cut.pp)
-    one = layer_pass(shape, micro.tokens, micro.context, cut.tp, hw, engine)
+    one = layer_pass(shape, micro.tokens, micro.context, cut.tp, hw, engine, ep=cut.ep)
     passes = (2 if model.adapters else 3) + cut.recompute if trains else 1
     parts = {}
     for name, seconds in one.items():
@@ -237,12 +210,32 @@ def _micro_batch_parts(
         parts["memory"] = parts["memory"] + moved / hw.memory_rate
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
+    parts["experts"] = layers * _exchange_seconds(model, micro.tokens, cut, hw) * reductions
     size = micro.tokens * shape.hidden_size * engine.element_bytes
     crosses = cut.tp * cut.pp > hw.gpus_per_node
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
     hand_overs = (2 if trains else 1) * engine.virtual_size
     parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)
     return parts
+
+
+def _exchange_seconds(model: Model, tokens: Array, cut: Strategy, hw: Hardware) -> Array:
+    """Return the seconds in which a layer's tokens go to their experts and back, in a forward.
+
+    The ep ranks exchange k copies of the tokens of each, twice. Ranks that divide an expert (tp)
+    gather the copies and sum the results over each other, k times what an all-reduce of the tokens
+    takes; one of these `layer_pass` has counted. 0 for a dense model and an engine that never
+    divides experts.
+    """
+    experts = model.shape.mixture
+    if experts is None or "ep" not in model.engine.facts.axes:
+        return 0.0 * tokens
+    size = tokens * model.shape.hidden_size * model.engine.element_bytes
+    copies = experts.num_chosen * size
+    per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.ep)
+    exchange = 2 * all_to_all(copies / cut.tp, cut.ep, per_node, hw)
+    inside = all_reduce(copies - size, cut.tp, np.minimum(cut.tp, hw.gpus_per_node), hw)
+    return (exchange + inside) * (experts.num_layers / max(model.shape.num_layers, 1))
 
 
 def _logit_bytes(shape: Architecture, tokens: Array, tp: Array, *, trains: bool) -> Array:
@@ -276,21 +269,32 @@ def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, A
 
     These are an all-gather of a stage's weights and a reduce-scatter of its float32 gradients, both
     in the group that shares one copy, and an all-reduce of a rank's shard of the gradients with the
-    other groups (0 with one group).
+    other groups (0 with one group). Experts that are divided over ep ranks have groups of their
+    own, of dp / ep ranks.
     """
     engine = model.engine
-    local = local_parameters(model, cut)
+    others, experts = stage_parameters(model, cut)
+    is_divided = cut.ep > 1
+    local = np.where(is_divided, others, others + experts)
     per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
     size = engine.shard_size or cut.dp
-    gradients = trained_parameters(model, cut) * GRADIENT_BYTES
+    trained = model.adapters if model.adapters else local
+    gradients = trained * GRADIENT_BYTES
     copies = cut.dp / size
     copies_in_node = np.maximum(per_node / size, 1)
     per_node = np.minimum(per_node, size)
     between = 2 * all_gather(gradients / size, copies, copies_in_node, hw)
     gather = all_gather(local * weight_bytes, size, per_node, hw)
-    return gather, all_gather(gradients, size, per_node, hw), between
+    reduce = all_gather(gradients, size, per_node, hw)
+    group = cut.dp / cut.ep
+    near = np.clip(hw.gpus_per_node // (cut.tp * cut.pp * cut.ep), 1, group)
+    own = experts / cut.ep
+    of_experts = all_gather(own * weight_bytes, group, near, hw)
+    gather = gather + np.where(is_divided, of_experts, 0.0)
+    of_experts = all_gather(own * GRADIENT_BYTES, group, near, hw)
+    return gather, reduce + np.where(is_divided, of_experts, 0.0), between
 
 
 def generation_parts(
@@ -395,7 +399,7 @@ def checksum_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
     elements = model.shape.num_parameters / (cut.gen_tp * cut.gen_pp)
     if model.weights_from is None:
         shards = cut.tp * cut.pp * share_of(model.engine.sharding.parameters, model, cut)
-        elements = elements + model.shape.num_parameters / shards
+        elements = elements + weights_of_replica(model.shape, cut) / shards
     return rollout.checks_per_sync * elements * CHECKSUM_BYTES / hw.memory_rate
 
 
@@ -417,7 +421,10 @@ def transition_bytes(model: Model, cut: Strategy) -> Array:
         return needed
     if model.engine.sharding.parameters:
         return needed * (1 - 1 / share_of(True, model, cut))
-    return np.maximum(needed - weights / (cut.tp * cut.pp), 0.0)
+    held = weights_of_replica(model.shape, cut) * rollout.element_bytes
+    if rollout.weights == "adapter":
+        held = weights
+    return np.maximum(needed - held / (cut.tp * cut.pp), 0.0)
 
 
 def _rollout(model: Model) -> Rollout:
@@ -515,13 +522,21 @@ def attention_flops(shape: Architecture, tokens: Array, context: float, tp: Arra
 
 
 def layer_pass(
-    shape: Architecture, tokens: Array, context: float, tp: Array, hw: Hardware, how: Precision
+    shape: Architecture,
+    tokens: Array,
+    context: float,
+    tp: Array,
+    hw: Hardware,
+    how: Precision,
+    *,
+    ep: Array = 1,
 ) -> Parts:
     """Return the seconds of one layer over `tokens` tokens on tp ranks, by cause.
 
     compute: FLOPs of the matrices and of attention over their rate. memory: bytes of operands and
     results over the memory's rate. launch: launch overhead that these two do not hide.
-    tensor_parallel: two all-reduces of the hidden states.
+    tensor_parallel: two all-reduces of the hidden states. ep: ranks that divide the experts; each
+    computes as many tokens as before, with its own experts.
     context: tokens that each token attends to on average.
     how: the engine or rollout whose dtype is used.
     """
@@ -540,7 +555,7 @@ def layer_pass(
     for inner, outer in matrices:
         flops = flops + 2 * tokens * inner * outer
         moved = moved + tokens * inner + inner * outer + tokens * outer
-    moved = moved + _further_experts(shape, tokens) * (2 + shape.gated) * hidden / tp
+    moved = moved + _further_experts(shape, tokens, ep) * (2 + shape.gated) * hidden / tp
     compute = flops / hw.flops(how.dtype)
     memory = moved * how.element_bytes / hw.memory_rate
     launch = np.maximum(hw.layer_floor_seconds - compute - memory, 0)
@@ -550,17 +565,17 @@ def layer_pass(
     return parts | {"tensor_parallel": 2 * all_reduce(size, tp, per_node, hw)}
 
 
-def _further_experts(shape: Architecture, tokens: Array) -> Array:
+def _further_experts(shape: Architecture, tokens: Array, ep: Array) -> Array:
     """Return the inner width of the experts that are read in addition to a single token's.
 
-    Of E experts, n tokens with k each use E (1 - (1 - k / E)^n) if all are as likely. 0 for a dense
-    model.
+    Of E experts, n tokens with k each use E (1 - (1 - k / E)^n) if all are as likely. A rank with
+    E / ep of them computes those of ep n tokens. 0 for a dense model.
     """
     experts = shape.mixture
     if experts is None:
         return 0.0 * tokens
-    unused = (1 - experts.num_chosen / experts.num_experts) ** tokens
-    read = experts.num_experts * (1 - unused) - experts.num_chosen
+    unused = (1 - experts.num_chosen / experts.num_experts) ** (tokens * ep)
+    read = experts.num_experts / ep * (1 - unused) - experts.num_chosen
     share = experts.num_layers / max(shape.num_layers, 1)
     return np.maximum(read, 0) * experts.expert_size * share
 
@@ -581,38 +596,3 @@ def head_seconds(
     flops = 2 * tokens * inner * outer / hw.flops(how.dtype)
     moved = tokens * inner + inner * outer + tokens * outer
     return flops + moved * how.element_bytes / hw.memory_rate
-
-
-def all_reduce(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
-    """Seconds for `size` bytes in a ring of n = `group` members; each sends 2 (n-1)/n of them."""
-    return _ring_seconds(2 * size * (group - 1) / group, 2 * (group - 1), group, per_node, hardware)
-
-
-def all_gather(size: Array, group: Array, per_node: Array, hardware: Hardware) -> Array:
-    """Seconds to gather (or reduce-scatter) `size` bytes in a ring; each sends (n-1)/n of them."""
-    return _ring_seconds(size * (group - 1) / group, group - 1, group, per_node, hardware)
-
-
-def point_to_point(size: Array, crosses_nodes: Array, hardware: Hardware) -> Array:
-    """Seconds of one message of `size` bytes; across nodes it uses the network alone."""
-    local = size / hardware.link_rate + hardware.collective_base_seconds
-    remote = size / hardware.network_rate + hardware.network_hop_seconds
-    return np.where(crosses_nodes, remote, local)
-
-
-def _ring_seconds(
-    traffic: Array, steps: Array, group: Array, per_node: Array, hw: Hardware
-) -> Array:
-    """Return the seconds of a ring: each member sends `traffic` bytes in all, in `steps` steps.
-
-    The slower of link and network counts, as the groups of a node share its network. Each step adds
-    a hop inside a node or between nodes. 0 for a group of one.
-    per_node: members of the group on each node.
-    """
-    nodes = np.ceil(group / per_node)
-    local = traffic / hw.link_rate
-    remote = traffic * (hw.gpus_per_node / per_node) / hw.network_rate
-    busy = np.where(nodes > 1, np.maximum(local, remote), local)
-    far_steps = steps * (nodes - 1) / np.maximum(group - 1, 1)
-    waiting = (steps - far_steps) * hw.link_hop_seconds + far_steps * hw.network_hop_seconds
-    return np.where(group > 1, busy + waiting + hw.collective_base_seconds, 0.0)

@@ -39,7 +39,10 @@ from spmdflow.runtime.executor import COMPUTE, TRANSFER
 
 planning = logging.getLogger(PLANNING)
 
-_AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
+_AXES = (
+    *("replica", "tp", "pp", "dp", "ep", "expert_dp", "tp_ep", "copy", "embedding"),
+    *("gen_replica", "gen_tp", "gen_pp", "micro_dp"),
+)
 _MOST_BYTE_PROBLEMS = 5
 _CALL_FACTS = ("number", "label", "line", "phase", "ranks")
 _SIZES = tuple(each.name for each in fields(Layout) if each.name != "ranks")

@@ -217,6 +217,15 @@ class Architecture:
         return 0 if self.mixture is None else self.mixture.num_experts
 
     @property
+    def expert_parameters(self) -> int:
+        """Number of weights of all routed experts; 0 for a dense model."""
+        experts = self.mixture
+        if experts is None:
+            return 0
+        one = (2 + self.gated) * self.hidden_size * experts.expert_size
+        return experts.num_layers * experts.num_experts * one
+
+    @property
     def activated_size(self) -> float:
         """Inner width of the feed-forward network that a token uses; mean over the layers."""
         if self.mixture is None:

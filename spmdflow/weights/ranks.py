@@ -21,6 +21,8 @@ vLLM 0.32, by its parameter names:
 - qkv_proj: this rank's query heads, then its key heads, then its value heads. With fewer kv heads
   than t each is held by t / num_kv_heads neighbours.
 - gate_up_proj: this rank's rows of gate, then those of up; o_proj and down_proj: columns.
+- Experts: w13_weight has the same rows of each expert, w2_weight its columns. This is for plans: in
+  a run, vLLM's loader says where it puts the weights of a mixture (`rollout.vllm_derived`).
 - embed_tokens and lm_head: rows of the vocabulary padded to a multiple of 64.
 - Layers keep their number; stages as `table.stage_layers`. A tied model has the embedding on the
   first and on the last stage, and no lm_head.
@@ -87,8 +89,8 @@ _MEGATRON_LAYER: tuple[LayerRow, ...] = (
     ("mlp.linear_fc1.bias", Cut.rows, _each(_GATE_UP, "bias")),
     ("mlp.linear_fc2.weight", Cut.columns, ("mlp.down_proj.weight",)),
     ("mlp.linear_fc2.bias", Cut.full_tensor, ("mlp.down_proj.bias",)),
+    ("mlp.router.weight", Cut.full_tensor, ("mlp.gate.weight",)),
 )
-_MEGATRON_ROUTER: LayerRow = ("mlp.router.weight", Cut.full_tensor, ("mlp.gate.weight",))
 _MEGATRON_EXPERT: tuple[tuple[str, ExpertWay, str], ...] = (
     ("linear_fc1.weight", Cut.expert_rows, "mlp.experts.gate_up_proj"),
     ("linear_fc2.weight", Cut.expert_columns, "mlp.experts.down_proj"),
@@ -105,6 +107,17 @@ _VLLM_LAYER: tuple[LayerRow, ...] = (
     ("mlp.gate_up_proj.bias", Cut.rows, _each(_GATE_UP, "bias")),
     ("mlp.down_proj.weight", Cut.columns, ("mlp.down_proj.weight",)),
     ("mlp.down_proj.bias", Cut.full_tensor, ("mlp.down_proj.bias",)),
+    ("mlp.gate.weight", Cut.full_tensor, ("mlp.gate.weight",)),
+    (
+        "mlp.experts.routed_experts.w13_weight",
+        Cut.rows_of_experts,
+        ("mlp.experts.gate_up_proj",),
+    ),
+    (
+        "mlp.experts.routed_experts.w2_weight",
+        Cut.columns_of_experts,
+        ("mlp.experts.down_proj",),
+    ),
     ("input_layernorm.weight", Cut.full_tensor, ("input_layernorm.weight",)),
     ("post_attention_layernorm.weight", Cut.full_tensor, ("post_attention_layernorm.weight",)),
 )
@@ -119,10 +132,6 @@ def tables_of(reference: Reference, architecture: Architecture, layout: Layout) 
     make = resolve(reference)
     if architecture.obstacle and make not in (row_tables, whole_tables):
         raise ConfigError(architecture.obstacle)
-    if architecture.mixture is not None and make is vllm_tables:
-        raise ConfigError.of(
-            "vllm", "a mixture of experts", "a dense model", "let its loader derive the table"
-        )
     tables: RankTables = make(architecture, layout)
     return tables
 
@@ -266,7 +275,7 @@ def megatron_shards(
     if pp_rank == 0:
         table["embedding.word_embeddings.weight"] = cut.vocabulary([EMBEDDING])
     for number, layer in enumerate(stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank)):
-        for name, tensor in cut.layer((*_MEGATRON_LAYER, _MEGATRON_ROUTER), layer):
+        for name, tensor in cut.layer(_MEGATRON_LAYER, layer):
             table[f"decoder.layers.{number}.{name}"] = tensor
         num_local = arch.num_experts // ep_size
         for expert in range(num_local):

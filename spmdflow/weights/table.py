@@ -290,6 +290,34 @@ class Cut:
         start, stop = self._chunk("padded vocabulary", padded)
         return stack([(name, row_box(self._shape(name), start, stop))], num_rows=stop - start)
 
+    def rows_of_experts(self, names: Sequence[str]) -> LocalTensor:
+        """Return an equal part of the rows of gate, then of up, of every expert.
+
+        names: of the fused tensor (experts, gate and up, hidden).
+        """
+        (name,) = names
+        experts, both, width = self._shape(name)
+        start, stop = self._chunk(f"rows of gate in {name}", both // 2)
+        rows = stop - start
+        if 2 * rows == both:
+            return self.full_tensor(names)
+        pieces = []
+        for number, origin in enumerate((0, both // 2)):
+            box = Box(((0, experts), (origin + start, origin + stop), (0, width)))
+            local = Box(((0, experts), (number * rows, (number + 1) * rows), (0, width)))
+            pieces.append(Piece(name, box, local))
+        return LocalTensor((experts, 2 * rows, width), tuple(pieces))
+
+    def columns_of_experts(self, names: Sequence[str]) -> LocalTensor:
+        """Return an equal part of the columns of every expert.
+
+        names: of the fused tensor (experts, hidden, columns).
+        """
+        (name,) = names
+        experts, height, width = self._shape(name)
+        start, stop = self._chunk(f"columns of {name}", width)
+        return stack([(name, Box(((0, experts), (0, height), (start, stop))))])
+
     def expert_rows(self, name: str, expert: int) -> LocalTensor:
         """Return an equal part of the rows of gate, then of up, of one expert.
 

@@ -22,7 +22,7 @@ BY_DEFAULT = ("qwen3", "qwen3_moe", "gpt_oss", "olmo2", "falcon_h1")
 OTHERS = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "smollm3", "granite")
 OTHERS += ("gemma", "glm", "glm4", "olmo3", "ministral3", "starcoder2", "seed_oss", "exaone4")
 OTHERS += ("ernie4_5", "dots1", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "gpt2")
-WRITTEN = ("llama", "mistral", "qwen2", "qwen3")
+WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 SWAPPED = ("qwen3_moe", "gpt_oss")
 
 

@@ -4,7 +4,8 @@ On a GPU the operations of a rank queue up on its device: one that waits for ano
 back all that was started after it. gloo is kinder, so an order that hangs only there is looked for
 in the record:
 
-1. every member of a group makes the same collectives, with the same sizes and dtypes, in one order;
+1. every member of a group makes the same collectives, with the same sizes and dtypes, in one order
+   (those that divide rows unevenly, as among experts, may differ in the number of rows);
 2. a message has a sender and a receiver, and both say the same size and dtype;
 3. no cycle: an operation waits for those that its rank started before it. On NCCL all threads of a
    rank share a queue, and the messages of one batch_isend_irecv go together; on gloo a thread waits
@@ -29,6 +30,8 @@ from typing import Any
 import networkx
 
 _MESSAGES = ("send", "recv")
+_UNEQUAL_ROWS = frozenset({"alltoall_base", "allgather", "reduce_scatter"})
+"""Collectives in which each member may have another number of rows."""
 _UNEQUAL_SIZES = ("gather", "scatter", "barrier")
 """Members of gloo's gather and scatter may hold nothing."""
 
@@ -165,7 +168,10 @@ def _content(each: Operation) -> tuple[Any, ...]:
     if each.is_message:
         return tuple((prod(size), dtype) for size, dtype in each.shapes)
     unequal = each.op == "barrier" or (each.backend == "gloo" and each.op in _UNEQUAL_SIZES)
-    return (each.op, each.peer, () if unequal else each.shapes)
+    shapes: tuple[Any, ...] = () if unequal else each.shapes
+    if each.op in _UNEQUAL_ROWS:
+        shapes = tuple((size[1:], dtype) for size, dtype in each.shapes)
+    return (each.op, each.peer, shapes)
 
 
 _Queue = list[list[tuple[Hashable, Operation]]]

@@ -192,6 +192,7 @@ class Group : public c10d::Backend {
     auto work = start("allgather", inputs);
     auto host = read(work, inputs);
     auto lists = written(work, outputs);
+    if (is_nccl_ && is_uneven(lists[0])) return go(work, gather_uneven(lists[0], host[0]));
     return go(work, gloo_->allgather(lists, host, options));
   }
   Work allgather_coalesced(
@@ -237,6 +238,7 @@ class Group : public c10d::Backend {
     TensorLists lists;
     for (auto& each : inputs) lists.push_back(read(work, each));
     auto host = written(work, outputs);
+    if (is_nccl_ && is_uneven(lists[0])) return go(work, reduce_uneven(host[0], lists[0]));
     return go(work, gloo_->reduce_scatter(host, lists, options));
   }
   Work _reduce_scatter_base(
@@ -298,6 +300,37 @@ class Group : public c10d::Backend {
   }
 
  private:
+  // Parts of different sizes: NCCL broadcasts, or reduces, one after the other. gloo cannot.
+  static bool is_uneven(const Tensors& parts) {
+    for (auto& each : parts)
+      if (each.sizes() != parts[0].sizes()) return true;
+    return false;
+  }
+  Work gather_uneven(Tensors& parts, const at::Tensor& own) {
+    Work last;
+    parts[getRank()].copy_(own);
+    for (int root = 0; root < getSize(); root++) {
+      Tensors part{parts[root]};
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      last = gloo_->broadcast(part, options);
+      last->wait();
+    }
+    return last;
+  }
+  Work reduce_uneven(at::Tensor& own, const Tensors& parts) {
+    Work last;
+    for (int root = 0; root < getSize(); root++) {
+      Tensors part{parts[root].clone()};
+      c10d::ReduceOptions options;
+      options.rootRank = root;
+      last = gloo_->reduce(part, options);
+      last->wait();
+      if (root == getRank()) own.copy_(part[0]);
+    }
+    return last;
+  }
+
   bool is_mean(const c10d::ReduceOp& op) const { return is_nccl_ && op == c10d::ReduceOp::AVG; }
   int divisor(bool mean) const { return mean ? getSize() : 1; }
 

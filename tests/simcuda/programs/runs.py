@@ -90,6 +90,15 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         2,
         (*SMALL, *MIXTURE, "actor.update.router=replay", "actor.update.router_balance_coef=0.01"),
     ),
+    "grpo, megatron t2e2, a mixture": (
+        "grpo",
+        4,
+        (
+            *(*SMALL, *MIXTURE, "actor.engine.kind=megatron", "actor.engine.layout=t2e2"),
+            *("actor.engine.options=[recompute]", "actor.update.router=replay"),
+            "actor.update.router_balance_coef=0.01",
+        ),
+    ),
     "grpo, one step off policy": ("grpo_async", 4, (*SMALL, "actor.update.mini_batch_size=32")),
 }
 """Name -> script, number of ranks, settings. A resumed run continues the run of that name."""

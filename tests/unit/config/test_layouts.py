@@ -61,7 +61,7 @@ def test_only_an_engine_that_divides_models_divides_experts() -> None:
     settings = engine("e2")
     settings.kind = "fsdp"
 
-    with pytest.raises(ConfigError, match=r"that engine is data-parallel; set actor.engine.kind="):
+    with pytest.raises(ConfigError, match=r"expected no e, as that engine does not divide experts"):
         check_training_sizes("actor", settings, num_ranks=2)
 
 

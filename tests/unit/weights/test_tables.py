@@ -35,8 +35,8 @@ from tests.unit.weight_shapes import (
 def replicas(draw):
     """(architecture, tables of the ranks that hold one copy of it together)."""
     kind = draw(st.sampled_from(["megatron", "vllm", "fsdp", "whole"]))
-    families = DENSE if kind == "vllm" else DENSE + MIXTURES
-    arch = draw(architectures(head="causal_lm" if kind == "vllm" else None, families=families))
+    head = "causal_lm" if kind == "vllm" else None
+    arch = draw(architectures(head=head, families=DENSE + MIXTURES))
     if kind != "megatron":
         some = [None, Adapters(3, (ALL_LINEAR,)), Adapters(5, ("q_proj", "down_proj"))]
         arch = replace(arch, adapters=draw(st.sampled_from(some)))
