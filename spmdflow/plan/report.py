@@ -39,10 +39,9 @@ from spmdflow.runtime.executor import COMPUTE, TRANSFER
 
 planning = logging.getLogger(PLANNING)
 
-_AXES = (
-    *("replica", "tp", "pp", "dp", "ep", "expert_dp", "tp_ep", "copy", "embedding"),
-    *("gen_replica", "gen_tp", "gen_pp", "micro_dp"),
-)
+_AXES = ("replica", "tp", "pp", "dp", "embedding", "gen_replica", "gen_tp", "gen_pp", "micro_dp")
+_EXPERT_AXES = ("ep", "expert_dp", "tp_ep", "copy")
+"""Axes that are the same as others unless experts are divided."""
 _MOST_BYTE_PROBLEMS = 5
 _CALL_FACTS = ("number", "label", "line", "phase", "ranks")
 _SIZES = tuple(each.name for each in fields(Layout) if each.name != "ranks")
@@ -263,7 +262,7 @@ def _axes_of(layout: Layout) -> dict[tuple[int, ...], str]:
     Groups of one rank are "single". The group of all ranks is "pool", whatever axes it has.
     """
     names: dict[tuple[int, ...], list[str]] = {(rank,): ["single"] for rank in layout.ranks}
-    for axis in _AXES:
+    for axis in (*_AXES, *(_EXPERT_AXES if layout.expert_size > 1 else ())):
         for ranks in layout.axis_groups(axis):
             if len(ranks) > 1:
                 names.setdefault(ranks, []).append(axis)

@@ -64,6 +64,11 @@ class ExpertRouter(TopKRouter):
     layer: int
     """Number of its layer in the model."""
 
+    def reset_parameters(self) -> None:
+        """Create the weight on Megatron's current device; its own router does so when it runs."""
+        super().reset_parameters()
+        self.weight.data = self.weight.data.to(torch.cuda.current_device())
+
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights of the experts and their mask, both (n, E): (T, b, H) -> n = T * b.
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 import yaml
 
+from scripts.families.tiny import save_tiny_model
 from tests.rollout_reference import write_llama
 from tests.simcuda.conftest import ROOT, Simulated
 
@@ -25,7 +26,19 @@ SMALL = (
 GROUPS = (*SMALL, "data.samples_per_prompt=2", "reward.num_processes=1")
 CACHE = "actor.rollout.kv_cache_gib=0.0625"
 ROLES = ("actor", "critic", "reference", "reward")
+MIXTURE = ("actor.rollout.engine=builtin", "actor.rollout.layout=t1", "actor.update.router=replay")
+"""The simulated devices lack vLLM's kernels for experts."""
 RECIPES = {
+    "grpo_30b_a3b": (
+        "grpo",
+        2,
+        (*GROUPS, *MIXTURE, "actor.engine.layout=e2", "reference.engine.layout=e2"),
+    ),
+    "grpo_235b_a22b": (
+        "grpo",
+        4,
+        (*GROUPS, *MIXTURE, "actor.engine.layout=p2e2", "reference.engine.layout=t2e2"),
+    ),
     "grpo_gsm8k": ("grpo", 1, GROUPS),
     "grpo_7b": ("grpo", 2, (*GROUPS, CACHE)),
     "grpo_32b": ("grpo", 4, (*GROUPS, CACHE, "actor.rollout.layout=t2")),
@@ -43,7 +56,7 @@ RECIPES = {
 
 
 def write_models(folder: Path) -> None:
-    """A model and a reward model of the same sizes, whose tokens are bytes."""
+    """A model, a reward model of the same sizes, and a mixture of experts; tokens are bytes."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     plain = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
@@ -59,7 +72,8 @@ def write_models(folder: Path) -> None:
     torch.manual_seed(1)
     judge = transformers.AutoModelForSequenceClassification.from_config(config)
     judge.save_pretrained(folder / "judge")
-    for name in ("model", "judge"):
+    save_tiny_model("qwen3_moe", folder / "mixture")
+    for name in ("model", "judge", "mixture"):
         tokenizer.save_pretrained(folder / name)
 
 
@@ -78,7 +92,9 @@ def test_recipe_makes_a_step_with_a_tiny_model(
         for n in range(10, 42)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    places = {"actor.model.path": "model", "data.train_path": "rows.jsonl"}
+    has_experts = MIXTURE[0] in scaled
+    places = {"actor.model.path": "mixture" if has_experts else "model"}
+    places |= {"data.train_path": "rows.jsonl"}
     places |= {"data.eval_path": "rows.jsonl", "run.dir": "run"}
     words = [f"{key}={tmp_path / place}" for key, place in places.items()]
     words += [word.replace("=judge", f"={tmp_path / 'judge'}") for word in scaled]
@@ -89,9 +105,8 @@ def test_recipe_makes_a_step_with_a_tiny_model(
 
     run = tmp_path / "run"
     cfg = yaml.safe_load((run / "config.yaml").read_text())
-    assert (
-        cfg["actor"]["rollout"]["engine"] == "vllm" and cfg["actor"]["model"]["dtype"] == "bfloat16"
-    )
+    assert cfg["actor"]["rollout"]["engine"] == ("builtin" if has_experts else "vllm")
+    assert cfg["actor"]["model"]["dtype"] == "bfloat16"
     *_, step = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(math.isfinite(value) for value in step.values())
     assert step["actor/optimizer_steps"] >= 1 and step["rollout/drift"] < 0.05

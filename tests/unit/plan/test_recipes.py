@@ -19,6 +19,7 @@ from tests.unit.planned import ALGORITHMS, ROOT, row_problems, settings_of
 
 _SHARED: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 _QWEN = {**_SHARED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_MIXTURE = {**_SHARED, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 _LLAMA = {**_SHARED, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
@@ -35,11 +36,19 @@ def shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocabul
     }
 
 
+def experts(size: int) -> Any:
+    """128 experts of this inner width in each layer, 8 of them for a token."""
+    counts = {"num_experts": 128, "num_experts_per_tok": 8}
+    return counts | {"moe_intermediate_size": size, "head_dim": 128, "norm_topk_prob": True}
+
+
 MODELS = {
     "0.5B": _QWEN | shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5
     "7B": _QWEN | shape(3584, 28, 28, 4, 18944, 152064),
     "32B": _QWEN | shape(5120, 64, 40, 8, 27648, 152064),
     "70B": _LLAMA | shape(8192, 80, 64, 8, 28672, 128256),  # Llama 3.1
+    "30B-A3B": _MIXTURE | shape(2048, 48, 32, 4, 6144, 151936) | experts(768),  # Qwen3
+    "235B-A22B": _MIXTURE | shape(4096, 94, 64, 4, 12288, 151936) | experts(1536),
 }
 
 
@@ -57,6 +66,8 @@ RECIPES = {
     "grpo_7b": Recipe("grpo", "7B", 8),
     "grpo_32b": Recipe("grpo", "32B", 64),
     "ppo_70b": Recipe("ppo", "70B", 128),
+    "grpo_30b_a3b": Recipe("grpo", "30B-A3B", 16),
+    "grpo_235b_a22b": Recipe("grpo", "235B-A22B", 128),
 }
 
 
