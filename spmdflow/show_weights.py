@@ -86,7 +86,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     )
     for verb, name, reference in kinds:
         is_derived = generator_kind(options.generator).derived_table is not None
-        if verb == "generates" and is_derived and not architecture.is_dense_with_table:
+        if verb == "generates" and is_derived and architecture.obstacle:
             tables = _derive_tables(options, layout)
         else:
             tables = tables_of(reference, architecture, layout)

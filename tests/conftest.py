@@ -1,6 +1,7 @@
 """Settings of every test."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,18 @@ from tests.seconds import read_table
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("shared-machine", settings.get_profile("search"), derandomize=True)
 settings.load_profile("shared-machine")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests, and the processes that they start, keep no tables in the user's cache."""
+    before = os.environ.get("SPMDFLOW_CACHE")
+    os.environ["SPMDFLOW_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["SPMDFLOW_CACHE"]
+    else:
+        os.environ["SPMDFLOW_CACHE"] = before
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
 The table is derived (`weights.numbered`), not written: the trainer's tensors are numbered, brought
 into the form of a folder as transformers saves them, and loaded by vLLM. So fused, expert and
-transposed weights need no code of ours. This file uses the model's `load_weights`, not vLLM.
+transposed weights need no code of ours. This file uses the model's `load_weights`, and of vLLM
+itself only the version.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,18 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
+from spmdflow.rollout.kept_table import (
+    KeptTable,
+    as_lists,
+    from_lists,
+    keep_table,
+    read_table,
+    table_path,
+)
+from spmdflow.weights.architecture import read_config
 from spmdflow.weights.folder import causal_lm_on_meta, folder_tensors, in_folder_form
 from spmdflow.weights.numbered import derive_table
-from spmdflow.weights.table import LocalTensor, Piece, ShardTable
+from spmdflow.weights.table import ShardTable
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 """The part of a tensor's name that its layer's tensors share."""
@@ -48,13 +58,57 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> DerivedTable
 
     model: vLLM's, with the folder's weights, which it has again afterwards. ConfigError if a tensor
     of vLLM gets no values, or others than a sync would bring, or if an element of the trainer is on
-    no rank. All ranks of the replica call it together.
+    no rank. Tables are kept for the next start (`kept_table`). All ranks of the replica call it
+    together.
     """
     module = causal_lm_on_meta(model_path)
     shapes = {name: tensor.shape for name, tensor in module.named_parameters()}
     fixed = {}
     for name in module.state_dict().keys() & dict(module.named_buffers()).keys():
         fixed[name] = module.get_buffer(name).shape
+    parameters = dict(model.named_parameters())
+    path = table_path(_facts(parameters, model_path, replica))
+    kept = read_table(path)
+    every = replica.gather(torch.tensor([kept is not None]))
+    if kept is None or not all(map(bool, every)):
+        kept = _derive(model, module, {**shapes, **fixed}, fixed.keys(), model_path)
+        keep_table(path, kept)
+    tables = _gather_tables(kept.own, replica)
+    for name in kept.own:  # a rank may have nothing but padding of a vocabulary
+        if not any(name in table and table[name].pieces for table in tables):
+            raise _refusal(model_path, f"its tensor {name} gets no trained weight")
+    _check_cover(shapes, tables, model_path)
+    return DerivedTables(shapes, tables, kept.constants)
+
+
+def _facts(parameters: Mapping[str, Tensor], model_path: str, replica: Replica) -> dict[str, Any]:
+    """Return what a table depends on, as JSON data: model, sizes, versions, vLLM's parameters."""
+    import transformers
+    import vllm
+
+    described = []
+    for name, tensor in parameters.items():
+        described.append([name, list(tensor.shape), str(tensor.dtype)])
+    return {
+        "config": read_config(model_path),
+        "sizes": [replica.tp_size, replica.pp_size, replica.replica_rank],
+        "versions": [torch.__version__, transformers.__version__, vllm.__version__],
+        "parameters": described,
+    }
+
+
+def _derive(
+    model: Any,
+    module: Any,
+    shapes: Mapping[str, Sequence[int]],
+    fixed: Collection[str],
+    model_path: str,
+) -> KeptTable:
+    """Return this rank's table, by numbering all of the trainer's tensors.
+
+    model, model_path: as in `derive_tables`. module: transformers', without weights. shapes: of its
+    tensors, `fixed` among them, which are not trained.
+    """
     parameters = dict(model.named_parameters())
 
     def load(tensors: Mapping[str, Tensor]) -> None:
@@ -63,7 +117,7 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> DerivedTable
     with torch.no_grad():
         before = {name: positional_hash(tensor) for name, tensor in parameters.items()}
         try:
-            derived = derive_table(parameters, _by_layer({**shapes, **fixed}), load)
+            derived = derive_table(parameters, _by_layer(shapes), load)
         except WeightSyncError as err:
             raise _refusal(model_path, f"not all weights are copies: {err}") from err
         model.load_weights(folder_tensors(model_path))
@@ -77,43 +131,20 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> DerivedTable
             constants.add(name)
         else:
             own[name] = local
-    tables = _gather_tables(own, replica)
-    for name in own:  # a rank may have nothing but padding of a vocabulary
-        if not any(name in table and table[name].pieces for table in tables):
-            raise _refusal(model_path, f"its tensor {name} gets no trained weight")
-    _check_cover(shapes, tables, model_path)
-    return DerivedTables(shapes, tables, frozenset(constants))
+    return KeptTable(own, frozenset(constants))
 
 
 def _gather_tables(own: ShardTable, replica: Replica) -> list[ShardTable]:
     """Return the tables of all ranks of the replica, in their order. They call it together."""
-    text = json.dumps({name: _as_lists(local) for name, local in own.items()}).encode()
+    text = json.dumps({name: as_lists(local) for name, local in own.items()}).encode()
     sizes = [int(size) for size in replica.gather(torch.tensor([len(text)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     tables: list[ShardTable] = []
     for size, values in zip(sizes, replica.gather(padded), strict=True):
         lists = json.loads(bytes(values[:size].tolist()))
-        tables.append({name: _from_lists(*parts) for name, parts in lists.items()})
+        tables.append({name: from_lists(*parts) for name, parts in lists.items()})
     return tables
-
-
-def _as_lists(local: LocalTensor) -> list[Any]:
-    """A local tensor in a form that JSON has."""
-    pieces = [(p.name, p.box.bounds, p.local.bounds, p.axes) for p in local.pieces]
-    return [local.shape, pieces]
-
-
-def _from_lists(shape: list[int], pieces: list[Any]) -> LocalTensor:
-    """The inverse of `_as_lists`."""
-    result = []
-    for name, box, local, axes in pieces:
-        result.append(Piece(name, _box(box), _box(local), tuple(axes)))
-    return LocalTensor(tuple(shape), tuple(result))
-
-
-def _box(bounds: list[list[int]]) -> Box:
-    return Box(tuple((start, stop) for start, stop in bounds))
 
 
 def _by_layer(shapes: Mapping[str, Sequence[int]]) -> list[Mapping[str, Sequence[int]]]:

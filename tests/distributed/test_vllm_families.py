@@ -41,6 +41,7 @@ def judge(found: list[dict[str, Any]], families: tuple[str, ...]) -> None:
                 assert "not all weights are copies" in of_rank[family]["refused"]
                 continue
             assert of_rank[family]["gap"] < 1e-5, family
+            assert family in WRITTEN or of_rank[family]["loads_again"] == 0, family
             assert of_rank[family]["table"] == (True if family in WRITTEN else None), family
             if "routes" in of_rank[family]:
                 routes = of_rank[family]["routes"]

@@ -42,13 +42,31 @@ def test_megatron_to_vllm_shows_what_is_fused_and_padded(
     assert "gate_up_proj.weight (96, 64) = model.layers.0.mlp.gate_proj.weight[48:96, 0:64]" in out
 
 
+def test_experts_of_each_rank_under_megatron_and_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model("qwen3_moe", tmp_path)
+    capsys.readouterr()
+    words = ["--ranks", "2", "--rank", "1", "--engine", "megatron", "--layout", "e2"]
+
+    assert main([str(folder), *words, "--generator", "vllm", "--generation", "t2"]) == FINISHED
+
+    out = capsys.readouterr().out
+    assert "trains with megatron" in out and out.count("every element") == 2
+    first = "model.layers.0.mlp.experts.gate_up_proj[4:5, 0:32, 0:64]"
+    assert f"local_experts.0.linear_fc1.weight (64, 64) = {first}" in out
+    assert "local_experts.4" not in out
+    half = "model.layers.0.mlp.experts.gate_up_proj[0:8, 16:32, 0:64]"
+    assert f"experts.routed_experts.w13_weight (8, 32, 64) = {half}" in out
+
+
 @pytest.mark.parametrize(
     ("family", "words", "message"),
     [
         ("llama", ["--layout", "t2p"], "--layout: got 't2p'"),
         ("llama", ["--ranks", "4", "--layout", "d2"], "got d2 with t1p1 on a pool of 4"),
-        ("qwen3_moe", ["--engine", "megatron"], "model_type 'qwen3_moe'"),
-        ("qwen3_moe", ["--ranks", "2", "--generator", "vllm", "--generation", "t2"], "expected t1"),
+        ("qwen2_moe", ["--engine", "megatron"], "model_type 'qwen2_moe'"),
+        ("qwen2_moe", ["--ranks", "2", "--generator", "vllm", "--generation", "t2"], "expected t1"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(

@@ -75,6 +75,7 @@ def measure(model: Path, replica: Replica) -> dict[str, Any]:
             "gap": largest_gap(plain, rows_of(drawn["responses"]), drawn["rollout_log_probs"]),
             "hashes": generator.hashes(),
             "table": equals_written_table(generator, model, replica),
+            "loads_again": loads_of_second_derivation(generator, model, replica),
         }
         routers = Routers.of(plain)
         if routers is not None:
@@ -139,6 +140,16 @@ def equals_written_table(generator: VllmGenerator, model: Path, replica: Replica
     derived = derive_tables(generator.model, str(model), replica)
     written = stock_table(architecture, replica, replica.replica_rank)
     return boxes_of(derived.tables[replica.replica_rank]) == boxes_of(written)
+
+
+def loads_of_second_derivation(generator: VllmGenerator, model: Path, replica: Replica) -> int:
+    """How often vLLM's loader runs if the tables are wanted again: they are kept."""
+    calls = []
+    load_weights = generator.model.load_weights
+    generator.model.load_weights = lambda weights: (calls.append(1), load_weights(weights))
+    derive_tables(generator.model, str(model), replica)
+    del generator.model.load_weights
+    return len(calls)
 
 
 def boxes_of(table: ShardTable) -> dict[str, list[Any]]:
