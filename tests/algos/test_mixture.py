@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,23 @@ def test_grpo_balances_experts_and_its_export_has_the_tensors_of_the_folder(tmp_
     assert len(same) < 0.2 * len(source)  # experts without a token do not change
     _, facts = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not facts["missing_keys"] and not facts["unexpected_keys"]
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_divided_experts_train_and_resume_on_another_engine(tmp_path: Path) -> None:
+    """qwen3_moe on Megatron with e2, then on FSDP, from the checkpoint of step 1."""
+    words = (*models(tmp_path, "qwen3_moe", "arithmetic"), *ROUTED)
+    words += ("actor.update.router_balance_coef=0.01", "save_every=1")
+    megatron = ("actor.engine.kind=megatron", "actor.engine.layout=e2")
+    run_dir = tmp_path / "run"
+
+    run_ranks(run_dir, *words, *megatron, "total_steps=1", num_ranks=2, script=GRPO, small=())
+    run_ranks(run_dir, *words, num_ranks=1, script=GRPO, small=())
+
+    check_routed(run_dir)
+    assert [step["actor/optimizer_steps"] for step in steps_of(run_dir)] == [2, 2]
+    exported = dict(folder_tensors(run_dir / "export" / "actor"))
+    assert exported.keys() == dict(folder_tensors(tmp_path / "qwen3_moe")).keys()
 
 
 @pytest.mark.parametrize(
