@@ -187,7 +187,7 @@ def _open(model: Model, cfg: Any) -> Model:
             engine,
             shard_size=sizes.shard,
             virtual_size=sizes.virtual,
-            expert_size=1 if engine.layout else 0,
+            expert_size=sizes.ep if engine.layout else 0,
             may_move=part.engine.offload is None,
         )
     if rollout is not None and not rollout.facts.fixed_cache:

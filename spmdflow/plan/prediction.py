@@ -23,10 +23,12 @@ from functools import partial, reduce
 import numpy as np
 
 from spmdflow.errors import ConfigError
+from spmdflow.mapping.dataflow import Model, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, checksum_seconds, transition_seconds
+from spmdflow.mapping.share import local_parameters
 from spmdflow.mapping.unequal import SharedRows
 from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
@@ -280,8 +282,25 @@ def _estimates(
                 estimate = estimate + CallSeconds({"transition": float(seconds)})
             checksum = float(checksum_seconds(model, strategy, hardware))
             estimate = estimate + CallSeconds({"checksum": checksum})
+        if model_call.kind == "train" and strategy.ep > 1:
+            whole = call_seconds(
+                model_call, model, replace(strategy, ep=1), hardware, kv_bytes=cache, rows=own
+            )
+            note = _experts_note(model, strategy, whole.seconds)
+            estimate = estimate + CallSeconds({}, (note,))
         estimates[key] = estimate
     return estimates
+
+
+def _experts_note(model: Model, strategy: Strategy, seconds: float) -> str:
+    """Return what divided experts change. seconds: of the call, were they not divided."""
+    size = model.engine.element_bytes
+    divided = float(local_parameters(model, strategy)) * size
+    whole = float(local_parameters(model, replace(strategy, ep=1))) * size
+    return (
+        f"a rank has {divided / 1e9:.1f} GB of weights with e{int(strategy.ep)}; without it "
+        f"{whole / 1e9:.1f} GB, and the call would take {seconds:.4g} s"
+    )
 
 
 def _rows_by_rank(

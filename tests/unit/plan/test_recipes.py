@@ -6,6 +6,7 @@ The table of launch/README.md says what a rank needs; here it is compared with t
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,27 @@ def test_rows_of_a_recipe_are_proved(name: str, tmp_path: Path) -> None:
     settings = settings_of(RECIPES[name].world, node_size=8, backend="nccl")
 
     assert row_problems(trace(loaded.script, loaded.cfg, settings)) == []
+
+
+def test_plan_says_what_divided_experts_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of("grpo_30b_a3b", tmp_path, "h100")
+    words.remove("--json")
+
+    assert main(words) == FINE
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a rank has 10.3 GB of weights with e8; without it 61.1 GB, and the call would" in text
+
+
+def test_automatic_placement_chooses_how_experts_are_divided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of("grpo_30b_a3b", tmp_path, "h100")
+    words.remove("--json")
+    free = ["actor.engine.layout=t1", "reference.engine.layout=t1", "actor.rollout.layout=auto"]
+
+    assert main([*words, *free, "placement=auto", "actor.engine.options=[]"]) == FINE
+
+    assert re.search(r"actor\.engine\.layout=t\d+p\d+e\d+", capsys.readouterr().out)

@@ -14,18 +14,15 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs meg
 def test_tokens_are_in_the_order_of_positions_and_divided_over_the_sequence() -> None:
     from spmdflow.workers.megatron_experts import RoutedTokens
 
-    rows, length, layers, chosen = 2, 4, 3, 2
-    weights = torch.tensor([[1, 1, 1, 0], [2, 1, 0, 0]])
-    routes = torch.arange(rows * length * layers * chosen).view(-1, layers, chosen)
-    micro = SimpleNamespace(
-        input_ids=torch.zeros(rows, length), rows_of_token=weights, routes=routes
-    )
+    weights = torch.tensor([[1, 1, 1, 0], [2, 1, 0, 0]])  # two rows of four positions
+    routes = torch.arange(2 * 4 * 3 * 2).view(-1, 3, 2)  # three layers, two experts for a token
+    micro = SimpleNamespace(input_ids=torch.zeros(2, 4), rows_of_token=weights, routes=routes)
 
     whole = RoutedTokens.of(micro, part=0, num_parts=1)
     parts = [RoutedTokens.of(micro, part=part, num_parts=2) for part in range(2)]
 
     assert whole.weights.tolist() == [1, 2, 1, 1, 1, 0, 0, 0]  # position by position
-    by_row = routes.view(rows, length, layers, chosen)
+    by_row = routes.view(2, 4, 3, 2)
     assert torch.equal(whole.routes[3], by_row[1, 1])
     assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
     assert torch.equal(torch.cat([part.routes for part in parts]), whole.routes)
