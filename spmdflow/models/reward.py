@@ -25,6 +25,7 @@ from spmdflow.models.base import EngineWorker, axis_groups
 from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.parallel.layout import Layout
+from spmdflow.rewards.distinct import distinct_share
 from spmdflow.rewards.pool import Judgement, Result, RewardPool, combine_terms
 from spmdflow.weights.architecture import Architecture
 from spmdflow.worker_api.command import Command
@@ -96,8 +97,9 @@ class RewardWorker(Worker):
         it is the model's reward of each token plus what functions add at the last one, and scores
         are its sums. valid (B,) bool: False, and the score nan, where a function failed under
         on_error=drop; RewardError if too many failed. score_terms: the terms of each score, as
-        JSON. response_text: the responses as text. prefix: of the metrics (means over valid rows);
-        use another one for rows outside the training batch. None before the last pipeline stage.
+        JSON. response_text: the responses as text. prefix: of the metrics (means over valid rows,
+        and distinct_2 of all responses); use another one for rows outside the training batch. None
+        before the last pipeline stage.
         """
         if self._model is None:
             by_model = None
@@ -119,9 +121,13 @@ class RewardWorker(Worker):
         for result, counts in zip(results, valid.tolist()):
             if counts:
                 valid_results.append(result)
-        metrics = {
+        metrics: dict[str, Metric] = {
             "mean": Mean(float(scores[valid].double().sum()), len(valid_results))
-        } | average_terms(valid_results)
+        }
+        different, num_rows = distinct_share(batch["responses"])
+        if num_rows:
+            metrics["distinct_2"] = Mean(different, num_rows)
+        metrics |= average_terms(valid_results)
         if drops:
             metrics.pop("errors", None)
             metrics |= count_dropped(

@@ -13,6 +13,7 @@ keyword arguments come from the setting. docs/REWARDS.md has examples.
 | keeper | the parent of a worker process: kills everything that the worker started |
 | calling | how a worker process calls functions: one sample or many, plain or async, again |
 | child | the code of a worker process: finds functions, reads their results; imports no torch |
+| distinct | how varied responses are: distinct-n |
 | gsm8k, math, countdown | right answers: a number, LaTeX by its meaning, an expression |
 | dapo | DAPO's scorer of mathematical answers |
 | format, length | the required format, and where the answer is; penalties for long responses |
