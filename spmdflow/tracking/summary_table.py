@@ -19,6 +19,7 @@ SUMMARY_METRICS = (
 )
 """The first of these that some run has are in the table, the most important first."""
 NUM_METRICS = 4
+MOST_SETTINGS = 12
 _NAMES_OF_A_RUN = ("run.dir", "run.name")
 STATE_NAMES = {
     RunState.LIVE: "live",
@@ -33,15 +34,17 @@ STATE_NAMES = {
 def differing_settings(runs: Sequence[RunFiles]) -> list[str]:
     """Return the keys whose values differ between the runs, but for their names and folders.
 
-    Runs without settings (not started yet) are not compared.
+    Runs without settings (not started yet) are not compared. [] if more than MOST_SETTINGS differ,
+    as between runs of different scripts: such a table could not be read.
     """
     known = [each.settings for each in runs if each.settings]
     keys = dict.fromkeys(key for settings in known for key in settings)
-    return [
+    differing = [
         key
         for key in keys
         if key not in _NAMES_OF_A_RUN and any(each.get(key) != known[0].get(key) for each in known)
     ]
+    return differing if len(differing) <= MOST_SETTINGS else []
 
 
 def last_value(run: RunFiles, name: str) -> Any:
