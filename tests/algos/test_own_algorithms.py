@@ -56,7 +56,15 @@ def program(name: str, folder: Path) -> Path:
 
 
 METRICS = (
-    *("reward/second_weight", "second/mean", "entropy", "best", "all", "pairs/differ"),
+    *(
+        "reward/second_weight",
+        "second/mean",
+        "second/distinct_2",
+        "entropy",
+        "best",
+        "all",
+        "pairs/differ",
+    ),
     "judge/mean",
 )
 """What the programs report under names of their own."""
