@@ -90,7 +90,12 @@ def test_default_guard_names_a_planted_fault_in_its_step(fault: str) -> None:
     assert trip.guard.name in trip.got and trip.guard.text in trip.expected
 
 
-@pytest.mark.parametrize("file", sorted(CURVES.glob("*.json")), ids=lambda file: file.stem)
+RARELY_RIGHT = ("real_gsm8k",)
+"""Runs in which 0 to 5 of 128 samples are right: a step without any is chance, and a warning."""
+LEARNING = sorted(file for file in CURVES.glob("*.json") if file.stem not in RARELY_RIGHT)
+
+
+@pytest.mark.parametrize("file", LEARNING, ids=lambda file: file.stem)
 def test_no_default_guard_holds_in_a_recorded_learning_run(file: Path) -> None:
     points = json.loads(file.read_text())["points"]
     num_seeds = len(next(iter(next(iter(points.values())).values())))
