@@ -141,7 +141,7 @@ def test_balance_is_transformers_loss_of_each_layer_whatever_the_micro_batches()
     layers = layers_of(0)
     weights = torch.ones(12)
     weights[10:] = 0  # padding
-    statistics = RouterStatistics(SimpleNamespace(num_layers=2, num_experts=6), CPU)  # type: ignore[arg-type]
+    statistics = RouterStatistics(num_layers=2, num_experts=6, device=CPU)
     statistics.add(layers, weights)
     mask = weights.view(1, 12)
     expected = torch.stack(
@@ -172,8 +172,8 @@ def test_a_shared_token_counts_once_for_each_of_its_rows() -> None:
     layers = layers_of(2)
     twice = torch.ones(12)
     twice[:3] = 2
-    once = RouterStatistics(SimpleNamespace(num_layers=2, num_experts=6), CPU)  # type: ignore[arg-type]
-    shared = RouterStatistics(SimpleNamespace(num_layers=2, num_experts=6), CPU)  # type: ignore[arg-type]
+    once = RouterStatistics(num_layers=2, num_experts=6, device=CPU)
+    shared = RouterStatistics(num_layers=2, num_experts=6, device=CPU)
 
     once.add(layers, torch.ones(12))
     once.add([RoutedLayer(x.logits[:3], x.experts[:3], False) for x in layers], torch.ones(3))
