@@ -421,10 +421,10 @@ def transition_bytes(model: Model, cut: Strategy) -> Array:
         return needed
     if model.engine.sharding.parameters:
         return needed * (1 - 1 / share_of(True, model, cut))
-    held = weights_of_replica(model.shape, cut) * rollout.element_bytes
+    own = weights_of_replica(model.shape, cut) * rollout.element_bytes
     if rollout.weights == "adapter":
-        held = weights
-    return np.maximum(needed - held / (cut.tp * cut.pp), 0.0)
+        own = weights
+    return np.maximum(needed - own / (cut.tp * cut.pp), 0.0)
 
 
 def _rollout(model: Model) -> Rollout:

@@ -283,10 +283,10 @@ def _estimates(
             checksum = float(checksum_seconds(model, strategy, hardware))
             estimate = estimate + CallSeconds({"checksum": checksum})
         if model_call.kind == "train" and strategy.ep > 1:
-            whole = call_seconds(
+            undivided = call_seconds(
                 model_call, model, replace(strategy, ep=1), hardware, kv_bytes=cache, rows=own
             )
-            note = _experts_note(model, strategy, whole.seconds)
+            note = _experts_note(model, strategy, undivided.seconds)
             estimate = estimate + CallSeconds({}, (note,))
         estimates[key] = estimate
     return estimates
@@ -296,10 +296,10 @@ def _experts_note(model: Model, strategy: Strategy, seconds: float) -> str:
     """Return what divided experts change. seconds: of the call, were they not divided."""
     size = model.engine.element_bytes
     divided = float(local_parameters(model, strategy)) * size
-    whole = float(local_parameters(model, replace(strategy, ep=1))) * size
+    undivided = float(local_parameters(model, replace(strategy, ep=1))) * size
     return (
         f"a rank has {divided / 1e9:.1f} GB of weights with e{int(strategy.ep)}; without it "
-        f"{whole / 1e9:.1f} GB, and the call would take {seconds:.4g} s"
+        f"{undivided / 1e9:.1f} GB, and the call would take {seconds:.4g} s"
     )
 
 

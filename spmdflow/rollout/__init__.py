@@ -34,7 +34,7 @@ Rows come and go one by one (`RequestGenerator`: add, abort, step). `generate` i
   vllm_contract  vLLM's internal names that are used, checked before an engine is built
   vllm_weights   the tensors that its layers read, by Hugging Face name, and their hashes
   vllm_derived   the same for families without a table, read off vLLM's own loader
-  kept_table     such tables, kept on disk for the next start
+  table_cache    such tables, cached on disk for the next start
   vllm_routes    the experts that its tokens used, on a CPU
   vllm_experts   experts on a CPU, computed with their plain weights
   vllm_adapter   the policy's LoRA adapters in vLLM's buffers

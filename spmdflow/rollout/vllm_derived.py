@@ -23,13 +23,13 @@ from spmdflow.blocks.hash import positional_hash
 from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
-from spmdflow.rollout.kept_table import (
-    KeptTable,
+from spmdflow.rollout.table_cache import (
+    CachedTable,
     as_lists,
     from_lists,
-    keep_table,
     read_table,
     table_path,
+    write_table,
 )
 from spmdflow.weights.architecture import read_config
 from spmdflow.weights.folder import causal_lm_on_meta, folder_tensors, in_folder_form
@@ -58,7 +58,7 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> DerivedTable
 
     model: vLLM's, with the folder's weights, which it has again afterwards. ConfigError if a tensor
     of vLLM gets no values, or others than a sync would bring, or if an element of the trainer is on
-    no rank. Tables are kept for the next start (`kept_table`). All ranks of the replica call it
+    no rank. Tables are cached for the next start (`table_cache`). All ranks of the replica call it
     together.
     """
     module = causal_lm_on_meta(model_path)
@@ -68,17 +68,17 @@ def derive_tables(model: Any, model_path: str, replica: Replica) -> DerivedTable
         fixed[name] = module.get_buffer(name).shape
     parameters = dict(model.named_parameters())
     path = table_path(_facts(parameters, model_path, replica))
-    kept = read_table(path)
-    every = replica.gather(torch.tensor([kept is not None]))
-    if kept is None or not all(map(bool, every)):
-        kept = _derive(model, module, {**shapes, **fixed}, fixed.keys(), model_path)
-        keep_table(path, kept)
-    tables = _gather_tables(kept.own, replica)
-    for name in kept.own:  # a rank may have nothing but padding of a vocabulary
+    cached = read_table(path)
+    every = replica.gather(torch.tensor([cached is not None]))
+    if cached is None or not all(map(bool, every)):
+        cached = _derive(model, module, {**shapes, **fixed}, fixed.keys(), model_path)
+        write_table(path, cached)
+    tables = _gather_tables(cached.own, replica)
+    for name in cached.own:  # a rank may have nothing but padding of a vocabulary
         if not any(name in table and table[name].pieces for table in tables):
             raise _refusal(model_path, f"its tensor {name} gets no trained weight")
     _check_cover(shapes, tables, model_path)
-    return DerivedTables(shapes, tables, kept.constants)
+    return DerivedTables(shapes, tables, cached.constants)
 
 
 def _facts(parameters: Mapping[str, Tensor], model_path: str, replica: Replica) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _derive(
     shapes: Mapping[str, Sequence[int]],
     fixed: Collection[str],
     model_path: str,
-) -> KeptTable:
+) -> CachedTable:
     """Return this rank's table, by numbering all of the trainer's tensors.
 
     model, model_path: as in `derive_tables`. module: transformers', without weights. shapes: of its
@@ -131,7 +131,7 @@ def _derive(
             constants.add(name)
         else:
             own[name] = local
-    return KeptTable(own, frozenset(constants))
+    return CachedTable(own, frozenset(constants))
 
 
 def _gather_tables(own: ShardTable, replica: Replica) -> list[ShardTable]:

@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/rewards/process.py": "starts worker processes without the run's secret",
     "spmdflow/doctor/__main__.py": "reports the variables that a run would see",
-    "spmdflow/rollout/kept_table.py": "finds the user's cache",
+    "spmdflow/rollout/table_cache.py": "finds the user's cache",
     "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
     "spmdflow/rollout/vllm_process.py": "puts back what vLLM changes, and moves its cache",
 }

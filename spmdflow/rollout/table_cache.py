@@ -1,8 +1,8 @@
-"""Tables of weights that a loader gave, kept on disk for the next start.
+"""A cache on disk of the tables of weights that a loader gave.
 
 To derive one, all weights are numbered and loaded, and the folder is loaded again (`vllm_derived`).
-A kept table is used only for the same config.json, sizes, rank, precision, versions and parameters
-of the engine, which are in its name. The checksums of the first weight sync confirm it.
+A cached table is used only for the same config.json, sizes, rank, precision, versions and
+parameters of the engine, which are in its name. The checksums of the first weight sync confirm it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KeptTable:
+class CachedTable:
     """What a loader does with the trainer's tensors on one rank."""
 
     own: ShardTable
@@ -45,12 +45,12 @@ def table_path(facts: Mapping[str, Any]) -> Path:
     return Path(cache) / "tables" / f"{name}.json"
 
 
-def read_table(path: Path) -> KeptTable | None:
-    """Return a kept table; None if there is none, or if the file is damaged."""
+def read_table(path: Path) -> CachedTable | None:
+    """Return a cached table; None if there is none, or if the file is damaged."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         own = {name: from_lists(*parts) for name, parts in saved["own"].items()}
-        return KeptTable(own, frozenset(saved["constants"]))
+        return CachedTable(own, frozenset(saved["constants"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as err:
@@ -58,7 +58,7 @@ def read_table(path: Path) -> KeptTable | None:
         return None
 
 
-def keep_table(path: Path, table: KeptTable) -> None:
+def write_table(path: Path, table: CachedTable) -> None:
     """Write a table, atomically. If that fails, the next start derives it again; logs why."""
     own = {name: as_lists(local) for name, local in table.own.items()}
     text = json.dumps({"own": own, "constants": sorted(table.constants)})
@@ -68,7 +68,7 @@ def keep_table(path: Path, table: KeptTable) -> None:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     except OSError as err:
-        logger.info("the table of weights is not kept: %s", err)
+        logger.info("the table of weights is not cached: %s", err)
 
 
 def as_lists(local: LocalTensor) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Tables of weights that are kept on disk."""
+"""The cache of tables of weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from spmdflow.blocks.box import Box
-from spmdflow.rollout.kept_table import KeptTable, keep_table, read_table, table_path
+from spmdflow.rollout.table_cache import CachedTable, read_table, table_path, write_table
 from spmdflow.weights.table import LocalTensor, Piece
 
-TABLE = KeptTable(
+TABLE = CachedTable(
     {
         "w13": LocalTensor(
             (2, 3),
@@ -27,17 +27,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMDFLOW_CACHE", str(tmp_path / "cache"))
 
 
-def test_kept_table_is_read_again() -> None:
+def test_cached_table_is_read_again() -> None:
     path = table_path({"model": "a", "rank": 0})
 
     assert read_table(path) is None
-    keep_table(path, TABLE)
+    write_table(path, TABLE)
 
     assert read_table(path) == TABLE
 
 
 def test_another_fact_has_another_table() -> None:
-    keep_table(table_path({"model": "a", "rank": 0}), TABLE)
+    write_table(table_path({"model": "a", "rank": 0}), TABLE)
 
     assert read_table(table_path({"model": "a", "rank": 1})) is None
     assert table_path({"rank": 0, "model": "a"}) == table_path({"model": "a", "rank": 0})
@@ -59,7 +59,7 @@ def test_folder_that_cannot_be_written_does_not_stop_a_run(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPMDFLOW_CACHE", str(tmp_path / "file" / "cache"))
 
-    keep_table(table_path({"model": "a"}), TABLE)
+    write_table(table_path({"model": "a"}), TABLE)
 
 
 def test_cache_is_in_the_users_cache_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
