@@ -2,10 +2,12 @@
 
     python scripts/gpu_step.py 0.5b builtin --out FOLDER
     python scripts/gpu_step.py 1.5b vllm --out FOLDER actor.engine.options=[]
+    python scripts/gpu_step.py mixture vllm --out FOLDER actor.engine.kind=megatron
 
-Three steps with Qwen2.5's shapes and random weights: 32 prompts with 8 samples of 512 tokens each,
-optimizer steps on 128 rows. Settings of the run may follow. Prints the run's table of predicted and
-measured seconds, the last step's metrics, each call's peak of tensors and the device's peak memory.
+Three steps with Qwen2.5's shapes (mixture: a small Qwen3-MoE) and random weights: 32 prompts with 8
+samples of 512 tokens each, optimizer steps on 128 rows. Settings of the run may follow. Prints the
+run's table of predicted and measured seconds, the last step's metrics, each call's peak of tensors
+and the device's peak memory.
 """
 
 from __future__ import annotations
@@ -33,6 +35,21 @@ SHAPES = {
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
         "intermediate_size": 11008,
+    },
+    "mixture": {  # 1.8 billion parameters, of which a token uses 0.4 billion
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
 }
 STEPS = 3

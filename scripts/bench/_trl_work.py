@@ -47,6 +47,8 @@ class Work:
     """Rows of a forward where a trainer is asked to cut its batch."""
     dtype: str = "float32"
     """Of the products; bfloat16: with float32 master weights."""
+    device: str = "cpu"
+    """Where both train and generate: cpu or cuda."""
     reward: str = "different_letters"
     """One of _trl/reward.py."""
     trained: str = ""

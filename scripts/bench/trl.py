@@ -24,6 +24,10 @@ machine. `products_s` is what the step's matrix products alone take with as many
 the same with each prompt computed once for all its samples, as spmdflow does it where that saves an
 eighth of the tokens; `of_products` and `of_shared` are a step's seconds divided by them. `peak_gb`
 is the largest memory of all processes of a trainer together.
+
+On a GPU (`--device cuda`, `--settings smollm2`) both run as one process with vLLM in it, TRL with
+the batch whole and cut; it needs a version of vLLM that it takes. spmdflow also runs with its own
+generation. The products are not measured there.
 """
 
 from __future__ import annotations
@@ -48,6 +52,10 @@ ROOT = Path(__file__).parents[2]
 SIDE = Path(__file__).parent / "_trl"
 SETTINGS = ("stories", "vocabulary", "smollm2")
 ENGINES = ("actor", "reference")
+MAX_PROMPT_TOKENS = 256
+"""As in _trl/side.py."""
+DEVICE_ROWS = 32
+"""Rows of a forward on a GPU where TRL cuts its batch."""
 SKIPPED = 2
 """First steps of a run that are not counted."""
 
@@ -60,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=SETTINGS[:2])
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="SmolLM2, for smollm2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: both also with vLLM"
+    )
+    parser.add_argument("--prompts", type=int, help="of a step; default: the setting's")
+    parser.add_argument("--samples", type=int, help="of a prompt; default: the setting's")
+    parser.add_argument("--new-tokens", type=int, help="of a sample; default: the setting's")
     parser.add_argument("--beta", type=float, default=0.04, help="weight of the KL in the loss")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of a run, at least 3")
@@ -126,7 +140,15 @@ def _compare(name: str, folder: Path, arguments: argparse.Namespace) -> list[dic
     else:
         dtype = arguments.dtype
         work = smollm2(folder, arguments.data, arguments.model, dtype=dtype, **sizes)
-    work = replace(work, kl_coef=arguments.beta)
+    work = replace(
+        work,
+        kl_coef=arguments.beta,
+        device=arguments.device,
+        num_prompts=arguments.prompts or work.num_prompts,
+        num_samples=arguments.samples or work.num_samples,
+        new_tokens=arguments.new_tokens or work.new_tokens,
+        micro_rows=DEVICE_ROWS if arguments.device == "cuda" else work.micro_rows,
+    )
     found = [x for x in _contestants(work, arguments) if arguments.only in (None, x.trainer)]
     product_seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(arguments.rounds):
@@ -139,10 +161,13 @@ def _compare(name: str, folder: Path, arguments: argparse.Namespace) -> list[dic
             told = f"{name} round {number + 1} {each.trainer} {each.way}"
             told += f": {wall:.3f} s, CPU {cpu:.3f} s, {watched.peak_bytes / 1e9:.2f} GB"
             print(told, flush=True)
-        for shares, seconds in product_seconds.items():
-            seconds.append(products(work, shares_prompts=shares).seconds)
-    least = {shares: statistics.median(seconds) for shares, seconds in product_seconds.items()}
-    return _rows(work, found, least)
+        if work.device == "cpu":
+            for shares, seconds in product_seconds.items():
+                seconds.append(products(work, shares_prompts=shares).seconds)
+    rows = _rows(work, found)
+    if work.device == "cpu":
+        _add_products(rows, {x: statistics.median(y) for x, y in product_seconds.items()})
+    return rows
 
 
 def _finalists(found: list[Contestant]) -> list[Contestant]:
@@ -161,9 +186,16 @@ def _medians(moments: list[Moment]) -> Moment:
     return Moment(*map(statistics.median, zip(*moments)))
 
 
-def _rows(
-    work: Work, found: list[Contestant], product_seconds: dict[bool, float]
-) -> list[dict[str, Any]]:
+def _add_products(rows: list[dict[str, Any]], seconds: dict[bool, float]) -> None:
+    """Add the seconds of the products alone, with and without shared prompts, to every row."""
+    for row in rows:
+        row["products_s"] = seconds[False]
+        row["of_products"] = row["step_s"] / seconds[False]
+        row["shared_s"] = seconds[True]
+        row["of_shared"] = row["step_s"] / seconds[True]
+
+
+def _rows(work: Work, found: list[Contestant]) -> list[dict[str, Any]]:
     others = [x for x in found if x.trainer == "trl"] or found
     best = min(x.median.wall for x in others)
     least = min(x.median.cpu for x in others)
@@ -179,10 +211,6 @@ def _rows(
             "ratio": best / each.median.wall,
             "cpu_s": each.median.cpu,
             "cpu_ratio": least / each.median.cpu,
-            "products_s": product_seconds[False],
-            "of_products": each.median.wall / product_seconds[False],
-            "shared_s": product_seconds[True],
-            "of_shared": each.median.wall / product_seconds[True],
             "peak_gb": each.peak_bytes / 1e9,
         }
         for each in found
@@ -190,6 +218,8 @@ def _rows(
 
 
 def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
+    if work.device == "cuda":
+        return _on_device(work, arguments.trl)
     ranks = work.threads
     found = [
         Contestant("trl", way, lambda folder, way=way: _theirs(work, way, folder, arguments.trl))
@@ -207,6 +237,18 @@ def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
         name, _, root = text.partition("=")
         run = _own(work, ranks, [], root=Path(root))
         found.append(Contestant("spmdflow", f"{ranks} ranks, {name}", run, stays=True))
+    return found
+
+
+def _on_device(work: Work, trl: Path) -> list[Contestant]:
+    """Both on one GPU, with their own generation and with vLLM."""
+    found = [
+        Contestant("trl", way, lambda folder, way=way: _theirs(work, way, folder, trl))
+        for way in ("vllm", "vllm-micro")
+    ]
+    for engine in ("vllm", "builtin"):
+        run = _own(work, 1, [f"actor.rollout.engine={engine}"])
+        found.append(Contestant("spmdflow", f"1 rank, {engine}", run))
     return found
 
 
@@ -263,7 +305,8 @@ def own_settings(work: Work, folder: Path) -> list[str]:
         ),
         f"data.train_path={work.prompts}",
         *(f"data.prompts_per_step={work.num_prompts}", "data.shuffle=false"),
-        *(f"data.samples_per_prompt={work.num_samples}", "data.max_prompt_tokens=256"),
+        f"data.samples_per_prompt={work.num_samples}",
+        f"data.max_prompt_tokens={MAX_PROMPT_TOKENS}",
         f"actor.model.path={work.model}",
         *(f"actor.update.mini_batch_size={work.rows}", f"actor.optimizer.lr={work.lr}"),
         *("actor.optimizer.schedule=constant", "actor.optimizer.warmup_steps=0"),
@@ -281,6 +324,8 @@ def own_settings(work: Work, folder: Path) -> list[str]:
 
 def watch(command: list[str], lines: Path, folder: Path, *, threads: int, path: Path) -> Watched:
     """Run a trainer in `path` to its end, with so many threads a process."""
-    more = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1"}
+    paths = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    more = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    more["PYTHONPATH"] = os.pathsep.join(paths)
     more |= {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     return run_watched(command, lines, folder / "log", cwd=path, more=more)

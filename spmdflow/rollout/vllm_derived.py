@@ -9,7 +9,6 @@ itself only the version.
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,6 @@ from spmdflow.weights.architecture import read_config
 from spmdflow.weights.folder import causal_lm_on_meta, folder_tensors, in_folder_form
 from spmdflow.weights.numbered import derive_table
 from spmdflow.weights.table import ShardTable
-
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
-"""The part of a tensor's name that its layer's tensors share."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def _derive(
     with torch.no_grad():
         before = {name: positional_hash(tensor) for name, tensor in parameters.items()}
         try:
-            derived = derive_table(parameters, _by_layer(shapes), load)
+            derived = derive_table(parameters, shapes, load)
         except WeightSyncError as err:
             raise _refusal(model_path, f"not all weights are copies: {err}") from err
         model.load_weights(folder_tensors(model_path))
@@ -145,16 +141,6 @@ def _gather_tables(own: ShardTable, replica: Replica) -> list[ShardTable]:
         lists = json.loads(bytes(values[:size].tolist()))
         tables.append({name: from_lists(*parts) for name, parts in lists.items()})
     return tables
-
-
-def _by_layer(shapes: Mapping[str, Sequence[int]]) -> list[Mapping[str, Sequence[int]]]:
-    """Shapes by name, of the tensors of each layer, and of all others together."""
-    groups: dict[str, dict[str, Sequence[int]]] = defaultdict(dict)
-    for name, shape in shapes.items():
-        layer = _LAYER.match(name)
-        key = layer[1] if layer else ""
-        groups[key][name] = shape
-    return list(groups.values())
 
 
 def _check_cover(

@@ -1,24 +1,33 @@
 """Where a loader puts every element of a model, found by loading numbers instead of weights.
 
-Each element of the model's tensors gets a number of its own. The engine's own loader stores these
+Each element of a layer's tensors gets a number of its own. The engine's own loader stores these
 numbers in the engine's tensors, and what lies where is read back: fused, sharded, transposed,
 padded and expert weights alike, without knowing the family. Numbers are loaded digit by digit, so
 that the engine's precision holds them exactly. Other numbers are loaded a second time: a loader
 that computes (scales, averages, quantises) gives numbers that do not belong together, and is
-refused. In host memory the numbers take eight bytes for each element of the largest group of
-tensors, and a few copies of them.
+refused.
+
+Of layers with the same tensors one is numbered. The others are expected to lie as it does, which
+is checked: all weights are loaded twice with codes, which depend on the tensor and on the element,
+and every element of the engine is compared with the code that the table expects there.
+
+All of it runs where the engine's tensors are, and takes there, besides a layer in the engine's
+precision, four bytes for each of its elements.
 
 The result is a `ShardTable` of boxes, as the written tables are. Pure: knows no engine.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -29,37 +38,205 @@ from spmdflow.weights.table import LocalTensor, Piece, ShardTable
 
 Load = Callable[[Mapping[str, Tensor]], None]
 """Loads some of the model's tensors, by name, into the engine's."""
+Shapes = Mapping[str, Sequence[int]]
+"""Of the model's tensors, by name."""
+Found = Mapping[str, Sequence[Piece]]
+"""The engine's tensors in which a layer is, with its pieces."""
 
-_DIGIT_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 48}
-"""Bits of an integer that a type holds exactly."""
-_PRIME = (1 << 31) - 1
+_LAYER = re.compile(r"^(.*?\.(\d+))\.")
+"""The part of a name that the tensors of a layer share; it ends with the layer's number."""
+_DIGIT_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 24}
+"""Bits of an integer that a type holds exactly; of float64 no more than are useful."""
+_NUMBER_BITS = 32
 _FACTOR = 1_220_703_125
-"""Numbers of the second load: number * _FACTOR modulo _PRIME, which puts them in another order."""
+"""Numbers of the second load: number * _FACTOR modulo 2**32, which puts them in another order."""
+_CODE_BITS = 7
+"""A code is at least 1 and at most 2**7, which every type holds exactly."""
+_NUM_CHECKS = 2
+_MOST_NUMBERS = (1 << 31) - 1
+CPU = torch.device("cpu")
+_BLOCK = 1 << 26
+"""Most elements whose numbers or codes are computed at a time."""
 _MOST_PIECES = 1 << 16
 """Of one tensor of the engine; a loader with more follows no order that boxes describe."""
 
 
-def derive_table(
-    local_tensors: Mapping[str, Tensor], groups: Sequence[Mapping[str, Sequence[int]]], load: Load
-) -> ShardTable:
+def derive_table(local_tensors: Mapping[str, Tensor], shapes: Shapes, load: Load) -> ShardTable:
     """Return which boxes of the model's tensors are where in the engine's.
 
-    local_tensors: the engine's, by name; their values are lost, and zeros afterwards. groups:
-    shapes by name of the model's tensors, such as those of a layer; those of one group are loaded
-    together. load: the engine's loader. WeightSyncError if an element of the engine is not one
-    element of the model, unchanged, or if a group has too many elements (2**31).
+    local_tensors: the engine's, by name; their values are lost, and zeros afterwards. shapes: of
+    the model's tensors; those of a layer are loaded together, and all that are in no layer. load:
+    the engine's loader. WeightSyncError if an element of the engine is not one element of the
+    model, unchanged, or if a layer has too many elements (2**31).
     """
     for tensor in local_tensors.values():
         tensor.zero_()
-    pieces: dict[str, list[Piece]] = {name: [] for name in local_tensors}
-    for shapes in groups:
-        numbering = Numbering.of(shapes)
-        for name, numbers in _read_numbers(local_tensors, numbering, load):
-            pieces[name] += numbering.pieces(name, numbers)
-    table = {}
-    for name, tensor in local_tensors.items():
-        table[name] = LocalTensor(tuple(tensor.shape), tuple(pieces[name]))
+    layers = _by_layer(shapes)
+    found: dict[str, Found] = {}
+    expected = _expect_alike(local_tensors, layers, load, found)
+    table = _table_of(local_tensors, found | expected)
+    if expected and not _agrees(local_tensors, table, layers, load):
+        for layer in expected:
+            found[layer] = _number(local_tensors, layers[layer], load)
+        table = _table_of(local_tensors, found)
     return table
+
+
+def _expect_alike(
+    local_tensors: Mapping[str, Tensor],
+    layers: Mapping[str, Shapes],
+    load: Load,
+    found: dict[str, Found],
+) -> dict[str, Found]:
+    """Number one layer of each kind, into `found`; return where the others should be."""
+    numbered: dict[object, str] = {}
+    expected = {}
+    for layer, shapes in layers.items():
+        kind = tuple((name.removeprefix(layer), tuple(shape)) for name, shape in shapes.items())
+        moved = None
+        if kind in numbered:
+            first = numbered[kind]
+            moved = _move_to_layer(found[first], first, layer, local_tensors)
+        if moved is not None:
+            expected[layer] = moved
+            continue
+        found[layer] = _number(local_tensors, shapes, load)
+        if found[layer]:  # a stage of a pipeline does not have all layers
+            numbered[kind] = layer
+    return expected
+
+
+def _move_to_layer(
+    found: Found, layer: str, other: str, local_tensors: Mapping[str, Tensor]
+) -> Found | None:
+    """Return what is found of a layer, with the names of another one.
+
+    None if the engine has no tensors of the same shapes with the other's number in their names.
+    """
+    number = layer.rpartition(".")[2]
+    other_number = other.rpartition(".")[2]
+    moved = {}
+    for name, pieces in found.items():
+        match = _LAYER.match(name)
+        if match is None or match[2] != number:
+            return None
+        moved_name = name[: match.start(2)] + other_number + name[match.end(2) :]
+        local = local_tensors.get(moved_name)
+        if local is None or local.shape != local_tensors[name].shape:
+            return None
+        moved[moved_name] = [
+            replace(piece, name=other + piece.name.removeprefix(layer)) for piece in pieces
+        ]
+    return moved
+
+
+def _by_layer(shapes: Shapes) -> dict[str, Shapes]:
+    """Shapes of each layer's tensors, by the part of the name that they share; "": all others."""
+    layers: dict[str, dict[str, Sequence[int]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        match = _LAYER.match(name)
+        layers[match[1] if match else ""][name] = shape
+    return dict(layers)
+
+
+def _table_of(local_tensors: Mapping[str, Tensor], found: Mapping[str, Found]) -> ShardTable:
+    pieces: dict[str, list[Piece]] = {name: [] for name in local_tensors}
+    for layer in found.values():
+        for name, some in layer.items():
+            pieces[name] += some
+    return {
+        name: LocalTensor(tuple(tensor.shape), tuple(pieces[name]))
+        for name, tensor in local_tensors.items()
+    }
+
+
+def _number(local_tensors: Mapping[str, Tensor], shapes: Shapes, load: Load) -> Found:
+    """Return where tensors of these shapes are, by loading their numbers."""
+    numbering = Numbering.of(shapes)
+    found = {}
+    for name, numbers in _read_numbers(local_tensors, numbering, load):
+        found[name] = numbering.pieces(name, numbers)
+    return found
+
+
+def _agrees(
+    local_tensors: Mapping[str, Tensor],
+    table: ShardTable,
+    layers: Mapping[str, Shapes],
+    load: Load,
+) -> bool:
+    """Whether the loader stores every element where the table says; all are zeros afterwards."""
+    dtype = _narrowest(local_tensors)
+    device = next(iter(local_tensors.values())).device
+    is_right = True
+    for salt in range(_NUM_CHECKS):
+        for shapes in layers.values():
+            codes = {}
+            for name, shape in shapes.items():
+                of_index = partial(_code, name, salt)
+                codes[name] = _fill(tuple(shape), of_index, dtype=dtype, device=device)
+            load(codes)
+        for name, tensor in local_tensors.items():
+            local = table[name]
+            is_right = is_right and int(tensor.count_nonzero()) + local.padding == tensor.numel()
+            for piece in local.pieces:
+                shape = layers[_layer_of(piece.name)][piece.name]
+                is_right = is_right and _has_codes(tensor, piece, shape, salt)
+            tensor.zero_()
+    return is_right
+
+
+def _has_codes(tensor: Tensor, piece: Piece, shape: Sequence[int], salt: int) -> bool:
+    """Whether a piece of an engine's tensor has the codes of the model's, which has this shape."""
+    view = piece.view(tensor)
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    rows = max(1, _BLOCK // max(1, prod(view.shape[1:]))) if view.ndim else 1
+    for start in range(0, len(view) if view.ndim else 1, rows):
+        part = view[start : start + rows] if view.ndim else view
+        index = torch.zeros((), dtype=torch.int32, device=tensor.device)
+        for axis, (low, _) in enumerate(piece.box.bounds):
+            origin = low + start if axis == 0 else low
+            steps = torch.arange(part.shape[axis], dtype=torch.int32, device=tensor.device)
+            sizes = [1] * part.ndim
+            sizes[axis] = len(steps)
+            index = index + ((steps + origin) * strides[axis]).view(sizes)
+        if not bool((part == _code(piece.name, salt, index)).all()):
+            return False
+    return True
+
+
+def _code(name: str, salt: int, index: Tensor) -> Tensor:
+    """A number from 1 to 128 for elements of a tensor; index: row-major, int32."""
+    mixed = (index + (crc32(f"{name} {salt}".encode()) >> 1)) * _FACTOR  # modulo 2**32
+    mixed = mixed ^ ((mixed >> 15) & 0x1FFFF)
+    mixed = mixed * 0x2C1B3C6D
+    return ((mixed >> 20) & ((1 << _CODE_BITS) - 1)) + 1
+
+
+def _fill(
+    shape: tuple[int, ...],
+    of_index: Callable[[Tensor], Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return a tensor whose elements are of_index(their row-major index, int32)."""
+    size = prod(shape)
+    result = torch.empty(size, dtype=dtype, device=device)
+    for start in range(0, size, _BLOCK):
+        stop = min(size, start + _BLOCK)
+        result[start:stop] = of_index(torch.arange(start, stop, dtype=torch.int32, device=device))
+    return result.view(shape)
+
+
+def _layer_of(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[1] if match else ""
+
+
+def _narrowest(local_tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The tensors' type that holds the fewest integers exactly."""
+    return min((tensor.dtype for tensor in local_tensors.values()), key=_DIGIT_BITS.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -91,8 +268,8 @@ class Numbering:
     def pieces(self, name: str, numbers: Tensor) -> list[Piece]:
         """Return which boxes of the numbered tensors another tensor has, by its numbers.
 
-        numbers: int64 in host memory; 0 where it has no element of them. WeightSyncError with its
-        name if they are too many boxes.
+        numbers: int32 or int64; 0 where it has no element of them. WeightSyncError with its name if
+        they are too many boxes.
         """
         return _Region(name, numbers, self).pieces()
 
@@ -101,13 +278,22 @@ class Numbering:
         index = bisect_right(self.firsts, number) - 1
         return self.names[index], number - self.firsts[index]
 
-    def tensors(self, of_number: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return all tensors, whose elements are of_number(their numbers)."""
+    def tensors(
+        self,
+        of_number: Callable[[Tensor], Tensor],
+        *,
+        dtype: torch.dtype = torch.int32,
+        device: torch.device = CPU,
+    ) -> dict[str, Tensor]:
+        """Return all tensors, whose elements are of_number(their numbers, int32)."""
+
+        def of_index(first: int, index: Tensor) -> Tensor:
+            return of_number(index + first)
+
         result = {}
         for name, first in zip(self.names, self.firsts, strict=True):
-            shape = self.shapes[name]
-            numbers = torch.arange(first, first + prod(shape))
-            result[name] = of_number(numbers).reshape(shape)
+            numbers = partial(of_index, first)
+            result[name] = _fill(self.shapes[name], numbers, dtype=dtype, device=device)
         return result
 
 
@@ -116,18 +302,20 @@ def _read_numbers(
 ) -> Iterator[tuple[str, Tensor]]:
     """Load the numbers; yield (name, numbers) of each engine's tensor that has some of them.
 
-    numbers: int64 in host memory, 0 where nothing was loaded. The tensors are zeros again
-    afterwards.
+    numbers: int32, 0 where nothing was loaded. The tensors are zeros again afterwards.
     """
-    if numbering.last >= _PRIME:
+    if numbering.last >= _MOST_NUMBERS:
         raise WeightSyncError.of(
             f"weights of {numbering.names[0]} and others of its layer",
             f"{numbering.last} elements",
-            f"fewer than {_PRIME}, so that each has a number",
+            f"fewer than {_MOST_NUMBERS}, so that each has a number",
             "choose another generator for this model",
         )
-    first = _load_digits(local_tensors, load, numbering, numbering.last, lambda number: number)
-    second = _load_digits(local_tensors, load, numbering, _PRIME, _in_other_order)
+    num_bits = numbering.last.bit_length()
+    first = _load_digits(local_tensors, load, numbering, num_bits, lambda number: number)
+    if not first:
+        return
+    second = _load_digits(local_tensors, load, numbering, _NUMBER_BITS, _in_other_order)
     for name, numbers in first.items():
         if int(numbers.max()) > numbering.last:
             raise _computes(name)
@@ -137,49 +325,52 @@ def _read_numbers(
 
 
 def _in_other_order(numbers: Tensor) -> Tensor:
-    """Other numbers below _PRIME, one for each; 0 stays 0."""
-    return numbers * _FACTOR % _PRIME
+    """Other numbers modulo 2**32, one for each; 0 stays 0."""
+    return numbers * _FACTOR
 
 
 def _load_digits(
     local_tensors: Mapping[str, Tensor],
     load: Load,
     numbering: Numbering,
-    most: int,
+    num_bits: int,
     of_number: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """Return of_number(number), at most `most`, of what each engine's tensor has after loading.
+    """Return of_number(number), of num_bits bits, of what each engine's tensor has after loading.
 
-    Each load stores one digit plus 1, so that what was not loaded stays 0.
+    Each load stores one digit plus 1, so that what was not loaded stays 0. {}: nothing was loaded.
     """
-    bits = min(_digit_bits(name, tensor) for name, tensor in local_tensors.items()) - 1
-    base = (1 << bits) - 1
+    digit_bits = min(_digit_bits(name, tensor) for name, tensor in local_tensors.items()) - 1
+    dtype = _narrowest(local_tensors)
+    device = next(iter(local_tensors.values())).device
+    most = 1 << digit_bits
     values: dict[str, Tensor] = {}
     loaded: dict[str, Tensor] = {}
-    factor = 1
-    while factor <= most:
-        load(numbering.tensors(partial(_stored_digit, of_number, factor, base)))
+    for shift in range(0, num_bits, digit_bits):
+        digit = partial(_stored_digit, of_number, shift, most - 1)
+        load(numbering.tensors(digit, dtype=dtype, device=device))
         for name, tensor in local_tensors.items():
-            if factor == 1 and bool(tensor.any()):
-                loaded[name] = (tensor != 0).cpu()
-                values[name] = torch.zeros(tensor.shape, dtype=torch.int64)
+            if shift == 0 and bool(tensor.any()):
+                loaded[name] = tensor != 0
+                values[name] = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
             if name not in loaded:
                 continue
-            digits = tensor.detach().to("cpu", torch.float64)
-            tensor.zero_()
-            is_digit = (digits == digits.round()) & (digits >= 0) & (digits <= base)
-            if not bool(is_digit.all()) or not torch.equal(digits > 0, loaded[name]):
+            is_digit = (tensor == tensor.round()) & (tensor >= 0) & (tensor <= most)
+            if not bool(is_digit.all()) or not torch.equal(tensor > 0, loaded[name]):
                 raise _computes(name)
-            values[name] += torch.where(loaded[name], (digits.long() - 1) * factor, 0)
-        factor *= base
+            digits = (tensor.detach().to(torch.int32) - 1).clamp_(min=0)
+            values[name] += digits << shift
+            tensor.zero_()
+        if not loaded:
+            break
     return values
 
 
 def _stored_digit(
-    of_number: Callable[[Tensor], Tensor], factor: int, base: int, numbers: Tensor
+    of_number: Callable[[Tensor], Tensor], shift: int, mask: int, numbers: Tensor
 ) -> Tensor:
     """One digit of of_number(numbers), plus 1."""
-    return of_number(numbers) // factor % base + 1
+    return ((of_number(numbers) >> shift) & mask) + 1
 
 
 def _digit_bits(name: str, tensor: Tensor) -> int:
@@ -269,7 +460,8 @@ def _strides_of(part: Tensor) -> _Strides | None:
             stride = int(part.select(axis, 1).flatten()[0]) - first
             shape = [1] * part.ndim
             shape[axis] = extent
-            expected += (torch.arange(extent) * stride).view(shape)
+            steps = torch.arange(extent, dtype=part.dtype, device=part.device)
+            expected += (steps * stride).view(shape)
         strides.append(stride)
     if not torch.equal(part, expected):
         return None

@@ -155,6 +155,14 @@ class FSDPEngine(TrainEngine):
         """
         routers = self.model.routers
         if routers is None:
+            if self.router_balance_coef > 0:
+                raise ConfigError.of(
+                    "update.router_balance_coef",
+                    f"{self.router_balance_coef:g} for a model in which the installed transformers "
+                    "does not say which modules are its routers",
+                    "a family whose routers are known (_can_record_outputs)",
+                    "set it to 0, or install a newer transformers",
+                )
             return None
         balanced = BalancedLoss(loss, routers, self.router_balance_coef, self.device)
         if self.router_balance_coef:

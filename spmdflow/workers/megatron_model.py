@@ -285,18 +285,25 @@ def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
         layer.submodules.self_attention.module = GroupedSelfAttention
         layer.submodules.self_attention.submodules.core_attention = TEPackedAttention
         if has_experts:
-            layer.submodules.mlp.submodules.router = ExpertRouter
+            _submodules_of(layer.submodules.mlp).router = ExpertRouter
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm", **experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if has_experts:
-        layer.submodules.mlp.submodules.router = ExpertRouter
+        _submodules_of(layer.submodules.mlp).router = ExpertRouter
     attention: ModuleSpec = layer.submodules.self_attention
     attention.module = GroupedSelfAttention
     attention.submodules.core_attention = CausalAttention
     if qk_norm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _submodules_of(described: ModuleSpec | functools.partial[Any]) -> Any:
+    """Return the parts in Megatron's description of a module; from 0.19 on it is a partial call."""
+    if isinstance(described, functools.partial):
+        return described.keywords["submodules"]
+    return described.submodules
 
 
 def routers_of(

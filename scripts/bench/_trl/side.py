@@ -1,7 +1,8 @@
 """TRL's side of `bench.py trl`; runs in TRL's own environment: WORK.json SETTING OUT.json.
 
 SETTING: whole (the batch in one forward), micro (rows cut, gradients accumulated), ranks (two
-processes of DistributedDataParallel, started by torchrun). The file steps beside OUT gets a line at
+processes of DistributedDataParallel, started by torchrun), vllm and vllm-micro (the first two with
+vLLM in the same process, on a GPU). The file steps beside OUT gets a line at
 the end of each step; OUT: what TRL says of tokens and rewards. The trained model is written to the
 folder that WORK names as "trained", if it does.
 """
@@ -19,6 +20,9 @@ from datasets import Dataset
 from reward import REWARDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+MAX_PROMPT_TOKENS = 256
+"""As in bench/trl.py."""
 
 
 class Clock(TrainerCallback):
@@ -55,12 +59,16 @@ def settings(work: dict[str, Any], setting: str) -> dict[str, Any]:
     """How the batch is cut."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     own = work["rows"] // processes
-    rows = work["micro_rows"] if setting == "micro" else own
-    return {
+    rows = work["micro_rows"] if setting.endswith("micro") else own
+    found = {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": own // rows,
         "steps_per_generation": own // rows,
     }
+    if setting.startswith("vllm"):
+        longest = MAX_PROMPT_TOKENS + work["new_tokens"]
+        found |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": longest}
+    return found
 
 
 def main(work_file: str, setting: str, out: str) -> None:
@@ -83,7 +91,7 @@ def main(work_file: str, setting: str, out: str) -> None:
         shuffle_dataset=False,
         bf16=work["dtype"] == "bfloat16",
         fp16=False,
-        use_cpu=True,
+        use_cpu=work["device"] == "cpu",
         gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],

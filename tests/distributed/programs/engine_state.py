@@ -94,7 +94,7 @@ def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
     group = engine.groups.get(engine.layout.ranks)
     first = engine.layout.ranks[0]
     pieces: list[Any] | None = [None] * engine.layout.size if engine.rank == first else None
-    mine = [(name, view.clone(), box) for name, view, box in engine.own_state_blocks()]
+    mine = [(name, view.to("cpu", copy=True), box) for name, view, box in engine.own_state_blocks()]
     dist.gather_object(mine, pieces, dst=first, group=group)
     if pieces is None:
         return {}

@@ -42,6 +42,7 @@ from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.model import load_model, open_model
 
+CPU = torch.device("cpu")
 POOLS = (1, 2, 4)
 AXES = ("tp", "pp", "dp", "replica", "ep", "expert_dp", "tp_ep", "copy", "embedding")
 SIGMOIDS = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
@@ -121,7 +122,16 @@ def rows() -> list[tuple[Tensor, Tensor]]:
     return [*result, result[0]]
 
 
-def build(folder: Path, kind: str, layout: Layout, rank: int, groups: GroupTable) -> TrainEngine:
+def build(
+    folder: Path,
+    kind: str,
+    layout: Layout,
+    rank: int,
+    groups: GroupTable,
+    *,
+    device: torch.device = CPU,
+    dtype: str = "float32",
+) -> TrainEngine:
     """Return an engine with the folder's weights, whose first step leaves its gradient."""
     name, _, text = kind.partition("-")
     facts = engine_kind(name)
@@ -130,10 +140,10 @@ def build(folder: Path, kind: str, layout: Layout, rank: int, groups: GroupTable
     if text:
         options = text.split("-")[1:]
         cfg = replace(cfg, options=options)
-    context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
+    context = WorkerContext("actor", layout, rank, groups, device, seed=0)
     optimizer = OptimizerConfig(lr=1e-3, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
     engine = resolve(facts.implementation)(
-        open_folder(ModelConfig(path=str(folder)), head="causal_lm"),
+        open_folder(ModelConfig(path=str(folder), dtype=dtype), head="causal_lm"),
         cfg,
         context,
         optimizer=optimizer,

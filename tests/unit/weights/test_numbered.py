@@ -41,7 +41,7 @@ def test_fused_rows_padding_and_a_gap_are_found(dtype: torch.dtype) -> None:
                 local["qkv"][first[name] : first[name] + len(values)] = values
 
     shapes = {"q": (8, 300), "k": (2, 300), "v": (2, 300)}
-    table = derive_table(local, [shapes, {"words": (50, 8)}], load)
+    table = derive_table(local, shapes | {"words": (50, 8)}, load)
 
     assert pieces_of(table, "qkv") == [
         ("q", ((0, 8), (0, 300)), ((0, 8), (0, 300))),
@@ -67,7 +67,7 @@ def test_experts_are_found_stacked_transposed_and_without_an_axis() -> None:
         local["convolution"].copy_(tensors["convolution"].squeeze(1))
 
     shapes = {"gate": (15, 8), "up": (15, 8), "down": (3, 5, 8), "convolution": (6, 1, 4)}
-    table = derive_table(local, [shapes], load)
+    table = derive_table(local, shapes, load)
 
     assert len(table["up"].pieces) == 6
     (down,) = table["down"].pieces
@@ -109,7 +109,7 @@ def test_a_loader_that_computes_is_refused(way: Way, dtype: torch.dtype) -> None
         way(local["w"], tensors["w"])
 
     with pytest.raises(WeightSyncError, match="weights of w: got a loader that computes it"):
-        derive_table(local, [{"w": (40, 30)}], load)
+        derive_table(local, {"w": (40, 30)}, load)
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,7 @@ def test_filling_by_the_table_gives_what_the_loader_gives(
             if each.name in tensors:
                 each.copy(local, tensors[each.name])
 
-    groups = [{name: shape} for name, shape in shapes.items()]
-    table = derive_table(local, groups, load)
+    table = derive_table(local, shapes, load)
 
     weights = {}
     for name, shape in shapes.items():
@@ -184,3 +183,98 @@ def test_filling_by_the_table_gives_what_the_loader_gives(
         assert torch.equal(tensor, expected[name])
     for name, view, box in blocks(local, table):
         assert torch.equal(view, weights[name][box.slices()].to(view.dtype))
+
+
+LAYER_SHAPES = {"up": (6, 5), "gate": (6, 5), "down": (5, 6)}
+NUM_LAYERS = 4
+
+
+def engine_of_layers() -> dict[str, Tensor]:
+    """Fused up and gate, and down, of each layer; a table of words."""
+    local = {"model.words": torch.empty(9, 5, dtype=torch.bfloat16)}
+    for layer in range(NUM_LAYERS):
+        local[f"model.layers.{layer}.fused"] = torch.empty(12, 5, dtype=torch.bfloat16)
+        local[f"model.layers.{layer}.down"] = torch.empty(5, 6, dtype=torch.bfloat16)
+    return local
+
+
+def shapes_of_layers() -> dict[str, tuple[int, int]]:
+    shapes = {"model.words": (9, 5)}
+    for layer in range(NUM_LAYERS):
+        for name, shape in LAYER_SHAPES.items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    return shapes
+
+
+def store(local: Mapping[str, Tensor], name: str, values: Tensor) -> None:
+    """As most loaders do it."""
+    prefix, _, kind = name.rpartition(".")
+    if kind in ("up", "gate"):
+        start = 6 if kind == "up" else 0
+        local[f"{prefix}.fused"][start : start + 6] = values
+    else:
+        local[name].copy_(values)
+
+
+def test_of_layers_with_the_same_tensors_one_is_numbered() -> None:
+    local = engine_of_layers()
+    loads: list[list[str]] = []
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        loads.append(list(tensors))
+        for name, values in tensors.items():
+            store(local, name, values)
+
+    table = derive_table(local, shapes_of_layers(), load)
+
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}"
+        assert pieces_of(table, f"{prefix}.fused") == [
+            (f"{prefix}.gate", ((0, 6), (0, 5)), ((0, 6), (0, 5))),
+            (f"{prefix}.up", ((0, 6), (0, 5)), ((6, 12), (0, 5))),
+        ]
+        loads_of_layer = [names for names in loads if f"{prefix}.up" in names]
+        if layer == 0:
+            assert len(loads_of_layer) > 2
+        else:
+            assert len(loads_of_layer) == 2  # the codes
+    assert not any(bool(tensor.any()) for tensor in local.values())
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_layer_that_is_stored_in_another_way_is_numbered_too(layer: int) -> None:
+    local = engine_of_layers()
+    other = f"model.layers.{layer}.down"
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        for name, values in tensors.items():
+            if name == other:  # two elements are exchanged
+                values = values.clone()
+                values[1, 2] = tensors[name][3, 4]
+                values[3, 4] = tensors[name][1, 2]
+            store(local, name, values)
+
+    table = derive_table(local, shapes_of_layers(), load)
+
+    weights = {name: torch.randn(shape).bfloat16() for name, shape in shapes_of_layers().items()}
+    load(weights)
+    expected = {name: tensor.clone() for name, tensor in local.items()}
+    whole = Blocks((name, x, Box.of_shape(x.shape)) for name, x in weights.items())
+    fill(local, table, whole.read)
+    for name, tensor in local.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_loader_that_computes_in_one_layer_is_refused(layer: int) -> None:
+    local = engine_of_layers()
+    other = f"model.layers.{layer}.down"
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        for name, values in tensors.items():
+            store(local, name, values)
+            if name == other:
+                local[name][2, 3] *= 2
+
+    with pytest.raises(WeightSyncError, match=f"weights of {other}: got a loader that computes it"):
+        derive_table(local, shapes_of_layers(), load)
