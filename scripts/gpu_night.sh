@@ -3,7 +3,8 @@
 #
 #   scripts/gpu_night.sh prepare    here, beforehand: wheels, the parts of vLLM, a real model into .gpu/ (about 400 MB are fetched)
 #   scripts/gpu_night.sh stages     print the stages: what each carries there and how long it may take
-#   scripts/gpu_night.sh on STAGE   there: one stage; its logs go to $OUT, the last lines are a table
+#   scripts/gpu_night.sh on STAGE   there: one stage; its logs go to $OUT, the last lines are a table. Do not pipe it into
+#                                   tail: if it is stopped, nothing of its output would come back
 #
 # For an image with Python 3.12, torch 2.11 for CUDA 13, transformers 5.17, triton and pytest with xdist and timeout, and
 # without vLLM, Megatron and what scripts/gpu_night_requirements.txt names. vLLM 0.26 is the newest for that torch. It travels in chunks,
@@ -12,7 +13,6 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 SCRATCH=${SCRATCH:-/var/tmp/gpu_night}
 SITE=$SCRATCH/site
-LOGS=$SCRATCH/logs
 OUT=${OUT:-$SCRATCH/out}
 
 fetch() { # fetch FOLDER REQUIREMENT...: wheels for the image's Python
@@ -76,11 +76,12 @@ TEXT
 }
 
 begin() { # keep the chunk that was carried, install the wheels
-    mkdir -p "$SCRATCH/chunks" "$SITE" "$OUT" && rm -rf "$LOGS" && mkdir -p "$LOGS"
+    mkdir -p "$SCRATCH/chunks" "$SITE" "$OUT" && export LOGS=$OUT/logs && mkdir -p "$LOGS" # comes back from a stage that is stopped too
     cp .gpu/c?/chunk? .gpu/m?/model_part? "$SCRATCH/chunks/" 2>/dev/null
     if [ -d .gpu/base ] && [ ! -d "$SITE/tensordict" ]; then install_wheels .gpu/base/*.whl; fi
     if [ -d .gpu/more ] && [ ! -d "$SITE/trl" ]; then install_wheels .gpu/more/*.whl; fi
     export PYTHONPATH=$SITE:$PWD OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+    export VLLM_USE_FLASHINFER_SAMPLER=0 # there is no FlashInfer
     export VLLM_CACHE_ROOT=$SCRATCH/vllm TRITON_CACHE_DIR=$SCRATCH/triton
     if [ -e "$SCRATCH/chunks/chunk4" ] && [ ! -d "$SITE/vllm" ]; then # the last chunk has come
         mkdir -p "$SCRATCH/parts"

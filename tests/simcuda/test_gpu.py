@@ -39,9 +39,22 @@ def test_hybrid_engine_follows_the_trainer_on_simulated_devices(
     assert f"{number} passed" in output and "skipped" not in output
 
 
+@pytest.mark.drill
+def test_gradients_of_families_on_simulated_devices_are_those_of_transformers(
+    simulated: Simulated,
+) -> None:
+    chosen = "gradients and float32"
+
+    output = simulated(*("-m", "pytest", *QUIET, "-k", chosen, "tests/gpu/test_families.py"))
+
+    assert "5 passed" in output and "skipped" not in output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_all_that_a_gpu_will_run_first_runs_on_simulated_devices(simulated: Simulated) -> None:
-    output = simulated(*("-m", "pytest", *QUIET, "tests/gpu"), seconds=2900)
+    chosen = "not with_vllm_follows"  # kernels of vLLM's experts are not here
+
+    output = simulated(*("-m", "pytest", *QUIET, "-k", chosen, "tests/gpu"), seconds=2900)
 
     assert "passed" in output and "skipped" not in output

@@ -37,6 +37,7 @@ from spmdflow.objectives.supervised import SupervisedLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.router import ROUTES, Routers, from_column
+from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import attention_of
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import TrainEngine
@@ -149,7 +150,8 @@ def build(
         optimizer=optimizer,
         total_optimizer_steps=1,
     )
-    engine.router_balance_coef = BALANCE
+    if Architecture.sizes_from_folder(folder).num_experts:
+        engine.router_balance_coef = BALANCE
     return engine
 
 

@@ -3,6 +3,7 @@
 
 #include "simulated.h"
 
+#include <ATen/native/ConvUtils.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -312,6 +313,39 @@ int64_t attention_kernel(
   return 0;
 }
 
+// Of a convolution of each channel alone (surface.py has the forward): gradients of the input and
+// of the weight, one weight of the kernel after another.
+std::tuple<at::Tensor, at::Tensor> depthwise_backward(
+    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+    at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation, std::array<bool, 2>) {
+  const auto rows = padding[0];
+  const auto columns = padding[1];
+  const auto padded = at::constant_pad_nd(input, {columns, columns, rows, rows});
+  auto to_padded = at::zeros_like(padded);
+  auto to_weight = at::zeros_like(weight);
+  const auto seen = [&](const at::Tensor& all, int64_t row, int64_t column) {
+    auto view = all;
+    for (const auto& [axis, place] : {std::pair{0, row}, std::pair{1, column}}) {
+      const auto start = place * dilation[axis];
+      const auto stop = start + stride[axis] * (grad.size(2 + axis) - 1) + 1;
+      view = view.slice(2 + axis, start, stop, stride[axis]);
+    }
+    return view;
+  };
+  for (int64_t row = 0; row < kernel_size[0]; ++row) {
+    for (int64_t column = 0; column < kernel_size[1]; ++column) {
+      const auto factor = weight.select(3, column).select(2, row).view({1, -1, 1, 1});
+      seen(to_padded, row, column).add_(grad * factor);
+      to_weight.select(3, column).select(2, row).select(1, 0).copy_(
+          (grad * seen(padded, row, column)).sum({0, 2, 3}));
+    }
+  }
+  const auto to_input = to_padded.slice(2, rows, rows + input.size(2))
+                            .slice(3, columns, columns + input.size(3));
+  return {to_input, to_weight};
+}
+
 }  // namespace simulated
 
 namespace simulated {
@@ -335,4 +369,5 @@ void bind_kernels(py::module& module) {
 
 namespace at::native {
 REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &simulated::attention_kernel)
+REGISTER_CUDA_DISPATCH(conv_depthwise2d_backward_stub, &simulated::depthwise_backward)
 }  // namespace at::native

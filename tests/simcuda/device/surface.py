@@ -41,6 +41,7 @@ def install(library: str) -> None:
     _install_devices()
     _kernels.impl("mm.dtype", _product, "CUDA")
     _kernels.impl("histc", _histogram, "CUDA")
+    _kernels.impl("_conv_depthwise2d", _depthwise, "CUDA")
     _install_attention()
     _install_memory()
     _install_streams()
@@ -204,6 +205,35 @@ def _histogram(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0)
     assert not x.is_floating_point() and bins == max - min + 1, (x.dtype, bins, min, max)
     values = torch.arange(int(min), int(max) + 1, dtype=x.dtype, device=x.device)
     return (x[:, None] == values).sum(0).to(x.dtype)
+
+
+def _depthwise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kernel_size: list[int],
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> torch.Tensor:
+    """Convolution of each channel alone, by an operator that only CUDA has."""
+    padded = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    sizes = []
+    for axis in (0, 1):
+        reach = dilation[axis] * (kernel_size[axis] - 1) + 1
+        sizes.append((padded.shape[2 + axis] - reach) // stride[axis] + 1)
+    result: Any = 0
+    for row in range(kernel_size[0]):
+        for column in range(kernel_size[1]):
+            view = padded
+            for axis, place in ((0, row), (1, column)):
+                start = place * dilation[axis]
+                stop = start + stride[axis] * (sizes[axis] - 1) + 1
+                view = view[(slice(None),) * (2 + axis) + (slice(start, stop, stride[axis]),)]
+            result = result + view * weight[:, 0, row, column, None, None]
+    if bias is not None:
+        result = result + bias[:, None, None]
+    return result.contiguous()
 
 
 def _install_attention() -> None:
