@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from spmdflow.derivative import differentiable_once
 
@@ -139,6 +140,60 @@ def use_onednn_products(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.__class__ = Linear
+
+
+def multiply_in_type_of_weights(module: nn.Module) -> None:
+    """Let every part that is no linear layer multiply float32 by its bfloat16 weights on a CPU.
+
+    These are routers, experts and convolutions, whose code expects inputs of the weights' type:
+    they get bfloat16 and return float32. Layer norms compute in float32, with rounded weights.
+    """
+    for part in module.modules():
+        if type(part) is nn.LayerNorm:
+            part.__class__ = LayerNorm
+        elif not isinstance(part, (nn.Linear, nn.Embedding)) and _multiplies(part):
+            part.register_forward_pre_hook(_round_inputs, with_kwargs=True)
+            part.register_forward_hook(_widen_outputs)
+
+
+def _multiplies(part: nn.Module) -> bool:
+    """Whether a module has a matrix of its own."""
+    own = part.parameters(recurse=False)
+    return any(tensor.is_floating_point() and tensor.ndim >= 2 for tensor in own)
+
+
+def _round_inputs(part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Convert inputs to the type of the weights, if results are computed in another one."""
+    weight = next(part.parameters(recurse=False))
+    if compute_dtype(weight) == weight.dtype:
+        return None
+    return _converted(args, weight.dtype), _converted(kwargs, weight.dtype)
+
+
+def _widen_outputs(part: nn.Module, _: Any, output: Any) -> Any:
+    """Convert outputs to the type in which results are computed."""
+    return _converted(output, compute_dtype(next(part.parameters(recurse=False))))
+
+
+def _converted(values: Any, dtype: torch.dtype) -> Any:
+    """The same values, with every floating-point tensor in this type."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        return value
+
+    return tree_map(convert, values)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's layer norm, which computes in the type of its input, whatever its weights have."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized input, (..., n) -> (..., n)."""
+        weight = None if self.weight is None else self.weight.to(input.dtype)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class Linear(nn.Linear):

@@ -27,36 +27,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from spmdflow.blocks.box import Box
 from spmdflow.errors import WeightSyncError
+from spmdflow.weights.codes import (
+    CPU,
+    EXACT_BITS,
+    ORDER_FACTOR,
+    Load,
+    Shapes,
+    fill_by_index,
+    narrowest_type,
+    table_agrees,
+)
 from spmdflow.weights.table import LocalTensor, Piece, ShardTable
 
-Load = Callable[[Mapping[str, Tensor]], None]
-"""Loads some of the model's tensors, by name, into the engine's."""
-Shapes = Mapping[str, Sequence[int]]
-"""Of the model's tensors, by name."""
 Found = Mapping[str, Sequence[Piece]]
 """The engine's tensors in which a layer is, with its pieces."""
 
 _LAYER = re.compile(r"^(.*?\.(\d+))\.")
 """The part of a name that the tensors of a layer share; it ends with the layer's number."""
-_DIGIT_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 24}
-"""Bits of an integer that a type holds exactly; of float64 no more than are useful."""
 _NUMBER_BITS = 32
-_FACTOR = 1_220_703_125
-"""Numbers of the second load: number * _FACTOR modulo 2**32, which puts them in another order."""
-_CODE_BITS = 7
-"""A code is at least 1 and at most 2**7, which every type holds exactly."""
-_NUM_CHECKS = 2
 _MOST_NUMBERS = (1 << 31) - 1
-CPU = torch.device("cpu")
-_BLOCK = 1 << 26
-"""Most elements whose numbers or codes are computed at a time."""
 _MOST_PIECES = 1 << 16
 """Of one tensor of the engine; a loader with more follows no order that boxes describe."""
 
@@ -75,7 +70,7 @@ def derive_table(local_tensors: Mapping[str, Tensor], shapes: Shapes, load: Load
     found: dict[str, Found] = {}
     expected = _expect_alike(local_tensors, layers, load, found)
     table = _table_of(local_tensors, found | expected)
-    if expected and not _agrees(local_tensors, table, layers, load):
+    if expected and not table_agrees(local_tensors, table, layers, load):
         for layer in expected:
             found[layer] = _number(local_tensors, layers[layer], load)
         table = _table_of(local_tensors, found)
@@ -159,86 +154,6 @@ def _number(local_tensors: Mapping[str, Tensor], shapes: Shapes, load: Load) -> 
     return found
 
 
-def _agrees(
-    local_tensors: Mapping[str, Tensor],
-    table: ShardTable,
-    layers: Mapping[str, Shapes],
-    load: Load,
-) -> bool:
-    """Whether the loader stores every element where the table says; all are zeros afterwards."""
-    dtype = _narrowest(local_tensors)
-    device = next(iter(local_tensors.values())).device
-    is_right = True
-    for salt in range(_NUM_CHECKS):
-        for shapes in layers.values():
-            codes = {}
-            for name, shape in shapes.items():
-                of_index = partial(_code, name, salt)
-                codes[name] = _fill(tuple(shape), of_index, dtype=dtype, device=device)
-            load(codes)
-        for name, tensor in local_tensors.items():
-            local = table[name]
-            is_right = is_right and int(tensor.count_nonzero()) + local.padding == tensor.numel()
-            for piece in local.pieces:
-                shape = layers[_layer_of(piece.name)][piece.name]
-                is_right = is_right and _has_codes(tensor, piece, shape, salt)
-            tensor.zero_()
-    return is_right
-
-
-def _has_codes(tensor: Tensor, piece: Piece, shape: Sequence[int], salt: int) -> bool:
-    """Whether a piece of an engine's tensor has the codes of the model's, which has this shape."""
-    view = piece.view(tensor)
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    rows = max(1, _BLOCK // max(1, prod(view.shape[1:]))) if view.ndim else 1
-    for start in range(0, len(view) if view.ndim else 1, rows):
-        part = view[start : start + rows] if view.ndim else view
-        index = torch.zeros((), dtype=torch.int32, device=tensor.device)
-        for axis, (low, _) in enumerate(piece.box.bounds):
-            origin = low + start if axis == 0 else low
-            steps = torch.arange(part.shape[axis], dtype=torch.int32, device=tensor.device)
-            sizes = [1] * part.ndim
-            sizes[axis] = len(steps)
-            index = index + ((steps + origin) * strides[axis]).view(sizes)
-        if not bool((part == _code(piece.name, salt, index)).all()):
-            return False
-    return True
-
-
-def _code(name: str, salt: int, index: Tensor) -> Tensor:
-    """A number from 1 to 128 for elements of a tensor; index: row-major, int32."""
-    mixed = (index + (crc32(f"{name} {salt}".encode()) >> 1)) * _FACTOR  # modulo 2**32
-    mixed = mixed ^ ((mixed >> 15) & 0x1FFFF)
-    mixed = mixed * 0x2C1B3C6D
-    return ((mixed >> 20) & ((1 << _CODE_BITS) - 1)) + 1
-
-
-def _fill(
-    shape: tuple[int, ...],
-    of_index: Callable[[Tensor], Tensor],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Return a tensor whose elements are of_index(their row-major index, int32)."""
-    size = prod(shape)
-    result = torch.empty(size, dtype=dtype, device=device)
-    for start in range(0, size, _BLOCK):
-        stop = min(size, start + _BLOCK)
-        result[start:stop] = of_index(torch.arange(start, stop, dtype=torch.int32, device=device))
-    return result.view(shape)
-
-
-def _layer_of(name: str) -> str:
-    match = _LAYER.match(name)
-    return match[1] if match else ""
-
-
-def _narrowest(local_tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The tensors' type that holds the fewest integers exactly."""
-    return min((tensor.dtype for tensor in local_tensors.values()), key=_DIGIT_BITS.__getitem__)
-
-
 @dataclass(frozen=True)
 class Numbering:
     """Numbers of the elements of some tensors: 1 and up, in row-major order.
@@ -293,7 +208,7 @@ class Numbering:
         result = {}
         for name, first in zip(self.names, self.firsts, strict=True):
             numbers = partial(of_index, first)
-            result[name] = _fill(self.shapes[name], numbers, dtype=dtype, device=device)
+            result[name] = fill_by_index(self.shapes[name], numbers, dtype=dtype, device=device)
         return result
 
 
@@ -326,7 +241,7 @@ def _read_numbers(
 
 def _in_other_order(numbers: Tensor) -> Tensor:
     """Other numbers modulo 2**32, one for each; 0 stays 0."""
-    return numbers * _FACTOR
+    return numbers * ORDER_FACTOR
 
 
 def _load_digits(
@@ -341,7 +256,7 @@ def _load_digits(
     Each load stores one digit plus 1, so that what was not loaded stays 0. {}: nothing was loaded.
     """
     digit_bits = min(_digit_bits(name, tensor) for name, tensor in local_tensors.items()) - 1
-    dtype = _narrowest(local_tensors)
+    dtype = narrowest_type(local_tensors)
     device = next(iter(local_tensors.values())).device
     most = 1 << digit_bits
     values: dict[str, Tensor] = {}
@@ -374,12 +289,12 @@ def _stored_digit(
 
 
 def _digit_bits(name: str, tensor: Tensor) -> int:
-    bits = _DIGIT_BITS.get(tensor.dtype)
+    bits = EXACT_BITS.get(tensor.dtype)
     if bits is None:
         raise WeightSyncError.of(
             f"weights of {name}",
             f"elements of {tensor.dtype}",
-            f"one of {', '.join(map(str, _DIGIT_BITS))}",
+            f"one of {', '.join(map(str, EXACT_BITS))}",
             "choose another precision for the generator",
         )
     return bits

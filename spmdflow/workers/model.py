@@ -23,7 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from spmdflow.config.model import LoRAConfig, ModelConfig
-from spmdflow.cpu.product import compute_dtype, use_onednn_products
+from spmdflow.cpu.product import (
+    compute_dtype,
+    multiply_in_type_of_weights,
+    use_onednn_products,
+)
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
@@ -136,7 +140,6 @@ class _SelectiveHead:
         self._routers = routers
         self._forward = model.forward
         self._head = model.get_output_embeddings()
-        self._own = self._head.forward
         self._positions = torch.zeros(1, dtype=torch.int64)
         self.is_plain = type(self._head) is nn.Linear and self._head.bias is None
         self._head.forward = self._pick
@@ -162,7 +165,7 @@ class _SelectiveHead:
         picked = hidden.flatten(0, 1).index_select(0, self._positions)[None]
         if self.is_plain:
             return picked
-        return self._own(picked)
+        return type(self._head).forward(self._head, picked)
 
     def _leaves_logits(self, model: Any) -> bool:
         """Return whether the family's forward returns the head's output unchanged.
@@ -241,6 +244,7 @@ def load_model(cfg: ModelConfig, *, head: str) -> LoadedModel:
         module = _scalar_model(cfg, model, routers)
         score = module.get_submodule("score")
     use_onednn_products(module)
+    multiply_in_type_of_weights(module)
     model.get_input_embeddings().register_forward_hook(_to_compute_dtype)
     units = set(model._no_split_modules or ())
     return LoadedModel(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from scripts.families.tiny import FAMILIES
+from tests.distributed.ranks import run_ranks
 from tests.forked import torchrun
+from tests.gpu.families import gradients
 
 PROGRAM = Path(__file__).parent / "programs" / "family_gradients.py"
 BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -57,6 +59,16 @@ def test_gradients_of_divided_experts_are_those_of_transformers(tmp_path: Path) 
 
     assert len(found) == 2 * len(kinds)
     check_gaps(found)
+
+
+def test_gradients_in_bfloat16_on_a_cpu_are_close_to_those_of_transformers(tmp_path: Path) -> None:
+    allowed = {"gemma2": 0.03, "gpt2": 0.03, "qwen3_moe": 0.2, "gpt_oss": 0.2}  # routers flip
+
+    (found,) = run_ranks(gradients, 1, "cpu", tmp_path, "fsdp", "bfloat16", list(allowed))
+
+    for family, gaps in found.items():
+        assert "error" not in gaps, gaps["error"]
+        assert gaps["gradient"] < allowed[family], (family, gaps)
 
 
 @pytest.mark.slow

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from spmdflow.cpu import product as products
-from spmdflow.cpu.product import product, transposed_product, use_onednn_products
+from spmdflow.cpu.product import (
+    multiply_in_type_of_weights,
+    product,
+    transposed_product,
+    use_onednn_products,
+)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -215,3 +220,43 @@ def test_first_derivatives_are_the_same_where_a_graph_of_them_is_asked_for() -> 
 
     for expected, found in zip(plain, with_graph, strict=True):
         assert torch.equal(found, expected)
+
+
+class Router(nn.Module):
+    """Scores of experts, by a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = nn.functional.linear(hidden, self.weight)
+        return scores, scores.topk(2).indices
+
+
+def test_parts_with_a_matrix_get_bfloat16_and_return_float32() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.LayerNorm(8), Router()).bfloat16()
+    multiply_in_type_of_weights(module)
+    x = torch.randn(3, 8, requires_grad=True)
+
+    normal = module[0](x)
+    scores, experts = module[1](normal)
+    scores.sum().backward()
+
+    expected = nn.functional.linear(normal.bfloat16(), module[1].weight)
+    assert normal.dtype == scores.dtype == torch.float32 and experts.dtype == torch.int64
+    assert torch.equal(scores, expected.float())
+    exact = nn.functional.layer_norm(x, (8,), module[0].weight.float(), module[0].bias.float())
+    assert torch.equal(normal, exact)
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_parts_in_float32_are_left_as_they_are() -> None:
+    torch.manual_seed(0)
+    router = Router()
+    x = torch.randn(3, 8)
+    expected = router(x)[0]
+    multiply_in_type_of_weights(router)
+
+    assert torch.equal(router(x)[0], expected)
