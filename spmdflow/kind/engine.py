@@ -39,8 +39,8 @@ class Backend:
 
     @property
     def cuts_model(self) -> bool:
-        """Whether several ranks hold one model together."""
-        return bool(self.axes)
+        """Whether several ranks hold one model together, besides experts."""
+        return "tp" in self.axes or "pp" in self.axes
 
 
 @dataclass(frozen=True)

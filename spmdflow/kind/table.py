@@ -40,6 +40,7 @@ register_engine(
                 excludes="keep_gathered",
             ),
         },
+        axes=("ep",),
         packs=True,
         separate_kernels=True,
         adapters=True,
@@ -68,6 +69,7 @@ register_engine(
         "zero2",
         "ZeRO stage 2: gradients too, and parameters between steps",
         Sharding(parameters=True, gathers=1, micro_batch_reductions=1),
+        axes=("ep",),
         weight_table=_ROWS,
         **_ZERO,
     )
@@ -77,6 +79,7 @@ register_engine(
         "zero3",
         "ZeRO stage 3: parameters, layer by layer",
         _LAYERS,
+        axes=("ep",),
         weight_table=_ROWS,
         **_ZERO,
     )

@@ -219,6 +219,17 @@ def stack(parts: Iterable[tuple[str, Box]], *, num_rows: int = 0) -> LocalTensor
     return LocalTensor((max(row, num_rows), *inner), tuple(pieces))
 
 
+def chunk_box(shape: Sequence[int], first: int, num_rows: int, chunk: int, num_chunks: int) -> Box:
+    """Return a chunk of torch.chunk over num_rows rows of a tensor, from row `first` on.
+
+    Chunks have ceil(num_rows / num_chunks) rows, so the last ones may have fewer, or none.
+    """
+    rows = -(-num_rows // num_chunks)
+    start = min(chunk * rows, num_rows)
+    stop = min(start + rows, num_rows)
+    return row_box(shape, first + start, first + stop)
+
+
 def row_box(shape: Sequence[int], start: int, stop: int) -> Box:
     """Rows start .. stop - 1 of a tensor of that shape, clipped to the rows that exist."""
     start = min(start, shape[0])

@@ -43,13 +43,16 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.move import Block
 from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.divided_experts import divide_experts
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.lora import without_adapters
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import LoadedModel
 from spmdflow.workers.optimizer import ShardedOptimizer, clip_, squared_norm, undecayed_of
 from spmdflow.workers.sharding import (
+    DividedExperts,
     Shard,
+    expert_mesh_of,
     merged_adapter_blocks,
     mesh_of,
     read_weights,
@@ -97,7 +100,7 @@ class FSDPEngine(TrainEngine):
             mesh = mesh_of(self.sharding, context)
             self.weight_group = mesh.get_group(mesh.ndim - 1)
             self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
-            shard_model(model, self.sharding, mesh)
+            shard_model(model, self.sharding, mesh, self._divide_experts(context))
         elif self.layout.size > 1:
             self.replica_group = self.dp_group
         read_weights(model, self.device)
@@ -248,7 +251,7 @@ class FSDPEngine(TrainEngine):
         result = {}
         for name, x in shards_by_name:
             if keeps_adapters or not is_adapter(name):
-                result[name] = x.parameter.shape
+                result[name] = x.shape
         return result
 
     @property
@@ -259,7 +262,7 @@ class FSDPEngine(TrainEngine):
         """
         result = {}
         for name, shard in self._trained_shards().items():
-            result[name] = shard.parameter.shape
+            result[name] = shard.shape
         for name, buffer in self._saved_buffers().items():
             result[name] = buffer.shape
         return result
@@ -298,6 +301,15 @@ class FSDPEngine(TrainEngine):
             self.move(where, part, self.optimizer.moments)
 
     # -- helpers, in the order of use ---------------------------------------------------------
+
+    def _divide_experts(self, context: WorkerContext) -> DividedExperts | None:
+        """Leave this rank its experts if the layout divides them, before anything is sharded."""
+        if self.layout.expert_size == 1 or isinstance(self._module, FSDPModule):
+            return None
+        ranks = self.layout.axis_group(context.rank, "ep")
+        group = context.groups.get(ranks)
+        modules = divide_experts(self.model, rank=ranks.index(context.rank), group=group)
+        return DividedExperts(modules, expert_mesh_of(context))
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
         return ShardedOptimizer(self._local(), cfg, total_steps, undecayed=self._undecayed_by(cfg))

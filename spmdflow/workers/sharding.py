@@ -17,8 +17,9 @@ from spmdflow.blocks.box import Box
 from spmdflow.kind.engine import Sharding
 from spmdflow.weights.adapter import adapter_names, is_adapter, is_b
 from spmdflow.weights.move import Block, copy_box
-from spmdflow.weights.table import row_box
+from spmdflow.weights.table import chunk_box
 from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.divided_experts import SHARE, ExpertShare
 from spmdflow.workers.model import LoadedModel
 
 UNIT_BYTES = 4 << 20
@@ -53,11 +54,35 @@ def mesh_of(sharding: Sharding, context: WorkerContext) -> DeviceMesh:
     )
 
 
-def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> None:
+def expert_mesh_of(context: WorkerContext) -> DeviceMesh:
+    """Return the mesh of the ranks with the same experts as this rank, if experts are divided."""
+    pool = context.groups.get(context.layout.ranks)
+    ranks = context.layout.axis_group(context.rank, "expert_dp")
+    return DeviceMesh.from_group(
+        context.groups.get(ranks),
+        context.device.type,
+        mesh_dim_names=(f"experts-{ranks[0]}-{pool.group_name}",),
+    )
+
+
+@dataclass(frozen=True)
+class DividedExperts:
+    """Modules of experts that are divided over ranks, and the mesh of those with the same ones."""
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+
+
+def shard_model(
+    model: LoadedModel,
+    sharding: Sharding,
+    mesh: DeviceMesh,
+    experts: DividedExperts | None = None,
+) -> None:
     """Shard model.module in place over the mesh with FSDP2.
 
     Each group of `unit_layers` is one unit, each float32 module is one, and the remainder of the
-    module is one. Units are gathered in model.dtype; master parameters stay float32, and gradients
+    module is one. Divided experts are units of their own, over their mesh. Units are gathered in model.dtype; master parameters stay float32, and gradients
     are summed in float32. Backward sums over the mesh instead of averaging, because losses are
     divided by global totals. On a CPU the inputs of a layer are not cast to model.dtype, because
     only products are in bfloat16 there (cpu.product). All ranks of the mesh call it together.
@@ -70,6 +95,9 @@ def shard_model(model: LoadedModel, sharding: Sharding, mesh: DeviceMesh) -> Non
     )
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     reshard = _reshards(sharding)
+    if experts is not None:
+        for part in experts.modules:
+            fully_shard(part, mesh=experts.mesh, mp_policy=mixed, reshard_after_forward=reshard)
     for layers in unit_layers(model.layers, model.dtype):
         fully_shard(layers, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     for part in model.float32_modules:
@@ -117,9 +145,9 @@ def read_weights(model: LoadedModel, device: torch.device) -> nn.Module:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
     with torch.no_grad():
-        for name, parameter in model.module.named_parameters():
+        for name, shard in shards(model.module).items():
+            parameter = shard.parameter
             if isinstance(parameter, DTensor):
-                shard = Shard(parameter)
                 copy_box(shard.local, name, shard.box, model.read)
             else:
                 copy_box(parameter, name, Box.of_shape(parameter.shape), model.read)
@@ -170,9 +198,19 @@ def units(module: nn.Module) -> Iterator[FSDPModule]:
 @dataclass(frozen=True)
 class Shard:
     """This rank's rows of one parameter: chunk r of torch.chunk over dimension 0, or all rows if
-    the module is not sharded."""
+    the module is not sharded. Of divided experts: of the rows of its group."""
 
     parameter: nn.Parameter | DTensor
+    experts: ExpertShare | None = None
+    """Which rows of the complete tensor the parameter has; None: all."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the complete tensor."""
+        shape = self.parameter.shape
+        if self.experts is None:
+            return shape
+        return torch.Size((self.experts.num_experts, *shape[1:]))
 
     @property
     def local(self) -> Tensor:
@@ -208,10 +246,10 @@ class Shard:
         if not isinstance(self.parameter, DTensor):
             return Box.of_shape(self.parameter.shape)
         mesh = self.parameter.device_mesh
-        shape = self.parameter.shape
-        rows = -(-shape[0] // mesh.size(mesh.ndim - 1))  # torch.chunk: all but the last are full
+        size = mesh.size(mesh.ndim - 1)
         rank = mesh.get_local_rank(mesh.ndim - 1)
-        return row_box(shape, rank * rows, (rank + 1) * rows)
+        first = 0 if self.experts is None else self.experts.first
+        return chunk_box(self.shape, first, self.parameter.shape[0], rank, size)
 
 
 def merged_adapter_blocks(
@@ -260,9 +298,15 @@ def shards(module: nn.Module) -> dict[str, Shard]:
             if not isinstance(parameter, DTensor):
                 gathered.append(name)
         assert not gathered, f"gathered parameters {gathered[:3]}: reshard before looking at shards"
+    shares = {}
+    for prefix, part in module.named_modules():
+        share = getattr(part, SHARE, None)
+        if share is not None:
+            for name, _ in part.named_parameters(recurse=False):
+                shares[f"{prefix}.{name}"] = share
     result = {}
     for name, parameter in parameters.items():
-        result[name] = Shard(parameter)
+        result[name] = Shard(parameter, shares.get(name))
     return result
 
 

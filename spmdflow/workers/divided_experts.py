@@ -1,0 +1,164 @@
+"""Expert parallelism for models of transformers: each rank has some of a layer's experts.
+
+The e ranks of a group have 1/e of the experts each, complete. They send each other the hidden
+states of the tokens that their routers have chosen an expert for, and get the results back:
+two all-to-alls in each forward, and two in each backward (GShard, Lepikhin et al. 2020). The
+weights with which a token's results are summed stay where the token is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmdflow.derivative import differentiable_once
+from spmdflow.errors import ConfigError
+from spmdflow.workers.model import LoadedModel
+
+SHARE = "expert_share"
+"""Attribute of a module of divided experts."""
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """Which of a layer's experts the parameters of a module on this rank have."""
+
+    first: int
+    num_experts: int
+    """Of the layer, on all ranks."""
+
+
+def divide_experts(model: LoadedModel, *, rank: int, group: dist.ProcessGroup) -> list[nn.Module]:
+    """Leave this rank its experts of every layer, and return the modules that hold them.
+
+    rank: position in the group, whose ranks divide the experts. Called before the module is
+    sharded. ConfigError if the model's experts are not in modules of transformers with one tensor
+    for all experts, or if the ranks do not divide their number.
+    """
+    modules = [part for part in model.module.modules() if _holds_experts(part)]
+    num_routers = 0 if model.routers is None else model.routers.num_layers
+    if len(modules) != num_routers or not modules:
+        raise ConfigError.of(
+            "engine.layout",
+            f"e{group.size()} for a model with {len(modules)} modules that hold experts and "
+            f"{num_routers} routers",
+            "a mixture whose experts transformers keeps in one tensor a layer",
+            "remove e",
+        )
+    for module in modules:
+        _keep_own_experts(module, rank, group)
+    return modules
+
+
+def _holds_experts(part: nn.Module) -> bool:
+    """Whether a module has tensors of all experts of a layer, and an implementation to choose."""
+    if not hasattr(part, "is_transposed") or not hasattr(part, "num_experts"):
+        return False
+    own = list(part.parameters(recurse=False))
+    return bool(own) and all(tensor.shape[0] == part.num_experts for tensor in own)
+
+
+def _keep_own_experts(module: Any, rank: int, group: dist.ProcessGroup) -> None:
+    """Cut a module's parameters, and replace its forward by one that exchanges tokens."""
+    total: int = module.num_experts
+    if total % group.size():
+        raise ConfigError.of(
+            "engine.layout",
+            f"e{group.size()} for {total} experts",
+            "a divisor of their number",
+            "choose another e",
+        )
+    own = total // group.size()
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        part = parameter.detach()[rank * own : (rank + 1) * own].clone()
+        setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    module.num_experts = own
+    setattr(module, SHARE, ExpertShare(rank * own, total))
+    compute = module.forward
+
+    def forward(hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return _run_where_the_experts_are(compute, hidden, experts, weights, own, group)
+
+    module.forward = forward
+
+
+def _run_where_the_experts_are(
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    num_own: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Return the weighted sum of each token's experts: (T, H) -> (T, H).
+
+    experts, weights: (T, k) of each token. compute: runs the num_own experts of this rank. All
+    ranks of the group call it together.
+    """
+    num_chosen = experts.shape[1]
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)
+    to_each = chosen.bincount(minlength=num_own * group.size())
+    from_each = torch.empty_like(to_each)
+    dist.all_to_all_single(from_each, to_each, group=group)
+    sent = to_each.view(-1, num_own).sum(1).tolist()
+    received = from_each.view(-1, num_own).sum(1).tolist()
+    rows = _exchange(hidden[order // num_chosen], sent, received, group)
+    own_ids = torch.arange(num_own, device=experts.device).repeat(group.size())
+    results = _compute_rows(compute, rows, own_ids.repeat_interleave(from_each))
+    back = _exchange(results, received, sent, group)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    each = back[places].unflatten(0, (-1, num_chosen))
+    return (each * weights[..., None].to(each.dtype)).sum(1)
+
+
+def _compute_rows(
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, experts: Tensor
+) -> Tensor:
+    """Run rows (n, H), each with one expert (n,). One row of zeros is added: n may be 0."""
+    rows = nn.functional.pad(rows, (0, 0, 0, 1))
+    experts = nn.functional.pad(experts, (0, 1))
+    ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
+    return compute(rows, experts[:, None], ones)[:-1]
+
+
+def _exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send the first sent[0] rows to the group's first rank, and so on; return what arrives."""
+    result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows; the gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """Return the rows that arrive, (sum of received, H)."""
+        ctx.sizes = sent, received
+        ctx.group = group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradients of the rows that were sent."""
+        sent, received = ctx.sizes
+        return _all_to_all(grad, received, sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    result = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
