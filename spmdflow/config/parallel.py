@@ -128,6 +128,9 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
         expected = "no e, as that engine does not divide experts"
         do = f"remove it or set {role}.engine.kind={' or '.join(engines_that_divide_experts())}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    if sizes.ep > 1 and sizes.shard and not kind.cuts_model:
+        expected = "e or s: experts are divided where parameters are sharded over all ranks"
+        raise ConfigError.of(f"{role}.engine.layout", engine.layout, expected, "remove one of them")
     if sizes.replica > 1 and not kind.cuts_model:
         raise ConfigError(
             f"{role}.engine.layout: got {engine.layout} with engine.kind={engine.kind}, expected "

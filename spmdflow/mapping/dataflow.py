@@ -364,13 +364,14 @@ def strategies_on(
 def expert_sizes(model: Model) -> list[int]:
     """Return the expert-parallel sizes that a model may train with, ascending.
 
-    [1] for a dense model and for an engine that cannot divide experts, the size of its settings if
-    that is fixed, otherwise all divisors of the number of experts.
+    [1] for a dense model and for an engine that cannot divide experts or shards over a part of the
+    ranks, the size of its settings if that is fixed, otherwise all divisors of the number of
+    experts.
     """
     engine = model.engine
     if engine.expert_size:
         return [engine.expert_size]
-    if "ep" not in engine.facts.axes or not model.shape.num_experts:
+    if engine.shard_size or "ep" not in engine.facts.axes or not model.shape.num_experts:
         return [1]
     return divisors(model.shape.num_experts)
 

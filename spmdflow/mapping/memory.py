@@ -29,6 +29,7 @@ from spmdflow.mapping.seconds import (
     total,
 )
 from spmdflow.mapping.share import (
+    kept_parameters,
     local_parameters,
     share_of,
     stepped_parameters,
@@ -91,11 +92,12 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
         size = 4
     else:
         size = engine.element_bytes
+    kept = kept_parameters(model, cut)
     if model.adapters:
-        weights = engine.element_bytes * local + size * trained
+        adapters = size * trained / share_of(sharding.parameters, model, cut)
+        parts["parameters"] = engine.element_bytes * kept + adapters
     else:
-        weights = size * local
-    parts["parameters"] = weights / share_of(sharding.parameters, model, cut)
+        parts["parameters"] = size * kept
     if model.trained and engine.facts.keeps_gradients:
         parts["gradients"] = local * 4
     if model.trained:
@@ -129,9 +131,8 @@ def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     for name in ("generation_weights", "gather"):
         coming[name] = parts[name]
     if model.adapters and model.rollout is not None and model.rollout.weights == "copy":
-        merged = model.engine.element_bytes * local_parameters(model, cut)
-        divided = model.engine.sharding.parameters
-        coming["gather"] = coming["gather"] + merged / share_of(divided, model, cut)
+        merged = model.engine.element_bytes * kept_parameters(model, cut)
+        coming["gather"] = coming["gather"] + merged
     return add_parts(coming, visiting_bytes(model, "generate", cut))
 
 

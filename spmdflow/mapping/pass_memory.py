@@ -177,7 +177,7 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
     model on one rank copies weights to where they are used. Sharded weights of any other model need
     buffers to gather into in addition.
     """
-    unit, root, all_gathered = _units(model)
+    unit, root, all_gathered = _units(model, cut)
     size = model.engine.element_bytes
     alone = (cut.num_ranks == 1) * (not model.trained)
     divided = model.engine.sharding.parameters * (1 - alone)
@@ -191,40 +191,49 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
     ], size * (all_gathered or root)
 
 
-def _units(model: Model) -> tuple[float, float, float]:
+def _units(model: Model, cut: Strategy) -> tuple[Array, Array, Array]:
     """Return numbers of weights: of a layer, outside all layers, and of the whole model.
 
-    The last is 0 unless weights are sharded and stay gathered for the whole pass.
+    The last is 0 unless weights are sharded and stay gathered for the whole pass. Of divided
+    experts only those of a rank count: no rank gathers others.
     """
     shape = model.shape
     sharding = model.engine.sharding
     root = shape.num_parameters - shape.num_layers * shape.layer_parameters
     stays = sharding.parameters and not sharding.frees_gathered
-    return shape.layer_parameters, root, shape.num_parameters * stays
+    elsewhere = shape.expert_parameters * (1 - 1 / cut.ep)
+    layer = shape.layer_parameters - elsewhere / max(shape.num_layers, 1)
+    return layer, root + 0.0 * layer, (shape.num_parameters - elsewhere) * stays
 
 
 @dataclass(frozen=True)
 class _TrainedWeights:
     """Numbers of trained weights."""
 
-    layer: float
-    head: float
-    root: float
+    layer: Array
+    head: Array
+    root: Array
     """Outside all layers, including the head."""
     total: float
+    """Of the model."""
+    of_rank: Array
+    """Whose gradients a rank has before they are summed over ranks."""
 
 
-def _count_trained(model: Model) -> _TrainedWeights:
+def _count_trained(model: Model, cut: Strategy) -> _TrainedWeights:
     """Return how many weights of each part have gradients: all, or only the adapters.
 
-    Adapters are spread evenly over the layers. A scalar head counts as 0.
+    Of divided experts only those of a rank count, except in the total. Adapters are spread evenly
+    over the layers. A scalar head counts as 0.
     """
     shape = model.shape
     if model.adapters:
-        return _TrainedWeights(model.adapters / shape.num_layers, 0.0, 0.0, model.adapters)
-    layer, root, _ = _units(model)
+        each = model.adapters / shape.num_layers
+        return _TrainedWeights(each, 0.0, 0.0, total=model.adapters, of_rank=model.adapters)
+    layer, root, _ = _units(model, cut)
     head = shape.vocab_size * shape.hidden_size * (shape.head != "scalar")
-    return _TrainedWeights(layer, head, root, shape.num_parameters)
+    of_rank = root + shape.num_layers * layer
+    return _TrainedWeights(layer, head, root, shape.num_parameters, of_rank)
 
 
 def _update_of_units(
@@ -239,13 +248,13 @@ def _update_of_units(
     shape = model.shape
     sharding = model.engine.sharding
     size = model.engine.element_bytes
-    unit, root, all_gathered = _units(model)
+    unit, root, all_gathered = _units(model, cut)
     layers = shape.num_layers
     many = num_micro > 1
     waits = many * (not sharding.micro_batch_reductions)
-    trained = _count_trained(model)
+    trained = _count_trained(model, cut)
     shard = GRADIENT_BYTES * trained.total / share_of(sharding.parameters, model, cut)
-    before = np.where(waits, GRADIENT_BYTES * trained.total, many * shard)
+    before = np.where(waits, GRADIENT_BYTES * trained.of_rank, many * shard)
     head = size * trained.head
     fresh = size * trained.layer + head
     next_unit = size * unit * sharding.frees_gathered
@@ -289,7 +298,7 @@ def _update_of_plain(
     They are: backward of the head, of the last layer and of the first; the optimizer step.
     """
     layers = model.shape.num_layers
-    trained = _count_trained(model)
+    trained = _count_trained(model, cut)
     unit = GRADIENT_BYTES * trained.layer
     all_gradients = GRADIENT_BYTES * trained.total
     before = np.where(num_micro > 1, all_gradients, 0)

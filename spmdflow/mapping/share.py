@@ -35,6 +35,14 @@ def stage_parameters(model: Model, cut: Strategy) -> tuple[Array, Array]:
     return others, shape.expert_parameters * share / cut.tp
 
 
+def kept_parameters(model: Model, cut: Strategy) -> Array:
+    """Return the number of weights that a rank has between calls: those of `local_parameters`, or
+    its share of all weights if the engine shards them."""
+    if model.engine.sharding.parameters:
+        return sum(stage_parameters(model, cut)) / share_of(True, model, cut)
+    return local_parameters(model, cut)
+
+
 def trained_parameters(model: Model, cut: Strategy) -> Array:
     """Trained weights of a rank: those of `local_parameters`, or only its adapters."""
     if model.adapters:

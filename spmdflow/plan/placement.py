@@ -187,7 +187,7 @@ def _open(model: Model, cfg: Any) -> Model:
             engine,
             shard_size=sizes.shard,
             virtual_size=sizes.virtual,
-            expert_size=sizes.ep if engine.layout else 0,
+            expert_size=0 if part.engine.layout == EngineConfig.layout else sizes.ep,
             may_move=part.engine.offload is None,
         )
     if rollout is not None and not rollout.facts.fixed_cache:
@@ -257,7 +257,8 @@ def _override(cfg: Any, key: str, text: str, why: str) -> list[Choice]:
         return [Choice(key, option, why) for option in yaml.safe_load(text)]
     if name == "engine.layout":
         has_virtual_parts = sizes_of(key, part.engine.layout).virtual > 1  # the search sets none
-        if has_virtual_parts or not engine_kind(part.engine.kind).cuts_model:
+        divides_experts = sizes_of(key, text).ep > 1
+        if has_virtual_parts or not (engine_kind(part.engine.kind).cuts_model or divides_experts):
             return []
     if name == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
         return []

@@ -51,8 +51,8 @@ from spmdflow.weights.table import (
     Piece,
     ShardTable,
     check_cut,
+    chunk_box,
     parameters,
-    row_box,
     stack,
     stage_layers,
 )
@@ -144,15 +144,21 @@ def row_tables(arch: Architecture, layout: Layout) -> RankTables:
     shard_ranks = {}
     for rank in layout.ranks:
         shard_ranks[rank] = (layout.coordinate(rank).dp % layout.shard_size,)
-    return _build_tables(
-        shard_ranks,
-        lambda shard_rank: row_shards(arch, shard_size=layout.shard_size, shard_rank=shard_rank),
-    )
+
+    def table(shard_rank: int) -> ShardTable:
+        return row_shards(
+            arch,
+            shard_size=layout.shard_size,
+            shard_rank=shard_rank,
+            ep_size=layout.expert_size,
+        )
+
+    return _build_tables(shard_ranks, table)
 
 
 def whole_tables(arch: Architecture, layout: Layout) -> RankTables:
     """Every tensor on every rank, for the built-in generator."""
-    return row_tables(arch, replace(layout, shard_size=1))
+    return row_tables(arch, replace(layout, shard_size=1, expert_size=1))
 
 
 def megatron_tables(
@@ -224,20 +230,27 @@ def _build_tables(
     return result
 
 
-def row_shards(arch: Architecture, *, shard_size: int, shard_rank: int) -> ShardTable:
+def row_shards(
+    arch: Architecture, *, shard_size: int, shard_rank: int, ep_size: int = 1
+) -> ShardTable:
     """Return FSDP2's shards by Hugging Face name: chunk shard_rank of torch.chunk over dimension 0.
 
-    Chunks have ceil(rows / shard_size) rows, so the last ranks may have fewer rows, or none.
+    Chunks have ceil(rows / shard_size) rows, so the last ranks may have fewer rows, or none. With
+    divided experts, rank r has a chunk of the experts of part r % ep_size, which shard_size /
+    ep_size ranks divide.
     """
     assert 0 <= shard_rank < shard_size, (shard_rank, shard_size)
     table: dict[str, LocalTensor] = {}
-    by_shape: dict[tuple[int, ...], LocalTensor] = {}
+    by_shape: dict[tuple[object, ...], LocalTensor] = {}
     for name, shape in parameters(arch):
-        if shape not in by_shape:
-            rows = -(-shape[0] // shard_size)
-            box = row_box(shape, shard_rank * rows, (shard_rank + 1) * rows)
-            by_shape[shape] = stack([(name, box)])
-        first = by_shape[shape]
+        parts = ep_size if ".mlp.experts." in name else 1
+        key = (parts, *shape)
+        if key not in by_shape:
+            rows = shape[0] // parts
+            part = shard_rank % parts
+            box = chunk_box(shape, part * rows, rows, shard_rank // parts, shard_size // parts)
+            by_shape[key] = stack([(name, box)])
+        first = by_shape[key]
         pieces = tuple(Piece(name, piece.box, piece.local) for piece in first.pieces)
         table[name] = LocalTensor(first.shape, pieces)
     return table

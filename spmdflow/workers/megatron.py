@@ -34,7 +34,12 @@ from spmdflow.weights.table import EMBEDDING, parameters
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_layers import PackedParams
-from spmdflow.workers.megatron_model import build_model, local_name, routers_of
+from spmdflow.workers.megatron_model import (
+    build_model,
+    leave_padding_untrained,
+    local_name,
+    routers_of,
+)
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
 from spmdflow.workers.micro_batch import MicroBatch, pad_length
@@ -86,6 +91,11 @@ class MegatronEngine(TrainEngine):
                 build_model(architecture, groups, self.dtype, options, part=n, num_parts=num_parts)
                 for n in range(num_parts)
             ]
+            padding_token = model.config.get("pad_token_id")
+            if padding_token is not None:
+                row = padding_token % architecture.vocab_size  # -1: the last
+                for module in self._modules:
+                    leave_padding_untrained(module, row, groups.tp)
             self._config: TransformerConfig = self._modules[0].config
             self._routers = routers_of(self._modules, architecture, groups)
             self._run = get_forward_backward_func(

@@ -119,6 +119,28 @@ def build_model(
     return model
 
 
+def leave_padding_untrained(
+    model: GPTModel, padding_token: int, group: torch.distributed.ProcessGroup
+) -> None:
+    """Stop the gradient of the embedding at a token, as transformers does for its padding token.
+
+    So the engines agree on rows in which that token is part of the text, such as the end of a turn.
+    group: the tp group. Does nothing on later stages of a pipeline.
+    """
+    if not model.pre_process:
+        return
+    embed = model.embedding.forward
+
+    def forward(input_ids: Tensor, position_ids: Tensor, **rest: Any) -> Tensor:
+        embedded: Tensor = embed(input_ids, position_ids, **rest)  # (T or T/t, b, H)
+        is_padding = (input_ids == padding_token).T
+        if model.config.sequence_parallel:
+            is_padding = is_padding.chunk(group.size())[group.rank()]
+        return torch.where(is_padding[..., None], embedded.detach(), embedded)
+
+    model.embedding.forward = forward
+
+
 def _hidden_of_head(
     hidden: Tensor,
     *,

@@ -82,8 +82,9 @@ def shard_model(
     """Shard model.module in place over the mesh with FSDP2.
 
     Each group of `unit_layers` is one unit, each float32 module is one, and the remainder of the
-    module is one. Divided experts are units of their own, over their mesh. Units are gathered in model.dtype; master parameters stay float32, and gradients
-    are summed in float32. Backward sums over the mesh instead of averaging, because losses are
+    module is one. Divided experts are units of their own, over their mesh.
+    Units are gathered in model.dtype; master parameters stay float32, and gradients are summed in
+    float32. Backward sums over the mesh instead of averaging, because losses are
     divided by global totals. On a CPU the inputs of a layer are not cast to model.dtype, because
     only products are in bfloat16 there (cpu.product). All ranks of the mesh call it together.
     """

@@ -120,6 +120,7 @@ def rows() -> list[tuple[Tensor, Tensor]]:
                 torch.randint(3, 320, (response,), generator=draw),
             )
         )
+    result[5] = torch.tensor([2, 7]), torch.tensor([2, 5])  # the padding token is text here
     return [*result, result[0]]
 
 

@@ -57,12 +57,22 @@ def test_experts_are_divided_over_data_parallel_ranks() -> None:
         check_training_sizes("actor", engine("t2e3"), num_ranks=8)
 
 
-def test_only_an_engine_that_divides_models_divides_experts() -> None:
+def test_only_an_engine_that_divides_parameters_divides_experts() -> None:
     settings = engine("e2")
-    settings.kind = "fsdp"
+    for settings.kind in ("fsdp", "zero2", "zero3"):
+        assert check_training_sizes("actor", settings, num_ranks=4).ep == 2
+    settings.kind = "zero1"
 
     with pytest.raises(ConfigError, match=r"expected no e, as that engine does not divide experts"):
         check_training_sizes("actor", settings, num_ranks=2)
+
+
+def test_experts_are_not_divided_where_shards_are_on_a_part_of_the_ranks() -> None:
+    settings = engine("s2e2")
+    settings.kind = "fsdp"
+
+    with pytest.raises(ConfigError, match=r"got s2e2, expected e or s.*remove one of them"):
+        check_training_sizes("actor", settings, num_ranks=4)
 
 
 def test_experts_must_divide_evenly_and_exist() -> None:
