@@ -99,7 +99,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "n_groups": 1,
         "chunk_size": 16,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": TIED
+    | {
+        "layer_types": ["conv", "full_attention"],
+        "conv_dim": 128,  # this and what follows is only for vLLM
+        "block_dim": 128,
+        "block_multiple_of": 32,
+        "block_auto_adjust_ff_dim": False,
+        "block_ffn_dim_multiplier": 1.0,
+    },
     "gpt2": TIED | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 """model_type -> settings of its config in addition to `SIZES`; None: it has no such key."""
