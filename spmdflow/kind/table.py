@@ -153,6 +153,7 @@ _VLLM = GeneratorKind(
         "cohere2": "log-probs of rows longer than its window are not those of transformers",
         "ernie4_5_moe": "log-probs are not those of transformers",
         "falcon_h1": _A_IS_COMPUTED,
+        "lfm2": "log-probs are not those of transformers",
         "nemotron_h": _A_IS_COMPUTED,
     },
     overlaps_host=True,  # async_scheduling in rollout/vllm_engine.py

@@ -9,14 +9,16 @@ stops its gradient). Knows no roles: what an output means is up to `fn` and `los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -86,16 +88,7 @@ class MegatronEngine(TrainEngine):
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             num_parts = self.layout.virtual_size
             architecture = model.architecture
-            options = cfg.options
-            self._modules = [
-                build_model(architecture, groups, self.dtype, options, part=n, num_parts=num_parts)
-                for n in range(num_parts)
-            ]
-            padding_token = model.config.get("pad_token_id")
-            if padding_token is not None:
-                row = padding_token % architecture.vocab_size  # -1: the last
-                for module in self._modules:
-                    leave_padding_untrained(module, row, groups.tp)
+            self._modules = self._build_parts(model, groups, cfg.options)
             self._config: TransformerConfig = self._modules[0].config
             self._routers = routers_of(self._modules, architecture, groups)
             self._run = get_forward_backward_func(
@@ -131,6 +124,23 @@ class MegatronEngine(TrainEngine):
                     undecayed=self._undecayed_by(optimizer),
                 )
         self._read(model)
+
+    def _build_parts(
+        self, model: ModelSource, groups: ProcessGroupCollection, options: Collection[str]
+    ) -> list[GPTModel]:
+        """Build this rank's parts of the model, one for each virtual stage."""
+        num_parts = self.layout.virtual_size
+        padding_token = model.config.get("pad_token_id")
+        result = []
+        for part in range(num_parts):
+            built = build_model(
+                model.architecture, groups, self.dtype, options, part=part, num_parts=num_parts
+            )
+            if padding_token is not None:
+                row = padding_token % model.architecture.vocab_size  # -1: the last
+                leave_padding_untrained(built, row, groups.tp)
+            result.append(built)
+        return result
 
     # -- running ------------------------------------------------------------------------------
 

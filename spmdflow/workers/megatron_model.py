@@ -136,7 +136,7 @@ def leave_padding_untrained(
         is_padding = (input_ids == padding_token).T
         if model.config.sequence_parallel:
             is_padding = is_padding.chunk(group.size())[group.rank()]
-        return torch.where(is_padding[..., None], embedded.detach(), embedded)
+        return torch.where(is_padding[..., None], embedded.detach(), embedded).contiguous()
 
     model.embedding.forward = forward
 

@@ -1,4 +1,6 @@
-"""Gradients of one step of many families, on 1, 2 and 4 ranks, with their auxiliary loss."""
+"""Gradients of one step of many families, on 1, 2 and 4 ranks, with their auxiliary loss.
+
+The padding token occurs in the text of one row: its embedding is not trained."""
 
 from __future__ import annotations
 
@@ -50,6 +52,15 @@ def test_gradients_of_mixtures_with_their_auxiliary_loss_are_those_of_transforme
 
     judge(found, ("fsdp",), BY_DEFAULT)
     assert min(case["auxiliary"] for case in found) > 2.0  # 2 experts per token; even: exactly 2
+
+
+def test_gradients_of_experts_that_shards_divide_are_those_of_transformers(tmp_path: Path) -> None:
+    kinds = ("fsdp-e2-recompute", "fsdp-d4e2-keep_gathered", "zero2-e4", "zero3-d4e2")
+
+    found = measured(tmp_path, kinds, BY_DEFAULT)
+
+    assert len(found) == len(BY_DEFAULT) * len(kinds)
+    check_gaps(found)
 
 
 def test_gradients_of_divided_experts_are_those_of_transformers(tmp_path: Path) -> None:

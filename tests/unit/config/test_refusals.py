@@ -281,7 +281,7 @@ def test_head_dim_that_vllm_has_no_kernel_for_is_refused(monkeypatch: pytest.Mon
         accept("actor.model.path=narrow", "actor.rollout.engine=vllm")
 
 
-@pytest.mark.parametrize("family", ["cohere2", "ernie4_5_moe", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("family", ["cohere2", "ernie4_5_moe", "falcon_h1", "lfm2", "nemotron_h"])
 def test_family_for_which_vllm_is_wrong_is_refused_for_vllm_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ) -> None:

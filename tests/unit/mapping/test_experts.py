@@ -10,12 +10,12 @@ import pytest
 
 from spmdflow.mapping.dataflow import Engine, Model, Strategy, Workload, strategies_on
 from spmdflow.mapping.hardware import load_hardware
-from spmdflow.mapping.memory import state_bytes
+from spmdflow.mapping.memory import call_bytes, state_bytes
 from spmdflow.mapping.seconds import pass_parts, total
 from spmdflow.mapping.share import local_parameters, stepped_parameters
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.ranks import megatron_tables
+from spmdflow.weights.ranks import megatron_tables, row_tables
 from tests.unit.weights.test_mixture_sizes import QWEN3_30B
 
 SMALL = QWEN3_30B | {
@@ -84,3 +84,44 @@ def test_sizes_that_divide_the_experts_and_the_ranks_are_searched() -> None:
         *((6, 1), (6, 2), (8, 1), (8, 2), (8, 4), (8, 8))
     }
     assert np.all(plain.ep == 1)
+
+
+def sharded(**engine: object) -> Model:
+    """The small mixture under FSDP."""
+    shape = Architecture.from_config(SMALL)
+    return Model("actor", shape, trained=True, engine=Engine(kind="fsdp", **engine))
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(8, 1), (8, 2), (8, 8), (4, 2)])
+def test_shards_of_divided_experts_are_those_of_the_tables(dp: int, ep: int) -> None:
+    """Within 1 %, as above; the parts are float32."""
+    model = sharded()
+    layout = Layout(tuple(range(dp)), dp_size=dp, expert_size=ep)
+    tables = row_tables(model.shape, layout).values()
+
+    found = state_bytes(model, Strategy(1, 1, dp, ep=ep))["parameters"]
+
+    most = max(sum(prod(tensor.shape) for tensor in table.values()) for table in tables)
+    assert float(found) == pytest.approx(4 * most, rel=1e-2)
+
+
+def test_a_rank_gathers_only_its_own_experts() -> None:
+    model = sharded()
+    work = Workload(num_sequences=64, prompt_tokens=128, response_tokens=128)
+    whole = Strategy(1, 1, 8)
+    divided = replace(whole, ep=8)
+
+    gathered = [float(call_bytes(model, "train", work, cut)["gather"]) for cut in (whole, divided)]
+    seconds = [pass_parts(model, work, cut, H100, trains=True) for cut in (whole, divided)]
+
+    assert gathered[1] < 0.5 * gathered[0]
+    assert seconds[1]["weight_gather"] < 0.7 * seconds[0]["weight_gather"]  # latencies stay
+    assert seconds[1]["experts"] > seconds[0]["experts"] == 0
+
+
+def test_every_e_is_searched_under_fsdp_unless_shards_are_on_a_part_of_the_ranks() -> None:
+    _, found = strategies_on(sharded(expert_size=0), [8], H100)
+    _, part = strategies_on(sharded(expert_size=0, shard_size=4), [8], H100)
+
+    assert sorted(found.ep.tolist()) == [1, 2, 4, 8]
+    assert part.ep.tolist() == [1]

@@ -43,8 +43,10 @@ def replicas(draw):
     if kind == "whole":
         return arch, [row_shards(arch, shard_size=1, shard_rank=0)]
     if kind == "fsdp":
-        size = draw(st.integers(1, 7))
-        return arch, [row_shards(arch, shard_size=size, shard_rank=r) for r in range(size)]
+        ep_size = draw(st.sampled_from([1, 2, 4])) if arch.num_experts else 1
+        size = ep_size * draw(st.integers(1, 7 // ep_size))
+        parts = {"shard_size": size, "ep_size": ep_size}
+        return arch, [row_shards(arch, shard_rank=r, **parts) for r in range(size)]
     tp_size = draw(st.sampled_from(SIZES))
     pp_size = draw(st.integers(1, arch.num_layers))
     places = [{"tp_rank": tp, "pp_rank": pp} for pp in range(pp_size) for tp in range(tp_size)]
