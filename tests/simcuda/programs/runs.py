@@ -90,6 +90,11 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         2,
         (*SMALL, *MIXTURE, "actor.update.router=replay", "actor.update.router_balance_coef=0.01"),
     ),
+    "grpo, fsdp e2, a mixture": (
+        "grpo",
+        4,
+        (*SMALL, *MIXTURE, "actor.engine.layout=d4e2", "actor.update.router_balance_coef=0.01"),
+    ),
     "grpo, megatron t2e2, a mixture": (
         "grpo",
         4,
