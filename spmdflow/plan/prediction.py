@@ -297,9 +297,8 @@ def _experts_note(model: Model, strategy: Strategy, seconds: float) -> str:
     size = model.engine.element_bytes
     divided = float(local_parameters(model, strategy)) * size
     undivided = float(local_parameters(model, replace(strategy, ep=1))) * size
-    holds = "gathers" if model.engine.sharding.parameters else "has"
     return (
-        f"a rank {holds} {divided / 1e9:.1f} GB of weights with e{int(strategy.ep)}; without it "
+        f"a rank needs {divided / 1e9:.1f} GB of weights with e{int(strategy.ep)}; without it "
         f"{undivided / 1e9:.1f} GB, and the call would take {seconds:.4g} s"
     )
 

@@ -141,7 +141,7 @@ def test_plan_says_what_divided_experts_change(
     assert main(words) == FINE
 
     text = " ".join(capsys.readouterr().out.split())
-    assert "a rank has 10.3 GB of weights with e8; without it 61.1 GB, and the call would" in text
+    assert "a rank needs 10.3 GB of weights with e8; without it 61.1 GB, and the call would" in text
 
 
 def test_automatic_placement_chooses_how_experts_are_divided(
