@@ -182,19 +182,19 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
     alone = (cut.num_ranks == 1) * (not model.trained)
     divided = model.engine.sharding.parameters * (1 - alone)
     first = size * (root + unit)
-    later = size * (all_gathered or root + unit)
+    later = size * _kept_or(all_gathered, root + unit)
     buffer = divided * size * unit
     return [
         {"gather": first * (1 + divided), "activations": layer.inputs},
         {"gather": later + 2 * buffer, "activations": 2 * layer.inputs},
         {"gather": later + buffer, "activations": layer.forward},
-    ], size * (all_gathered or root)
+    ], size * _kept_or(all_gathered, root)
 
 
-def _units(model: Model, cut: Strategy) -> tuple[Array, Array, Array]:
+def _units(model: Model, cut: Strategy) -> tuple[Array, Array, Array | None]:
     """Return numbers of weights: of a layer, outside all layers, and of the whole model.
 
-    The last is 0 unless weights are sharded and stay gathered for the whole pass. Of divided
+    The last is None unless weights are sharded and stay gathered for the whole pass. Of divided
     experts only those of a rank count: no rank gathers others.
     """
     shape = model.shape
@@ -203,7 +203,13 @@ def _units(model: Model, cut: Strategy) -> tuple[Array, Array, Array]:
     stays = sharding.parameters and not sharding.frees_gathered
     elsewhere = shape.expert_parameters * (1 - 1 / cut.ep)
     layer = shape.layer_parameters - elsewhere / max(shape.num_layers, 1)
-    return layer, root + 0.0 * layer, (shape.num_parameters - elsewhere) * stays
+    every = shape.num_parameters - elsewhere
+    return layer, root + 0.0 * layer, every if stays else None
+
+
+def _kept_or(gathered: Array | None, weights: Array) -> Array:
+    """The weights that stay gathered; if none do, the other number."""
+    return weights if gathered is None else gathered
 
 
 @dataclass(frozen=True)
@@ -263,18 +269,18 @@ def _update_of_units(
     return [
         {
             "gradients": before + head,
-            "gather": size * (all_gathered or root) + next_unit,
+            "gather": size * _kept_or(all_gathered, root) + next_unit,
             "activations": layer.stack(layers, cut),
             "logits": logits,
         },
         {
             "gradients": before + fresh,
-            "gather": (size * all_gathered or at_layer) + next_unit,
+            "gather": size * _kept_or(all_gathered, root + unit) + next_unit,
             "activations": layer.stack(layers, cut) + layer.backward(cut),
         },
         {
             "gradients": before + fresh - waits * GRADIENT_BYTES * trained.layer,
-            "gather": (size * all_gathered or at_layer) + next_unit + reduced,
+            "gather": size * _kept_or(all_gathered, root + unit) + next_unit + reduced,
             "activations": layer.stack(layers - 1, cut) + layer.backward(cut),
         },
         {
