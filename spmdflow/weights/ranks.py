@@ -399,6 +399,8 @@ def vllm_shards(
         table[EMBEDDING] = cut.vocabulary([EMBEDDING])
     for layer in stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank):
         for name, tensor in cut.layer(_VLLM_LAYER, layer):
+            if arch.family == "mixtral":
+                name = name.replace("mlp.", "block_sparse_moe.", 1)
             table[f"model.layers.{layer}.{name}"] = tensor
     if pp_rank == pp_size - 1:
         table["model.norm.weight"] = cut.full_tensor(["model.norm.weight"])
