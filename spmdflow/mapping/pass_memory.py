@@ -45,6 +45,12 @@ from spmdflow.mapping.seconds import (
 from spmdflow.mapping.share import share_of, stepped_parameters
 from spmdflow.mapping.shared_prompt import packed_shares
 from spmdflow.objectives.log_prob import CHUNK_ELEMENTS
+from spmdflow.weights.architecture import Architecture
+
+_SCORE_BYTES = 4
+"""Of an attention score that is stored."""
+_SCORE_TEMPORARIES = 12
+"""Bytes in addition in a forward or backward: three copies of a score or of its gradient."""
 
 
 def pass_bytes(
@@ -158,16 +164,35 @@ def _layer_memory(
     copies = 2 * gathered * keys * size
     backward_of_attention = 2 * copies + tokens * (2 * queries - saved_ffn) * size
     forward_of_attention = copies + tokens * 2 * heads * size
+    if shape.caps_scores or shape.has_sinks:
+        kept, used = _score_bytes(shape, rows, cut, size, tokens=tokens, gathered=gathered)
+    else:
+        kept = used = 0.0
     shares = gathered > tokens
     working = np.where(shares, np.maximum(working, backward_of_attention), working)
     forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
     return _Layer(
         inputs=tokens * hidden * size,
-        saved=tokens * (norms + (mixed + saved_ffn) * size) + gathered * seen * size,
-        working=working + tokens * hidden * size,
-        forward=forward + tokens * 4 * hidden * size,
+        saved=tokens * (norms + (mixed + saved_ffn) * size) + gathered * seen * size + kept,
+        working=np.maximum(working, used) + tokens * hidden * size,
+        forward=np.maximum(forward, used) + tokens * 4 * hidden * size,
         buffers=tokens * shape.hidden_size * size * messages,
     )
+
+
+def _score_bytes(
+    shape: Architecture, rows: Array, cut: Strategy, size: int, *, tokens: Array, gathered: Array
+) -> tuple[Array, Array]:
+    """Return the bytes of a layer's attention scores that its backward needs, and of temporaries.
+
+    Only for scores that no kernel computes (workers.attention): they are stored for every token
+    and each token that it sees, in float32. Kept are the weights, also rounded to a type of `size`
+    bytes, and the hyperbolic tangents of capped scores. The rows of a micro-batch count as equally
+    long, so that they are computed together; the temporaries of rows that differ are fewer.
+    """
+    scores = tokens * gathered / np.maximum(rows, 1) * shape.num_heads / cut.tp
+    kept = _SCORE_BYTES * (1 + shape.caps_scores) + (size if size < _SCORE_BYTES else 0)
+    return scores * kept, scores * _SCORE_TEMPORARIES
 
 
 def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[Parts], float]:

@@ -86,6 +86,10 @@ class Architecture:
     """Whether the feed-forward network has a gate: three matrices instead of two."""
     mixture: Mixture | None = None
     """Its experts; None: a dense model."""
+    caps_scores: bool = False
+    """Attention scores are capped by a tanh (Gemma 2)."""
+    has_sinks: bool = False
+    """Each softmax of attention has one more score, without a value (gpt-oss)."""
     adapters: Adapters | None = None
     """Adapters that are among its tensors; None: there are none, or they are merged."""
     obstacle: str = ""
@@ -509,6 +513,10 @@ def _mixture(facts: Mapping[str, Any]) -> Mixture | None:
     )
 
 
+_WITH_SINKS = ("gpt_oss",)
+"""config.json does not state them."""
+
+
 def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architecture:
     """Return the sizes of a model without a table: the keys of Llama's or GPT-2's config.json.
 
@@ -538,6 +546,8 @@ def _sizes_only(facts: Mapping[str, Any], head: Head, obstacle: str) -> Architec
         head=head,
         gated=activation == "silu" or str(facts.get("model_type")).startswith("gemma"),
         mixture=_mixture(facts),
+        caps_scores=bool(facts.get("attn_logit_softcapping")),
+        has_sinks=facts.get("model_type") in _WITH_SINKS,
         obstacle=obstacle,
     )
 

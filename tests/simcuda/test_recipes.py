@@ -34,6 +34,11 @@ RECIPES = {
         2,
         (*GROUPS, *MIXTURE, "actor.engine.layout=e2", "reference.engine.layout=e2"),
     ),
+    "grpo_gpt_oss_20b": (
+        "grpo",
+        2,
+        (*GROUPS, *MIXTURE, "actor.engine.layout=e2", "reference.engine.layout=e2"),
+    ),
     "grpo_235b_a22b": (
         "grpo",
         4,
@@ -56,7 +61,7 @@ RECIPES = {
 
 
 def write_models(folder: Path) -> None:
-    """A model, a reward model of the same sizes, and a mixture of experts; tokens are bytes."""
+    """A model, a reward model of the same sizes, and two mixtures of experts; tokens are bytes."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     plain = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
@@ -73,7 +78,8 @@ def write_models(folder: Path) -> None:
     judge = transformers.AutoModelForSequenceClassification.from_config(config)
     judge.save_pretrained(folder / "judge")
     save_tiny_model("qwen3_moe", folder / "mixture")
-    for name in ("model", "judge", "mixture"):
+    save_tiny_model("gpt_oss", folder / "with_sinks")
+    for name in ("model", "judge", "mixture", "with_sinks"):
         tokenizer.save_pretrained(folder / name)
 
 
@@ -93,7 +99,8 @@ def test_recipe_makes_a_step_with_a_tiny_model(
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     has_experts = MIXTURE[0] in scaled
-    places = {"actor.model.path": "mixture" if has_experts else "model"}
+    mixture = "with_sinks" if "gpt_oss" in name else "mixture"
+    places = {"actor.model.path": mixture if has_experts else "model"}
     places |= {"data.train_path": "rows.jsonl"}
     places |= {"data.eval_path": "rows.jsonl", "run.dir": "run"}
     words = [f"{key}={tmp_path / place}" for key, place in places.items()]
