@@ -37,7 +37,7 @@ from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
-from spmdflow.workers.model import LoadedModel, ModelSource, load_model, open_model
+from spmdflow.workers.model import CountedRead, LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
 
 logger = logging.getLogger(__name__)
@@ -437,7 +437,8 @@ def engine_of(
 
     head: causal_lm, scalar (a trained one-label head) or critic (a zero head if the folder has
     none). It has an optimizer if cfg has the section `optimizer`, and adapters if cfg.model.lora is
-    set; the first rank then logs the numbers of parameters. adopt: places the weights in the
+    set; the first rank then logs the numbers of parameters. It also logs how much of the folder it
+    has read. adopt: places the weights in the
     storage that a generator shares (megatron_optimizer.Adopt). All ranks of the pool call it
     together.
     """
@@ -448,6 +449,10 @@ def engine_of(
         warnings.simplefilter("ignore")  # Megatron warns about every extra that is not installed
         engine_class = resolve(kind.implementation)
     model = (open_model if kind.reads_folder else load_model)(cfg.model, head=head)
+    counted = None
+    if model.read is not None:
+        counted = CountedRead(model.read)
+        model = replace(model, read=counted)
     if lora is not None:
         assert kind.adapters and isinstance(model, LoadedModel), kind.name
         model = add_adapters(model, lora, seed=context.seed, key=f"{context.name}.model.lora")
@@ -461,7 +466,13 @@ def engine_of(
     )
     update = getattr(cfg, "update", None)
     engine.router_balance_coef = getattr(update, "router_balance_coef", 0.0)
-    if lora is not None and context.rank == context.layout.ranks[0]:
+    if context.rank != context.layout.ranks[0]:
+        return engine
+    if counted is not None:
+        files = sum(path.stat().st_size for path in model.source.glob("*.safetensors"))
+        sizes = counted.num_bytes / 1e6, files / 1e6
+        logger.info("%s: read %.1f of %.1f MB of weights in %s", context.name, *sizes, model.source)
+    if lora is not None:
         sides = engine.trained_shapes, engine.shapes
         trained, num_all = (sum(map(math.prod, side.values())) for side in sides)
         arguments = context.name, trained, num_all, lora.rank, lora.alpha

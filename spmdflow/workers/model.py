@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdflow.blocks.box import Box
 from spmdflow.config.model import LoRAConfig, ModelConfig
 from spmdflow.cpu.product import (
     compute_dtype,
@@ -92,6 +93,21 @@ class LoadedModel(_Exported):
     """Parts that always compute in float32, because bfloat16 is too coarse for a value."""
     routers: Routers | None = None
     """Of a mixture of experts. The module's forward prepares them for each micro-batch."""
+
+
+class CountedRead:
+    """Reads boxes as another function does; counts their bytes, in the precision of the files."""
+
+    def __init__(self, read: Read) -> None:
+        """Nothing is counted yet."""
+        self._read = read
+        self.num_bytes = 0
+
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """See `weights.move.Read`."""
+        values = self._read(name, box)
+        self.num_bytes += values.nbytes
+        return values
 
 
 class ScalarModel(nn.Module):

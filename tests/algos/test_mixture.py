@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import transformers
 
 from scripts.families.tiny import save_tiny_model
 from spmdflow.weights.folder import folder_tensors
-from tests.algos.runs import ROOT, check_prediction, last_checkpoint, run_ranks, steps_of
+from tests.algos.runs import ROOT, check_prediction, last_checkpoint, log_of, run_ranks, steps_of
 
 GRPO, GRPO_ASYNC, GRPO_AGENT = (
     ROOT / "algos" / f"{name}.py" for name in ("grpo", "grpo_async", "grpo_agent")
@@ -44,15 +45,19 @@ def check_routed(run_dir: Path) -> None:
 
 
 def test_grpo_balances_experts_and_its_export_has_the_tensors_of_the_folder(tmp_path: Path) -> None:
-    """deepseek_v3 on FSDP, then the same run on ZeRO 1, from the checkpoint of step 1."""
+    """deepseek_v3 on FSDP with e2, then the same run on ZeRO 1, from the checkpoint of step 1."""
     words = (*models(tmp_path, "deepseek_v3", "arithmetic"), *ROUTED)
     words += ("actor.update.router_balance_coef=0.01", "save_every=1")
     run_dir = tmp_path / "run"
 
-    run_ranks(run_dir, *words, "total_steps=1", num_ranks=2, script=GRPO, small=())
+    divided = ("actor.engine.layout=e2", "total_steps=1")
+
+    run_ranks(run_dir, *words, *divided, num_ranks=2, script=GRPO, small=())
+    said = re.search(r"actor: read ([\d.]+) of ([\d.]+) MB", log_of(run_dir).read_text())
     run_ranks(run_dir, *words, "actor.engine.kind=zero1", num_ranks=1, script=GRPO, small=())
 
     check_routed(run_dir)
+    assert said is not None and 0 < float(said[1]) < 0.75 * float(said[2])
     assert any("gate.e_score_correction_bias[" in name for name in last_checkpoint(run_dir))
     source = dict(folder_tensors(tmp_path / "deepseek_v3"))
     exported = run_dir / "export" / "actor"
