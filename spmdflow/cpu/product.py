@@ -167,15 +167,15 @@ def _round_inputs(part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | 
     weight = next(part.parameters(recurse=False))
     if compute_dtype(weight) == weight.dtype:
         return None
-    return _converted(args, weight.dtype), _converted(kwargs, weight.dtype)
+    return _in_type(args, weight.dtype), _in_type(kwargs, weight.dtype)
 
 
 def _widen_outputs(part: nn.Module, _: Any, output: Any) -> Any:
     """Convert outputs to the type in which results are computed."""
-    return _converted(output, compute_dtype(next(part.parameters(recurse=False))))
+    return _in_type(output, compute_dtype(next(part.parameters(recurse=False))))
 
 
-def _converted(values: Any, dtype: torch.dtype) -> Any:
+def _in_type(values: Any, dtype: torch.dtype) -> Any:
     """The same values, with every floating-point tensor in this type."""
 
     def convert(value: Any) -> Any:

@@ -29,8 +29,8 @@ from spmdflow.mapping.seconds import (
     total,
 )
 from spmdflow.mapping.share import (
-    kept_parameters,
     local_parameters,
+    resident_parameters,
     share_of,
     stepped_parameters,
     trained_parameters,
@@ -92,12 +92,12 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
         size = 4
     else:
         size = engine.element_bytes
-    kept = kept_parameters(model, cut)
+    resident = resident_parameters(model, cut)
     if model.adapters:
         adapters = size * trained / share_of(sharding.parameters, model, cut)
-        parts["parameters"] = engine.element_bytes * kept + adapters
+        parts["parameters"] = engine.element_bytes * resident + adapters
     else:
-        parts["parameters"] = size * kept
+        parts["parameters"] = size * resident
     if model.trained and engine.facts.keeps_gradients:
         parts["gradients"] = local * 4
     if model.trained:
@@ -131,7 +131,7 @@ def sync_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
     for name in ("generation_weights", "gather"):
         coming[name] = parts[name]
     if model.adapters and model.rollout is not None and model.rollout.weights == "copy":
-        merged = model.engine.element_bytes * kept_parameters(model, cut)
+        merged = model.engine.element_bytes * resident_parameters(model, cut)
         coming["gather"] = coming["gather"] + merged
     return add_parts(coming, visiting_bytes(model, "generate", cut))
 

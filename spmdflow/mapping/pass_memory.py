@@ -165,34 +165,33 @@ def _layer_memory(
     backward_of_attention = 2 * copies + tokens * (2 * queries - saved_ffn) * size
     forward_of_attention = copies + tokens * 2 * heads * size
     if shape.caps_scores or shape.has_sinks:
-        kept, used = _score_bytes(shape, rows, cut, size, tokens=tokens, gathered=gathered)
+        saved_scores, temporaries = _score_bytes(
+            shape, rows, cut, size, tokens=tokens, gathered=gathered
+        )
     else:
-        kept = used = 0.0
+        saved_scores = temporaries = 0.0
     shares = gathered > tokens
     working = np.where(shares, np.maximum(working, backward_of_attention), working)
     forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
     return _Layer(
         inputs=tokens * hidden * size,
-        saved=tokens * (norms + (mixed + saved_ffn) * size) + gathered * seen * size + kept,
-        working=np.maximum(working, used) + tokens * hidden * size,
-        forward=np.maximum(forward, used) + tokens * 4 * hidden * size,
+        saved=tokens * (norms + (mixed + saved_ffn) * size) + gathered * seen * size + saved_scores,
+        working=np.maximum(working, temporaries) + tokens * hidden * size,
+        forward=np.maximum(forward, temporaries) + tokens * 4 * hidden * size,
         buffers=tokens * shape.hidden_size * size * messages,
     )
 
 
-def _score_bytes(
-    shape: Architecture, rows: Array, cut: Strategy, size: int, *, tokens: Array, gathered: Array
-) -> tuple[Array, Array]:
-    """Return the bytes of a layer's attention scores that its backward needs, and of temporaries.
+def _score_bytes(shape: Architecture, size: int) -> int:
+    """Return the bytes of an attention score that a backward needs, if no kernel computes it.
 
-    Only for scores that no kernel computes (workers.attention): they are stored for every token
-    and each token that it sees, in float32. Kept are the weights, also rounded to a type of `size`
-    bytes, and the hyperbolic tangents of capped scores. The rows of a micro-batch count as equally
-    long, so that they are computed together; the temporaries of rows that differ are fewer.
+    Scores with sinks or caps (workers.attention) are stored for every token and each token that it
+    sees. Saved are the weights, in float32 and rounded to a type of `size` bytes, and the
+    hyperbolic tangents of capped scores. The rows of a micro-batch count as equally long, so that
+    they are computed together; the temporaries of rows that differ are fewer.
     """
-    scores = tokens * gathered / np.maximum(rows, 1) * shape.num_heads / cut.tp
-    kept = _SCORE_BYTES * (1 + shape.caps_scores) + (size if size < _SCORE_BYTES else 0)
-    return scores * kept, scores * _SCORE_TEMPORARIES
+    rounded = size if size < _SCORE_BYTES else 0
+    return _SCORE_BYTES * (1 + shape.caps_scores) + rounded
 
 
 def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[Parts], float]:
@@ -207,13 +206,13 @@ def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[
     alone = (cut.num_ranks == 1) * (not model.trained)
     divided = model.engine.sharding.parameters * (1 - alone)
     first = size * (root + unit)
-    later = size * _kept_or(all_gathered, root + unit)
+    later = size * _gathered_or(all_gathered, root + unit)
     buffer = divided * size * unit
     return [
         {"gather": first * (1 + divided), "activations": layer.inputs},
         {"gather": later + 2 * buffer, "activations": 2 * layer.inputs},
         {"gather": later + buffer, "activations": layer.forward},
-    ], size * _kept_or(all_gathered, root)
+    ], size * _gathered_or(all_gathered, root)
 
 
 def _units(model: Model, cut: Strategy) -> tuple[Array, Array, Array | None]:
@@ -232,7 +231,7 @@ def _units(model: Model, cut: Strategy) -> tuple[Array, Array, Array | None]:
     return layer, root + 0.0 * layer, every if stays else None
 
 
-def _kept_or(gathered: Array | None, weights: Array) -> Array:
+def _gathered_or(gathered: Array | None, weights: Array) -> Array:
     """The weights that stay gathered; if none do, the other number."""
     return weights if gathered is None else gathered
 
@@ -294,18 +293,18 @@ def _update_of_units(
     return [
         {
             "gradients": before + head,
-            "gather": size * _kept_or(all_gathered, root) + next_unit,
+            "gather": size * _gathered_or(all_gathered, root) + next_unit,
             "activations": layer.stack(layers, cut),
             "logits": logits,
         },
         {
             "gradients": before + fresh,
-            "gather": size * _kept_or(all_gathered, root + unit) + next_unit,
+            "gather": size * _gathered_or(all_gathered, root + unit) + next_unit,
             "activations": layer.stack(layers, cut) + layer.backward(cut),
         },
         {
             "gradients": before + fresh - waits * GRADIENT_BYTES * trained.layer,
-            "gather": size * _kept_or(all_gathered, root + unit) + next_unit + reduced,
+            "gather": size * _gathered_or(all_gathered, root + unit) + next_unit + reduced,
             "activations": layer.stack(layers - 1, cut) + layer.backward(cut),
         },
         {

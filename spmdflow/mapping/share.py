@@ -35,7 +35,7 @@ def stage_parameters(model: Model, cut: Strategy) -> tuple[Array, Array]:
     return others, shape.expert_parameters * share / cut.tp
 
 
-def kept_parameters(model: Model, cut: Strategy) -> Array:
+def resident_parameters(model: Model, cut: Strategy) -> Array:
     """Return the number of weights that a rank has between calls: those of `local_parameters`, or
     its share of all weights if the engine shards them."""
     if model.engine.sharding.parameters:
