@@ -164,12 +164,11 @@ def _layer_memory(
     copies = 2 * gathered * keys * size
     backward_of_attention = 2 * copies + tokens * (2 * queries - saved_ffn) * size
     forward_of_attention = copies + tokens * 2 * heads * size
+    saved_scores = temporaries = 0.0
     if shape.caps_scores or shape.has_sinks:
-        saved_scores, temporaries = _score_bytes(
-            shape, rows, cut, size, tokens=tokens, gathered=gathered
-        )
-    else:
-        saved_scores = temporaries = 0.0
+        scores = tokens * gathered / np.maximum(rows, 1) * shape.num_heads / cut.tp
+        saved_scores = scores * _score_bytes(shape, size)
+        temporaries = scores * _SCORE_TEMPORARIES
     shares = gathered > tokens
     working = np.where(shares, np.maximum(working, backward_of_attention), working)
     forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
