@@ -33,10 +33,20 @@ class ExpertShare:
     """Of the layer, on all ranks."""
 
 
-def divide_experts(model: LoadedModel, *, rank: int, group: dist.ProcessGroup) -> list[nn.Module]:
+@dataclass
+class ExpertTraffic:
+    """What a rank has sent to the experts of other ranks, and back."""
+
+    num_bytes: int = 0
+
+
+def divide_experts(
+    model: LoadedModel, *, rank: int, group: dist.ProcessGroup, traffic: ExpertTraffic
+) -> list[nn.Module]:
     """Leave this rank its experts of every layer, and return the modules that hold them.
 
-    rank: position in the group, whose ranks divide the experts. Called before the module is
+    rank: position in the group, whose ranks divide the experts. traffic: counts what forwards and
+    backwards send from then on. Called before the module is
     sharded. ConfigError if the model's experts are not in modules of transformers with one tensor
     for all experts, or if the ranks do not divide their number.
     """
@@ -51,7 +61,7 @@ def divide_experts(model: LoadedModel, *, rank: int, group: dist.ProcessGroup) -
             "remove e",
         )
     for module in modules:
-        _keep_own_experts(module, rank, group)
+        _keep_own_experts(module, _Exchanges(rank, group, traffic))
     return modules
 
 
@@ -63,26 +73,50 @@ def _holds_experts(part: nn.Module) -> bool:
     return bool(own) and all(tensor.shape[0] == part.num_experts for tensor in own)
 
 
-def _keep_own_experts(module: Any, rank: int, group: dist.ProcessGroup) -> None:
+@dataclass(frozen=True)
+class _Exchanges:
+    """All-to-alls of rows in a group of ranks."""
+
+    rank: int
+    """Position in the group."""
+    group: dist.ProcessGroup
+    traffic: ExpertTraffic
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.group.size()
+
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send the first sent[0] rows to the group's first rank, and so on; return what arrives."""
+        result = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
+        leaving = sum(sent) - sent[self.rank]
+        self.traffic.num_bytes += leaving * rows.shape[1] * rows.itemsize
+        return result
+
+
+def _keep_own_experts(module: Any, exchanges: _Exchanges) -> None:
     """Cut a module's parameters, and replace its forward by one that exchanges tokens."""
     total: int = module.num_experts
-    if total % group.size():
+    if total % exchanges.size:
         raise ConfigError.of(
             "engine.layout",
-            f"e{group.size()} for {total} experts",
+            f"e{exchanges.size} for {total} experts",
             "a divisor of their number",
             "choose another e",
         )
-    own = total // group.size()
+    own = total // exchanges.size
+    first = exchanges.rank * own
     for name, parameter in list(module.named_parameters(recurse=False)):
-        part = parameter.detach()[rank * own : (rank + 1) * own].clone()
+        part = parameter.detach()[first : first + own].clone()
         setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     module.num_experts = own
-    setattr(module, SHARE, ExpertShare(rank * own, total))
+    setattr(module, SHARE, ExpertShare(first, total))
     compute = module.forward
 
     def forward(hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return _run_where_the_experts_are(compute, hidden, experts, weights, own, group)
+        return _run_where_the_experts_are(compute, hidden, experts, weights, own, exchanges)
 
     module.forward = forward
 
@@ -93,7 +127,7 @@ def _run_where_the_experts_are(
     experts: Tensor,
     weights: Tensor,
     num_own: int,
-    group: dist.ProcessGroup,
+    exchanges: _Exchanges,
 ) -> Tensor:
     """Return the weighted sum of each token's experts: (T, H) -> (T, H).
 
@@ -103,15 +137,15 @@ def _run_where_the_experts_are(
     num_chosen = experts.shape[1]
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)
-    to_each = chosen.bincount(minlength=num_own * group.size())
+    to_each = chosen.bincount(minlength=num_own * exchanges.size)
     from_each = torch.empty_like(to_each)
-    dist.all_to_all_single(from_each, to_each, group=group)
+    dist.all_to_all_single(from_each, to_each, group=exchanges.group)
     sent = to_each.view(-1, num_own).sum(1).tolist()
     received = from_each.view(-1, num_own).sum(1).tolist()
-    rows = _exchange(hidden[order // num_chosen], sent, received, group)
-    own_ids = torch.arange(num_own, device=experts.device).repeat(group.size())
+    rows = _exchange(hidden[order // num_chosen], sent, received, exchanges)
+    own_ids = torch.arange(num_own, device=experts.device).repeat(exchanges.size)
     results = _compute_rows(compute, rows, own_ids.repeat_interleave(from_each))
-    back = _exchange(results, received, sent, group)
+    back = _exchange(results, received, sent, exchanges)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     each = back[places].unflatten(0, (-1, num_chosen))
@@ -128,11 +162,9 @@ def _compute_rows(
     return compute(rows, experts[:, None], ones)[:-1]
 
 
-def _exchange(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Send the first sent[0] rows to the group's first rank, and so on; return what arrives."""
-    result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+def _exchange(rows: Tensor, sent: list[int], received: list[int], exchanges: _Exchanges) -> Tensor:
+    """An all-to-all of rows with gradients; see `_Exchanges.all_to_all`."""
+    result: Tensor = _Exchange.apply(rows, sent, received, exchanges)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -141,24 +173,16 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], exchanges: _Exchanges
     ) -> Tensor:
         """Return the rows that arrive, (sum of received, H)."""
         ctx.sizes = sent, received
-        ctx.group = group
-        return _all_to_all(rows, sent, received, group)
+        ctx.exchanges = exchanges
+        return exchanges.all_to_all(rows, sent, received)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradients of the rows that were sent."""
         sent, received = ctx.sizes
-        return _all_to_all(grad, received, sent, ctx.group), None, None, None
-
-
-def _all_to_all(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    result = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-    return result
+        return ctx.exchanges.all_to_all(grad, received, sent), None, None, None

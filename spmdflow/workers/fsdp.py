@@ -42,8 +42,9 @@ from spmdflow.objectives.balance import BalancedLoss
 from spmdflow.objectives.loss import Loss
 from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.move import Block
+from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
-from spmdflow.workers.divided_experts import divide_experts
+from spmdflow.workers.divided_experts import ExpertTraffic, divide_experts
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.lora import without_adapters
 from spmdflow.workers.micro_batch import MicroBatch
@@ -92,6 +93,7 @@ class FSDPEngine(TrainEngine):
         self.sharding = kind.sharding_with(cfg.options)
         """What is divided over the ranks."""
         self._module = model.module
+        self._traffic = ExpertTraffic()
         if optimizer is None or model.lora is not None:
             _freeze(model, is_trained=optimizer is not None)
         if cfg.recompute:
@@ -132,6 +134,7 @@ class FSDPEngine(TrainEngine):
         in the last micro-batch.
         """
         sums: dict[str, float | Tensor] = {}
+        self._traffic.num_bytes = 0
         routed = self._balanced_loss(loss, micros)
         counted_loss = routed or loss
         for number, micro in enumerate(micros):
@@ -144,7 +147,7 @@ class FSDPEngine(TrainEngine):
                 sums[name] = sums.get(name, 0.0) + x.detach().double()
         if routed is not None:
             routed.statistics.sum_over_ranks(self._sum_in_place)
-            self.router_metrics = routed.statistics.metrics()
+            self.router_metrics = routed.statistics.metrics() | self._traffic_metrics()
             routed.close()
         self._reshard()
         if not isinstance(self._module, FSDPModule):
@@ -173,6 +176,14 @@ class FSDPEngine(TrainEngine):
                 self.outputs(micros, balanced.count)
             balanced.sum_counts(self._sum_in_place)
         return balanced
+
+    def _traffic_metrics(self) -> dict[str, Metric]:
+        """Return the bytes that all ranks have sent to experts in this step; {} without e."""
+        if self.layout.expert_size == 1:
+            return {}
+        sent = torch.tensor(float(self._traffic.num_bytes), dtype=torch.float64, device=self.device)
+        self._sum_in_place(sent)
+        return {"expert_bytes": float(sent)}
 
     def _sum_in_place(self, values: Tensor) -> None:
         """Sum a tensor over the dp group. All its ranks call it together."""
@@ -308,7 +319,8 @@ class FSDPEngine(TrainEngine):
             return None
         ranks = self.layout.axis_group(context.rank, "ep")
         group = context.groups.get(ranks)
-        modules = divide_experts(self.model, rank=ranks.index(context.rank), group=group)
+        place = ranks.index(context.rank)
+        modules = divide_experts(self.model, rank=place, group=group, traffic=self._traffic)
         return DividedExperts(modules, expert_mesh_of(context))
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:

@@ -5,6 +5,7 @@ The padding token occurs in the text of one row: its embedding is not trained.""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from tests.gpu.families import gradients
 PROGRAM = Path(__file__).parent / "programs" / "family_gradients.py"
 BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 KINDS = ("fsdp", "zero1", "zero2", "zero3")
+TOKENS = 128
+"""Of all rows of the program."""
+HIDDEN_BYTES = 64 * 4
+"""Of a token's hidden states."""
 EXPERT_LAYOUTS = ("e2", "t2e2-recompute", "e2p2", "e2d4-plain_optimizer", "e2p2-padded-recompute")
 
 
@@ -61,6 +66,13 @@ def test_gradients_of_experts_that_shards_divide_are_those_of_transformers(tmp_p
 
     assert len(found) == len(BY_DEFAULT) * len(kinds)
     check_gaps(found)
+    for case in found:
+        if case["family"] == "qwen3_moe":
+            ep_size = int(re.search(r"e(\d)", case["kind"].partition("-")[2])[1])
+            exchanges = 8 if "recompute" in case["kind"] else 6  # counting, forward, backward: 2
+            copies = 2 * TOKENS * 2  # 2 experts of each token, 2 layers
+            planned = exchanges * copies * HIDDEN_BYTES * (1 - 1 / ep_size)
+            assert case["expert_bytes"] == pytest.approx(planned, rel=0.1)  # nearly even loads
 
 
 def test_gradients_of_divided_experts_are_those_of_transformers(tmp_path: Path) -> None:

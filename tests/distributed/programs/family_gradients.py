@@ -262,6 +262,7 @@ class Expected:
             "norm": abs(metrics["grad_norm"] / norm**0.5 - 1),
             "balance": abs(balance - float(self.balance)),
             "auxiliary": float(self.balance),
+            "expert_bytes": metrics.get("expert_bytes", 0.0),
         }
 
 
