@@ -153,13 +153,17 @@ def test_plan_says_what_divided_experts_change(
     assert "a rank needs 10.3 GB of weights with e8; without it 61.1 GB, and the call would" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [("megatron", "[]"), ("fsdp", "[recompute]")], ids=["megatron", "fsdp"]
+)
 def test_automatic_placement_chooses_how_experts_are_divided(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = words_of("grpo_30b_a3b", tmp_path, "h100")
     words.remove("--json")
     free = ["actor.engine.layout=t1", "reference.engine.layout=t1", "actor.rollout.layout=auto"]
+    free += [f"{role}.engine.kind={kind}" for role in ("actor", "reference")]
 
-    assert main([*words, *free, "placement=auto", "actor.engine.options=[]"]) == FINE
+    assert main([*words, *free, "placement=auto", f"actor.engine.options={options}"]) == FINE
 
     assert re.search(r"actor\.engine\.layout=t\d+p\d+e\d+", capsys.readouterr().out)
