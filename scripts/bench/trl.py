@@ -241,7 +241,7 @@ def _contestants(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
 
 
 def _on_device(work: Work, trl: Path) -> list[Contestant]:
-    """Both on one GPU, with their own generation and with vLLM."""
+    """Both on one GPU with vLLM; spmdflow also with its own generation."""
     found = [
         Contestant("trl", way, lambda folder, way=way: _theirs(work, way, folder, trl))
         for way in ("vllm", "vllm-micro")

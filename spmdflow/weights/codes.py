@@ -70,10 +70,12 @@ def table_agrees(
 def _has_codes(tensor: Tensor, piece: Piece, shape: Sequence[int], salt: int) -> bool:
     """Whether a piece of an engine's tensor has the codes of the model's, which has this shape."""
     view = piece.view(tensor)
+    if view.ndim == 0:
+        view = view[None]
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    rows = max(1, _BLOCK // max(1, prod(view.shape[1:]))) if view.ndim else 1
-    for start in range(0, len(view) if view.ndim else 1, rows):
-        part = view[start : start + rows] if view.ndim else view
+    rows = max(1, _BLOCK // max(1, prod(view.shape[1:])))
+    for start in range(0, len(view), rows):
+        part = view[start : start + rows]
         index = torch.zeros((), dtype=torch.int32, device=tensor.device)
         for axis, (low, _) in enumerate(piece.box.bounds):
             origin = low + start if axis == 0 else low

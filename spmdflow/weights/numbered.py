@@ -45,8 +45,8 @@ from spmdflow.weights.codes import (
 )
 from spmdflow.weights.table import LocalTensor, Piece, ShardTable
 
-Found = Mapping[str, Sequence[Piece]]
-"""The engine's tensors in which a layer is, with its pieces."""
+LayerPieces = Mapping[str, Sequence[Piece]]
+"""Pieces of one layer of the model, by the engine's tensor that has them."""
 
 _LAYER = re.compile(r"^(.*?\.(\d+))\.")
 """The part of a name that the tensors of a layer share; it ends with the layer's number."""
@@ -67,51 +67,50 @@ def derive_table(local_tensors: Mapping[str, Tensor], shapes: Shapes, load: Load
     for tensor in local_tensors.values():
         tensor.zero_()
     layers = _by_layer(shapes)
-    found: dict[str, Found] = {}
-    expected = _expect_alike(local_tensors, layers, load, found)
-    table = _table_of(local_tensors, found | expected)
+    numbered, expected = _number_one_of_each_kind(local_tensors, layers, load)
+    table = _table_of(local_tensors, numbered | expected)
     if expected and not table_agrees(local_tensors, table, layers, load):
         for layer in expected:
-            found[layer] = _number(local_tensors, layers[layer], load)
-        table = _table_of(local_tensors, found)
+            numbered[layer] = _number(local_tensors, layers[layer], load)
+        table = _table_of(local_tensors, numbered)
     return table
 
 
-def _expect_alike(
-    local_tensors: Mapping[str, Tensor],
-    layers: Mapping[str, Shapes],
-    load: Load,
-    found: dict[str, Found],
-) -> dict[str, Found]:
-    """Number one layer of each kind, into `found`; return where the others should be."""
-    numbered: dict[object, str] = {}
+def _number_one_of_each_kind(
+    local_tensors: Mapping[str, Tensor], layers: Mapping[str, Shapes], load: Load
+) -> tuple[dict[str, LayerPieces], dict[str, LayerPieces]]:
+    """Return the pieces of the layers that were numbered, and those expected of the others.
+
+    Layers are of one kind if they have the same tensors in the same shapes.
+    """
+    first_of_kind: dict[object, str] = {}
+    numbered: dict[str, LayerPieces] = {}
     expected = {}
     for layer, shapes in layers.items():
         kind = tuple((name.removeprefix(layer), tuple(shape)) for name, shape in shapes.items())
-        moved = None
-        if kind in numbered:
-            first = numbered[kind]
-            moved = _move_to_layer(found[first], first, layer, local_tensors)
-        if moved is not None:
-            expected[layer] = moved
-            continue
-        found[layer] = _number(local_tensors, shapes, load)
-        if found[layer]:  # a stage of a pipeline does not have all layers
-            numbered[kind] = layer
-    return expected
+        if kind in first_of_kind:
+            first = first_of_kind[kind]
+            moved = _move_to_layer(numbered[first], first, layer, local_tensors)
+            if moved is not None:
+                expected[layer] = moved
+                continue
+        numbered[layer] = _number(local_tensors, shapes, load)
+        if numbered[layer]:  # a stage of a pipeline does not have all layers
+            first_of_kind[kind] = layer
+    return numbered, expected
 
 
 def _move_to_layer(
-    found: Found, layer: str, other: str, local_tensors: Mapping[str, Tensor]
-) -> Found | None:
-    """Return what is found of a layer, with the names of another one.
+    pieces_of_layer: LayerPieces, layer: str, other: str, local_tensors: Mapping[str, Tensor]
+) -> LayerPieces | None:
+    """Return the pieces of a layer with the names of another one.
 
     None if the engine has no tensors of the same shapes with the other's number in their names.
     """
     number = layer.rpartition(".")[2]
     other_number = other.rpartition(".")[2]
     moved = {}
-    for name, pieces in found.items():
+    for name, pieces in pieces_of_layer.items():
         match = _LAYER.match(name)
         if match is None or match[2] != number:
             return None
@@ -134,9 +133,10 @@ def _by_layer(shapes: Shapes) -> dict[str, Shapes]:
     return dict(layers)
 
 
-def _table_of(local_tensors: Mapping[str, Tensor], found: Mapping[str, Found]) -> ShardTable:
+def _table_of(local_tensors: Mapping[str, Tensor], layers: Mapping[str, LayerPieces]) -> ShardTable:
+    """Return the table with the pieces of all layers."""
     pieces: dict[str, list[Piece]] = {name: [] for name in local_tensors}
-    for layer in found.values():
+    for layer in layers.values():
         for name, some in layer.items():
             pieces[name] += some
     return {
@@ -145,13 +145,13 @@ def _table_of(local_tensors: Mapping[str, Tensor], found: Mapping[str, Found]) -
     }
 
 
-def _number(local_tensors: Mapping[str, Tensor], shapes: Shapes, load: Load) -> Found:
+def _number(local_tensors: Mapping[str, Tensor], shapes: Shapes, load: Load) -> LayerPieces:
     """Return where tensors of these shapes are, by loading their numbers."""
     numbering = Numbering.of(shapes)
-    found = {}
+    result = {}
     for name, numbers in _read_numbers(local_tensors, numbering, load):
-        found[name] = numbering.pieces(name, numbers)
-    return found
+        result[name] = numbering.pieces(name, numbers)
+    return result
 
 
 @dataclass(frozen=True)

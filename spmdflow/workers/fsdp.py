@@ -319,8 +319,8 @@ class FSDPEngine(TrainEngine):
             return None
         ranks = self.layout.axis_group(context.rank, "ep")
         group = context.groups.get(ranks)
-        place = ranks.index(context.rank)
-        modules = divide_experts(self.model, rank=place, group=group, traffic=self._traffic)
+        ep_rank = ranks.index(context.rank)
+        modules = divide_experts(self.model, rank=ep_rank, group=group, traffic=self._traffic)
         return DividedExperts(modules, expert_mesh_of(context))
 
     def _optimizer_of(self, cfg: OptimizerConfig, total_steps: int) -> ShardedOptimizer:
