@@ -81,6 +81,7 @@ class LlamaForward:
 
     refills = True
     parks = True
+    cuts = True
     routing = None
     _cache: list[Tensor]
     """(2, rows, KV, slots, head_dim) of each layer: keys and values after the prompts."""

@@ -26,19 +26,22 @@ class ParkedRow:
     """(L,) int64 on the host: the tokens whose keys and values are cached."""
     parked_at: int
     """The generator's clock when it was parked."""
+    routes: Tensor | None = None
+    """(L, layers, k): the experts of `ids`. None: they are not returned."""
+    cuts: bool = True
+    """Whether it can be continued from before its end."""
 
     def num_known(self, prompt: Tensor) -> int:
         """Return how many leading tokens of a prompt (P,) need not be recomputed.
 
         This is the length of the common prefix with the cached tokens, at most P - 1, as the last
-        token's logits are needed. 0 if the prefix is shorter than the row's num_shared tokens: then
-        the row cannot be reused.
+        token's logits are needed. 0 if the row cannot be reused: the prefix is shorter than the
+        row's num_shared tokens, or than all of its tokens if it cannot be cut.
         """
         size = min(len(self.ids), len(prompt) - 1)
         equal = int((self.ids[:size] == prompt[:size]).long().cumprod(0).sum())
-        if equal >= self.num_shared:
-            return equal
-        return 0
+        needed = self.num_shared if self.cuts else len(self.ids)
+        return equal if equal >= needed else 0
 
 
 def find_parked(

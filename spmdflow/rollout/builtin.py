@@ -12,7 +12,7 @@ needed; the forward pass is in rollout.forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -160,6 +160,8 @@ class BuiltinGenerator(RequestGenerator):
             if not self._live:
                 return []
             waits = self.device.type != "cpu" or self.stop is not None
+            if self._parks and not self._forward.cuts:
+                waits = False  # a row is parked only if it was not decoded any further
             remaining = max(row.joined_at + row.limit for row in self._live) - self._clock
             draws = min(_CHECK_EVERY if waits else 1, remaining)
             for number in range(draws):
@@ -242,7 +244,7 @@ class BuiltinGenerator(RequestGenerator):
             for (_, r), size in zip(pairs, known, strict=True):
                 new_tokens.append(r.prompt[size:])
             logits = self._forward.extend(rows[chunk], new_tokens, known)
-            self._append_rows(live[chunk], logits)
+            self._append_rows(self._with_routes(live[chunk], pairs, known), logits)
         still_parked = {row: before[row] for row in idle}
         if len(still_parked) < len(before):
             first = len(self._live) - len(rows)
@@ -250,6 +252,26 @@ class BuiltinGenerator(RequestGenerator):
                 still_parked,
                 self._live_indices(first) | dict(zip(rows, range(first, len(self._live)))),
             )
+
+    def _with_routes(
+        self,
+        rows: Sequence[LiveRow],
+        pairs: Sequence[tuple[ParkedRow, Request]],
+        known: Sequence[int],
+    ) -> list[LiveRow]:
+        """Continued rows with the experts of their prompts' tokens, if experts are returned.
+
+        pairs: the parked row that each continues, and its request. known: tokens of the prompt that
+        the parked row had; the last pass has computed the others.
+        """
+        if self._routing is None:
+            return list(rows)
+        result = []
+        computed = zip(rows, pairs, known, self._routing.of_prompts, strict=True)
+        for row, (parked, _), size, more in computed:
+            assert parked.routes is not None
+            result.append(replace(row, prompt_routes=torch.cat([parked.routes[:size], more])))
+        return result
 
     def _prefill(self, groups: list[list[LiveRow]]) -> None:
         """Prefills the prompt of each group once, and appends one live row per member of the group.
@@ -361,15 +383,33 @@ class BuiltinGenerator(RequestGenerator):
             if index not in ended:
                 continue
             del live[row]
-            request = self._live[index].request
             size = ended[index]
-            if self._parks and size and request.conversation is not None:
-                response = self._rows.tokens[index, : size - 1].cpu()  # the last one was never read
-                ids = torch.cat([request.prompt, response])
-                shared = len(request.prompt)
-                shared -= self._live[index].num_own_tokens
-                parked[row] = ParkedRow(request.conversation, shared, ids, self._clock)
+            if size and self._can_park(self._live[index], size):
+                parked[row] = self._to_parked(index, size)
         return self._compact(parked, live)
+
+    def _can_park(self, row: LiveRow, size: int) -> bool:
+        """Whether a row that ends with `size` response tokens can wait for the next turn.
+
+        Where a row cannot be cut, its last token must be the last one that was drawn.
+        """
+        exact = self._clock - row.joined_at == size
+        fits = self._forward.cuts or exact
+        return self._parks and fits and row.request.conversation is not None
+
+    def _to_parked(self, index: int, size: int) -> ParkedRow:
+        """The prompt of a live row and its response of `size` tokens without the last one, which
+        was never read."""
+        row = self._live[index]
+        prompt = row.request.prompt
+        assert row.request.conversation is not None
+        ids = torch.cat([prompt, self._rows.tokens[index, : size - 1].cpu()])
+        routes = None
+        if row.prompt_routes is not None:
+            routes = torch.cat([row.prompt_routes, self._rows.routes[index, : size - 1]])
+        shared = len(prompt) - row.num_own_tokens
+        cuts = self._forward.cuts
+        return ParkedRow(row.request.conversation, shared, ids, self._clock, routes, cuts)
 
     def _live_indices(self, num_rows: int | None = None) -> dict[int, int]:
         """Returns cache row -> index in self._live, for the first `num_rows` live rows (None: all).

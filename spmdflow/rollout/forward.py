@@ -9,6 +9,8 @@ sampling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +20,16 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from spmdflow.cpu.llama import LlamaForward, covers
-from spmdflow.rollout.row_cache import can_join, drop_slots, join, select_rows
+from spmdflow.rollout.row_cache import (
+    can_cut,
+    can_join,
+    cut_row,
+    drop_slots,
+    has_states,
+    join,
+    select_rows,
+    take_row,
+)
 from spmdflow.router import Routers
 from spmdflow.weights.folder import attention_of
 
@@ -29,7 +40,8 @@ class Routing:
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
         self.of_prompts: list[Tensor] = []
-        """Of each prompt of a `prefill`, (P, layers, k) int16."""
+        """Of each prompt of a `prefill`, or of each row's new tokens in an `extend`, (P, layers, k)
+        int16."""
         self.of_tokens = routers.own_routes(0)
         """Of the tokens of a `step`, (n, layers, k) int16."""
 
@@ -44,6 +56,8 @@ class CachedForward(Protocol):
     """Whether new rows can join rows that are being decoded."""
     parks: bool
     """Whether rows can be parked, and extended later."""
+    cuts: bool
+    """Whether a parked row can be extended from before its end."""
 
     @property
     def routing(self) -> Routing | None:
@@ -60,11 +74,11 @@ class CachedForward(Protocol):
         """
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        """Logits (B, V) after more tokens of B rows. Cache entries from `starts` on are
-        overwritten.
+        """Logits (B, V) after more tokens of B parked rows. Cache entries from `starts` on are
+        overwritten. The next `keep` makes live rows of them.
 
-        rows: cache rows that are not parked. more: tokens of each row, at least one, on the host.
-        starts: position of each row's first new token.
+        rows: their cache rows. more: tokens of each row, at least one, on the host. starts:
+        position of each row's first new token; the row's number of tokens, unless it `cuts`.
         """
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
@@ -164,9 +178,8 @@ class HuggingFaceForward:
     """Forward of any model family, with transformers' own module and cache.
 
     All rows end at the same slot of the cache (`row_cache`), because sliding windows count slots.
+    A parked row ends where it ended, so it has a cache of its own.
     """
-
-    parks = False
 
     def __init__(self, module: Any) -> None:
         """module: a transformers causal LM in evaluation mode. Its weights get memory of their
@@ -178,8 +191,12 @@ class HuggingFaceForward:
         self.routing = None if routers is None else Routing(routers)
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=module.device)
-        """(rows, slots): 1 where a slot has a token of the row."""
-        self.refills = can_join(DynamicCache(config=module.config))
+        """(rows, slots): 1 where a slot has a token of the row. Without parked rows."""
+        self._parked: list[_OwnRow] = []
+        empty = DynamicCache(config=module.config)
+        self.refills = can_join(empty)
+        self.cuts = can_cut(empty)
+        self.parks = self.refills and (not has_states(empty) or _continues_states(module))
         self.weights: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if not parameter.untyped_storage().resizable():
@@ -211,20 +228,32 @@ class HuggingFaceForward:
             self.routing.of_prompts = of_prompts
         selection = torch.tensor(source, dtype=torch.int64, device=mask.device)
         select_rows(cache, selection)
-        mask = mask[selection]
-        if len(self._mask):
-            join(self._cache, cache)
-            num_slots = max(mask.shape[1], self._mask.shape[1])
-            both = [pad(x, (num_slots - x.shape[1], 0)) for x in (self._mask, mask)]
-            mask = torch.cat(both)
-        else:
-            self._cache = cache
-        self._mask = mask
+        self._append(cache, mask[selection])
         return logits[selection]
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        """See CachedForward.extend. Never called, because no row is parked."""
-        raise NotImplementedError(rows)
+        """See CachedForward.extend. Rows with the same number of new tokens run together."""
+        results: dict[int, Tensor] = {}
+        of_prompts: dict[int, Tensor] = {}
+        for size in sorted({len(tokens) for tokens in more}):
+            chosen = [index for index, tokens in enumerate(more) if len(tokens) == size]
+            for index in chosen:
+                self._parked[rows[index]].cut(starts[index])
+            group = [self._parked[rows[index]] for index in chosen]
+            cache, mask = _join_rows(group, self._mask)
+            mask = pad(mask, (0, size), value=1)
+            first = torch.tensor([[starts[index]] for index in chosen], device=mask.device)
+            positions = first + torch.arange(size, device=mask.device)
+            ids = torch.stack([more[index] for index in chosen]).to(mask.device)
+            logits, routes = self._run(cache, ids, mask, positions)
+            for place, index in enumerate(chosen):
+                self._parked[rows[index]] = _OwnRow.of(cache, mask, place)
+                results[index] = logits[place]
+                if routes is not None:
+                    of_prompts[index] = routes[place]
+        if self.routing is not None:
+            self.routing.of_prompts = [of_prompts[index] for index in sorted(of_prompts)]
+        return torch.stack([results[index] for index in range(len(rows))])
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward.step."""
@@ -235,29 +264,53 @@ class HuggingFaceForward:
         return logits
 
     def keep(self, rows: list[int], num_parked: int = 0) -> None:
-        """Keep only these rows of cache and mask, in this order, and the slots that one of them
-        uses.
+        """See CachedForward.keep. Slots that no live row uses are dropped."""
+        before = self._parked
+        self._parked = []
+        for row in rows[:num_parked]:
+            if row < len(before):
+                self._parked.append(before[row])
+            else:
+                self._parked.append(_OwnRow.of(self._cache, self._mask, row - len(before)))
+        wanted = rows[num_parked:]
+        live = [row for row in wanted if row >= len(before)]
+        extended = [row for row in wanted if row < len(before)]
+        self._select([row - len(before) for row in live])
+        if extended:
+            self._append(*_join_rows([before[row] for row in extended], self._mask))
+            order = [*live, *extended]
+            self._select([order.index(row) for row in wanted])
 
-        AssertionError unless num_parked is 0: rows cannot be parked, because their tokens would not
-        end where those of the others do.
-        """
-        assert not num_parked, num_parked
+    def release(self) -> None:
+        """Free the KV cache with all rows, parked ones too."""
+        self._parked = []
+        self._select([])
+
+    def _append(self, cache: Any, mask: Tensor) -> None:
+        """Append the rows of a cache to the live ones. mask (n, slots): of these rows."""
+        if not len(self._mask):
+            self._cache = cache
+            self._mask = mask
+            return
+        join(self._cache, cache)
+        num_slots = max(mask.shape[1], self._mask.shape[1])
+        both = [pad(x, (num_slots - x.shape[1], 0)) for x in (self._mask, mask)]
+        self._mask = torch.cat(both)
+
+    def _select(self, rows: list[int]) -> None:
+        """Keep only these live rows, in this order, and the slots that one of them uses."""
+        if not rows:
+            self._cache = None
+            self._mask = self._mask.new_zeros(0, 0)
+            return
         selection = torch.tensor(rows, dtype=torch.int64, device=self._mask.device)
         self._mask = self._mask[selection]
-        if not rows:
-            self.release()
-            return
         select_rows(self._cache, selection)
         num_slots = self._mask.shape[1]
         used = int(self._mask.sum(1).max())
         if used < num_slots:
             drop_slots(self._cache, num_slots, used)
             self._mask = self._mask[:, num_slots - used :]
-
-    def release(self) -> None:
-        """Free the KV cache with all rows."""
-        self._cache = None
-        self._mask = self._mask.new_zeros(0, 0)
 
     def renew(self) -> None:
         """Does nothing, because only the KV cache is computed from the weights."""
@@ -286,3 +339,58 @@ class HuggingFaceForward:
             return logits, None
         chosen = torch.stack([layer.experts for layer in routers.take_all()], 1)
         return logits, chosen.to(torch.int16).view(*ids.shape, *chosen.shape[1:])
+
+
+@dataclass
+class _OwnRow:
+    """A parked row, in a cache that has this row and no other slots than its tokens'."""
+
+    cache: Any
+    num_tokens: int
+
+    @classmethod
+    def of(cls, cache: Any, mask: Tensor, row: int) -> _OwnRow:
+        """A copy of one row of a cache. mask: (rows, slots) of the cache."""
+        num_tokens = int(mask[row].sum())
+        index = torch.tensor([row], dtype=torch.int64, device=mask.device)
+        return cls(take_row(cache, index, mask.shape[1], num_tokens), num_tokens)
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first tokens. AssertionError if there are more and the layers cannot be cut."""
+        if num_tokens == self.num_tokens:
+            return
+        assert can_cut(self.cache), (num_tokens, self.num_tokens)
+        cut_row(self.cache, num_tokens)
+        self.num_tokens = num_tokens
+
+
+def _join_rows(rows: Sequence[_OwnRow], like: Tensor) -> tuple[Any, Tensor]:
+    """One cache with these rows, at least one, and its mask (n, slots), with `like`'s type."""
+    num_slots = max(row.num_tokens for row in rows)
+    masks = []
+    for row in rows:
+        masks.append(pad(like.new_ones(row.num_tokens), (num_slots - row.num_tokens, 0)))
+    index = torch.zeros(1, dtype=torch.int64, device=like.device)
+    cache = take_row(rows[0].cache, index, rows[0].num_tokens, rows[0].num_tokens)
+    for row in rows[1:]:
+        join(cache, row.cache)
+    return cache, torch.stack(masks)
+
+
+def _continues_states(module: Any) -> bool:
+    """Whether a transformers module with linear attention continues a state over several tokens.
+
+    Some modules only continue it over one token and begin anew for more. Computed with five tokens:
+    the last two must be closer to all five at once than to the two alone, by a factor of four.
+    """
+    from transformers import DynamicCache
+
+    ids = torch.arange(1, 6, device=module.device)[None]
+    cache = DynamicCache(config=module.config)
+    with torch.inference_mode():
+        whole = module(input_ids=ids, use_cache=False).logits[0, 3:]
+        module(input_ids=ids[:, :3], past_key_values=cache, use_cache=True)
+        continued = module(input_ids=ids[:, 3:], past_key_values=cache, use_cache=True).logits[0]
+        alone = module(input_ids=ids[:, 3:], use_cache=False).logits[0]
+    wrong = float((alone - whole).abs().max())
+    return 4 * float((continued - whole).abs().max()) < wrong

@@ -1,4 +1,5 @@
 """Rows of a KV cache of transformers: selects rows, joins those of two caches, drops unused slots.
+A row can also be taken out as a cache of its own, and cut to its first tokens.
 
 All rows end at the same slot: a row's tokens are the last ones of its slots, and padding precedes
 them. A family's own masks then see the same distances as for a row alone, also those of sliding
@@ -8,6 +9,7 @@ than those of `_KNOWN_LAYERS` may store what this module does not know: `can_joi
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -30,9 +32,52 @@ _KNOWN_LAYERS = frozenset(
 )
 
 
+_WITH_ALL_SLOTS = frozenset({"DynamicLayer", "DynamicIndexedLayer"})
+"""Layers that store every token of a row: no window, no state."""
+
+
 def can_join(cache: Any) -> bool:
     """Whether rows of caches like this one can be joined: all its layers are known here."""
     return all(type(layer).__name__ in _KNOWN_LAYERS for layer in cache.layers)
+
+
+def can_cut(cache: Any) -> bool:
+    """Whether rows of caches like this one can be cut to fewer tokens.
+
+    Sliding windows have dropped what would then be inside of the window, and a state of linear
+    attention cannot be taken back.
+    """
+    return all(type(layer).__name__ in _WITH_ALL_SLOTS for layer in cache.layers)
+
+
+def has_states(cache: Any) -> bool:
+    """Whether a layer keeps one state for each row, as linear attention does."""
+    return any(hasattr(layer, name) for layer in cache.layers for name in _STATES)
+
+
+def take_row(cache: Any, row: Tensor, num_slots: int, num_tokens: int) -> Any:
+    """Return a cache with a copy of one row alone, without the slots before its tokens.
+
+    row: (1,) int64, its index. num_slots: slots of the cache. num_tokens: tokens of the row, which
+    end at the last slot.
+    """
+    taken = copy(cache)
+    taken.layers = [copy(layer) for layer in cache.layers]
+    for layer in taken.layers:
+        for name in _STATES:
+            if hasattr(layer, name):
+                setattr(layer, name, dict(getattr(layer, name)))
+    select_rows(taken, row)
+    drop_slots(taken, num_slots, num_tokens)
+    return taken
+
+
+def cut_row(cache: Any, num_tokens: int) -> None:
+    """Keep the first tokens of a cache that `take_row` returned. It must be one that `can_cut`."""
+    for layer in cache.layers:
+        for name in _slot_names(layer):
+            values = getattr(layer, name)
+            setattr(layer, name, values.narrow(_SLOTS[name], 0, num_tokens))
 
 
 def select_rows(cache: Any, rows: Tensor) -> None:

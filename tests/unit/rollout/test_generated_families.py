@@ -1,4 +1,5 @@
-"""The built-in generator with many families of transformers: refilled rows, and their log-probs."""
+"""The built-in generator with many families of transformers: refilled rows, their log-probs, and
+rows that wait for the next turn of a conversation."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from scripts.families.tiny import FAMILIES, save_tiny_model
 from spmdflow.config.schema import RolloutConfig
@@ -15,6 +17,7 @@ from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.folder import attention_of
+from tests.conversations import hold_conversations
 
 CPU = torch.device("cpu")
 BY_DEFAULT = ("gemma3_text", "qwen3_moe", "falcon_h1", "nemotron_h")
@@ -66,6 +69,43 @@ def test_refilled_rows_have_their_own_tokens_and_the_log_probs_of_transformers(
             logits = plain(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
             assert float((log_probs - expected).abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_turns_of_a_conversation_continue_the_row_that_was_kept(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six conversations of three turns, as whole prompts and continued: the same tokens, log-probs
+    within 5e-5, the same experts.
+
+    Twelve turns can be continued. Of one conversation half of each response is cut, so its two need
+    a row that can be cut: not with sliding windows and states.
+    """
+    folder = save_tiny_model(family, tmp_path / family)
+    draw = torch.Generator().manual_seed(2)
+    starts = [torch.randint(3, 320, (length,), generator=draw) for length in (1, 7, 12, 3, 9, 19)]
+    whole, kept = (generator_of(folder, 3) for _ in range(2))
+    read: list[int] = []
+    extend = kept._forward.extend
+
+    def count(rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
+        read.extend(starts)
+        return extend(rows, more, starts)
+
+    monkeypatch.setattr(kept._forward, "extend", count)
+    if whole._forward.routing is not None:
+        whole.return_routes()
+        kept.return_routes()
+
+    expected = hold_conversations(whole, starts, SAMPLED, named=False)
+    found = hold_conversations(kept, starts, SAMPLED, named=True)
+
+    assert found.tokens == expected.tokens
+    assert len(read) == (12 if kept._forward.cuts else 10)
+    for turn, log_probs in expected.log_probs.items():
+        torch.testing.assert_close(found.log_probs[turn], log_probs, rtol=0, atol=5e-5)
+        if whole._forward.routing is not None:
+            assert torch.equal(found.routes[turn], expected.routes[turn])
 
 
 def test_long_waiting_prompts_are_computed_in_several_passes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
+from tests.conversations import hold_conversations
 from tests.rollout_reference import (
     LLAMA,
     ended_at,
@@ -132,32 +133,6 @@ def test_samples_of_a_prompt_are_prefilled_once(
     assert passes == [(1, 8)]
 
 
-def _talk(
-    generator: BuiltinGenerator, *, named: bool
-) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], Tensor]]:
-    """Six conversations of three turns, three at a time: tokens and log-probs of each turn."""
-    prompts = [row.tolist() for row in rows_of(make_prompts(6))]
-    waiting = [(3 * part + n, turn) for part in range(2) for turn in range(3) for n in range(3)]
-    said: dict[tuple[int, int], list[int]] = {}
-    log_probs: dict[tuple[int, int], Tensor] = {}
-    under_way: dict[int, tuple[int, int]] = {}
-    while waiting or under_way:
-        ready = [(n, t) for n, t in waiting if t == 0 or (n, t - 1) in said]
-        for number, turn in ready[: 3 - len(under_way)]:
-            waiting.remove((number, turn))
-            prompt = torch.tensor(prompts[number])
-            seed = SEEDS[3 * number + turn]
-            request = Request(prompt, seed, SAMPLED, number if named else None)
-            under_way[generator.add(request)] = (number, turn)
-        for row in generator.step():
-            number, turn = under_way.pop(row.id)
-            said[number, turn] = row.tokens.tolist()
-            log_probs[number, turn] = row.log_probs
-            size = len(row.tokens) // (2 if number == 2 else 1)  # as an agent's stop string cuts
-            prompts[number] += said[number, turn][:size] + [5 + number] * (1 + 4 * (number % 3))
-    return said, log_probs
-
-
 @pytest.mark.parametrize(
     ("name", "max_batch_size"),
     [("grouped", 1), ("grouped", 2), ("grouped", 3), ("mistral", 128), ("stablelm", 3)],
@@ -174,16 +149,19 @@ def test_turns_of_a_conversation_are_those_of_whole_prompts(
         return extend(rows, more, starts)
 
     monkeypatch.setattr(kept._forward, "extend", count)
-    expected = _talk(plain, named=False)
-    found = _talk(kept, named=True)
+    prompts = rows_of(make_prompts(6))
+    expected = hold_conversations(plain, prompts, SAMPLED, named=False)
+    found = hold_conversations(kept, prompts, SAMPLED, named=True)
 
-    assert found[0] == expected[0]
-    for turn, log_probs in expected[1].items():
-        torch.testing.assert_close(found[1][turn], log_probs, rtol=0, atol=1e-5)
-    if name == "stablelm" or max_batch_size == 1:  # every bit is then the row's own
-        assert not read and all(map(torch.equal, found[1].values(), expected[1].values()))
+    assert found.tokens == expected.tokens
+    for turn, log_probs in expected.log_probs.items():
+        torch.testing.assert_close(found.log_probs[turn], log_probs, rtol=0, atol=1e-5)
+    if max_batch_size == 1:  # every bit is then the row's own
+        assert not read
+        assert all(map(torch.equal, found.log_probs.values(), expected.log_probs.values()))
     else:  # two rows make room for a third conversation, three for those that have not ended
         assert len(read) == 12 if max_batch_size > 2 else len(read) < 12
+    if name != "stablelm":
         assert all(layer.shape[1] <= max_batch_size for layer in kept._forward._cache)
 
 
