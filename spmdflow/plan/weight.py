@@ -24,6 +24,7 @@ from spmdflow.hybrid_engine.reshard import (
     training_tables,
 )
 from spmdflow.kind.engine import engine_kind
+from spmdflow.kind.generator import generator_kind
 from spmdflow.plan.record import BytesByEdge, Trace, TracedModel
 from spmdflow.transfer.protocol import protocol
 from spmdflow.weights.adapter import is_adapter, is_b
@@ -33,6 +34,10 @@ from spmdflow.worker_api.register import method_spec
 
 Nodes = Mapping[int, int]
 """The node of each rank."""
+_DERIVED = (
+    "not planned: the ranks of a replica divide a model of a family without a table, and where they "
+    "have each element is found by their own loader at the start, which checks that it is complete"
+)
 _Sent = tuple[int, Iterable[int], int]
 """Source, destinations and bytes of a message."""
 
@@ -57,6 +62,9 @@ class WeightPlan:
     syncs: int = 0
     """Number of syncs in the last traced step."""
     note: str = ""
+    is_derived: bool = False
+    """Whether the generator's loader tells at the start which elements its ranks have. Nothing is
+    planned then; the start refuses a table that does not have every element."""
     entering: Mapping[int, int] = field(default_factory=dict)
     """Bytes that each node receives from others. What several of its ranks receive counts once."""
     reported: int = 0
@@ -88,8 +96,9 @@ class WeightPlan:
 def weight_plans(trace: Trace) -> list[WeightPlan]:
     """Return how weights reach every model that generates; empty if all are loaded from files.
 
-    A plan that ConfigError or PlanError prevents has mode "?" and the error in its note. `syncs`
-    counts the last traced step, with its evaluation.
+    A plan that ConfigError or PlanError prevents has mode "?" and the error in its note. So has one
+    whose tables are only known at the start (`is_derived`), with the reason. `syncs` counts the
+    last traced step, with its evaluation.
     """
     syncs = Counter[str]()
     if trace.steps:
@@ -100,8 +109,12 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
         policy = policies.get(name)
         if not traced.generates or (traced.only_generates and policy is None):
             continue  # its weights come from files
+        source = policy or traced
         try:
-            if policy is None:
+            if _derives_table(source, traced):
+                plan = WeightPlan(source.name, name, "?", "?", note=_DERIVED, is_derived=True)
+                ranks: tuple[int, ...] = ()
+            elif policy is None:
                 plan = _plan_local_sync(traced, trace.node_of, gathers=_has_devices(trace))
                 ranks = _reply_ranks(traced)
             else:
@@ -109,7 +122,7 @@ def weight_plans(trace: Trace) -> list[WeightPlan]:
                 ranks = tuple(plan.received)
             plan = replace(plan, reported=sum(plan.received[rank] for rank in ranks))
         except (ConfigError, PlanError) as err:
-            plan = WeightPlan(name, name, "?", "?", note=f"not planned: {err}")
+            plan = WeightPlan(source.name, name, "?", "?", note=f"not planned: {err}")
         plans.append(replace(plan, syncs=syncs.get(name, 0)))
     return plans
 
@@ -155,6 +168,16 @@ def _stale_models(trained: TracedModel, trace: Trace) -> Iterator[str]:
             peers = len(layout.axis_group(layout.ranks[0], "micro_dp")) - 1
             if mode == "copy" or (mode == "blocks" and peers):
                 yield name
+
+
+def _derives_table(policy: TracedModel, target: TracedModel) -> bool:
+    """Whether several ranks divide a model without a table, and their loader says how."""
+    cfg = policy.settings
+    if target.layout.gen_tp_size * target.layout.gen_pp_size == 1:
+        return False
+    if generator_kind(cfg.rollout.generator).derived_table is None:
+        return False
+    return bool(Architecture.sizes_from_folder(cfg.model.path).obstacle)
 
 
 def _reply_ranks(traced: TracedModel) -> tuple[int, ...]:

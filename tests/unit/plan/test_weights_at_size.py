@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdflow.plan.__main__ import WRONG, main
+from spmdflow.plan.__main__ import FINE, main
 from tests.unit.plan.test_command import PPO, large
 from tests.unit.planned import SMALL
 
@@ -76,18 +76,25 @@ def test_weights_of_70b_on_1024_ranks_are_proved_in_a_minute_and_2_gb(
     assert seconds < 60 and kilobytes < 2e6
 
 
-def test_weights_that_no_table_describes_are_unproved_and_the_exit_code_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("layout", "checked"),
+    [
+        ("t1", "ok weights 2 ranks get each element that they lack once, over 2 edges"),
+        ("t2", "over 0 edges; the start checks the weights of actor to actor"),
+    ],
+)
+def test_weights_of_a_family_without_a_table_are_planned_unless_ranks_divide_them_as_vllm_says(
+    layout: str, checked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 64}
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"architectures": ["GPT2LMHeadModel"]})
     )
     words = [PPO, *SMALL, f"actor.model.path={tmp_path}", "--world=2", "--hardware=h100"]
 
-    status = main([*words, "--no-data"])
+    status = main([*words, f"actor.rollout.layout={layout}", "--no-data"])
 
     text = " ".join(capsys.readouterr().out.split())
-    assert status == WRONG
-    assert "weights of actor to actor: not planned: " in text
-    assert "nothing was checked" in text
+    assert checked in text
+    assert ("found by their own loader at the start" in text) == (layout == "t2")
+    assert status == FINE
