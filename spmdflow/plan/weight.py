@@ -35,8 +35,9 @@ from spmdflow.worker_api.register import method_spec
 Nodes = Mapping[int, int]
 """The node of each rank."""
 _DERIVED = (
-    "not planned: the ranks of a replica divide a model of a family without a table, and where they "
-    "have each element is found by their own loader at the start, which checks that it is complete"
+    "not planned: the ranks of a replica divide a model of a family without a table; their own "
+    "loader says at the start where they have each element, and the start checks that none is "
+    "missing"
 )
 _Sent = tuple[int, Iterable[int], int]
 """Source, destinations and bytes of a message."""

@@ -89,6 +89,8 @@ class VllmGenerator(RequestGenerator):
         self._shared = False
         self._asleep: dict[str, Storages | SleepingMemory] = {}
         self._end_tokens = end_tokens(model_path)
+        self._routes: VllmRoutes | None = None
+        """Made with the engine if the settings replay routes."""
         with preserve_process_state(own_variables="VLLM_"), ExitStack() as undo:
             check_contract()
             if not self.keeps_noise:
@@ -96,7 +98,8 @@ class VllmGenerator(RequestGenerator):
             self._groups = Groups(replica, device)
             undo.callback(self._groups.close)
             with explain_errors(model_path, replica):
-                self._llm = start_llm(cfg, model_path, self._groups)
+                loaded = self._make_routes if cfg.router == "replay" else _leave_routers
+                self._llm = start_llm(cfg, model_path, self._groups, loaded)
                 self._attach(cfg)
                 self.add(Request(torch.tensor([0]), 0, Sampling(max_new_tokens=1)))
                 while self._sampler.requests:
@@ -147,26 +150,29 @@ class VllmGenerator(RequestGenerator):
         """Context length of the engine, in tokens."""
         return int(self._runner.max_model_len)
 
-    def return_routes(self) -> None:
-        """See RequestGenerator.return_routes.
+    def _make_routes(self, runner: Any) -> None:
+        """Let the routers of a model that has just been loaded pass on what they select.
 
-        ConfigError on devices too, and for several pipeline stages, each of which has only its own
-        layers.
+        ConfigError for several pipeline stages, each of which has only its own layers.
         """
-        if not self._on_cpu or self.replica.pp_size > 1:
-            where = f"{self.replica.pp_size} pipeline stages" if self._on_cpu else "a GPU"
+        if self.replica.pp_size > 1:
             raise ConfigError.of(
                 "actor.update.router=replay",
-                f"vLLM on {where}",
-                "vLLM on a CPU with p1, where its experts can be read",
+                f"vLLM on {self.replica.pp_size} pipeline stages",
+                "p1, where a rank has all routers",
                 "set actor.update.router=own, or another actor.rollout.engine or layout",
             )
-        for name in ("query_start_loc", "kv_cache_config", "requests"):  # what VllmRoutes reads
-            walk(self._runner, name)
-        routes = VllmRoutes(self._runner)
-        if not routes.num_layers:
+        for name in ("query_start_loc.np", "max_num_tokens", "requests"):  # what VllmRoutes reads
+            walk(runner, name)
+        self._routes = VllmRoutes(runner)
+        if not self._routes.num_layers:
             raise no_routes_error(self)
-        self._sampler.routes = routes
+
+    def return_routes(self) -> None:
+        """See RequestGenerator.return_routes. ConfigError unless it was built to replay routes."""
+        if self._routes is None:
+            raise no_routes_error(self)
+        self._sampler.routes = self._routes
 
     def own_routes(self, num_tokens: int) -> Tensor | None:
         """See RequestGenerator.own_routes."""
@@ -417,3 +423,7 @@ def derived_table(model_path: str) -> ShardTable:
     (table,) = derive_tables(generator.model, model_path, replica).tables
     generator.close()
     return table
+
+
+def _leave_routers(runner: Any) -> None:
+    """What is done with a loaded model whose routes are not replayed."""

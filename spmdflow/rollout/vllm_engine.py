@@ -19,7 +19,8 @@ addition to the NCCL group of a replica; over several devices this ran on simula
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -56,8 +57,12 @@ _CUDA: dict[str, Any] = {
 holds: kv_cache_memory_bytes determines the size of the cache."""
 
 
-def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
+def start_llm(
+    cfg: RolloutConfig, model_path: str, groups: Groups, loaded: Callable[[Any], None]
+) -> Any:
     """Builds this rank's vllm.LLM of the replica; all ranks of the replica call it together.
+
+    loaded: called with vLLM's model runner once it has its model.
 
     Some functions of vLLM are replaced while it is built: pipeline stages are divided as in the
     weight tables, and on a CPU layers keep plain weights. Compilation and CUDA graphs are off on a
@@ -97,7 +102,7 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             dtype=cfg.precision,
             max_num_seqs=cfg.max_batch_size,
             kv_cache_memory_bytes=cfg.cache_bytes,
-            distributed_executor_backend=executor_class(groups),
+            distributed_executor_backend=executor_class(groups, loaded),
             tensor_parallel_size=replica.tp_size,
             pipeline_parallel_size=replica.pp_size,
             max_model_len=cfg.longest_row,
@@ -109,9 +114,19 @@ def start_llm(cfg: RolloutConfig, model_path: str, groups: Groups) -> Any:
             load_format="auto" if keeps_folder(cfg, model_path) else "dummy",
             **_adapter_arguments(cfg, model_path, replica),
             **({"enforce_eager": True} if eager else {}),
-            **({} if on_cpu else _CUDA),
+            **({} if on_cpu else _CUDA | _expert_arguments()),
         )
     return llm
+
+
+def _expert_arguments() -> dict[str, Any]:
+    """Returns the argument of vllm.LLM by which experts keep their plain weights, if it exists.
+
+    FlashInfer's kernels, which vLLM prefers on Blackwell, rearrange the experts after loading; a
+    later sync would not be rearranged.
+    """
+    names = inspect.signature(import_module("vllm.engine.arg_utils").EngineArgs).parameters
+    return {"moe_backend": "triton"} if "moe_backend" in names else {}
 
 
 def keeps_folder(cfg: RolloutConfig, model_path: str) -> bool:

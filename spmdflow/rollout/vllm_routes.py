@@ -1,49 +1,83 @@
-"""Which experts of a mixture the tokens of vLLM use, read off its routers on a CPU.
+"""Which experts of a mixture the tokens of vLLM use, read off its routers.
 
-Each router of vLLM passes on the experts that it selects, one row for each token of a step. A
-request's tokens are found by vLLM's own batch. Tokens of a cached prefix are not computed a second
-time: their experts are those of the blocks that vLLM took them from.
-
-On devices vLLM captures graphs, in which such a function does not run; its own option
-(enable_return_routed_experts) is not used yet.
+Each router of vLLM passes on the experts that it selects, one row for each token of a step. They
+are written into a buffer of the device, which also works inside of CUDA graphs if the routers know
+the buffer before the graphs are captured. After the forward a step's rows are copied to the host,
+which does not wait for them, and sorted by request once they have arrived. Tokens of a cached
+prefix are not computed a second time: their experts are those of the blocks that vLLM took them
+from.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmdflow.parallel.device import to_host
 from spmdflow.rollout.generator import Request
 from spmdflow.router import OWN_CHOICE
 
+_UNDER_WAY = 8
+"""Steps whose experts may be on their way: far more than vLLM starts ahead of its results."""
 _FULL_ATTENTION = "FullAttentionSpec"
 """Class of vLLM's description of layers whose cache keeps every token of a row."""
+
+
+@dataclass
+class _Rows:
+    """Tokens of one request in a step."""
+
+    number: int
+    """Of the request."""
+    first: int
+    stop: int
+    """Their positions."""
+    slots: Tensor | None
+    """(stop - first,) int64: their slots of the KV cache. None: no layer keeps all tokens."""
+    cached: Tensor | None
+    """(first,) int64: slots of the prefix that a new request found in the cache."""
+
+
+@dataclass
+class _Step:
+    """A step whose experts are on their way to the host."""
+
+    routes: Tensor
+    """(T, layers, k) int16 on the host, valid once the event has happened."""
+    arrived: Any
+    """torch.cuda.Event; None on a CPU."""
+    rows: list[_Rows]
 
 
 class VllmRoutes:
     """The experts of all tokens that are being generated, by request."""
 
     def __init__(self, runner: Any) -> None:
-        """runner: vLLM's model runner. Its routers call this object from now on."""
+        """runner: vLLM's model runner, with its model and before any graph is captured. Its routers
+        write into this object's buffer from now on; `num_layers` is 0 if they cannot."""
         self.num_layers = 0
         self.num_experts = 0
         self._num_chosen = 0
         self._runner = runner
         for module in runner.model.modules():
             router: Any = getattr(module, "router", None)
-            if hasattr(router, "set_capture_fn"):
-                router.set_capture_fn(partial(self._keep, self.num_layers))
-                self.num_layers += 1
-                self.num_experts = int(router.global_num_experts)
-                self._num_chosen = int(router.top_k)
-        self._step: dict[int, Tensor] = {}
+            if not hasattr(router, "set_capture_fn") or _selects_inside(module):
+                continue
+            router.set_capture_fn(partial(self._keep, self.num_layers))
+            self.num_layers += 1
+            self.num_experts = int(router.global_num_experts)
+            self._num_chosen = int(router.top_k)
+        self._buffer = self.own_routes(runner.max_num_tokens).to(runner.device)
+        self._steps = deque[_Step]()
         self._of_request: dict[int, Tensor] = {}
         self._of_slot = torch.zeros(0, dtype=torch.int16)
-        """(slots of the KV cache, layers, k)."""
+        """(slots of the KV cache, layers, k), on the host."""
 
     def own_routes(self, num_tokens: int) -> Tensor:
         """(num_tokens, layers, k) int16: routes by which the trainer's routers select."""
@@ -52,40 +86,69 @@ class VllmRoutes:
 
     def _keep(self, layer: int, experts: Tensor) -> None:
         """Keep the experts (T, k) that a router selected in the step that runs."""
-        self._step[layer] = experts.to(torch.int16)
+        self._buffer[: len(experts), layer] = experts
 
     def store(
         self, names: Sequence[str], numbers: Sequence[int], requests: Mapping[int, Request]
     ) -> None:
-        """Sort the experts of the step that has run by request.
+        """Fetch the experts of the step that has been started.
 
         names, numbers: vLLM's names and ours of the requests in its batch. requests: by number.
         """
-        layers = [self._step[layer] for layer in range(self.num_layers)]
-        routes = torch.stack(layers, 1)  # (T, layers, k)
-        runner = self._runner
-        starts = runner.query_start_loc.np
-        lengths = getattr(runner.seq_lens, "gpu", runner.seq_lens)
+        starts = self._runner.query_start_loc.np
+        lengths = _host_lengths(self._runner)
+        rows = []
         for row, (name, number) in enumerate(zip(names, numbers, strict=True)):
-            rows = routes[int(starts[row]) : int(starts[row + 1])]
             stop = int(lengths[row])
-            first = stop - len(rows)
-            slots = self._slots_of(name, stop)
+            first = stop - int(starts[row + 1] - starts[row])
+            cached = None
             if number not in self._of_request:
                 request = requests[number]
-                table = self.own_routes(len(request.prompt) + request.sampling.max_new_tokens)
-                if slots is not None:
-                    table[:first] = self._slot_table()[slots[:first]]
-                self._of_request[number] = table
-            self._of_request[number][first:stop] = rows
-            if slots is not None:
-                self._slot_table()[slots[first:]] = rows
+                size = len(request.prompt) + request.sampling.max_new_tokens
+                self._of_request[number] = self.own_routes(size)
+                cached = self._slots_of(name, 0, first)
+            rows.append(_Rows(number, first, stop, self._slots_of(name, first, stop), cached))
+        routes = self._buffer[: int(starts[len(names)])].clone()  # the next step writes there
+        arrived = None
+        copy = to_host(routes)
+        if routes.device.type != "cpu":
+            arrived = torch.get_device_module(routes.device).Event()
+            arrived.record()
+        self._steps.append(_Step(copy, arrived, rows))
+        self._sort_steps(remaining=_UNDER_WAY)
+
+    @torch.inference_mode()  # as vLLM's forward is: tensors of both kinds are written here
+    def _sort_steps(self, *, remaining: int) -> None:
+        """Sort the experts of all steps but the last `remaining` by request and by slot.
+
+        Waits until they have arrived.
+        """
+        while len(self._steps) > remaining:
+            step = self._steps.popleft()
+            if step.arrived is not None:
+                step.arrived.synchronize()
+            begin = 0
+            for row in step.rows:
+                end = begin + row.stop - row.first
+                self._sort_row(row, step.routes[begin:end])
+                begin = end
+
+    def _sort_row(self, row: _Rows, routes: Tensor) -> None:
+        """Sort the experts (n, layers, k) of a request's tokens in one step."""
+        table = self._of_request.get(row.number)
+        if table is not None:  # otherwise its response had ended before this step
+            if row.cached is not None:
+                table[: row.first] = self._slot_table()[row.cached]
+            table[row.first : row.stop] = routes
+        if row.slots is not None:
+            self._slot_table()[row.slots] = routes
 
     def take(self, number: int, num_tokens: int) -> Tensor | None:
         """Forget a request, and return the experts of its first tokens, (num_tokens, layers, k).
 
         The last token's are `OWN_CHOICE`, because it was never read. None: no step has run for it.
         """
+        self._sort_steps(remaining=0)
         table = self._of_request.pop(number, None)
         if table is None:
             return None
@@ -100,15 +163,18 @@ class VllmRoutes:
             self._of_slot = self.own_routes(num_slots)
         return self._of_slot
 
-    def _slots_of(self, name: str, num_tokens: int) -> Tensor | None:
-        """Return the slots of the first tokens of a request; None if no layer keeps all tokens."""
+    def _slots_of(self, name: str, first: int, stop: int) -> Tensor | None:
+        """Return the slots of these tokens of a request; None if no layer keeps all tokens."""
         group = self._full_group
         if group is None:
             return None
-        blocks = torch.tensor(self._runner.requests[name].block_ids[group])
-        positions = torch.arange(num_tokens)
         size = self._block_size
-        return blocks[positions // size] * size + positions % size
+        begin = first // size
+        blocks = self._runner.requests[name].block_ids[group][begin : -(-stop // size)]
+        positions = torch.arange(first, stop)
+        return torch.tensor(blocks, dtype=torch.int64)[positions // size - begin] * size + (
+            positions % size
+        )
 
     @property
     def _full_group(self) -> int | None:
@@ -124,3 +190,15 @@ class VllmRoutes:
         assert group is not None
         spec = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec
         return int(spec.block_size)
+
+
+def _selects_inside(module: Any) -> bool:
+    """Whether vLLM computes routers and experts in one kernel, which passes nothing on."""
+    method = getattr(module, "_quant_method", None)
+    return bool(getattr(method, "is_monolithic", False))
+
+
+def _host_lengths(runner: Any) -> Any:
+    """The tokens of each row of the batch after this step, on the host."""
+    lengths = getattr(runner, "optimistic_seq_lens_cpu", runner.seq_lens)
+    return getattr(lengths, "np", lengths)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.families.run import VLLM_SIZES
+from scripts.families.run import SIZES_FOR_VLLM
 from scripts.families.tiny import FAMILIES, save_tiny_model
 from tests.distributed.ranks import run_ranks
 from tests.gpu.families import gradients
@@ -80,7 +80,7 @@ def test_built_in_generation_of_a_family_follows_the_trainer(tmp_path: Path, fam
 @pytest.mark.parametrize("family", VLLM)
 def test_generation_of_a_family_with_vllm_follows_the_trainer(tmp_path: Path, family: str) -> None:
     need({"rollout.engine": "vllm"})
-    path = str(save_tiny_model(family, tmp_path / "model", sizes=VLLM_SIZES))
+    path = str(save_tiny_model(family, tmp_path / "model", sizes=SIZES_FOR_VLLM))
 
     check(path, {"rollout.engine": "vllm"}, dtype="float32", num_devices=1)
 
@@ -88,6 +88,6 @@ def test_generation_of_a_family_with_vllm_follows_the_trainer(tmp_path: Path, fa
 @pytest.mark.parametrize("family", MIXTURES_OF_MEGATRON)
 def test_generation_of_a_mixture_with_vllm_follows_megatron(tmp_path: Path, family: str) -> None:
     need(MEGATRON)
-    path = str(save_tiny_model(family, tmp_path / "model", sizes=VLLM_SIZES))
+    path = str(save_tiny_model(family, tmp_path / "model", sizes=SIZES_FOR_VLLM))
 
     check(path, {**MEGATRON, "rollout.weights": "copy"}, dtype="float32", num_devices=1)

@@ -25,6 +25,19 @@ def test_trainer_computes_on_its_own_stream_after_vllm_has_started(simulated: Si
     assert set(facts.values()) == {True}, facts
 
 
+@pytest.mark.drill
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_experts_that_are_returned_on_a_device_are_those_of_transformers(
+    simulated: Simulated, tmp_path: Path
+) -> None:
+    """In float32, of a cached prefix too; the experts reach the host while later steps run."""
+    *_, line = simulated(PROGRAMS / "vllm_routes.py", tmp_path).splitlines()
+    found = json.loads(line)
+
+    assert found["most_own"] == found["least_own"] == 1  # the last token was never read
+    assert found["equal"] == 1
+
+
 def allocator_of(simulated: Simulated, folder: Path, *settings: str, ranks: int = 1) -> list[Any]:
     """What each rank's environment says to the allocator when the script begins."""
     start = ["-m", "spmdflow.run", "--inproc"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from scripts.families.run import VLLM_SIZES
+from scripts.families.run import SIZES_FOR_VLLM
 from scripts.families.tiny import save_tiny_model
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
@@ -27,10 +27,11 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.rollout.vllm import VllmGenerator
 from spmdflow.rollout.vllm_derived import derive_tables
 from spmdflow.rollout.vllm_weights import stock_table
-from spmdflow.router import OWN_CHOICE, ROUTES, Routers, from_column
+from spmdflow.router import Routers
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import attention_of
 from spmdflow.weights.table import ShardTable
+from tests.vllm_routes import routes_found
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 12], [30], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [50, 51]]
@@ -50,7 +51,7 @@ def main() -> None:
     for family in sys.argv[2:]:
         model = folder / family
         if rank == 0:
-            save_tiny_model(family, model, sizes=VLLM_SIZES)
+            save_tiny_model(family, model, sizes=SIZES_FOR_VLLM)
         dist.barrier()
         try:
             found[family] = measure(model, replica)
@@ -66,6 +67,9 @@ def measure(model: Path, replica: Replica) -> dict[str, Any]:
     ).eval()
     cfg = RolloutConfig(engine="vllm", max_batch_size=8, max_new_tokens=TOKENS)
     cfg.max_prompt_tokens = 200
+    routers = Routers.of(plain)
+    if routers is not None:
+        cfg.router = "replay"
     generator = VllmGenerator(cfg, str(model), CPU, replica)
     try:
         take_folder_weights(generator, str(model), verify=False)
@@ -77,7 +81,6 @@ def measure(model: Path, replica: Replica) -> dict[str, Any]:
             "table": equals_written_table(generator, model, replica),
             "loads_again": loads_of_second_derivation(generator, model, replica),
         }
-        routers = Routers.of(plain)
         if routers is not None:
             result["routes"] = routes_found(generator, plain, routers)
         result["swapped"] = names_after_swap(generator, result["hashes"])
@@ -96,40 +99,6 @@ def largest_gap(plain: Any, responses: list[Tensor], log_probs: Tensor) -> float
         expected = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
         gap = max(gap, float((own - expected).abs().max()))
     return gap
-
-
-def routes_found(generator: VllmGenerator, plain: Any, routers: Routers) -> dict[str, float]:
-    """How the experts that vLLM returns are those of transformers, also of a cached prefix.
-
-    equal: share of choices, order apart. most_own, least_own: tokens without experts in a row. The
-    long prompt is longer than a block of the cache, and in the cache when the second call begins.
-    """
-    generator.return_routes()
-    generator.renew(0)  # no prefix from before
-    long = torch.arange(3, 143)
-    prompts = ragged_from_rows([long, long, torch.tensor([5, 9, 12])])
-    sampling = Sampling(TOKENS)
-    generator.generate(prompts, sampling, [0, 1, 2])
-    columns = generator.generate(prompts, sampling, [3, 4, 5])
-    equal = 0
-    choices = 0
-    own = []
-    routers.records = True
-    rows = zip(
-        rows_of(prompts), rows_of(columns["responses"]), rows_of(columns[ROUTES]), strict=True
-    )
-    for prompt, response, routes in rows:
-        routers.begin()
-        with torch.no_grad():
-            plain(input_ids=torch.cat([prompt, response])[None], use_cache=False)
-        expected = torch.stack([layer.experts for layer in routers.take()], 1).sort(-1).values
-        found = from_column(routes).long().sort(-1).values
-        is_own = (found == OWN_CHOICE).any(-1).any(-1)
-        own.append(int(is_own.sum()))
-        equal += int((found == expected)[~is_own].sum())
-        choices += found[~is_own].numel()
-    routers.records = False
-    return {"equal": equal / choices, "most_own": max(own), "least_own": min(own)}
 
 
 def equals_written_table(generator: VllmGenerator, model: Path, replica: Replica) -> bool | None:

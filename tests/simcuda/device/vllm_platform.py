@@ -73,10 +73,11 @@ _UNSUPPORTED = (
     "cutlass_group_gemm_supported",
 )
 _library = torch.library.Library("_C", "FRAGMENT")
+_experts_library = torch.library.Library("_moe_C", "FRAGMENT")
 
 
 def _define_operators() -> None:
-    """Of the CUDA build: what it says that the device can do (nothing), and one kernel."""
+    """Of the CUDA build: what it says that the device can do (nothing), and two kernels."""
     for name in _UNSUPPORTED:
         _library.define(f"{name}(int capability) -> bool")
         _library.impl(name, lambda capability: False, "CompositeExplicitAutograd")
@@ -85,6 +86,11 @@ def _define_operators() -> None:
         "int padding, int added_first, int added_last) -> ()"
     )
     _library.impl("vocab_parallel_embedding", _embed, "CUDA")
+    _experts_library.define(
+        "topk_softmax(Tensor! weights, Tensor! ids, Tensor! places, Tensor logits, "
+        "bool renormalize, Tensor? bias, Tensor? is_padding=None) -> ()"
+    )
+    _experts_library.impl("topk_softmax", _select_experts, "CUDA")
 
 
 def _embed(
@@ -103,6 +109,24 @@ def _embed(
     start = added_first - (last - first) - padding
     rows = torch.where(added, ids - start, torch.where(own, ids - first, 0))
     out.copy_(weight[rows.long()] * (own | added)[:, None])
+
+
+def _select_experts(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    logits: torch.Tensor,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    is_padding: torch.Tensor | None = None,
+) -> None:
+    """weights and ids (n, k): the k most likely experts of each token, for logits (n, E)."""
+    assert bias is None, "not simulated"
+    chosen, indices = logits.float().softmax(-1).topk(weights.shape[-1])
+    if renormalize:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    weights.copy_(chosen)
+    ids.copy_(indices)
 
 
 def plugin() -> str:

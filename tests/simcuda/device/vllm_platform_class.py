@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.nn import functional
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import NonNvmlCudaPlatform
 
@@ -15,6 +17,34 @@ class TritonConfig:
         self.kwargs = kwargs
         self.num_warps = num_warps
         self.num_stages = num_stages
+
+
+def apply_experts(
+    experts: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """vLLM's Triton kernel for experts, with its arguments, without waiting for the device: every
+    expert computes every token, with weight 0 where the token has not chosen it."""
+    assert str(activation.value).lower() == "silu", "not simulated"
+    if expert_map is not None:
+        topk_ids = expert_map[topk_ids.long()]
+    total = torch.zeros_like(output)
+    for expert in range(len(w1)):
+        weight = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
+        gate, up = functional.linear(hidden_states, w1[expert]).chunk(2, -1)
+        result = functional.linear(functional.silu(gate) * up, w2[expert])
+        total += (weight * result).to(total.dtype)
+    output.copy_(total)
 
 
 class SimulatedCudaPlatform(NonNvmlCudaPlatform):
@@ -36,7 +66,9 @@ class SimulatedCudaPlatform(NonNvmlCudaPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
+        from vllm.model_executor.layers.fused_moe.experts import triton_moe
 
+        triton_moe.TritonExperts.apply = apply_experts
         super().check_and_update_config(vllm_config)
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE

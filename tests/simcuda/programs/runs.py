@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import spmdflow
+from scripts.families.run import SIZES_FOR_VLLM
 from scripts.families.tiny import save_tiny_model
 from spmdflow.kind.registry import register_tracker
 from spmdflow.run import RankEnvironment, _take_device
@@ -159,6 +160,23 @@ WITH_VLLM: dict[str, tuple[str, int, tuple[str, ...]]] = {
             *("actor.rollout.layout=p3", "actor.update.mini_batch_size=48"),
         ),
     ),
+    "grpo, fsdp, vllm t2, a mixture, replayed routes": (
+        "grpo",
+        2,
+        (
+            *(*SMALL, *VLLM, *MIXTURE, "actor.rollout.layout=t2", "actor.update.router=replay"),
+            *("save_every=0", "run.save_last=false"),
+        ),
+    ),
+    "grpo, megatron t2e2, vllm t2, a mixture": (
+        "grpo",
+        4,
+        (
+            *(*SMALL, *VLLM, *MIXTURE, "actor.rollout.layout=t2"),
+            *("actor.engine.kind=megatron", "actor.engine.layout=t2e2"),
+            *("save_every=0", "run.save_last=false"),
+        ),
+    ),
     "grpo, one step off policy, vllm": (
         "grpo_async",
         4,
@@ -218,7 +236,7 @@ def main() -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
     if rank == 0:
         write_deep(folder / "deep")
-        save_tiny_model("qwen3_moe", folder / "mixture", tokenizer=MODEL)
+        save_tiny_model("qwen3_moe", folder / "mixture", tokenizer=MODEL, sizes=SIZES_FOR_VLLM)
     dist.barrier()
     for name in names:
         run_dir = folder / f"run-{names.index(name.removesuffix(', resumed'))}"

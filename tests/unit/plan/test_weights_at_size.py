@@ -96,5 +96,5 @@ def test_weights_of_a_family_without_a_table_are_planned_unless_ranks_divide_the
 
     text = " ".join(capsys.readouterr().out.split())
     assert checked in text
-    assert ("found by their own loader at the start" in text) == (layout == "t2")
+    assert ("their own loader says at the start" in text) == (layout == "t2")
     assert status == FINE
