@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench._processor import processor_name
+
 FOLDER = Path(__file__).parent / "bench"
 ROOT = Path(__file__).parents[1]
 
@@ -64,18 +66,11 @@ def record(name: str, rows: list[Row]) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "num_cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "rows": rows,
     }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bench._clock import best_of, usual
+from bench._processor import processor_name
 from torch.distributed.fsdp import fully_shard
 
 ROOT = Path(__file__).parents[1]
@@ -275,7 +276,7 @@ def file_text(arguments: argparse.Namespace, values: Values) -> str:
     from spmdflow.mapping.hardware import COEFFICIENTS
 
     when = time.strftime("%Y-%m-%d")
-    machine = f"{cpu_name()}, {os.cpu_count()} cores, {platform.machine()}"
+    machine = f"{processor_name()}, {os.cpu_count()} cores, {platform.machine()}"
     if arguments.device == "cuda":
         machine = f"{torch.cuda.get_device_name()}, {machine}"
     measured = f"scripts/calibrate.py, {arguments.processes} processes, {when}"
@@ -320,13 +321,6 @@ def hardware_name(name: str | None, device: str) -> str:
         sys.stderr.write(f"calibrate: named cpu_{name}, as files of processors begin with cpu\n")
         return f"cpu_{name}"
     return name
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux says it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _arguments() -> argparse.Namespace:

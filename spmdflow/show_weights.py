@@ -111,6 +111,7 @@ def _layout(options: argparse.Namespace) -> Layout:
         virtual_size=training.virtual,
         gen_tp_size=generation.tp,
         gen_pp_size=generation.pp,
+        gen_expert_size=generation.ep,
     )
 
 

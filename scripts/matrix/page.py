@@ -22,6 +22,7 @@ def write_page(page: Path, records: Sequence[Record]) -> None:
     tables = {}
     for group in GROUPS:
         tables[group] = table_of([r for r in records if r["group"] == group])
+    tables["processor"] = "\n".join(processors(records))
     tables["refused"] = "\n".join(refusals(records))
     tables["seconds"] = "\n".join(missed_seconds(records))
     tables["memory"] = "\n".join(missed_bytes(records))
@@ -91,6 +92,15 @@ def refusals(records: Sequence[Record]) -> Iterator[str]:
     for text, names in by_text.items():
         reason = text.replace("|", "/")
         yield f"| {', '.join(names)} | {reason} |"
+
+
+def processors(records: Sequence[Record]) -> Iterator[str]:
+    """Markdown: on which processor how many cases ran."""
+    yield "| processor | cases |"
+    yield "|---|---|"
+    names = [r.get("processor", "not noted") for r in records]
+    for name in dict.fromkeys(names):
+        yield f"| {name} | {names.count(name)} |"
 
 
 def missed_seconds(records: Sequence[Record]) -> Iterator[str]:

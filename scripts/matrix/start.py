@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from scripts.bench._processor import processor_name
 from scripts.learn.runs import commit_of_code
 from scripts.matrix.case import MODEL, Case
 from scripts.records import Record, cause_in
@@ -48,6 +49,7 @@ def perform(case: Case, runs: Path, hardware: Path | None) -> Record:
         "command": case.command(),
         "ranks": case.num_ranks,
         "commit": commit_of_code(),
+        "processor": processor_name(),
         "wall_seconds": round(time.time() - begun, 1),
     }
     if code != 0:

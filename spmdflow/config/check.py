@@ -403,8 +403,9 @@ def _check_model(
     if role == "actor" and rollout is not None and is_known(rollout):
         generator = rollout.generator
     model_folder.check_heads(facts, generator=generator)
-    if generator is not None:
+    if rollout is not None and generator is not None:
         model_folder.check_family(facts, generator=generator)
+        model_folder.check_weights_setting(facts, weights=rollout.weights)
     update = _only(part, UpdateConfig)
     if update is not None:
         model_folder.check_experts(facts, f"{role}.update", update, generator=generator)

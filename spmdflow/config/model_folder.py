@@ -196,6 +196,14 @@ def check_experts(
         raise ConfigError.of(where, got, "a generator that returns them", do)
 
 
+def check_weights_setting(facts: ModelFacts, *, weights: str) -> None:
+    """Raise ConfigError for a rollout.weights that shares storage, with a model that cannot."""
+    if weights in ("blocks", "flat") and not facts.arch.is_dense_with_table:
+        got = f"{weights} for {facts.path}, whose weights a generator stores in another form"
+        expected = "copy, or auto, which then chooses copy"
+        raise ConfigError.of("actor.rollout.weights", got, expected, "set it to auto")
+
+
 def check_positions(facts: ModelFacts, prompt_tokens: int, response_tokens: int) -> None:
     """Raise ConfigError if prompt and response tokens together exceed the model's context.
 

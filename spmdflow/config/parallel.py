@@ -93,7 +93,8 @@ def generation_sizes(role: str, part: Any) -> Sizes:
     """Return the tensor- and pipeline-parallel size while a role generates, from rollout.layout.
 
     auto means the training's tensor-parallel size without pipeline if the generator can split a
-    model, otherwise 1. ConfigError for a layout with v, s or e, which only training has.
+    model, otherwise 1. ConfigError for a layout with v or s, which only training has, or with an e
+    other than t: while generating, e says that the ranks of t divide whole experts.
     """
     rollout = part.rollout
     training = training_sizes(role, part.engine)
@@ -103,9 +104,13 @@ def generation_sizes(role: str, part: Any) -> Sizes:
             return Sizes(training.tp)
         return Sizes()
     sizes = sizes_of(f"{role}.rollout.layout", rollout.layout)
-    if sizes.virtual > 1 or sizes.shard or sizes.ep > 1:
-        expected = "t, p and d alone, as the other sizes are of training"
+    if sizes.virtual > 1 or sizes.shard:
+        expected = "t, p, d and e alone, as the other sizes are of training"
         raise ConfigError.of(f"{role}.rollout.layout", rollout.layout, expected, f"write {sizes}")
+    if sizes.ep not in (1, sizes.tp):
+        expected = "no e, or as many as t: the tensor-parallel ranks then divide whole experts"
+        do = f"write {sizes} or {sizes}e{sizes.tp}"
+        raise ConfigError.of(f"{role}.rollout.layout", rollout.layout, expected, do)
     return sizes
 
 
@@ -160,7 +165,8 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
 def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
     """Return the generation sizes of a role; ConfigError if they do not work on num_ranks ranks.
 
-    t * p must divide num_ranks, and be 1 if the generator cannot split a model.
+    t * p must divide num_ranks, and be 1 if the generator cannot split a model. Only some
+    generators divide experts (e).
     """
     sizes = generation_sizes(role, part)
     key = f"{role}.rollout.layout"
@@ -168,6 +174,9 @@ def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:
         got = f"{part.rollout.layout} with rollout.engine={part.rollout.generator}"
         do = f"set {role}.rollout.engine={' or '.join(generators_that_cut())}"
         raise ConfigError.of(key, got, "t1, as it generates on single ranks", do)
+    if sizes.ep > 1 and "ep" not in generator_kind(part.rollout.generator).axes:
+        got = f"{part.rollout.layout} with rollout.engine={part.rollout.generator}"
+        raise ConfigError.of(key, got, "no e, as that generator divides no experts", "remove it")
     check_ranks(key, sizes, num_ranks)
     return sizes
 

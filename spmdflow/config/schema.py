@@ -339,8 +339,8 @@ class RolloutConfig(Precise):
         one_of=lambda: (AUTO, *generator_names()),
     )
     layout: str = setting(
-        "Parallel sizes while generating, such as t2; auto: the trainer's t, or t1 where "
-        "ranks generate alone.",
+        "Parallel sizes while generating, such as t2; t2e2: its ranks divide whole experts of a "
+        "mixture; auto: the trainer's t, or t1 where ranks generate alone.",
         "auto",
     )
     weights: str = setting(

@@ -101,6 +101,9 @@ class EngineKind(Backend):
     """Copies of a token's activations as wide as the gated feed-forward network, likewise."""
     ffn_forward_copies: int = 3
     """Those that exist at the same time in a forward pass without a backward pass."""
+    routed_copies: int = 2
+    """Copies of a token's hidden state for each of its experts that a layer keeps for its backward
+    pass: what the experts read, and what they return."""
     separate_kernels: bool = False
     """Norms, rotations, activation functions and residual sums are kernels of their own on a
     device, as in transformers' layers. Otherwise they are fused."""

@@ -141,7 +141,7 @@ _A_IS_COMPUTED = "its loader stores A = -exp(A_log), so updates of A_log cannot 
 _VLLM = GeneratorKind(
     "vllm",
     "vLLM in process",
-    axes=("tp", "pp"),
+    axes=("tp", "pp", "ep"),
     fixed_cache=True,
     shares_storage=True,
     weight_table="spmdflow.weights.ranks:vllm_tables",

@@ -5,6 +5,7 @@ A layer keeps for each token for its backward, with element size e and t tensor-
     2 norms: the input in float32, its normalised copy and the product    2 hidden (4 + 2 e)
     queries, keys, values and the mixed values                            copies (q + kv) e / t
     feed-forward network: gate, up, their activation and product          copies ffn e / t
+    hidden states that experts read and return                            copies k hidden e
 
 `EngineKind` has the number of copies. Attention's scores are not kept (flash kernels). In float32,
 attention runs for one length after another, and the results of packed rows are concatenated into
@@ -155,11 +156,12 @@ def _layer_memory(
     ffn = shape.activated_size / cut.tp
     norms = (2 * hidden + shape.qk_norm * heads) * (4 + 2 * size)
     ungated = 2 * (not shape.gated)
+    routed = facts.routed_copies * shape.routed_size
     saved_ffn = (facts.ffn_copies - ungated) * ffn  # freed before a norm's backward
     widest = (facts.ffn_forward_copies - ungated) * ffn * size
     messages = gathers_sequence + (2.0 * (cut.pp > 1))
     working = tokens * np.maximum(2 * ffn * size, 20 * hidden - saved_ffn * size)
-    forward = tokens * np.maximum(widest, (8 + size) * hidden)
+    forward = tokens * np.maximum(widest + routed * size, (8 + size) * hidden)
     # attention may need more than the network if it reads many copies of a shared prompt
     copies = 2 * gathered * keys * size
     backward_of_attention = 2 * copies + tokens * (2 * queries - saved_ffn) * size
@@ -174,7 +176,9 @@ def _layer_memory(
     forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
     return _Layer(
         inputs=tokens * hidden * size,
-        saved=tokens * (norms + (mixed + saved_ffn) * size) + gathered * seen * size + saved_scores,
+        saved=tokens * (norms + (mixed + saved_ffn + routed) * size)
+        + gathered * seen * size
+        + saved_scores,
         working=np.maximum(working, temporaries) + tokens * hidden * size,
         forward=np.maximum(forward, temporaries) + tokens * 4 * hidden * size,
         buffers=tokens * shape.hidden_size * size * messages,

@@ -94,6 +94,7 @@ class EngineWorker(Worker):
             virtual_size=sizes.virtual,
             gen_tp_size=generation.tp,
             gen_pp_size=generation.pp,
+            gen_expert_size=generation.ep if cls.generates else 1,
         )
 
     @classmethod

@@ -256,7 +256,13 @@ class GeneratorWorker(SamplingWorker):
         """
         sizes = generation_sizes("actor", cfg)
         dp_size = len(ranks) // sizes.replica
-        return Layout(ranks, pp_size=sizes.pp, dp_size=dp_size, tp_size=sizes.tp)
+        return Layout(
+            ranks,
+            pp_size=sizes.pp,
+            dp_size=dp_size,
+            tp_size=sizes.tp,
+            gen_expert_size=sizes.ep,
+        )
 
     @classmethod
     def needed_groups(

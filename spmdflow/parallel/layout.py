@@ -78,6 +78,9 @@ class Layout:
     """Tensor-parallel size while generating; 0 becomes tp_size."""
     gen_pp_size: int = 0
     """Pipeline size while generating; 0 becomes pp_size."""
+    gen_expert_size: int = 1
+    """Tensor-parallel ranks that divide whole experts while generating: 1 (all have a slice of each
+    expert) or gen_tp_size."""
 
     def __post_init__(self) -> None:
         """Fill in default sizes and check all of them."""
@@ -234,7 +237,8 @@ class Layout:
         """Short name, such as t2p1d4.
 
         v: model chunks of a stage, if several; s: shard size, if less than d; e: expert size, if
-        more than 1; -g(t1p1x8): generation's t_g, p_g and number of replicas, if they differ.
+        more than 1; -g(t1p1x8): generation's t_g, p_g and number of replicas, if they differ; -ge2:
+        generation's expert size.
         """
         virtual = f"v{self.virtual_size}" if self.virtual_size > 1 else ""
         name = f"t{self.tp_size}p{self.pp_size}{virtual}d{self.dp_size}"
@@ -242,6 +246,8 @@ class Layout:
         name += f"e{self.expert_size}" if self.expert_size > 1 else ""
         if (self.gen_tp_size, self.gen_pp_size) != (self.tp_size, self.pp_size):
             name += f"-g(t{self.gen_tp_size}p{self.gen_pp_size}x{self.generation_dp_size})"
+        if self.gen_expert_size > 1:
+            name += f"-ge{self.gen_expert_size}"
         return name
 
 
@@ -259,7 +265,7 @@ def _check_sizes(layout: Layout) -> None:
 
     Ranks must ascend, be distinct and not negative; all sizes at least 1; pp * dp * tp the number
     of ranks; shard_size a divisor of dp_size; expert_size a divisor of shard_size; gen_tp * gen_pp
-    a divisor of the number of ranks.
+    a divisor of the number of ranks; gen_expert_size 1 or gen_tp.
     """
     ranks = layout.ranks
     pp_size = layout.pp_size
@@ -292,6 +298,9 @@ def _check_sizes(layout: Layout) -> None:
         expected = f"a divisor of the {layout.size} ranks {_format_ranks(ranks)}"
         do = f"choose a product among {divisors(layout.size)}"
         raise ConfigError.of("layout", got, expected, do)
+    if layout.gen_expert_size not in (1, gen_tp_size):
+        got = f"gen_expert_size {layout.gen_expert_size}"
+        raise ConfigError.of("layout", got, f"1 or gen_tp_size {gen_tp_size}", "choose one of them")
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:

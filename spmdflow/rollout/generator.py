@@ -57,6 +57,8 @@ class Replica:
     tp_ranks: tuple[int, ...]
     pp_ranks: tuple[int, ...]
     groups: GroupTable | None = None
+    divides_experts: bool = False
+    """Whether the tensor-parallel ranks divide whole experts of a mixture, not each expert."""
 
     @classmethod
     def of(cls, layout: Layout, rank: int, groups: GroupTable) -> Replica:
@@ -64,7 +66,8 @@ class Replica:
         ranks, tp_ranks, pp_ranks = (
             layout.axis_group(rank, axis) for axis in ("gen_replica", "gen_tp", "gen_pp")
         )
-        return cls(rank, ranks, tp_ranks, pp_ranks, groups)
+        divides = layout.gen_expert_size > 1
+        return cls(rank, ranks, tp_ranks, pp_ranks, groups, divides)
 
     @classmethod
     def alone(cls) -> Replica:

@@ -105,6 +105,7 @@ def start_llm(
             distributed_executor_backend=executor_class(groups, loaded),
             tensor_parallel_size=replica.tp_size,
             pipeline_parallel_size=replica.pp_size,
+            enable_expert_parallel=replica.divides_experts,
             max_model_len=cfg.longest_row,
             skip_tokenizer_init=True,
             generation_config="vllm",

@@ -123,7 +123,12 @@ def stock_table(arch: Architecture, replica: Replica, replica_rank: int) -> Shar
     """vLLM's own tensors of one rank of the replica."""
     pp_rank, tp_rank = divmod(replica_rank, replica.tp_size)
     return vllm_shards(
-        arch, tp_size=replica.tp_size, tp_rank=tp_rank, pp_size=replica.pp_size, pp_rank=pp_rank
+        arch,
+        tp_size=replica.tp_size,
+        tp_rank=tp_rank,
+        pp_size=replica.pp_size,
+        pp_rank=pp_rank,
+        divides_experts=replica.divides_experts,
     )
 
 

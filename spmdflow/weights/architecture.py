@@ -240,6 +240,15 @@ class Architecture:
         return (dense + experts.num_layers * width) / max(self.num_layers, 1)
 
     @property
+    def routed_size(self) -> float:
+        """Width of the copies of a token's hidden state that its experts read; mean over the
+        layers. 0 without experts."""
+        if self.mixture is None:
+            return 0.0
+        experts = self.mixture
+        return experts.num_chosen * self.hidden_size * experts.num_layers / max(self.num_layers, 1)
+
+    @property
     def layer_parameters(self) -> int:
         """Number of weights in the matrices of one layer; mean over the layers."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)

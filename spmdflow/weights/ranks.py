@@ -31,7 +31,7 @@ vLLM 0.32, by its parameter names:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from spmdflow.blocks.box import Box
@@ -207,14 +207,22 @@ def part_name(part: int, name: str, num_parts: int) -> str:
 
 def vllm_tables(arch: Architecture, layout: Layout) -> RankTables:
     """Each rank's shards under vLLM, by the layout's generation sizes."""
-    sizes = {"tp_size": layout.gen_tp_size, "pp_size": layout.gen_pp_size}
+
+    def table(tp_rank: int, pp_rank: int) -> ShardTable:
+        return vllm_shards(
+            arch,
+            tp_size=layout.gen_tp_size,
+            tp_rank=tp_rank,
+            pp_size=layout.gen_pp_size,
+            pp_rank=pp_rank,
+            divides_experts=layout.gen_expert_size > 1,
+        )
+
     coordinates = {}
     for rank in layout.ranks:
-        coordinates[rank] = layout.generation_coordinate(rank)
-    return _build_tables(
-        {rank: (coordinate.tp, coordinate.pp) for rank, coordinate in coordinates.items()},
-        lambda tp_rank, pp_rank: vllm_shards(arch, tp_rank=tp_rank, pp_rank=pp_rank, **sizes),
-    )
+        coordinate = layout.generation_coordinate(rank)
+        coordinates[rank] = (coordinate.tp, coordinate.pp)
+    return _build_tables(coordinates, table)
 
 
 def _build_tables(
@@ -377,10 +385,18 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def vllm_shards(
-    arch: Architecture, *, tp_size: int, tp_rank: int, pp_size: int, pp_rank: int
+    arch: Architecture,
+    *,
+    tp_size: int,
+    tp_rank: int,
+    pp_size: int,
+    pp_rank: int,
+    divides_experts: bool = False,
 ) -> ShardTable:
     """Return the local tensors of one rank, by vLLM's parameter names and, if any, adapters' names.
 
+    divides_experts: the ranks of tp_size have equal numbers of whole experts (vLLM's expert
+    parallelism), not a slice of each.
     ConfigError if vLLM cannot shard the architecture this way, has no such biases, or cannot
     generate with its head. A tied model has the embedding on the first and on the last stage.
     """
@@ -394,11 +410,12 @@ def vllm_shards(
         raise ConfigError.of("vllm", got, "none, as vLLM's Qwen3 has no bias on o_proj", do)
     check_cut("vllm", arch, tp_size=tp_size, pp_size=pp_size)
     cut = Cut("vllm", arch, tp_size, tp_rank, VLLM_VOCAB_MULTIPLE)
+    rows = _with_whole_experts(_VLLM_LAYER) if divides_experts else _VLLM_LAYER
     table: dict[str, LocalTensor] = {}
     if pp_rank == 0 or (pp_rank == pp_size - 1 and arch.tied):
         table[EMBEDDING] = cut.vocabulary([EMBEDDING])
     for layer in stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank):
-        for name, tensor in cut.layer(_VLLM_LAYER, layer):
+        for name, tensor in cut.layer(rows, layer):
             if arch.family == "mixtral":
                 name = name.replace("mlp.", "block_sparse_moe.", 1)
             table[f"model.layers.{layer}.{name}"] = tensor
@@ -417,6 +434,14 @@ def vllm_shards(
                 boxes.append(x)
         table |= {name: stack([(name, box)]) for name, box in boxes}
     return table
+
+
+def _with_whole_experts(rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """These rows of a layer, with an equal number of whole experts on each rank."""
+    result = []
+    for name, way, suffixes in rows:
+        result.append((name, Cut.experts if ".experts." in name else way, suffixes))
+    return result
 
 
 def adapter_boxes(piece: Piece, adapters: Adapters) -> dict[str, Box]:

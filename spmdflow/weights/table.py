@@ -301,6 +301,16 @@ class Cut:
         start, stop = self._chunk("padded vocabulary", padded)
         return stack([(name, row_box(self._shape(name), start, stop))], num_rows=stop - start)
 
+    def experts(self, names: Sequence[str]) -> LocalTensor:
+        """Return an equal number of whole experts.
+
+        names: of the fused tensor (experts, rows, columns). ConfigError if the size does not divide
+        the experts.
+        """
+        (name,) = names
+        start, stop = self._chunk(f"experts of {name}", self._shape(name)[0])
+        return stack([(name, row_box(self._shape(name), start, stop))])
+
     def rows_of_experts(self, names: Sequence[str]) -> LocalTensor:
         """Return an equal part of the rows of gate, then of up, of every expert.
 

@@ -33,6 +33,7 @@ from spmdflow.parallel.group import all_gather_plain
 from spmdflow.weights.move import Block, Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_tables, part_name
 from spmdflow.weights.table import EMBEDDING, parameters
+from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_layers import PackedParams
@@ -179,8 +180,19 @@ class MegatronEngine(TrainEngine):
             self.optimizer.zero_gradients()
             metrics_of_micros = self._run_micros(self.optimizer.ddps, micros, terms, train=True)
             if self._routers is not None:
-                self.router_metrics = self._routers.end(self._sum_over_pool).metrics()
+                statistics = self._routers.end(self._sum_over_pool)
+                self.router_metrics = statistics.metrics() | self._traffic_metrics()
             return self._share_metrics(metrics_of_micros)
+
+    def _traffic_metrics(self) -> dict[str, Metric]:
+        """Return the bytes that all ranks have sent to experts in this step; {} without e."""
+        if self._routers is None or self.layout.expert_size == 1:
+            return {}
+        sent = torch.tensor(
+            float(self._routers.traffic.num_bytes), dtype=torch.float64, device=self.device
+        )
+        self._sum_over_pool(sent)
+        return {"expert_bytes": float(sent)}
 
     def _start_routers(self, micros: list[MicroBatch]) -> None:
         """Begin a training pass of a mixture of experts; nothing for a dense model.
@@ -191,6 +203,7 @@ class MegatronEngine(TrainEngine):
         routers = self._routers
         if routers is None:
             return
+        routers.traffic.num_bytes = 0
         coef = self.router_balance_coef
         counted = None
         if coef:

@@ -14,7 +14,7 @@ queue.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from spmdflow.objectives.balance import Reduce, RouterStatistics, balance_scales
 from spmdflow.router import OWN_CHOICE, RoutedLayer
+from spmdflow.workers.divided_experts import ExpertTraffic
 from spmdflow.workers.micro_batch import MicroBatch
 
 
@@ -93,6 +94,37 @@ class ExpertRouter(TopKRouter):
         return weights.to(input.dtype), mask
 
 
+def count_exchanges(dispatcher: Any, traffic: ExpertTraffic) -> None:
+    """Count what a rank sends to the experts of other ranks and back, in a dispatcher's layer.
+
+    dispatcher: Megatron's, with all-to-alls over several ranks. A backward sends as much as its
+    forward receives, and is counted with it.
+    """
+    dispatch = dispatcher.token_dispatch
+    combine = dispatcher.token_combine
+    rank = dispatcher.ep_group.rank()
+
+    def add(rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+        of_row = rows.itemsize * rows.shape[1:].numel()
+        leaving = int(sum(sent)) - int(sent[rank])
+        traffic.num_bytes += leaving * of_row
+        if torch.is_grad_enabled() and rows.requires_grad:
+            traffic.num_bytes += (int(sum(received)) - int(received[rank])) * of_row
+
+    def counted_dispatch(rows: Tensor, weights: Tensor) -> Any:
+        result = dispatch(rows, weights)
+        for each in (rows, weights):
+            add(each, dispatcher.input_splits, dispatcher.output_splits)
+        return result
+
+    def counted_combine(rows: Tensor, *more: Any, **named: Any) -> Any:
+        add(rows, dispatcher.output_splits, dispatcher.input_splits)
+        return combine(rows, *more, **named)
+
+    dispatcher.token_dispatch = counted_dispatch
+    dispatcher.token_combine = counted_combine
+
+
 @dataclass
 class _Pass:
     """The forwards, and perhaps backwards, of the micro-batches of one mini-batch."""
@@ -124,6 +156,8 @@ class StageRouters:
 
         part, num_parts: which tokens this rank has (`RoutedTokens.of`).
         """
+        self.traffic = ExpertTraffic()
+        """Of the experts of all layers on this rank."""
         first = next(iter(routers.values()))
         self._sizes = {"num_layers": num_layers, "num_experts": first.num_experts}
         self._device = device

@@ -37,7 +37,7 @@ from torch.nn import functional
 from spmdflow.weights.architecture import Architecture, Mixture
 from spmdflow.weights.ranks import default_vocab_multiple
 from spmdflow.weights.table import stage_layers
-from spmdflow.workers.megatron_experts import ExpertRouter, StageRouters
+from spmdflow.workers.megatron_experts import ExpertRouter, StageRouters, count_exchanges
 from spmdflow.workers.megatron_layers import (
     CausalAttention,
     GroupedSelfAttention,
@@ -337,19 +337,25 @@ def routers_of(
     pp_size = groups.pp.size()
     num_stages = pp_size * len(parts)
     routers = {}
+    dispatchers = []
     for number, part in enumerate(parts):
         stage = number * pp_size + groups.pp.rank()
         layers = stage_layers(architecture.num_layers, pp_size=num_stages, pp_rank=stage)
         for layer, module in zip(layers, part.decoder.layers, strict=True):
             routers[layer] = module.mlp.router
+            dispatchers.append(module.mlp.token_dispatcher)
     divides = parts[0].config.sequence_parallel
-    return StageRouters(
+    result = StageRouters(
         routers,
         num_layers=architecture.num_layers,
         device=next(parts[0].parameters()).device,
         part=groups.tp.rank() if divides else 0,
         num_parts=groups.tp.size() if divides else 1,
     )
+    if parts[0].config.expert_model_parallel_size > 1:
+        for dispatcher in dispatchers:
+            count_exchanges(dispatcher, result.traffic)
+    return result
 
 
 def local_name(name: str) -> str:

@@ -29,37 +29,54 @@ REFUSED_ON_FOUR = {
 }
 """Their norm spans two key-value heads: vLLM refuses a replica of four ranks."""
 SWAPPED = ("qwen3_moe", "gpt_oss")
+MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral", "granitemoe", "qwen2_moe", "dots1", "olmoe")
+DIVIDED = tuple(f"{family}:experts" for family in MIXTURES)
 
 
-def measured(folder: Path, ranks: int, families: tuple[str, ...]) -> list[dict[str, Any]]:
+def measured(folder: Path, ranks: int, words: tuple[str, ...]) -> list[dict[str, Any]]:
     """What each rank of a replica found."""
-    words = [f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), *families]
-    torchrun(words, folder / "log.txt", seconds=840)
+    command = [f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), *words]
+    torchrun(command, folder / "log.txt", seconds=840)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def judge(found: list[dict[str, Any]], families: tuple[str, ...]) -> None:
+def judge(found: list[dict[str, Any]], words: tuple[str, ...]) -> None:
     """Tokens and log-probs are those of transformers; derived tables are the written ones."""
     for of_rank in found:
-        for family in families:
+        for word in words:
+            family = word.partition(":")[0]
+            facts = of_rank[word]
             if family == "falcon_h1":  # A = -exp(A_log)
-                assert "not all weights are copies" in of_rank[family]["refused"]
+                assert "not all weights are copies" in facts["refused"]
                 continue
-            assert of_rank[family]["gap"] < 1e-5, family
-            assert family in WRITTEN or of_rank[family]["loads_again"] == 0, family
-            assert of_rank[family]["table"] == (True if family in WRITTEN else None), family
-            if "routes" in of_rank[family]:
-                routes = of_rank[family]["routes"]
+            assert facts["gap"] < 1e-5, word
+            assert family in WRITTEN or facts["loads_again"] == 0, word
+            assert facts["table"] == (True if family in WRITTEN else None), word
+            if "routes" in facts:
+                routes = facts["routes"]
                 assert routes["most_own"] == routes["least_own"] == 1  # the last token
-                assert routes["equal"] > 0.999, family
+                assert routes["equal"] > 0.999, word
             if family in SWAPPED:
-                (name,) = of_rank[family]["swapped"]
+                (name,) = facts["swapped"]
                 assert ".mlp.experts." in name
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_families_without_a_table_generate_as_in_transformers(ranks: int, tmp_path: Path) -> None:
     judge(measured(tmp_path, ranks, BY_DEFAULT), BY_DEFAULT)
+
+
+@pytest.mark.parametrize(
+    "families",
+    [
+        DIVIDED[:2],
+        pytest.param(DIVIDED[2:], marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_two_ranks_that_divide_whole_experts_generate_as_in_transformers(
+    families: tuple[str, ...], tmp_path: Path
+) -> None:
+    judge(measured(tmp_path, 2, families), families)
 
 
 @pytest.mark.slow

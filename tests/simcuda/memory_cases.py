@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,49 @@ def _llama(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> Arc
     )
 
 
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "30B-A3B": {
+        **_QWEN3_MOE,
+        **{"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32},
+        **{"intermediate_size": 6144, "moe_intermediate_size": 768},
+    },
+    "235B-A22B": {
+        **_QWEN3_MOE,
+        **{"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64},
+        **{"intermediate_size": 12288, "moe_intermediate_size": 1536},
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "hidden_act": "silu",
+        "vocab_size": 201088,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+}
+"""config.json of mixtures: Qwen 3's, and gpt-oss-20b with weights that are not quantized."""
 SHAPES = {
     "tiny": _llama(2, 256, 512, 8, 8),
     "1B": _llama(16, 2048, 5632, 16, 4),
@@ -46,6 +90,7 @@ SHAPES = {
     "7B": _llama(32, 4096, 11008, 32, 32),
     "13B": _llama(40, 5120, 13824, 40, 40),
     "70B": _llama(80, 8192, 28672, 64, 8),
+    **{name: Architecture.sizes_from_config(config) for name, config in CONFIGS.items()},
 }
 """Llama 2's, Code Llama's (34B), Llama 3.2's (3B) and Qwen 2.5's (0.5B)."""
 
@@ -75,6 +120,8 @@ class Case:
     num_micro_batches: int = 2
     virtual: int = 1
     """Parts of the model on each stage."""
+    ep: int = 1
+    """Ranks that divide the experts of a mixture."""
     entropy: float = 0.0
     """Weight of the entropy in the policy's loss."""
     dtype: str = "bfloat16"
@@ -94,9 +141,10 @@ class Case:
         if self.tp * self.pp == 1 and self.kind != "megatron":
             ranks = tuple(range(self.num_ranks))
             sharded = self.engine.sharding.parameters
-            return Layout.data_parallel(ranks, shard_size=self.num_ranks if sharded else 1)
+            shard = self.num_ranks if sharded else 1
+            return Layout(ranks, dp_size=len(ranks), shard_size=shard, expert_size=self.ep)
         dp = self.num_ranks // (self.tp * self.pp)
-        sizes = {"pp_size": self.pp, "dp_size": dp, "tp_size": self.tp}
+        sizes = {"pp_size": self.pp, "dp_size": dp, "tp_size": self.tp, "expert_size": self.ep}
         return Layout(tuple(range(self.num_ranks)), **sizes, virtual_size=self.virtual)
 
     @property
@@ -119,7 +167,7 @@ class Case:
     def cut(self) -> Strategy:
         """As the planner knows it."""
         dp = self.num_ranks // (self.tp * self.pp)
-        return Strategy(self.tp, self.pp, dp, recompute="recompute" in self.options)
+        return Strategy(self.tp, self.pp, dp, recompute="recompute" in self.options, ep=self.ep)
 
     @property
     def prompts(self) -> list[int]:
@@ -134,6 +182,7 @@ class Case:
         virtual = f"v{self.virtual}" if self.virtual > 1 else ""
         cut = f" t{self.tp}p{self.pp}{virtual}" * (self.kind == "megatron")
         stage = f" stage {self.stage}" * (self.pp > 1)
+        cut += f" e{self.ep}" * (self.ep > 1)
         words = [*self.options, *["frozen"] * (not self.trained)]
         words += ["scalar"] * (self.head == "scalar")
         words += [f"{self.rows}x{self.prompt + self.response}"] * (
@@ -213,6 +262,28 @@ def _cases() -> list[Case]:
     return found
 
 
+def _mixtures() -> list[Case]:
+    """Mixtures of experts, divided over ranks or not; gpt-oss stores the scores of attention."""
+    recompute = ("recompute",)
+    return [
+        Case("30B-A3B", 16, options=recompute, ep=8),
+        Case("30B-A3B", 16, options=recompute, ep=8, rows=4),
+        Case("30B-A3B", 16, options=recompute),
+        Case("30B-A3B", 64, ep=8),
+        Case("30B-A3B", 64),
+        Case("30B-A3B", 16, trained=False, ep=8),
+        Case("gpt-oss-20b", 8, options=recompute, ep=8),
+        Case("gpt-oss-20b", 8, options=recompute, ep=8, rows=2),
+        Case("gpt-oss-20b", 8, trained=False, ep=8),
+        Case("235B-A22B", 128, options=recompute, ep=16),
+        Case("30B-A3B", 16, "megatron", recompute, ep=8),
+        Case("30B-A3B", 64, "megatron", ep=8),
+        Case("30B-A3B", 16, "megatron", trained=False, ep=8),
+        Case("235B-A22B", 128, "megatron", recompute, tp=4, pp=2, ep=16),
+        Case("235B-A22B", 128, "megatron", recompute, tp=4, pp=2, ep=16, stage=1),
+    ]
+
+
 def _more_cases() -> list[Case]:
     """Rows that are padded, and of unequal lengths; the entropy; plain modules."""
     recompute = ("recompute",)
@@ -238,7 +309,7 @@ def _more_cases() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in (*_cases(), *_more_cases())}
+CASES = {case.name: case for case in (*_cases(), *_more_cases(), *_mixtures())}
 HELD_OUT = {
     case.name: case
     for case in (

@@ -1,7 +1,8 @@
 """One vLLM replica over all ranks, for each of some families: its table, its tokens, its checksums.
 
 Usage: torchrun --nproc-per-node T vllm_families.py FOLDER FAMILY ...
-Each rank writes FOLDER/rank-R.json, {family: what was found}.
+Each rank writes FOLDER/rank-R.json, {family: what was found}. After FAMILY:experts the ranks divide
+whole experts.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ def main() -> None:
     ranks = tuple(range(dist.get_world_size()))
     groups = GroupTable(rank, timeout_seconds=600)
     groups.make([GroupSpec(ranks, "compute", "gloo")])
-    replica = Replica(rank, ranks, ranks, (rank,), groups)
     found = {}
-    for family in sys.argv[2:]:
+    for word in sys.argv[2:]:
+        family, _, whole_experts = word.partition(":")
+        replica = Replica(rank, ranks, ranks, (rank,), groups, divides_experts=bool(whole_experts))
         model = folder / family
         if rank == 0:
             save_tiny_model(family, model, sizes=SIZES_FOR_VLLM)
         dist.barrier()
         try:
-            found[family] = measure(model, replica)
+            found[word] = measure(model, replica)
         except ConfigError as err:
-            found[family] = {"refused": str(err)}
+            found[word] = {"refused": str(err)}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
@@ -128,8 +130,8 @@ def boxes_of(table: ShardTable) -> dict[str, list[Any]]:
 
 def names_after_swap(generator: VllmGenerator, before: dict[str, int]) -> list[str]:
     """Exchange two experts of the first tensor that has some; the tensors whose hash changed."""
-    for _, view, box in generator.blocks():
-        if view.ndim == 3 and box.shape[0] == 8:
+    for name, view, _ in generator.blocks():
+        if ".experts." in name and view.ndim == 3:
             first = view[0].clone()
             view[0] = view[1]
             view[1] = first

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import token_dispatcher
 from tensordict import TensorDict
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_impls
@@ -42,11 +43,17 @@ from spmdflow.data.ragged import ragged
 from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.policy import PolicyLoss, ValueLoss
 from spmdflow.parallel.group import GroupTable
-from spmdflow.weights.architecture import Architecture
 from spmdflow.worker_api.worker import WorkerContext
-from spmdflow.workers import attention, fsdp, micro_batch, model
+from spmdflow.workers import (
+    attention,
+    divided_experts,
+    fsdp,
+    megatron_experts,
+    micro_batch,
+    model,
+)
 from spmdflow.workers.engine import TrainEngine, engine_of
-from tests.simcuda.memory_cases import CASES, Case
+from tests.simcuda.memory_cases import CASES, CONFIGS, Case
 from tests.simcuda.programs.ledger import Ledger
 
 DEVICE = torch.device("cuda", 0)
@@ -72,10 +79,14 @@ def context_of(case: Case) -> WorkerContext:
     return WorkerContext("actor", case.layout, case.rank, FakeGroups(case.rank, 60.0), DEVICE, 0)
 
 
-def write_config(shape: Architecture, folder: Path) -> None:
+def write_config(case: Case, folder: Path) -> None:
     """config.json of a model whose weights nobody has."""
     import transformers
 
+    if case.size in CONFIGS:
+        (folder / "config.json").write_text(json.dumps(CONFIGS[case.size]))
+        return
+    shape = case.shape
     transformers.LlamaConfig(
         architectures=["LlamaForCausalLM"],
         num_hidden_layers=shape.num_layers,
@@ -174,16 +185,28 @@ def answered() -> Iterator[None]:
     operators = {
         aten._pin_memory.default: lambda *x, **_: x[2],
         aten._local_scalar_dense.default: lambda *x: 1.0 if x[-1].is_floating_point() else 1,
+        aten.masked_select.default: lambda _mode, _operator, x, _mask: x.new_empty(_routed[-1]),
         c10d.reduce_scatter_tensor_coalesced_.default: lambda *_: FakeWork().boxed(),
         c10d.allgather_into_tensor_coalesced_.default: lambda *_: FakeWork().boxed(),
     }
     places: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "tolist", _tolist),
+        (FakeTensor, "tolist", _tolist),
         (torch.Tensor, "__float__", lambda x: 1.0),
         (torch.nn.functional, "scaled_dot_product_attention", flash),
         (attention, "_has_varlen", lambda q: q.dtype == torch.bfloat16),
         *((module, "all_gather_plain", _gather_plain) for module in _gathering()),
         (fsdp, "mesh_of", _real(fsdp.mesh_of)),
+        (fsdp, "expert_mesh_of", _real(fsdp.expert_mesh_of)),
+        (divided_experts, "_run_where_the_experts_are", _with_even_shares),
+        (megatron_experts.ExpertRouter, "reset_parameters", _make_router_on_device),
+        (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _divide_evenly),
+        (token_dispatcher, "sort_chunks_by_idxs", _sort_chunks),
+        (
+            token_dispatcher.MoEAlltoAllTokenDispatcher,
+            "_maybe_dtoh_and_synchronize",
+            lambda dispatcher, point, tokens_per_expert: tokens_per_expert,
+        ),
         (model, "folder_of", FakeFolder),
         (model, "HuggingFaceFolder", FakeFolder),
         (foreach, "_foreach_supported_types", [torch.nn.Parameter, FakeTensor, torch.Tensor]),
@@ -222,10 +245,64 @@ def _gathering() -> list[Any]:
 
 
 _STOCK_TOLIST = torch.Tensor.tolist
+_STOCK_RUN = divided_experts._run_where_the_experts_are
+_routed: list[int] = []
+"""Pairs of a token and an expert in the layer that runs, where experts are divided."""
 
 
 def _tolist(x: torch.Tensor) -> Any:
-    return [1.0] * x.numel() if isinstance(x, FakeTensor) else _STOCK_TOLIST(x)
+    """Numbers that nobody has: tokens are spread evenly over ranks, anything else is 1."""
+    if not isinstance(x, FakeTensor):
+        return _STOCK_TOLIST(x)
+    if _routed:
+        return [_routed[-1] // x.numel()] * x.numel()
+    return [1.0] * x.numel()
+
+
+def _make_router_on_device(router: Any) -> None:
+    """A router's weight, which Megatron makes on the host."""
+    shape = (router.config.num_moe_experts, router.config.hidden_size)
+    router.weight = torch.nn.Parameter(torch.empty(shape, device=DEVICE))
+
+
+def _divide_evenly(dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
+    """Megatron's dispatcher, with the same number of tokens for every expert."""
+    pairs = len(routing_map) * dispatcher.config.moe_router_topk
+    _routed[:] = [pairs]
+    num_own = dispatcher.num_local_experts
+    of_expert = pairs // dispatcher.num_experts
+    num_ranks = dispatcher.tp_size * dispatcher.ep_size
+    dispatcher.num_out_tokens = pairs
+    dispatcher.input_splits = dispatcher.output_splits = [of_expert * num_own] * dispatcher.ep_size
+    with unset_fake_temporarily():
+        dispatcher.output_splits_tp = torch.full((dispatcher.tp_size,), pairs)
+        chunks = torch.full((num_ranks, num_own), of_expert)
+        dispatcher.num_global_tokens_per_local_expert = chunks
+        return torch.full((num_own,), of_expert * num_ranks)
+
+
+def _sort_chunks(
+    rows: torch.Tensor,
+    sizes: torch.Tensor,
+    order: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    fused: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Megatron's sorting of chunks, into any order."""
+    parts = [len(rows) // len(sizes)] * len(sizes)
+    sorted_rows = torch.cat(rows.split(parts))
+    return sorted_rows, None if probs is None else torch.cat(probs.split(parts))
+
+
+def _with_even_shares(
+    compute: Any, hidden: torch.Tensor, experts: torch.Tensor, *more: Any
+) -> torch.Tensor:
+    """A layer of divided experts whose tokens are spread evenly over the ranks."""
+    _routed.append(experts.numel())
+    try:
+        return _STOCK_RUN(compute, hidden, experts, *more)
+    finally:
+        _routed.pop()
 
 
 def _real(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,7 +378,7 @@ def trace(case: Case, *, why: bool = False) -> dict[str, Any]:
     ledger = Ledger()
     try:
         with tempfile.TemporaryDirectory() as folder, answered(), one_kernel():
-            write_config(case.shape, Path(folder))
+            write_config(case, Path(folder))
             with FakeTensorMode(allow_non_fake_inputs=True), ledger, ledger.counting_resizes():
                 engine = engine_for(case, Path(folder))
                 gc.collect()

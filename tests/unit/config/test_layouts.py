@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdflow.config.model_folder import ModelFacts
-from spmdflow.config.parallel import Sizes, check_model_sizes, check_training_sizes, sizes_of
+from spmdflow.config.parallel import (
+    Sizes,
+    check_generation_sizes,
+    check_model_sizes,
+    check_training_sizes,
+    sizes_of,
+)
 from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
 from tests.unit.weight_shapes import TINY
@@ -73,6 +79,21 @@ def test_experts_are_not_divided_where_shards_are_on_a_part_of_the_ranks() -> No
 
     with pytest.raises(ConfigError, match=r"got s2e2, expected e or s.*remove one of them"):
         check_training_sizes("actor", settings, num_ranks=4)
+
+
+def generation(layout: str, generator: str) -> Any:
+    """Settings of an actor that trains on t1 and generates in this layout."""
+    rollout = SimpleNamespace(layout=layout, generator=generator)
+    return SimpleNamespace(engine=engine("t1"), rollout=rollout)
+
+
+def test_ranks_that_generate_divide_whole_experts_if_e_is_t() -> None:
+    assert check_generation_sizes("actor", generation("t2e2", "vllm"), num_ranks=4).ep == 2
+
+    with pytest.raises(ConfigError, match=r"got t4e2, expected no e, or as many as t.*t4p1e4"):
+        check_generation_sizes("actor", generation("t4e2", "vllm"), num_ranks=4)
+    with pytest.raises(ConfigError, match=r"got s2, expected t, p, d and e alone"):
+        check_generation_sizes("actor", generation("s2", "vllm"), num_ranks=4)
 
 
 def test_experts_must_divide_evenly_and_exist() -> None:

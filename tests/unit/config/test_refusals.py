@@ -316,6 +316,10 @@ def test_settings_of_experts_are_accepted_for_a_mixture(tmp_path: Path) -> None:
     words = ("actor.model.path=mixture", "reference.model.path=mixture")
 
     accept(*words, "actor.update.router=replay", "actor.update.router_balance_coef=0.01")
+    for weights in ("blocks", "flat"):
+        message = rf"actor.rollout.weights: got {weights} for mixture.*expected copy, or auto"
+        with pytest.raises(ConfigError, match=message):
+            accept(*words, f"actor.rollout.weights={weights}")
 
 
 def test_package_that_is_not_installed_is_refused_with_its_extra(

@@ -107,7 +107,7 @@ def test_shards_of_divided_experts_are_those_of_the_tables(dp: int, ep: int) -> 
 
 def test_a_rank_gathers_only_its_own_experts() -> None:
     model = sharded()
-    work = Workload(num_sequences=64, prompt_tokens=128, response_tokens=128)
+    work = Workload(num_sequences=8, prompt_tokens=16, response_tokens=16)
     whole = Strategy(1, 1, 8)
     divided = replace(whole, ep=8)
 

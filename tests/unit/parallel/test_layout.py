@@ -90,6 +90,13 @@ def test_experts_are_divided_over_neighbouring_dp_ranks_of_one_stage():
     assert str(layout) == "t2p2d4e2"
 
 
+def test_ranks_that_generate_divide_whole_experts_or_slices():
+    sizes = {"tp_size": 2, "dp_size": 2, "gen_tp_size": 4}
+    assert str(Layout((0, 1, 2, 3), **sizes, gen_expert_size=4)).endswith("-ge4")
+    with pytest.raises(ConfigError, match="got gen_expert_size 2, expected 1 or gen_tp_size 4"):
+        Layout((0, 1, 2, 3), **sizes, gen_expert_size=2)
+
+
 def test_experts_are_divided_inside_a_shard():
     with pytest.raises(ConfigError, match="got expert_size 3, expected a divisor of the 4 data-p"):
         Layout(tuple(range(4)), dp_size=4, expert_size=3)

@@ -52,6 +52,8 @@ def replicas(draw):
     places = [{"tp_rank": tp, "pp_rank": pp} for pp in range(pp_size) for tp in range(tp_size)]
     sizes = {"tp_size": tp_size, "pp_size": pp_size}
     if kind == "vllm":
+        can_divide = arch.num_experts and arch.num_experts % tp_size == 0
+        sizes["divides_experts"] = bool(can_divide) and draw(st.booleans())
         return arch, [vllm_shards(arch, **sizes, **place) for place in places]
     sizes["vocab_multiple"] = math.lcm(64, tp_size)
     sizes["ep_size"] = draw(st.sampled_from([1, 2, 4])) if arch.num_experts else 1
