@@ -4,7 +4,8 @@
 data-parallel. Axes may be in any order, and "t2p2d4" says how many data-parallel ranks remain,
 which is checked. "p4v2" gives each of 4 pipeline stages two parts of the model (interleaved 1F1B);
 "s8" shards over groups of 8 neighbouring ranks and replicates over the groups (hybrid sharding);
-"e4" divides the experts of a mixture over 4 of the data-parallel ranks of a stage.
+"c2" divides the tokens of each row over 2 ranks (context parallelism); "e4" divides the experts of
+a mixture over 4 of the data-parallel ranks of a stage.
 Pure: text and integers, no process groups.
 
 samples         = prompts_per_step * samples_per_prompt        (one step)
@@ -30,14 +31,15 @@ from spmdflow.kind.engine import (
     engine_kind,
     engines_that_cut,
     engines_that_divide_experts,
+    engines_that_divide_rows,
     engines_that_shard,
 )
 from spmdflow.kind.generator import generator_kind, generators_that_cut
 from spmdflow.parallel.layout import divisors
 
 _AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
-_LAYOUT = re.compile(r"([tpvsed][1-9]\d*)+")
-_AXIS = re.compile(r"([tpvsed])(\d+)")
+_LAYOUT = re.compile(r"([tpvsedc][1-9]\d*)+")
+_AXIS = re.compile(r"([tpvsedc])(\d+)")
 
 
 class Sizes(NamedTuple):
@@ -48,19 +50,22 @@ class Sizes(NamedTuple):
     virtual: int = 1
     """Parts of the model on each pipeline stage."""
     shard: int = 0
-    """Ranks over which one copy is sharded; 0: all data-parallel ranks."""
+    """Ranks over which one copy is sharded; 0: all ranks of d and c."""
     dp: int = 0
     """Data-parallel size; 0: whatever remains."""
     ep: int = 1
-    """Data-parallel ranks that divide the experts of a layer among them."""
+    """Ranks of d and c that divide the experts of a layer among them."""
+    cp: int = 1
+    """Ranks that divide the tokens of each row."""
 
     @property
     def replica(self) -> int:
-        """Ranks that hold one copy of the model by tensor and pipeline parallelism."""
-        return self.tp * self.pp
+        """Ranks that have the same rows: those of t, c and p."""
+        return self.tp * self.pp * self.cp
 
     def __str__(self) -> str:
-        return f"t{self.tp}p{self.pp}"
+        context = f"c{self.cp}" if self.cp > 1 else ""
+        return f"t{self.tp}p{self.pp}{context}"
 
 
 def sizes_of(key: str, text: str) -> Sizes:
@@ -81,6 +86,7 @@ def sizes_of(key: str, text: str) -> Sizes:
         shard=sizes.get("s", 0),
         dp=sizes.get("d", 0),
         ep=sizes.get("e", 1),
+        cp=sizes.get("c", 1),
     )
 
 
@@ -93,7 +99,7 @@ def generation_sizes(role: str, part: Any) -> Sizes:
     """Return the tensor- and pipeline-parallel size while a role generates, from rollout.layout.
 
     auto means the training's tensor-parallel size without pipeline if the generator can split a
-    model, otherwise 1. ConfigError for a layout with v or s, which only training has, or with an e
+    model, otherwise 1. ConfigError for a layout with v, s or c, which only training has, or an e
     other than t: while generating, e says that the ranks of t divide whole experts.
     """
     rollout = part.rollout
@@ -104,7 +110,7 @@ def generation_sizes(role: str, part: Any) -> Sizes:
             return Sizes(training.tp)
         return Sizes()
     sizes = sizes_of(f"{role}.rollout.layout", rollout.layout)
-    if sizes.virtual > 1 or sizes.shard:
+    if sizes.virtual > 1 or sizes.shard or sizes.cp > 1:
         expected = "t, p, d and e alone, as the other sizes are of training"
         raise ConfigError.of(f"{role}.rollout.layout", rollout.layout, expected, f"write {sizes}")
     if sizes.ep not in (1, sizes.tp):
@@ -136,7 +142,7 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     if sizes.ep > 1 and sizes.shard and not kind.cuts_model:
         expected = "e or s: experts are divided where parameters are sharded over all ranks"
         raise ConfigError.of(f"{role}.engine.layout", engine.layout, expected, "remove one of them")
-    if sizes.replica > 1 and not kind.cuts_model:
+    if sizes.tp * sizes.pp > 1 and not kind.cuts_model:
         raise ConfigError(
             f"{role}.engine.layout: got {engine.layout} with engine.kind={engine.kind}, expected "
             f"none, as that engine is data-parallel; set {role}.engine.kind="
@@ -148,10 +154,15 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
         expected = "a divisor of the pool's size"
         do = f"choose one of {divisors(num_ranks)}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
-    dp_size = num_ranks // sizes.replica
-    if dp_size % sizes.ep:
-        got = f"e{sizes.ep} with {dp_size} data-parallel ranks"
-        do = f"choose one of {divisors(dp_size)}"
+    if sizes.cp > 1 and "cp" not in kind.axes:
+        got = f"{engine.layout} with engine.kind={engine.kind}"
+        expected = "no c, as that engine does not divide rows"
+        do = f"remove it or set {role}.engine.kind={' or '.join(engines_that_divide_rows())}"
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    weight_ranks = num_ranks // sizes.replica * sizes.cp
+    if weight_ranks % sizes.ep:
+        got = f"e{sizes.ep} with {weight_ranks} data-parallel ranks"
+        do = f"choose one of {divisors(weight_ranks)}"
         raise ConfigError.of(f"{role}.engine.layout", got, "a divisor of their number", do)
     if sizes.virtual > 1 and sizes.pp < 3:
         got = engine.layout
@@ -207,10 +218,30 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
         got += f"({facts.path})"
         expected = f"at most one {'part' if several else 'stage'} a layer"
         raise ConfigError.of(key, got, expected, f"choose p{most} or less")
+    if sizes.cp > 1:
+        _check_rows_can_be_divided(key, facts, sizes)
     if sizes.ep > 1 and (not arch.num_experts or arch.num_experts % sizes.ep):
         got = f"e{sizes.ep} for {count_of(arch.num_experts, 'expert')} ({facts.path})"
         do = f"choose one of {divisors(arch.num_experts)}" if arch.num_experts else "remove e"
         raise ConfigError.of(key, got, "a divisor of the number of experts", do)
+
+
+def _check_rows_can_be_divided(key: str, facts: ModelFacts, sizes: Sizes) -> None:
+    """Raise ConfigError unless c ranks can divide rows: each takes 1/c of the heads in attention.
+
+    Families whose rows are not packed have layers with a state, which would have to travel from
+    rank to rank, or attention that is not ours.
+    """
+    arch = facts.arch
+    if not arch.packs:
+        family = facts.config.get("model_type", "")
+        got = f"c{sizes.cp} for the family {family} ({facts.path})"
+        expected = "no c, as its attention is not this project's, or its layers have a state"
+        raise ConfigError.of(key, got, expected, "remove c")
+    if arch.num_heads % sizes.cp:
+        got = f"c{sizes.cp} for {arch.num_heads} attention heads ({facts.path})"
+        do = f"choose one of {divisors(arch.num_heads)}"
+        raise ConfigError.of(key, got, "a divisor, as each rank takes 1/c of the heads", do)
 
 
 def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:

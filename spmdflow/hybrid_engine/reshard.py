@@ -178,7 +178,7 @@ def scopes_of(training: Layout, generation: Layout) -> dict[str, Groups]:
             smaller += ["micro_dp", "replica"]
         if training.expert_size > 1:
             smaller.append("copy")
-        if training.nests or training.shard_size < training.dp_size:
+        if training.nests or training.shard_size < training.weight_size:
             smaller.append("shard")
     pool = [tuple(sorted({*training.ranks, *generation.ranks}))]
     return {**{axis: training.axis_groups(axis) for axis in smaller}, "pool": pool}

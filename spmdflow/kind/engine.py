@@ -21,8 +21,8 @@ class Backend:
     doc: str
     _: KW_ONLY
     axes: tuple[str, ...] = ()
-    """Axes besides dp over which it divides a model: tp, pp, and ep for experts. For a generator,
-    within a replica."""
+    """Axes besides dp over which it divides a model: tp, pp, cp for the tokens of rows, and ep for
+    experts. For a generator, within a replica."""
     weight_table: Reference = "spmdflow.weights.ranks:whole_tables"
     """(architecture, layout) -> the boxes that each rank holds or reads (weights.ranks)."""
     shares_storage: bool = False
@@ -198,6 +198,11 @@ def engines_that_shard() -> tuple[str, ...]:
 def engines_that_divide_experts() -> tuple[str, ...]:
     """Names of the engines that divide the experts of a mixture over data-parallel ranks."""
     return tuple(name for name, kind in _ENGINES.items() if "ep" in kind.axes)
+
+
+def engines_that_divide_rows() -> tuple[str, ...]:
+    """Names of the engines that divide the tokens of a row over ranks (context parallelism)."""
+    return tuple(name for name, kind in _ENGINES.items() if "cp" in kind.axes)
 
 
 def engines_with_adapters() -> tuple[str, ...]:

@@ -40,7 +40,7 @@ register_engine(
                 excludes="keep_gathered",
             ),
         },
-        axes=("ep",),
+        axes=("cp", "ep"),
         packs=True,
         separate_kernels=True,
         adapters=True,
@@ -61,6 +61,7 @@ register_engine(
         "zero1",
         "ZeRO stage 1: divides the optimizer's moments",
         Sharding(gathers=1, reductions=2),
+        axes=("cp",),
         **_ZERO,
     )
 )("spmdflow.workers.fsdp:ZeROEngine")
@@ -69,7 +70,7 @@ register_engine(
         "zero2",
         "ZeRO stage 2: gradients too, and parameters between steps",
         Sharding(parameters=True, gathers=1, micro_batch_reductions=1),
-        axes=("ep",),
+        axes=("cp", "ep"),
         weight_table=_ROWS,
         **_ZERO,
     )
@@ -79,7 +80,7 @@ register_engine(
         "zero3",
         "ZeRO stage 3: parameters, layer by layer",
         _LAYERS,
-        axes=("ep",),
+        axes=("cp", "ep"),
         weight_table=_ROWS,
         **_ZERO,
     )

@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 _MUCH_OF_PLAN = 0.9
 """A run logs at its end if it took fewer optimizer steps than this share of the plan."""
 _GENERATION_AXES = ("gen_tp", "gen_pp", "gen_replica")
-_AXES = ("tp", "pp", "dp", "shard", "replicate", "replica", *_GENERATION_AXES, "micro_dp")
+_TRAINING_AXES = ("tp", "cp", "pp", "dp", "weights", "shard", "replicate", "replica")
+_AXES = (*_TRAINING_AXES, *_GENERATION_AXES, "micro_dp")
 _EXPERT_AXES = ("ep", "expert_dp", "tp_ep", "copy")
 
 Score = Callable[[Any, MicroBatch], dict[str, Tensor]]
@@ -89,6 +90,7 @@ class EngineWorker(Worker):
             pp_size=sizes.pp,
             dp_size=len(ranks) // sizes.replica,
             tp_size=sizes.tp,
+            cp_size=sizes.cp,
             shard_size=sizes.shard,
             expert_size=sizes.ep,
             virtual_size=sizes.virtual,
@@ -101,14 +103,15 @@ class EngineWorker(Worker):
     def needed_groups(cls, cfg: Any, layout: Layout) -> list[tuple[int, ...]]:
         """Return the ranks of each process group that the role needs, without groups of one rank.
 
-        The first is the whole pool. A layout with tensor or pipeline parallelism, in training or in
-        generation, or with divided experts, adds the groups of all its axes and, for a pipeline
-        with tied embeddings, groups of its first and last stage. A purely data-parallel layout adds
-        shard and replicate groups only if its engine shards parameters, and over a part of the
-        pool.
+        The first is the whole pool. A layout with tensor, context or pipeline parallelism, in
+        training or in generation, or with divided experts, adds the groups of all its axes and, for
+        a pipeline with tied embeddings, groups of its first and last stage. A purely data-parallel
+        layout adds shard and replicate groups only if its engine shards parameters, and over a part
+        of the pool.
         """
         is_divided = layout.expert_size > 1
-        if layout.dp_size == layout.generation_dp_size == layout.size and not is_divided:
+        is_plain = layout.cp_size == 1 and not is_divided
+        if layout.dp_size == layout.generation_dp_size == layout.size and is_plain:
             sharding = engine_kind(cls.bind_engine(cfg).engine.kind).sharding
             is_part = sharding.parameters and layout.shard_size < layout.size
             return axis_groups(layout, ("shard", "replicate") if is_part else ())

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,9 @@ class CausalOutput:
     """Ids from this one on are padding and not in the softmax. None: there is no padding."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the other rows of the head; None: there are no others."""
+    join: Callable[[Tensor], Tensor] | None = None
+    """Where ranks divide the tokens of rows, these are a part of the n: joins the parts. All of
+    these ranks call the methods together."""
 
     def log_probs(self, temperature: float = 1.0) -> Tensor:
         """log softmax(z / temperature) at the targets: (n,) float32."""
@@ -87,7 +90,19 @@ class CausalOutput:
         )
         with torch.autocast(hidden.device.type, enabled=False):
             terms: tuple[Tensor, Tensor] = _Head.apply(hidden, self.weight, self.targets, task)  # type: ignore[no-untyped-call]
-        return terms
+        if self.join is None:
+            return terms
+        return self.join(terms[0]), self.join(terms[1])
+
+
+class Cut(Protocol):
+    """Which tokens of a micro-batch a rank has (`workers.token_cut.TokenCut`)."""
+
+    def pick(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states at these positions of all tokens, and whether each is the rank's own."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks that divide the rows."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +113,20 @@ class ScalarOutput:
     """(positions of all rows, H): last hidden states."""
     head: Callable[[Tensor], Tensor]
     """(m, H) float32 -> (m, 1)."""
+    cut: Cut | None = None
+    """Where ranks divide the tokens of rows: which tokens `hidden` has."""
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the head's output at these positions, (m,) float32.
 
         Values are at `MicroBatch.predicting`, scores at `MicroBatch.ends`.
         """
-        hidden = self.hidden.index_select(0, positions)
-        return self.head(_promote_dtype(hidden)).squeeze(-1)
+        if self.cut is None:
+            hidden = self.hidden.index_select(0, positions)
+            return self.head(_promote_dtype(hidden)).squeeze(-1)
+        hidden, is_own = self.cut.pick(self.hidden, positions)
+        found = self.head(_promote_dtype(hidden)).squeeze(-1)
+        return self.cut.sum(found * is_own)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
     engine = Engine(
         kind=cfg.engine.kind,
         layout=sizes if engine_kind(cfg.engine.kind).cuts_model else None,
-        shard_size=layout.shard_size if layout.shard_size < layout.dp_size else 0,
+        shard_size=layout.shard_size if layout.shard_size < layout.weight_size else 0,
         virtual_size=layout.virtual_size,
         expert_size=layout.expert_size,
         options=tuple(cfg.engine.options),

@@ -284,13 +284,13 @@ def _by_share(
 
 
 def _stages(layout: Layout) -> list[tuple[int, ...]]:
-    """The tp = 0 ranks of all stages, for each dp."""
-    return layout.axis_groups("pp")[:: layout.tp_size]
+    """The ranks with tp = 0 and cp = 0 of all stages, for each dp."""
+    return layout.axis_groups("pp")[:: layout.tp_size * layout.cp_size]
 
 
 def _stage_share(layout: Layout, rank: int) -> int:
-    pp, dp, _ = layout.coordinate(rank)
-    return dp * layout.pp_size + pp
+    coordinate = layout.coordinate(rank)
+    return coordinate.dp * layout.pp_size + coordinate.pp
 
 
 def _all_ranks(layout: Layout) -> tuple[int, ...]:
@@ -298,7 +298,7 @@ def _all_ranks(layout: Layout) -> tuple[int, ...]:
 
 
 def _is_in_last_stage(layout: Layout, rank: int) -> bool:
-    """Whether a rank computes results: all tp ranks of the last stage do, so all hold them."""
+    """Whether a rank computes results: all tp and cp ranks of the last stage do, and hold them."""
     return layout.coordinate(rank).pp == layout.pp_size - 1
 
 

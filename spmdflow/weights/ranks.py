@@ -139,11 +139,11 @@ def tables_of(reference: Reference, architecture: Architecture, layout: Layout) 
 def row_tables(arch: Architecture, layout: Layout) -> RankTables:
     """Return each rank's shards if shard_size ranks divide the rows of every tensor (FSDP, ZeRO).
 
-    A rank has the shard (dp coordinate) % shard_size; see `row_shards`.
+    A rank has the shard `Layout.weight_rank` % shard_size; see `row_shards`.
     """
     shard_ranks = {}
     for rank in layout.ranks:
-        shard_ranks[rank] = (layout.coordinate(rank).dp % layout.shard_size,)
+        shard_ranks[rank] = (layout.weight_rank(rank) % layout.shard_size,)
 
     def table(shard_rank: int) -> ShardTable:
         return row_shards(
@@ -172,8 +172,9 @@ def megatron_tables(
     parts = layout.virtual_size
     coordinates = {}
     for rank in layout.ranks:
-        pp, dp, tp = layout.coordinate(rank)
-        coordinates[rank] = (tp, pp, dp % layout.expert_size)
+        coordinate = layout.coordinate(rank)
+        ep_rank = layout.weight_rank(rank) % layout.expert_size
+        coordinates[rank] = (coordinate.tp, coordinate.pp, ep_rank)
 
     def table(tp_rank: int, pp_rank: int, ep_rank: int) -> ShardTable:
         """Return the local tensors of a rank, part after part of the model.

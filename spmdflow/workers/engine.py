@@ -39,6 +39,7 @@ from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import CountedRead, LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
+from spmdflow.workers.token_cut import Exchanges
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,11 @@ class TrainEngine(ABC):
         """Increases whenever the weights change: at each optimizer step and at load_blocks. For a
         new engine, load_blocks sets it to the number of steps, as if the engine had taken them."""
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
+        self.exchanges: Exchanges | None = None
+        """With the ranks that divide rows; None: each has whole rows."""
+        if self.layout.cp_size > 1:
+            peers = self.layout.axis_group(self.rank, "cp")
+            self.exchanges = Exchanges(peers.index(self.rank), self.groups.get(peers))
         self._storages: dict[Part, Storages] = {}
         self._own_boxes: list[list[Box]] | None = None
 
@@ -380,6 +386,7 @@ class TrainEngine(ABC):
             device=self.device,
             packed=self.packs,
             shares_prompts=engine_kind(self.cfg.kind).shares_prompts,
+            exchanges=self.exchanges,
         )
 
     def count_micro_batches(self, batch: TensorDict) -> int:

@@ -94,6 +94,7 @@ class FSDPEngine(TrainEngine):
         """What is divided over the ranks."""
         self._module = model.module
         self._traffic = ExpertTraffic()
+        self._all_ranks = self.groups.get(self.layout.ranks)
         if optimizer is None or model.lora is not None:
             _freeze(model, is_trained=optimizer is not None)
         if cfg.recompute:
@@ -104,7 +105,7 @@ class FSDPEngine(TrainEngine):
             self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
             shard_model(model, self.sharding, mesh, self._divide_experts(context))
         elif self.layout.size > 1:
-            self.replica_group = self.dp_group
+            self.replica_group = self._all_ranks
         read_weights(model, self.device)
         if optimizer is not None:
             self.optimizer = self._optimizer_of(optimizer, total_optimizer_steps)
@@ -186,9 +187,9 @@ class FSDPEngine(TrainEngine):
         return {"expert_bytes": float(sent)}
 
     def _sum_in_place(self, values: Tensor) -> None:
-        """Sum a tensor over the dp group. All its ranks call it together."""
-        if self.layout.dp_size > 1:
-            dist.all_reduce(values, group=self.dp_group)
+        """Sum a tensor over all ranks. They call it together."""
+        if self.layout.size > 1:
+            dist.all_reduce(values, group=self._all_ranks)
 
     def _sum_gradients(self) -> None:
         """Sum the gradients of a module that is not sharded over the ranks, in place.
@@ -199,7 +200,7 @@ class FSDPEngine(TrainEngine):
             return
         for parameter in self._module.parameters():
             if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self.dp_group)
+                dist.all_reduce(parameter.grad, group=self._all_ranks)
 
     def gradient_norm(self) -> float:
         """Return the L2 norm of the complete gradient, the same on every rank.
@@ -389,7 +390,7 @@ class ZeROEngine(FSDPEngine):
             return super()._optimizer_of(cfg, total_steps)
         undecayed = self._undecayed_by(cfg)
         return PartitionedOptimizer(
-            self._local(), cfg, total_steps, self.dp_group, undecayed=undecayed
+            self._local(), cfg, total_steps, self._all_ranks, undecayed=undecayed
         )
 
 
@@ -418,11 +419,11 @@ class PartitionedOptimizer(ShardedOptimizer):
 
 def _check_layout(context: WorkerContext, kind: str) -> None:
     layout = context.layout
-    if layout.dp_size != layout.size:
+    if layout.weight_size != layout.size:
         raise ConfigError(
-            f"{context.name}: engine {kind} got dp_size {layout.dp_size} for {layout.size} ranks; "
-            f"expected {layout.size}, because every rank has its own rows; remove tp and pp "
-            f"or choose engine.kind={' or '.join(engines_that_cut())}"
+            f"{context.name}: engine {kind} got layout {layout} for {layout.size} ranks; expected "
+            f"dp and cp alone, because every rank runs whole layers; remove tp and pp or choose "
+            f"engine.kind={' or '.join(engines_that_cut())}"
         )
 
 

@@ -32,6 +32,7 @@ from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.device import all_to_device, to_device
 from spmdflow.router import OWN_CHOICE, ROUTES, from_column
 from spmdflow.workers.attention import PackedRows, SeenKeys
+from spmdflow.workers.token_cut import Exchanges, TokenCut
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class MicroBatch:
     """b rows of one forward. R: longest response (at least 1)."""
 
     input_ids: Tensor
-    """(1, N) int64 of packed rows, N tokens in all; else (b, T), T tokens of the longest row."""
+    """(1, N) int64 of packed rows, N tokens in all; else (b, T), T tokens of the longest row. If
+    ranks divide the rows (`cut`), the columns of this rank, and likewise below."""
     position_ids: Tensor
     """The same shape, int64: from 0 in each row, also counting through padding."""
     packed: PackedRows | None
@@ -59,9 +61,10 @@ class MicroBatch:
     targets: Tensor
     """(n,) int64: the tokens of all responses, row after row."""
     predicting: Tensor
-    """(n,) int64: the index in input_ids.flatten() that predicts each of them."""
+    """(n,) int64: the index in input_ids.flatten() that predicts each of them; before the cut."""
     ends: Tensor
-    """(b,) int64: the index in input_ids.flatten() of the last real token of each row."""
+    """(b,) int64: the index in input_ids.flatten() of the last real token of each row; before the
+    cut."""
     response_indices: Tensor
     """(n,) int64: the index of each of them in (b, R), flattened."""
     rows_of_token: Tensor
@@ -70,6 +73,8 @@ class MicroBatch:
     routes: Tensor | None = None
     """(input_ids.numel(), layers, k) int16: the experts to use (`Routers.begin`). None: the routers
     select them."""
+    cut: TokenCut | None = None
+    """Which tokens this rank has, where the ranks of a group divide the rows."""
 
     @property
     def response_tokens(self) -> Tensor:
@@ -90,12 +95,14 @@ def micro_batches(
     device: torch.device,
     packed: bool = False,
     shares_prompts: bool = False,
+    exchanges: Exchanges | None = None,
 ) -> list[MicroBatch]:
     """Split the rows of batch into exactly num_micro_batches micro-batches on device.
 
     An empty part becomes one padding row of weight 0. by_tokens: parts are balanced by tokens,
     otherwise by rows. Packed rows are sorted by length inside a part. shares_prompts: a prompt that
     packed rows share is packed once, where that saves enough (`shared_prompt.SHARED_FROM`).
+    exchanges: of the ranks that divide the rows; None: each has whole rows.
 
     batch is in host memory. It needs ragged prompts (no empty one) and responses. Other columns are
     ragged with the responses' lengths, dense, or text (omitted). response_mask is all True if the
@@ -112,7 +119,10 @@ def micro_batches(
         index = torch.tensor(part, dtype=torch.int64)
         rows_of_part = select_rows(rows, index) if part else _padding_of(rows)
         positions = _token_positions(rows_of_part, packed=packed, shares=packed and shares_prompts)
-        micros.append(_build_micro_batch(rows_of_part, index, device, positions))
+        micro = _build_micro_batch(rows_of_part, index, positions)
+        if exchanges is not None:
+            micro = _cut_rows(pad_length(micro, exchanges.size), exchanges)
+        micros.append(_on_device(micro, device))
     return micros
 
 
@@ -134,7 +144,7 @@ def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
     """Return the micro-batch with T padded to a multiple, or itself if T already is one.
 
     Padding tokens have id 0. Packed rows get an additional row of padding. predicting and ends are
-    shifted accordingly. Packed rows that share prompts are not supported.
+    shifted accordingly.
     """
     rows, length = micro.input_ids.shape
     extra = -length % multiple
@@ -142,7 +152,9 @@ def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
         return micro
     device = micro.input_ids.device
     packed = micro.packed
-    assert packed is None or packed.seen is None, "rows that share prompts end with their own keys"
+    if packed is not None:
+        packed = _with_padding_row(packed, length, extra)
+        packed = packed.move_tensors(lambda x: to_device(x, device))
     routes = micro.routes
     if routes is not None:
         routes = routes.unflatten(0, (rows, length))
@@ -158,11 +170,20 @@ def pad_length(micro: MicroBatch, multiple: int) -> MicroBatch:
         rows_of_token=torch.nn.functional.pad(micro.rows_of_token, (0, extra)),
         routes=routes,
         position_ids=torch.cat([micro.position_ids, more], 1),
-        packed=packed
-        and PackedRows.of([*packed.lengths, extra]).move_tensors(lambda x: to_device(x, device)),
+        packed=packed,
         predicting=micro.predicting + micro.predicting // length * extra,
         ends=micro.ends + micro.ends // length * extra,
     )
+
+
+def _with_padding_row(packed: PackedRows, num_tokens: int, extra: int) -> PackedRows:
+    """Return packed rows in host memory with one more row of `extra` tokens, which sees itself."""
+    rows = PackedRows.of([*packed.lengths, extra])
+    if packed.seen is None:
+        return rows
+    own = torch.arange(num_tokens, num_tokens + extra)
+    indices = torch.cat([packed.seen.indices.cpu(), own])
+    return replace(rows, seen=SeenKeys.of([*packed.seen.lengths, extra], indices))
 
 
 def _join_column(name: str, parts: list[Tensor], micros: list[MicroBatch], order: Tensor) -> Tensor:
@@ -332,10 +353,25 @@ def _positions_with_sharing(
     )
 
 
-def _build_micro_batch(
-    rows: TensorDict, index: Tensor, device: torch.device, layout: _TokenPositions
-) -> MicroBatch:
-    """Build the micro-batch of these rows, with tokens where `layout` says, on the device.
+def _cut_rows(micro: MicroBatch, exchanges: Exchanges) -> MicroBatch:
+    """Return the micro-batch with this rank's part of the tokens, whose number c divides."""
+    rows, length = micro.input_ids.shape
+    cut = TokenCut.of(exchanges, rows=rows, length=length, predicting=micro.predicting)
+    routes = micro.routes
+    if routes is not None:
+        routes = cut.own(routes.unflatten(0, (rows, length))).flatten(0, 1)
+    return replace(
+        micro,
+        input_ids=cut.own(micro.input_ids),
+        position_ids=cut.own(micro.position_ids),
+        rows_of_token=cut.own(micro.rows_of_token),
+        routes=routes,
+        cut=cut,
+    )
+
+
+def _build_micro_batch(rows: TensorDict, index: Tensor, layout: _TokenPositions) -> MicroBatch:
+    """Build the micro-batch of these rows, with tokens where `layout` says, in host memory.
 
     index: positions of the rows in the batch; empty for a padding row, whose row_weight is 0.
     Ragged columns become (b, R), R the longest response but at least 1.
@@ -351,10 +387,10 @@ def _build_micro_batch(
     input_ids = torch.zeros(shape, dtype=torch.int64)
     input_ids.view(-1)[at_prompts] = prompts.values()
     input_ids.view(-1)[at_responses] = responses.values()
-    positions = torch.arange(shape[1])
+    positions = torch.arange(shape[1]).expand(shape).clone()
     if layout.packed is not None:
-        positions[at_prompts] = _spans(torch.zeros_like(prompt_lengths), prompt_lengths)
-        positions[at_responses] = _spans(prompt_lengths, response_lengths)
+        positions[0, at_prompts] = _spans(torch.zeros_like(prompt_lengths), prompt_lengths)
+        positions[0, at_responses] = _spans(prompt_lengths, response_lengths)
     # the first token of a response is predicted where its prompt ends
     before = layout.prompts + prompt_lengths - 1
     answered = response_lengths > 0
@@ -372,7 +408,7 @@ def _build_micro_batch(
     columns: dict[str, Any] = dict(rows.exclude("prompts", "responses", ROUTES).items())
     for name, column in columns.items():
         columns[name] = pad(column, width=width) if is_ragged(column) else column
-    micro = MicroBatch(
+    return MicroBatch(
         input_ids=input_ids,
         position_ids=positions,
         packed=layout.packed,
@@ -389,7 +425,6 @@ def _build_micro_batch(
         rows_of_token=rows_of_token.view(shape).int() * (len(index) > 0),
         routes=routes,
     )
-    return _on_device(micro, device)
 
 
 def _place_routes(
@@ -414,7 +449,7 @@ def _place_routes(
 def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
     """Copy the tensors that a forward reads to the device, in a single transfer.
 
-    index and answers stay on the host. position_ids are expanded to the shape of input_ids.
+    index and answers stay on the host.
     """
     names = (
         *("input_ids", "position_ids", "response_lengths", "response_mask", "row_weight"),
@@ -422,18 +457,15 @@ def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
     )
 
     def map_tensors(move: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return the micro-batch with `move` applied to each tensor, always in the same order.
-
-        position_ids are expanded to the shape of input_ids.
-        """
+        """Return the micro-batch with `move` applied to each tensor, always in the same order."""
         tensors: dict[str, Any] = {name: move(getattr(micro, name)) for name in names}
         columns = {}
         for name, column in micro.columns.items():
             columns[name] = move(column)
         packed = micro.packed and micro.packed.move_tensors(move)
+        cut = micro.cut and micro.cut.move_tensors(move)
         tensors["routes"] = None if micro.routes is None else move(micro.routes)
-        tensors["position_ids"] = tensors["position_ids"].expand(micro.input_ids.shape)
-        return replace(micro, columns=columns, packed=packed, **tensors)
+        return replace(micro, columns=columns, packed=packed, cut=cut, **tensors)
 
     on_host: list[Tensor] = []
 

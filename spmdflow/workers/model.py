@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,12 @@ from spmdflow.workers.attention import (
     rotate,
 )
 from spmdflow.workers.micro_batch import MicroBatch
+from spmdflow.workers.token_cut import (
+    Exchanges,
+    exchange_for_heads,
+    exchange_for_tokens,
+    own_heads,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +137,7 @@ class ScalarModel(nn.Module):
         if self._routers is not None:
             self._routers.begin(micro.routes)
         hidden = decoder(**_inputs(micro)).last_hidden_state  # (b, T, H)
-        return fn(ScalarOutput(hidden.flatten(0, 1), score), micro)
+        return fn(ScalarOutput(hidden.flatten(0, 1), score, micro.cut), micro)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, Any]:
@@ -138,10 +145,14 @@ def _inputs(micro: MicroBatch) -> dict[str, Any]:
 
     Right padding needs no mask under causal attention, with positions from 0.
     """
-    arguments = {"input_ids": micro.input_ids, "use_cache": False}
-    if micro.packed is None:
-        return arguments
-    return arguments | {"position_ids": micro.position_ids, "packed_rows": micro.packed}
+    arguments: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
+    if micro.packed is not None:
+        arguments["packed_rows"] = micro.packed
+    if micro.cut is not None:
+        arguments["exchanges"] = micro.cut.exchanges
+    if micro.packed is not None or micro.cut is not None:
+        arguments["position_ids"] = micro.position_ids
+    return arguments
 
 
 class _SelectiveHead:
@@ -165,12 +176,16 @@ class _SelectiveHead:
 
     def __call__(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
         """The model's forward: fn(output, micro)."""
-        self._positions = micro.predicting
+        cut = micro.cut
+        self._positions = micro.predicting if cut is None else cut.predicting
         if self._routers is not None:
             self._routers.begin(micro.routes)
         hidden = self._forward(**_inputs(micro)).logits[0]
         weight = self._head.weight if self.is_plain else None
-        return fn(CausalOutput(hidden, weight, micro.targets), micro)
+        if cut is None:
+            return fn(CausalOutput(hidden, weight, micro.targets), micro)
+        join = partial(cut.join, num_targets=len(micro.targets))
+        return fn(CausalOutput(hidden, weight, cut.targets(micro.targets), join=join), micro)
 
     def _pick(self, hidden: Tensor) -> Tensor:
         """Replace the head's forward: select the positions that predict response tokens.
@@ -380,20 +395,46 @@ def row_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed_rows: PackedRows | None = None,
+    exchanges: Exchanges | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, for families whose rows may be packed. Needs no mask.
 
     query (b, heads, T, d), key and value (b, kv heads, T, d) -> ((b, T, heads, d), None); b is 1 if
     the rows are packed (packed_rows). Padded rows attend causally. softcap and s_aux: the cap and
-    the sinks of `AttentionForm`.
+    the sinks of `AttentionForm`. exchanges: of the ranks that divide the T tokens.
     """
     form = AttentionForm(scaling, sliding_window, softcap, s_aux)
+    if exchanges is not None:
+        return divided_attention(query, key, value, packed_rows, form, exchanges), None
     if packed_rows is None:
         return dense_attention(query, key, value, form).transpose(1, 2), None
     # a view whose gradient is one: that of x[0] would be a copy into zeros
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     return packed_attention(q, k, v, packed_rows, form)[None], None
+
+
+def divided_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows | None,
+    form: AttentionForm,
+    exchanges: Exchanges,
+) -> Tensor:
+    """Attention of rows whose tokens several ranks divide (`token_cut`); they call it together.
+
+    query (b, heads, T / c, d), key and value (b, kv heads, T / c, d) -> (b, T / c, heads, d).
+    """
+    form = replace(form, sinks=own_heads(exchanges, form.sinks))
+    by_token = [x.permute(2, 0, 1, 3) for x in (query, key, value)]  # (T / c, b, heads, d)
+    q, k, v = exchange_for_heads(exchanges, *by_token)
+    if rows is None:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        output = dense_attention(q, k, v, form).permute(2, 0, 1, 3)
+    else:
+        output = packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), rows, form)[:, None]
+    return exchange_for_tokens(exchanges, output).transpose(0, 1)
 
 
 def grouped_attention(

@@ -71,6 +71,16 @@ def test_gradients_of_experts_that_shards_divide_are_those_of_transformers(tmp_p
             check_bytes(case)
 
 
+def test_gradients_of_rows_that_ranks_divide_are_those_of_transformers(tmp_path: Path) -> None:
+    """Packed with shared prompts, and padded; four heads over two and four ranks."""
+    kinds = ("fsdp-c2", "fsdp-d2c2-recompute", "zero1-c2-padded", "zero2-c4", "zero3-d2c2-padded")
+
+    found = measured(tmp_path, kinds, ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe"))
+
+    assert len(found) == 4 * len(kinds)
+    check_gaps(found)
+
+
 def check_bytes(case: dict[str, Any]) -> None:
     """What the ranks send to experts and back is what even loads need, within 10 %."""
     ep_size = int(re.search(r"e(\d)", case["kind"].partition("-")[2])[1])

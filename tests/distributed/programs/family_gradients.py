@@ -45,7 +45,7 @@ from spmdflow.workers.model import load_model, open_model
 
 CPU = torch.device("cpu")
 POOLS = (1, 2, 4)
-AXES = ("tp", "pp", "dp", "replica", "ep", "expert_dp", "tp_ep", "copy", "embedding")
+AXES = ("tp", "cp", "pp", "dp", "replica", "ep", "expert_dp", "tp_ep", "copy", "embedding")
 SIGMOIDS = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
 """Families whose routers score with sigmoids."""
 BALANCE = 0.5
@@ -103,6 +103,7 @@ def layouts_of(kind: str) -> list[Layout]:
             pp_size=sizes.pp,
             dp_size=dp_size,
             tp_size=sizes.tp,
+            cp_size=sizes.cp,
             expert_size=sizes.ep,
             virtual_size=sizes.virtual,
         )

@@ -34,7 +34,7 @@ def test_rank_is_tp_fastest_then_pp_then_dp_in_every_layout(size):
 
     for layout in layouts(size, first):
         for rank in layout.ranks:
-            pp, dp, tp = layout.coordinate(rank)
+            pp, dp, tp, _ = layout.coordinate(rank)
             assert rank - first == (dp * layout.pp_size + pp) * layout.tp_size + tp
             assert (pp < layout.pp_size, dp < layout.dp_size, tp < layout.tp_size) == (True,) * 3
             assert layout.group_rank(rank) == rank - first
@@ -106,7 +106,7 @@ def test_ranks_of_a_pool_need_not_be_neighbours():
     layout = Layout((1, 4, 6, 9), dp_size=2, tp_size=2)
 
     assert layout.axis_groups("tp") == [(1, 4), (6, 9)]
-    assert layout.coordinate(6) == Coordinate(pp=0, dp=1, tp=0)
+    assert layout.coordinate(6) == Coordinate(pp=0, dp=1, tp=0, cp=0)
     assert layout.group_rank(9) == 3
 
 
@@ -131,7 +131,7 @@ def test_layout_that_travelled_as_plain_data_is_equal():
         (
             tuple(range(6)),
             {"dp_size": 6, "shard_size": 4},
-            "shard_size 4, expected a divisor of dp_size 6; choose one of [1, 2, 3, 6]",
+            "shard_size 4, expected a divisor of dp_size * cp_size = 6; choose one of [1, 2, 3, 6]",
         ),
         (
             (0, 1, 2, 3),
@@ -161,7 +161,7 @@ def test_rank_outside_the_pool_is_refused():
 
 
 def test_unknown_axis_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match="got axis 'xp', expected one of copy, dp"):
+    with pytest.raises(ConfigError, match="got axis 'xp', expected one of copy, cp, dp"):
         WORLD_8.axis_groups("xp")
 
 

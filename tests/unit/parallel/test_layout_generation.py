@@ -65,7 +65,7 @@ def test_generation_groups_partition_the_ranks_of_every_layout(size):
 def test_coordinates_follow_the_formulas_and_name_the_place_in_each_group(size):
     for layout in layouts(size):
         for rank in layout.ranks:
-            pp, _, tp = layout.coordinate(rank)
+            pp, _, tp, _ = layout.coordinate(rank)
             tp_ratio = layout.tp_size // layout.gen_tp_size
             pp_ratio = layout.pp_size // layout.gen_pp_size
             place = layout.generation_coordinate(rank)
