@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -79,6 +80,8 @@ class Engine(Precision):
     """Ranks that share one copy of sharded state; 0: all data-parallel ranks."""
     virtual_size: int = 1
     """Model chunks on each pipeline stage (interleaved schedule)."""
+    context_size: int = 1
+    """Ranks that divide rows; 0: searched."""
     expert_size: int = 1
     """Data-parallel ranks that divide the experts; 0: searched."""
     layouts: tuple[tuple[int, int], ...] | None = None
@@ -285,7 +288,9 @@ class Strategy:
     gen_pp: Array = 0
     recompute: Array = False
     ep: Array = 1
-    """Data-parallel ranks that divide the experts among them; a divisor of dp."""
+    """Ranks of dp and cp that divide the experts among them; a divisor of dp * cp."""
+    cp: Array = 1
+    """Ranks that divide the tokens of each row."""
 
     @classmethod
     def of_layout(cls, layout: Layout, *, generates: bool, recompute: bool) -> Strategy:
@@ -299,12 +304,18 @@ class Strategy:
             gen_pp,
             recompute,
             layout.expert_size,
+            layout.cp_size,
         )
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the pool."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.weight_ranks
+
+    @property
+    def weight_ranks(self) -> Array:
+        """Ranks of a stage, over dp and cp, that divide its weights."""
+        return self.dp * self.cp
 
     def take(self, index: np.ndarray) -> Strategy:
         """The strategies at these indices, as arrays."""
@@ -318,6 +329,7 @@ class Strategy:
     def __str__(self) -> str:
         """Such as t8p1d2-g(t2p1) or t1p1d8e8, with -recompute."""
         name = f"t{self.tp}p{self.pp}d{self.dp}"
+        name += f"c{self.cp}" if self.cp > 1 else ""
         name += f"e{self.ep}" if self.ep > 1 else ""
         name += f"-g(t{self.gen_tp}p{self.gen_pp})" if self.gen_tp else ""
         return name + "-recompute" * self.recompute
@@ -328,10 +340,10 @@ def strategies_on(
 ) -> tuple[np.ndarray, Strategy]:
     """Return all strategies of a model on these pools, as (pool sizes (V,), arrays (V,)).
 
-    They are sorted by pool size. tp * pp (and shard_size, if set) and gen_tp * gen_pp divide the
-    size, dp is size / (tp * pp), and ep divides dp. If the layout is searched, pp is at most the
-    pool's number of nodes; a trained model of an engine that divides models is then tried with and
-    without recomputation, unless its options choose one.
+    They are sorted by pool size. tp * pp * cp (and shard_size, if set) and gen_tp * gen_pp divide
+    the size, dp is size / (tp * pp * cp), and ep divides dp * cp. If the layout is searched, pp is
+    at most the pool's number of nodes; a trained model of an engine that divides models is then
+    tried with and without recomputation, unless its options choose one.
     """
     wanted = np.asarray(sorted(pool_sizes), dtype=np.int64)
     engine = model.engine
@@ -340,7 +352,7 @@ def strategies_on(
     if recomputes == (0,) and model.trained and free and engine.facts.cuts_model:
         recomputes = (0, 1)
     sizes = [wanted[:0]]
-    replicas = [(1, 1, 0, 0, 0, 1)]
+    replicas = [(1, 1, 0, 0, 0, 1, 1)]
     for tp, pp in _training_sizes(model, hardware):
         fitting = wanted[wanted % (tp * pp * max(engine.shard_size, 1)) == 0]
         if model.engine.layout is None:
@@ -349,16 +361,17 @@ def strategies_on(
             continue
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
             fits = fitting[fitting % max(gen_tp * gen_pp, 1) == 0]
-            for ep in expert_sizes(model):
-                holding = fits[fits % (tp * pp * ep) == 0]
+            for ep, cp in product(expert_sizes(model), context_sizes(model, hardware)):
+                holding = fits[(fits % (tp * pp * ep) == 0) & (fits % (tp * pp * cp) == 0)]
                 for recompute in recomputes:
                     sizes.append(holding)
-                    replicas.append((tp, pp, gen_tp, gen_pp, recompute, ep))
+                    replicas.append((tp, pp, gen_tp, gen_pp, recompute, ep, cp))
     count = np.concatenate(sizes)
     order = np.argsort(count, kind="stable")
     which = np.repeat(np.arange(len(sizes)), [len(fits) for fits in sizes])[order]
-    tp, pp, gen_tp, gen_pp, recompute, ep = np.array(replicas, dtype=np.float64)[which].T
-    return count[order], Strategy(tp, pp, count[order] / (tp * pp), gen_tp, gen_pp, recompute, ep)
+    tp, pp, gen_tp, gen_pp, recompute, ep, cp = np.array(replicas, dtype=np.float64)[which].T
+    dp = count[order] / (tp * pp * cp)
+    return count[order], Strategy(tp, pp, dp, gen_tp, gen_pp, recompute, ep, cp)
 
 
 def expert_sizes(model: Model) -> list[int]:
@@ -374,6 +387,20 @@ def expert_sizes(model: Model) -> list[int]:
     if engine.shard_size or "ep" not in engine.facts.axes or not model.shape.num_experts:
         return [1]
     return divisors(model.shape.num_experts)
+
+
+def context_sizes(model: Model, hardware: Hardware) -> list[int]:
+    """Return the sizes of context parallelism that a model may train with, ascending.
+
+    [1] for an engine or a family whose rows are not divided, the size of its settings if that is
+    fixed, otherwise the divisors of its heads that a node has ranks for.
+    """
+    engine = model.engine
+    if engine.context_size:
+        return [engine.context_size]
+    if "cp" not in engine.facts.axes or not model.shape.packs:
+        return [1]
+    return [size for size in divisors(model.shape.num_heads) if size <= hardware.gpus_per_node]
 
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:

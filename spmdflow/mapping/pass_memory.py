@@ -62,10 +62,10 @@ def pass_bytes(
     The peak is the largest of a few moments of the pass. Residents are not included.
     """
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
-    logits = _head_bytes(model, rows * workload.response_tokens, cut, trains=trains)
+    logits = _head_bytes(model, rows * workload.response_tokens / cut.cp, cut, trains=trains)
     of_rank = rows_per_rank(workload, cut, trains=trains)
     shares = packed_shares(model, workload, of_rank, num_micro)
-    whole = rows * workload.tokens
+    whole = rows * workload.tokens / cut.cp
     tokens = whole * shares.most_tokens
     gathered = whole * shares.most_gathered
     layer = _layer_memory(model, rows, cut, tokens=tokens, gathered=gathered, on_cpu=on_cpu)
@@ -168,7 +168,8 @@ def _layer_memory(
     forward_of_attention = copies + tokens * 2 * heads * size
     saved_scores = temporaries = 0.0
     if shape.caps_scores or shape.has_sinks:
-        scores = tokens * gathered / np.maximum(rows, 1) * shape.num_heads / cut.tp
+        # each of cp ranks has all tokens of the rows here, and 1/cp of the heads
+        scores = tokens * gathered / np.maximum(rows, 1) * shape.num_heads * cut.cp / cut.tp
         saved_scores = scores * _score_bytes(shape, size)
         temporaries = scores * _SCORE_TEMPORARIES
     shares = gathered > tokens

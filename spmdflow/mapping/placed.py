@@ -148,7 +148,9 @@ class Placed:
                     overrides[f"{self.generators[role]}.rollout.layout"] = generation
                     continue
                 experts = f"e{strategy.ep}" if strategy.ep > 1 else ""
-                overrides[f"{role}.engine.layout"] = f"t{strategy.tp}p{strategy.pp}{experts}"
+                context = f"c{strategy.cp}" if strategy.cp > 1 else ""
+                layout = f"t{strategy.tp}p{strategy.pp}{context}{experts}"
+                overrides[f"{role}.engine.layout"] = layout
                 if strategy.gen_tp:
                     overrides[f"{role}.rollout.layout"] = generation
                 if strategy.recompute:

@@ -28,7 +28,7 @@ Every function takes one strategy and returns numbers, or many strategies and re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -188,6 +188,7 @@ def _micro_batch_parts(
     """
     engine = model.engine
     shape = model.shape
+    micro = replace(micro, tokens=micro.tokens / cut.cp, answered=micro.answered / cut.cp)
     layers = np.ceil(shape.num_layers / cut.pp)
     one = layer_pass(shape, micro.tokens, micro.context, cut.tp, hw, engine, ep=cut.ep)
     passes = (2 if model.adapters else 3) + cut.recompute if trains else 1
@@ -210,6 +211,7 @@ def _micro_batch_parts(
         parts["memory"] = parts["memory"] + moved / hw.memory_rate
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
+    parts["context_parallel"] = layers * _heads_seconds(model, micro.tokens, cut, hw) * reductions
     parts["experts"] = layers * _exchange_seconds(model, micro.tokens, cut, hw) * reductions
     size = micro.tokens * shape.hidden_size * engine.element_bytes
     crosses = cut.tp * cut.pp > hw.gpus_per_node
@@ -217,6 +219,17 @@ def _micro_batch_parts(
     hand_overs = (2 if trains else 1) * engine.virtual_size
     parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)
     return parts
+
+
+def _heads_seconds(model: Model, tokens: Array, cut: Strategy, hw: Hardware) -> Array:
+    """Return the seconds in which a layer's tokens are exchanged for heads and back, in a forward.
+
+    tokens: of a rank. Queries, keys and values go one way, what attention returns the other.
+    """
+    width = 2 * (model.shape.q_size + model.shape.kv_size)
+    sent = tokens * width * model.engine.element_bytes
+    per_node = np.clip(hw.gpus_per_node // cut.tp, 1, cut.cp)
+    return 2 * all_to_all(sent / 2, cut.cp, per_node, hw) * (cut.cp > 1)
 
 
 def _exchange_seconds(model: Model, tokens: Array, cut: Strategy, hw: Hardware) -> Array:
@@ -270,25 +283,25 @@ def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, A
     These are an all-gather of a stage's weights and a reduce-scatter of its float32 gradients, both
     in the group that shares one copy, and an all-reduce of a rank's shard of the gradients with the
     other groups (0 with one group). Experts that are divided over ep ranks have groups of their
-    own, of dp / ep ranks.
+    own, of dp * cp / ep ranks.
     """
     engine = model.engine
     others, experts = stage_parameters(model, cut)
     is_divided = cut.ep > 1
     local = np.where(is_divided, others, others + experts)
-    per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.dp)
+    per_node = np.clip(hw.gpus_per_node // (cut.tp * cut.pp), 1, cut.weight_ranks)
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
-    size = engine.shard_size or cut.dp
+    size = engine.shard_size or cut.weight_ranks
     trained = model.adapters if model.adapters else local
     gradients = trained * GRADIENT_BYTES
-    copies = cut.dp / size
+    copies = cut.weight_ranks / size
     copies_in_node = np.maximum(per_node / size, 1)
     per_node = np.minimum(per_node, size)
     between = 2 * all_gather(gradients / size, copies, copies_in_node, hw)
     gather = all_gather(local * weight_bytes, size, per_node, hw)
     reduce = all_gather(gradients, size, per_node, hw)
-    group = cut.dp / cut.ep
+    group = cut.weight_ranks / cut.ep
     near = np.clip(hw.gpus_per_node // (cut.tp * cut.pp * cut.ep), 1, group)
     own = experts / cut.ep
     of_experts = all_gather(own * weight_bytes, group, near, hw)
@@ -327,7 +340,7 @@ def generation_parts(
 
 def rows_per_replica(workload: Workload, cut: Strategy) -> Array:
     """Number of sequences of the busiest generation replica."""
-    replicas = cut.tp * cut.pp * cut.dp / (cut.gen_tp * cut.gen_pp)
+    replicas = cut.num_ranks / (cut.gen_tp * cut.gen_pp)
     return np.ceil(workload.num_sequences / replicas)
 
 
@@ -374,7 +387,7 @@ def transition_seconds(model: Model, cut: Strategy, hw: Hardware) -> Array:
     """
     received = transition_bytes(model, cut)
     if model.weights_from is not None:
-        node = received * np.minimum(hw.gpus_per_node, cut.tp * cut.pp * cut.dp)
+        node = received * np.minimum(hw.gpus_per_node, cut.num_ranks)
         return node / hw.network_rate + hw.collective_base_seconds
     if model.engine.sharding.parameters:
         group = share_of(True, model, cut)

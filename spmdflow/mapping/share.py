@@ -53,8 +53,8 @@ def trained_parameters(model: Model, cut: Strategy) -> Array:
 def stepped_parameters(model: Model, cut: Strategy) -> Array:
     """Return the trained weights whose moments a rank has.
 
-    If the optimizer is divided, dp ranks divide all weights outside experts among them. The experts
-    of a rank are on dp / ep ranks, which divide them.
+    If the optimizer is divided, dp * cp ranks divide all weights outside experts among them. The
+    experts of a rank are on dp * cp / ep ranks, which divide them.
     """
     trained = trained_parameters(model, cut)
     if not model.engine.sharding.optimizer:
@@ -67,7 +67,7 @@ def stepped_parameters(model: Model, cut: Strategy) -> Array:
 def share_of(divided: bool, model: Model, cut: Strategy) -> Array:
     """Number of data-parallel ranks that share one copy if it is divided, otherwise 1."""
     if divided:
-        return model.engine.shard_size or cut.dp
+        return model.engine.shard_size or cut.weight_ranks
     return 1.0
 
 

@@ -187,6 +187,7 @@ def _open(model: Model, cfg: Any) -> Model:
             engine,
             shard_size=sizes.shard,
             virtual_size=sizes.virtual,
+            context_size=0 if part.engine.layout == EngineConfig.layout else sizes.cp,
             expert_size=0 if part.engine.layout == EngineConfig.layout else sizes.ep,
             may_move=part.engine.offload is None,
         )
@@ -257,8 +258,9 @@ def _override(cfg: Any, key: str, text: str, why: str) -> list[Choice]:
         return [Choice(key, option, why) for option in yaml.safe_load(text)]
     if name == "engine.layout":
         has_virtual_parts = sizes_of(key, part.engine.layout).virtual > 1  # the search sets none
-        divides_experts = sizes_of(key, text).ep > 1
-        if has_virtual_parts or not (engine_kind(part.engine.kind).cuts_model or divides_experts):
+        wanted = sizes_of(key, text)
+        is_divided = wanted.ep > 1 or wanted.cp > 1
+        if has_virtual_parts or not (engine_kind(part.engine.kind).cuts_model or is_divided):
             return []
     if name == "rollout.layout" and not generator_kind(part.rollout.generator).cuts_model:
         return []
