@@ -1,0 +1,209 @@
+"""Every objective on ranks that divide rows, next to one rank with whole rows.
+
+Usage: torchrun --nproc-per-node 4 context_objectives.py FOLDER KIND ...
+KIND: an engine's, and perhaps options, such as fsdp-padded. Rank 0 writes FOLDER/results.json: a
+list of cases, each with the gap of the loss, and of the gradient over its norm.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+import transformers
+from engine_state import whole_state
+from engine_world import engine_config
+from tensordict import TensorDict
+from torch import Tensor
+
+from spmdflow.config.offline import PreferenceLossConfig
+from spmdflow.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    ValueLossConfig,
+)
+from spmdflow.data.ragged import is_ragged, ragged_from_rows, rows_of
+from spmdflow.kind.engine import engine_kind
+from spmdflow.kind.registry import resolve
+from spmdflow.objectives.loss import Loss
+from spmdflow.objectives.policy import PolicyLoss, ValueLoss
+from spmdflow.objectives.preference import LabelLoss, PairLoss, answer_log_probs, last_score
+from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss
+from spmdflow.objectives.surrogate import POLICY_LOSSES
+from spmdflow.parallel.group import GroupSpec, GroupTable
+from spmdflow.parallel.layout import Layout
+from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.engine import TrainEngine
+from spmdflow.workers.model import load_model
+
+LAYOUTS = {
+    "c2": Layout((0, 1), dp_size=1, cp_size=2),
+    "c4": Layout((0, 1, 2, 3), dp_size=1, cp_size=4),
+    "d2c2": Layout((0, 1, 2, 3), dp_size=2, cp_size=2),
+}
+WHOLE = Layout((0,))
+NUM_ROWS = 8
+TEMPERATURE = 0.9
+
+
+def main() -> None:
+    """Measure every objective on every engine and layout."""
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    groups = GroupTable(rank, timeout_seconds=600)
+    for layout in (*LAYOUTS.values(), WHOLE):
+        axes = [(member,) for member in layout.ranks]
+        for axis in ("dp", "cp", "weights", "shard", "replicate", "replica"):
+            axes += layout.axis_groups(axis)
+        groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in [layout.ranks, *axes]])
+    if rank == 0:
+        write_models(folder)
+    dist.barrier()
+    found = []
+    for head in ("causal_lm", "critic"):
+        expected = run(folder / head, "fsdp", WHOLE, head, rank, groups)
+        for kind in sys.argv[2:]:
+            for name, layout in LAYOUTS.items():
+                measured = run(folder / head, kind, layout, head, rank, groups)
+                for objective, (loss, gradient) in measured.items() if rank == 0 else ():
+                    gap, norm = compare(gradient, expected[objective][1])
+                    case = {"objective": objective, "kind": kind, "layout": name, "gradient": gap}
+                    case |= {"loss": abs(loss - expected[objective][0]), "norm": norm}
+                    found.append(case)
+                dist.barrier()
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def write_models(folder: Path) -> None:
+    """A tiny Llama with 8 heads and 2 key-value heads, and a critic of the same form."""
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+    for name, of in (
+        ("causal_lm", transformers.LlamaForCausalLM),
+        ("critic", transformers.LlamaForSequenceClassification),
+    ):
+        torch.manual_seed(0)
+        labels = {"num_labels": 1, "pad_token_id": 0} if name == "critic" else {}
+        config = transformers.LlamaConfig(**sizes, initializer_range=0.1, **labels)
+        of(config).save_pretrained(folder / name)
+
+
+def whole_batch() -> TensorDict:
+    """Eight rows of unequal lengths, of which three and two share a prompt, with all columns."""
+    draw = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=draw)
+
+    prompts = [torch.randint(1, 97, (size,), generator=draw) for size in (17, 3, 12, 5, 9)]
+    chosen = [0, 0, 0, 1, 2, 2, 3, 4]
+    lengths = (5, 11, 1, 8, 4, 6, 2, 13)
+    columns: dict[str, list[Tensor]] = {"prompts": [prompts[index] for index in chosen]}
+    columns["responses"] = [torch.randint(1, 97, (size,), generator=draw) for size in lengths]
+    columns["response_mask"] = [random(size) < 0.8 for size in lengths]
+    columns["covariant"] = [random(size) < 0.3 for size in lengths]
+    for name in ("old_log_probs", "ref_log_probs"):
+        columns[name] = [-4.6 + 0.3 * random(size) for size in lengths]
+    for name in ("advantages", "values", "returns"):
+        columns[name] = [2 * random(size) - 1 for size in lengths]
+    dense = {
+        "pair_losses": random(NUM_ROWS),
+        "score_slopes": random(NUM_ROWS) - 0.5,
+        "ref_answer_log_probs": -20 * random(NUM_ROWS, 2),
+        "kl_log_ratios": random(NUM_ROWS),
+        "desirable": torch.arange(NUM_ROWS) % 3 > 0,
+        "is_text": torch.arange(NUM_ROWS) % 4 == 0,
+    }
+    ragged = {name: ragged_from_rows(values) for name, values in columns.items()}
+    return TensorDict({**ragged, **dense}, batch_size=[NUM_ROWS])
+
+
+def share_of(layout: Layout, rank: int) -> TensorDict:
+    """The rows of a rank: a half of them with two data-parallel shares."""
+    batch = whole_batch()
+    each = NUM_ROWS // layout.dp_size
+    first = layout.coordinate(rank).dp * each
+    columns = {}
+    for name, column in batch.items():
+        if is_ragged(column):
+            columns[name] = ragged_from_rows(rows_of(column)[first : first + each])
+        else:
+            columns[name] = column[first : first + each]
+    return TensorDict(columns, batch_size=[each])
+
+
+def losses(head: str) -> Iterator[tuple[str, Loss]]:
+    """Every objective of a head, by name."""
+    if head == "critic":
+        yield "value", ValueLoss(ValueLossConfig())
+        yield "score of pairs", PairLoss(last_score)
+        return
+    for name in POLICY_LOSSES:
+        cfg = PolicyLossConfig(entropy_coef=0.01, kl_coef=0.05)
+        cfg.surrogate = name
+        cfg.dro_beta = 0.1
+        yield name, PolicyLoss(cfg, TEMPERATURE, budget=16)
+    policy = PolicyLoss(PolicyLossConfig(), TEMPERATURE, budget=16)
+    yield "policy and texts", PretrainedPolicyLoss(policy, 0.5)
+    yield "supervised", SupervisedLoss()
+    yield "pairs", PairLoss(answer_log_probs)
+    yield "labels", LabelLoss(PreferenceLossConfig(name="kto"))
+
+
+def run(
+    model: Path, kind: str, layout: Layout, head: str, rank: int, groups: GroupTable
+) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """(loss, complete gradient) of each objective; {} on ranks outside of the layout."""
+    if rank not in layout.ranks:
+        return {}
+    engine = build(model, kind, layout, head, rank, groups)
+    share = share_of(layout, rank)
+    result = {}
+    for name, loss in losses(head):
+        metrics = engine.train_step(share, loss, num_micro_batches=2)
+        state = whole_state(engine)
+        gradient = {key: value.clone() for key, value in state.items() if key.endswith(".exp_avg")}
+        result[name] = float(metrics["loss"]), gradient
+    return result
+
+
+def build(
+    model: Path, kind: str, layout: Layout, head: str, rank: int, groups: GroupTable
+) -> TrainEngine:
+    """An engine whose steps leave their gradient in exp_avg, and the weights as they are."""
+    name, *options = kind.split("-")
+    cfg = replace(engine_config(recompute=layout.size == 4), kind=name, options=options)
+    context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
+    optimizer = OptimizerConfig(lr=1e-30, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
+    engine: TrainEngine = resolve(engine_kind(name).implementation)(
+        load_model(ModelConfig(path=str(model), dtype="float32"), head=head),
+        cfg,
+        context,
+        optimizer=optimizer,
+        total_optimizer_steps=100,
+    )
+    return engine
+
+
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
+    """(norm of the difference over the norm, norm) of a gradient."""
+    assert found.keys() == expected.keys()
+    gap = sum(float((found[name] - expected[name]).double().square().sum()) for name in found)
+    norm = sum(float(value.double().square().sum()) for value in expected.values())
+    return (gap / norm) ** 0.5, norm**0.5
+
+
+if __name__ == "__main__":
+    main()
