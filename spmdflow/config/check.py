@@ -412,6 +412,7 @@ def _check_model(
     if hasattr(part, "engine"):
         sizes = parallel.training_sizes(role, part.engine)
         parallel.check_model_sizes(f"{role}.engine.layout", facts, sizes)
+        parallel.check_context(role, part.engine, facts, sizes)
         if is_known(getattr(part, "rollout", None)):
             sizes = parallel.generation_sizes(role, part)
             parallel.check_model_sizes(f"{role}.rollout.layout", facts, sizes)

@@ -218,30 +218,30 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
         got += f"({facts.path})"
         expected = f"at most one {'part' if several else 'stage'} a layer"
         raise ConfigError.of(key, got, expected, f"choose p{most} or less")
-    if sizes.cp > 1:
-        _check_rows_can_be_divided(key, facts, sizes)
     if sizes.ep > 1 and (not arch.num_experts or arch.num_experts % sizes.ep):
         got = f"e{sizes.ep} for {count_of(arch.num_experts, 'expert')} ({facts.path})"
         do = f"choose one of {divisors(arch.num_experts)}" if arch.num_experts else "remove e"
         raise ConfigError.of(key, got, "a divisor of the number of experts", do)
 
 
-def _check_rows_can_be_divided(key: str, facts: ModelFacts, sizes: Sizes) -> None:
-    """Raise ConfigError unless c ranks can divide rows: each takes 1/c of the heads in attention.
+def check_context(role: str, engine: Any, facts: ModelFacts, sizes: Sizes) -> None:
+    """Raise ConfigError unless c ranks can divide a model's rows in the way of engine.context.
 
     Families whose rows are not packed have layers with a state, which would have to travel from
-    rank to rank, or attention that is not ours.
+    rank to rank, or attention that is not ours. ulysses gives each rank 1/c of the heads.
     """
     arch = facts.arch
+    if sizes.cp == 1:
+        return
     if not arch.packs:
         family = facts.config.get("model_type", "")
         got = f"c{sizes.cp} for the family {family} ({facts.path})"
         expected = "no c, as its attention is not this project's, or its layers have a state"
-        raise ConfigError.of(key, got, expected, "remove c")
-    if arch.num_heads % sizes.cp:
-        got = f"c{sizes.cp} for {arch.num_heads} attention heads ({facts.path})"
-        do = f"choose one of {divisors(arch.num_heads)}"
-        raise ConfigError.of(key, got, "a divisor, as each rank takes 1/c of the heads", do)
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, "remove c")
+    if engine.context == "ulysses" and arch.num_heads % sizes.cp:
+        got = f"ulysses with c{sizes.cp} for {arch.num_heads} attention heads ({facts.path})"
+        do = f"set it to auto, or choose c among {divisors(arch.num_heads)}"
+        raise ConfigError.of(f"{role}.engine.context", got, "a c that divides the heads", do)
 
 
 def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:

@@ -32,6 +32,7 @@ from spmdflow.config.objective import (
 from spmdflow.kind.engine import (
     engine_names,
     engines_that_divide_experts,
+    engines_that_divide_rows,
     engines_that_shard,
     option_names,
     options_doc,
@@ -233,8 +234,15 @@ class EngineConfig:
         "p4v2: two parts of the model on each of 4 stages (interleaved 1F1B). s8: "
         f"shard over groups of 8, replicate over the groups ({', '.join(engines_that_shard())}). "
         "e4: divide the experts of a mixture over 4 data-parallel ranks "
-        f"({', '.join(engines_that_divide_experts())}).",
+        f"({', '.join(engines_that_divide_experts())}). c2: 2 ranks divide the tokens of each row "
+        f"({', '.join(engines_that_divide_rows())}).",
         "t1",
+    )
+    context: str = setting(
+        "Attention where ranks divide rows (c). ulysses: tokens are exchanged for heads; gather: a "
+        "rank gathers all keys for its own queries; auto: ulysses if c divides the heads.",
+        "auto",
+        one_of=("auto", "ulysses", "gather"),
     )
     options: list[str] = setting(
         f"What the engine does otherwise: {options_doc()}.",
@@ -248,7 +256,8 @@ class EngineConfig:
         one_of=PARTS,
     )
     micro_batch_tokens: int = setting(
-        "Most tokens of one forward of a rank; a longer row goes alone.",
+        "Most tokens of one forward of a rank, or of the c ranks that divide rows; a longer row "
+        "goes alone.",
         8192,
         at_least=1,
         resets="micro_batch_rows",

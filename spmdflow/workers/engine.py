@@ -31,7 +31,7 @@ from spmdflow.kind.registry import resolve
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.device import CPU, to_device, to_host
 from spmdflow.parallel.group import all_gather_plain
-from spmdflow.weights.architecture import packs_rows
+from spmdflow.weights.architecture import Architecture, packs_rows
 from spmdflow.weights.move import Block, Storages, own_parts
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
@@ -39,7 +39,7 @@ from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import CountedRead, LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
-from spmdflow.workers.token_cut import Exchanges
+from spmdflow.workers.token_cut import HEADS, KEYS, Exchanges
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,23 @@ class TrainEngine(ABC):
         self.exchanges: Exchanges | None = None
         """With the ranks that divide rows; None: each has whole rows."""
         if self.layout.cp_size > 1:
-            peers = self.layout.axis_group(self.rank, "cp")
-            self.exchanges = Exchanges(peers.index(self.rank), self.groups.get(peers))
+            self.exchanges = self._exchanges(model)
         self._storages: dict[Part, Storages] = {}
         self._own_boxes: list[list[Box]] | None = None
+
+    def _exchanges(self, model: LoadedModel | ModelSource) -> Exchanges:
+        """Return what the ranks that divide rows send each other, in the way of engine.context."""
+        heads = Architecture.sizes_from_config(model.config).num_heads
+        size = self.layout.cp_size
+        way = self.cfg.context
+        why = "engine.context"
+        if way == "auto":
+            way = KEYS if heads % size else HEADS
+            why = f"c{size} {'does not divide' if heads % size else 'divides'} {heads} heads"
+        if self.rank == self.layout.ranks[0]:
+            logger.info("%s: attention over %d ranks by %s (%s)", self.name, size, way, why)
+        peers = self.layout.axis_group(self.rank, "cp")
+        return Exchanges(peers.index(self.rank), self.groups.get(peers), way)
 
     # -- running ------------------------------------------------------------------------------
 

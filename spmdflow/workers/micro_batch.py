@@ -121,7 +121,7 @@ def micro_batches(
         positions = _token_positions(rows_of_part, packed=packed, shares=packed and shares_prompts)
         micro = _build_micro_batch(rows_of_part, index, positions)
         if exchanges is not None:
-            micro = _cut_rows(pad_length(micro, exchanges.size), exchanges)
+            micro = _cut_rows(pad_length(micro, exchanges.multiple), exchanges)
         micros.append(_on_device(micro, device))
     return micros
 
@@ -356,7 +356,8 @@ def _positions_with_sharing(
 def _cut_rows(micro: MicroBatch, exchanges: Exchanges) -> MicroBatch:
     """Return the micro-batch with this rank's part of the tokens, whose number c divides."""
     rows, length = micro.input_ids.shape
-    cut = TokenCut.of(exchanges, rows=rows, length=length, predicting=micro.predicting)
+    shape = (rows, length)
+    cut = TokenCut.of(exchanges, shape=shape, predicting=micro.predicting, rows=micro.packed)
     routes = micro.routes
     if routes is not None:
         routes = cut.own(routes.unflatten(0, (rows, length))).flatten(0, 1)

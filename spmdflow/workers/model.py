@@ -53,8 +53,10 @@ from spmdflow.workers.attention import (
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.token_cut import (
     Exchanges,
+    TokenCut,
     exchange_for_heads,
     exchange_for_tokens,
+    gather_keys,
     own_heads,
 )
 
@@ -149,7 +151,7 @@ def _inputs(micro: MicroBatch) -> dict[str, Any]:
     if micro.packed is not None:
         arguments["packed_rows"] = micro.packed
     if micro.cut is not None:
-        arguments["exchanges"] = micro.cut.exchanges
+        arguments["cut"] = micro.cut
     if micro.packed is not None or micro.cut is not None:
         arguments["position_ids"] = micro.position_ids
     return arguments
@@ -395,18 +397,18 @@ def row_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed_rows: PackedRows | None = None,
-    exchanges: Exchanges | None = None,
+    cut: TokenCut | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, for families whose rows may be packed. Needs no mask.
 
     query (b, heads, T, d), key and value (b, kv heads, T, d) -> ((b, T, heads, d), None); b is 1 if
     the rows are packed (packed_rows). Padded rows attend causally. softcap and s_aux: the cap and
-    the sinks of `AttentionForm`. exchanges: of the ranks that divide the T tokens.
+    the sinks of `AttentionForm`. cut: where ranks divide the tokens.
     """
     form = AttentionForm(scaling, sliding_window, softcap, s_aux)
-    if exchanges is not None:
-        return divided_attention(query, key, value, packed_rows, form, exchanges), None
+    if cut is not None:
+        return divided_attention(query, key, value, packed_rows, form, cut), None
     if packed_rows is None:
         return dense_attention(query, key, value, form).transpose(1, 2), None
     # a view whose gradient is one: that of x[0] would be a copy into zeros
@@ -420,21 +422,44 @@ def divided_attention(
     value: Tensor,
     rows: PackedRows | None,
     form: AttentionForm,
-    exchanges: Exchanges,
+    cut: TokenCut,
 ) -> Tensor:
     """Attention of rows whose tokens several ranks divide (`token_cut`); they call it together.
 
     query (b, heads, T / c, d), key and value (b, kv heads, T / c, d) -> (b, T / c, heads, d).
     """
+    exchanges = cut.exchanges
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # (T / c, b, heads, d)
+    if cut.keys is not None:
+        k, v = gather_keys(exchanges, cut.keys.order, k, v)
+        if cut.keys.rows is None:
+            return _attend_in_chunks(query, k, v, form, exchanges)
+        return packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), cut.keys.rows, form)[None]
     form = replace(form, sinks=own_heads(exchanges, form.sinks))
-    by_token = [x.permute(2, 0, 1, 3) for x in (query, key, value)]  # (T / c, b, heads, d)
-    q, k, v = exchange_for_heads(exchanges, *by_token)
+    q, k, v = exchange_for_heads(exchanges, q, k, v)
     if rows is None:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         output = dense_attention(q, k, v, form).permute(2, 0, 1, 3)
     else:
         output = packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), rows, form)[:, None]
     return exchange_for_tokens(exchanges, output).transpose(0, 1)
+
+
+def _attend_in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, exchanges: Exchanges
+) -> Tensor:
+    """Attention of padded rows of which a rank has the queries of some chunks.
+
+    query (b, heads, T / c, d), key and value (T, b, kv heads, d) -> (b, T / c, heads, d).
+    """
+    k, v = (x.permute(1, 2, 0, 3) for x in (key, value))
+    length = len(key)
+    chunk = length // exchanges.multiple
+    outputs = []
+    ends = (exchanges.columns(length, exchanges.rank)[chunk - 1 :: chunk] + 1).tolist()
+    for part, end in zip(query.split(chunk, 2), ends, strict=True):
+        outputs.append(dense_attention(part, k[:, :, :end], v[:, :, :end], form))
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def grouped_attention(

@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from spmdflow.objectives.surrogate import POLICY_LOSSES
 from tests.forked import torchrun
 
 PROGRAM = Path(__file__).parent / "programs" / "context_objectives.py"
-KINDS = ("fsdp", "fsdp-padded", "zero1", "zero2-padded")
+KINDS = ("fsdp", "fsdp-gather")
+MORE_KINDS = ("fsdp-padded", "fsdp-gather-padded", "zero1", "zero2-padded", "zero3-nine-padded")
+MORE_KINDS += ("zero1-gather-padded", "zero2-nine", "fsdp-ulysses")
 LAYOUTS = ("c2", "c4", "d2c2")
 OTHERS = ("policy and texts", "supervised", "pairs", "labels", "value", "score of pairs")
 
 
-def test_every_objective_has_the_loss_and_gradient_of_whole_rows(tmp_path: Path) -> None:
-    """Rows of unequal lengths, some with a shared prompt, packed and padded, 2 key-value heads on 2
-    and 4 ranks: losses within 1e-6, gradients within 5e-6 of their norm."""
-    words = ["--nproc-per-node=4", str(PROGRAM), str(tmp_path), *KINDS]
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(MORE_KINDS, marks=pytest.mark.drill)])
+def test_every_objective_has_the_loss_and_gradient_of_whole_rows(
+    kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rows of unequal lengths, some with a shared prompt, packed and padded; 2 key-value heads on 2
+    and 4 ranks, and 9 heads: losses within 1e-6, gradients within 5e-6 of their norm."""
+    words = ["--nproc-per-node=4", str(PROGRAM), str(tmp_path), *kinds]
     torchrun(words, tmp_path / "log.txt", seconds=840)
     found = json.loads((tmp_path / "results.json").read_text())
 
     expected = {
         (objective, kind, layout)
         for objective in (*POLICY_LOSSES, *OTHERS)
-        for kind in KINDS
+        for kind in kinds
         for layout in LAYOUTS
     }
     assert {(case["objective"], case["kind"], case["layout"]) for case in found} == expected

@@ -72,12 +72,13 @@ def test_gradients_of_experts_that_shards_divide_are_those_of_transformers(tmp_p
 
 
 def test_gradients_of_rows_that_ranks_divide_are_those_of_transformers(tmp_path: Path) -> None:
-    """Packed with shared prompts, and padded; four heads over two and four ranks."""
-    kinds = ("fsdp-c2", "fsdp-d2c2-recompute", "zero1-c2-padded", "zero2-c4", "zero3-d2c2-padded")
+    """Sliding windows, sinks and experts, packed and padded, by both ways of attention."""
+    kinds = ("fsdp-d2c2-recompute", "zero2-c4-padded", "fsdp-c2-gather", "zero3-d2c2-gather-padded")
+    families = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe")
 
-    found = measured(tmp_path, kinds, ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe"))
+    found = measured(tmp_path, kinds, families)
 
-    assert len(found) == 4 * len(kinds)
+    assert len(found) == len(families) * len(kinds)
     check_gaps(found)
 
 

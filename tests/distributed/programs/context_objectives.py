@@ -1,8 +1,10 @@
 """Every objective on ranks that divide rows, next to one rank with whole rows.
 
 Usage: torchrun --nproc-per-node 4 context_objectives.py FOLDER KIND ...
-KIND: an engine's, and perhaps options, such as fsdp-padded. Rank 0 writes FOLDER/results.json: a
-list of cases, each with the gap of the loss, and of the gradient over its norm.
+KIND: an engine's, and perhaps a way of attention and options, such as fsdp-gather-padded. Without
+one the model has 8 heads, with `nine` it has 9, which neither 2 nor 4 ranks divide. Rank 0 writes
+FOLDER/results.json: a list of cases, each with the gap of the loss, and of the gradient over its
+norm.
 """
 
 from __future__ import annotations
@@ -70,11 +72,12 @@ def main() -> None:
         write_models(folder)
     dist.barrier()
     found = []
-    for head in ("causal_lm", "critic"):
-        expected = run(folder / head, "fsdp", WHOLE, head, rank, groups)
-        for kind in sys.argv[2:]:
+    models = [(head, model) for head in ("causal_lm", "critic") for model in ("", "nine")]
+    for head, model in models:
+        expected = run(folder / (head + model), "fsdp", WHOLE, head, rank, groups)
+        for kind in (kind for kind in sys.argv[2:] if ("nine" in kind) == bool(model)):
             for name, layout in LAYOUTS.items():
-                measured = run(folder / head, kind, layout, head, rank, groups)
+                measured = run(folder / (head + model), kind, layout, head, rank, groups)
                 for objective, (loss, gradient) in measured.items() if rank == 0 else ():
                     gap, norm = compare(gradient, expected[objective][1])
                     case = {"objective": objective, "kind": kind, "layout": name, "gradient": gap}
@@ -87,17 +90,18 @@ def main() -> None:
 
 
 def write_models(folder: Path) -> None:
-    """A tiny Llama with 8 heads and 2 key-value heads, and a critic of the same form."""
-    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
-    for name, of in (
-        ("causal_lm", transformers.LlamaForCausalLM),
-        ("critic", transformers.LlamaForSequenceClassification),
-    ):
+    """Tiny Llamas with 8 heads (2 for keys) and with 9 (3), and critics of the same form."""
+    common: dict[str, Any] = {"vocab_size": 97, "intermediate_size": 96, "num_hidden_layers": 2}
+    common["initializer_range"] = 0.1
+    eight = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    nine = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+    for model, sizes in (("", eight), ("nine", nine)):
         torch.manual_seed(0)
-        labels = {"num_labels": 1, "pad_token_id": 0} if name == "critic" else {}
-        config = transformers.LlamaConfig(**sizes, initializer_range=0.1, **labels)
-        of(config).save_pretrained(folder / name)
+        config = transformers.LlamaConfig(**common, **sizes)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / f"causal_lm{model}")
+        config = transformers.LlamaConfig(**common, **sizes, num_labels=1, pad_token_id=0)
+        critic = transformers.LlamaForSequenceClassification(config)
+        critic.save_pretrained(folder / f"critic{model}")
 
 
 def whole_batch() -> TensorDict:
@@ -183,8 +187,11 @@ def build(
     model: Path, kind: str, layout: Layout, head: str, rank: int, groups: GroupTable
 ) -> TrainEngine:
     """An engine whose steps leave their gradient in exp_avg, and the weights as they are."""
-    name, *options = kind.split("-")
-    cfg = replace(engine_config(recompute=layout.size == 4), kind=name, options=options)
+    name, *words = kind.split("-")
+    options = [word for word in words if word == "padded"]
+    way = next((word for word in words if word in ("ulysses", "gather")), "auto")
+    cfg = engine_config(recompute=layout.size == 4)
+    cfg = replace(cfg, kind=name, options=options, context=way)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
     optimizer = OptimizerConfig(lr=1e-30, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
     engine: TrainEngine = resolve(engine_kind(name).implementation)(

@@ -142,6 +142,9 @@ def build(
     cfg = replace(engine_config(recompute=layout.size == 2), kind=name)
     if text:
         options = text.split("-")[1:]
+        if "gather" in options:
+            options.remove("gather")
+            cfg = replace(cfg, context="gather")
         cfg = replace(cfg, options=options)
     context = WorkerContext("actor", layout, rank, groups, device, seed=0)
     optimizer = OptimizerConfig(lr=1e-3, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
