@@ -68,6 +68,8 @@ class TrainEngine(ABC):
     """Weight of the auxiliary loss of a mixture of experts (`objectives.balance`)."""
     router_metrics: Mapping[str, Metric] = {}
     """Of the last `accumulate`; empty for a model without experts."""
+    context_metrics: Mapping[str, Metric] = {}
+    """Of the last `accumulate`; empty where each rank has whole rows."""
 
     def __init__(
         self, model: LoadedModel | ModelSource, cfg: EngineConfig, context: WorkerContext
@@ -186,7 +188,8 @@ class TrainEngine(ABC):
         optimizer.nonfinite_in_a_row = 0
         optimizer.last_lr = lr
         self.weights_version += 1
-        return {**metrics, **self.router_metrics, "grad_norm": norm, "lr": lr}
+        more = {**self.router_metrics, **self.context_metrics}
+        return {**metrics, **more, "grad_norm": norm, "lr": lr}
 
     def _skip_nonfinite(self, optimizer: Scheduled, norm: float, loss: float) -> None:
         """Discard a gradient that is not finite, count it in nonfinite_in_a_row, and log a warning.

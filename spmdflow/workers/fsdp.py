@@ -136,6 +136,8 @@ class FSDPEngine(TrainEngine):
         """
         sums: dict[str, float | Tensor] = {}
         self._traffic.num_bytes = 0
+        if self.exchanges is not None:
+            self.exchanges.num_bytes = 0
         routed = self._balanced_loss(loss, micros)
         counted_loss = routed or loss
         for number, micro in enumerate(micros):
@@ -150,6 +152,8 @@ class FSDPEngine(TrainEngine):
             routed.statistics.sum_over_ranks(self._sum_in_place)
             self.router_metrics = routed.statistics.metrics() | self._traffic_metrics()
             routed.close()
+        if self.exchanges is not None:
+            self.context_metrics = {"context_bytes": self._sum_of_ranks(self.exchanges.num_bytes)}
         self._reshard()
         if not isinstance(self._module, FSDPModule):
             self._sum_gradients()
@@ -182,9 +186,13 @@ class FSDPEngine(TrainEngine):
         """Return the bytes that all ranks have sent to experts in this step; {} without e."""
         if self.layout.expert_size == 1:
             return {}
-        sent = torch.tensor(float(self._traffic.num_bytes), dtype=torch.float64, device=self.device)
-        self._sum_in_place(sent)
-        return {"expert_bytes": float(sent)}
+        return {"expert_bytes": self._sum_of_ranks(self._traffic.num_bytes)}
+
+    def _sum_of_ranks(self, number: int) -> float:
+        """Return the sum of a number over all ranks. They call it together."""
+        total = torch.tensor(float(number), dtype=torch.float64, device=self.device)
+        self._sum_in_place(total)
+        return float(total)
 
     def _sum_in_place(self, values: Tensor) -> None:
         """Sum a tensor over all ranks. They call it together."""

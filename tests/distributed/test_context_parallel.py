@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,22 @@ def test_every_objective_has_the_loss_and_gradient_of_whole_rows(
         assert case["norm"] > 1e-3, case
         assert case["loss"] < 1e-6, case
         assert case["gradient"] < 5e-6, case
+        assert case["bytes"] == bytes_for_attention(case), case
+
+
+def bytes_for_attention(case: dict[str, Any]) -> float:
+    """What all ranks send in a forward and a backward of two float32 layers; four ranks recompute.
+
+    Ulysses exchanges queries, keys, values and results; two key-value heads are repeated for four
+    ranks. Otherwise each rank sends its keys and values to all others.
+    """
+    size = int(case["layout"][-1])
+    nine = "nine" in case["kind"]
+    width = 72 if nine else 64
+    keys = 24 if nine else 16
+    if nine or "gather" in case["kind"]:
+        sent = 2 * keys * (size - 1)
+    else:
+        sent = 2 * (width + max(keys, 8 * size)) * (size - 1) / size
+    passes = 2 if case["layout"] == "c2" else 3
+    return float(case["tokens"] * 2 * 4 * passes * sent)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,11 @@ def main() -> None:
         for kind in (kind for kind in sys.argv[2:] if ("nine" in kind) == bool(model)):
             for name, layout in LAYOUTS.items():
                 measured = run(folder / (head + model), kind, layout, head, rank, groups)
-                for objective, (loss, gradient) in measured.items() if rank == 0 else ():
-                    gap, norm = compare(gradient, expected[objective][1])
+                for objective, step in measured.items() if rank == 0 else ():
+                    gap, norm = compare(step.gradient, expected[objective].gradient)
                     case = {"objective": objective, "kind": kind, "layout": name, "gradient": gap}
-                    case |= {"loss": abs(loss - expected[objective][0]), "norm": norm}
-                    found.append(case)
+                    case |= {"loss": abs(step.loss - expected[objective].loss), "norm": norm}
+                    found.append(case | {"bytes": step.num_bytes, "tokens": step.num_tokens})
                 dist.barrier()
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(found))
@@ -166,20 +166,36 @@ def losses(head: str) -> Iterator[tuple[str, Loss]]:
     yield "labels", LabelLoss(PreferenceLossConfig(name="kto"))
 
 
+@dataclass
+class Step:
+    """What a step of one objective did."""
+
+    loss: float
+    gradient: dict[str, Tensor]
+    """Complete."""
+    num_bytes: float
+    """That all ranks have sent each other for attention."""
+    num_tokens: int
+    """That all ranks have computed together."""
+
+
 def run(
     model: Path, kind: str, layout: Layout, head: str, rank: int, groups: GroupTable
-) -> dict[str, tuple[float, dict[str, Tensor]]]:
-    """(loss, complete gradient) of each objective; {} on ranks outside of the layout."""
+) -> dict[str, Step]:
+    """A step of each objective; {} on ranks outside of the layout."""
     if rank not in layout.ranks:
         return {}
     engine = build(model, kind, layout, head, rank, groups)
     share = share_of(layout, rank)
+    own = sum(micro.input_ids.numel() for micro in engine.micro_batches(share, 2))
+    tokens = int(engine.dp_sums({"tokens": own * layout.cp_size})["tokens"])
     result = {}
     for name, loss in losses(head):
         metrics = engine.train_step(share, loss, num_micro_batches=2)
         state = whole_state(engine)
         gradient = {key: value.clone() for key, value in state.items() if key.endswith(".exp_avg")}
-        result[name] = float(metrics["loss"]), gradient
+        num_bytes = float(metrics.get("context_bytes", 0.0))
+        result[name] = Step(float(metrics["loss"]), gradient, num_bytes, tokens)
     return result
 
 
@@ -189,9 +205,9 @@ def build(
     """An engine whose steps leave their gradient in exp_avg, and the weights as they are."""
     name, *words = kind.split("-")
     options = [word for word in words if word == "padded"]
+    options += ["recompute"] * (layout.size == 4)
     way = next((word for word in words if word in ("ulysses", "gather")), "auto")
-    cfg = engine_config(recompute=layout.size == 4)
-    cfg = replace(cfg, kind=name, options=options, context=way)
+    cfg = replace(engine_config(), kind=name, options=options, context=way)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
     optimizer = OptimizerConfig(lr=1e-30, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
     engine: TrainEngine = resolve(engine_kind(name).implementation)(

@@ -91,6 +91,19 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         2,
         (*SMALL, *MIXTURE, "actor.update.router=replay", "actor.update.router_balance_coef=0.01"),
     ),
+    "grpo, fsdp d2c2": (
+        "grpo",
+        4,
+        (*SMALL, *MICRO, "actor.engine.layout=d2c2", "reference.engine.layout=c4"),
+    ),
+    "grpo, zero 3 c2, keys gathered, recompute": (
+        "grpo",
+        2,
+        (
+            *(*SMALL, *MICRO, "actor.engine.kind=zero3", "actor.engine.layout=c2"),
+            *("actor.engine.context=gather", "actor.engine.options=[recompute]"),
+        ),
+    ),
     "grpo, fsdp e2, a mixture": (
         "grpo",
         4,
