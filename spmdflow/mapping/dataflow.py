@@ -82,6 +82,8 @@ class Engine(Precision):
     """Model chunks on each pipeline stage (interleaved schedule)."""
     context_size: int = 1
     """Ranks that divide rows; 0: searched."""
+    context: str = "auto"
+    """Value of engine.context."""
     expert_size: int = 1
     """Data-parallel ranks that divide the experts; 0: searched."""
     layouts: tuple[tuple[int, int], ...] | None = None

@@ -11,11 +11,12 @@ A layer keeps for each token for its backward, with element size e and t tensor-
 attention runs for one length after another, and the results of packed rows are concatenated into
 one more copy of q; on a GPU, keys and values are repeated to as many heads as queries have. A
 prompt that rows share counts once, but attention gets a copy of its keys and values for each of
-these rows. Under sequence parallelism, the norms' part is divided by t too. With recomputation a
-layer keeps only its input, and all of the above while its own backward runs. The first stage of a
-pipeline keeps min(m, p) micro-batches (1F1B). The head of a causal LM is computed only where a
-response token is predicted, and for a block of the vocabulary at a time (`objectives.log_prob`), so
-full logits never exist.
+these rows. Ranks that divide rows have 1/cp of the tokens, and of the heads in attention; where
+they gather keys instead, a layer keeps the keys and values of all tokens. Under sequence
+parallelism, the norms' part is divided by t too. With recomputation a layer keeps only its input,
+and all of the above while its own backward runs. The first stage of a pipeline keeps min(m, p)
+micro-batches (1F1B). The head of a causal LM is computed only where a response token is predicted,
+and for a block of the vocabulary at a time (`objectives.log_prob`), so full logits never exist.
 
 During the backward of a layer, an engine that stores float32 and gathers units (FSDP2) has: the
 unit of embedding and head, the layer's gathered weights and their gradients, the buffer into which
@@ -50,8 +51,10 @@ from spmdflow.weights.architecture import Architecture
 
 _SCORE_BYTES = 4
 """Of an attention score that is stored."""
-_SCORE_TEMPORARIES = 12
-"""Bytes in addition in a forward or backward: three copies of a score or of its gradient."""
+_FORWARD_SCORE_BYTES = {"sinks": 10, "caps": 12}
+"""Of copies of a score that exist at the same time in a forward."""
+_BACKWARD_SCORE_BYTES = 8
+"""Of copies of its gradient in a backward."""
 
 
 def pass_bytes(
@@ -166,12 +169,17 @@ def _layer_memory(
     copies = 2 * gathered * keys * size
     backward_of_attention = 2 * copies + tokens * (2 * queries - saved_ffn) * size
     forward_of_attention = copies + tokens * 2 * heads * size
-    saved_scores = temporaries = 0.0
+    saved_scores = forward_scores = backward_scores = 0.0
     if shape.caps_scores or shape.has_sinks:
         # each of cp ranks has all tokens of the rows here, and 1/cp of the heads
         scores = tokens * gathered / np.maximum(rows, 1) * shape.num_heads * cut.cp / cut.tp
         saved_scores = scores * _score_bytes(shape, size)
-        temporaries = scores * _SCORE_TEMPORARIES
+        forward_scores = scores * _FORWARD_SCORE_BYTES["caps" if shape.caps_scores else "sinks"]
+        backward_scores = scores * _BACKWARD_SCORE_BYTES
+    # keys and values of all tokens, once as they arrive and once as the queries see them
+    every_key = 2 * tokens * cut.cp * keys * size * _gathers_keys(model, cut)
+    working = np.maximum(working, 2 * every_key)
+    forward = np.maximum(forward, 2 * every_key + tokens * 2 * heads * size * (every_key > 0))
     shares = gathered > tokens
     working = np.where(shares, np.maximum(working, backward_of_attention), working)
     forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
@@ -179,11 +187,19 @@ def _layer_memory(
         inputs=tokens * hidden * size,
         saved=tokens * (norms + (mixed + saved_ffn + routed) * size)
         + gathered * seen * size
-        + saved_scores,
-        working=np.maximum(working, temporaries) + tokens * hidden * size,
-        forward=np.maximum(forward, temporaries) + tokens * 4 * hidden * size,
+        + saved_scores
+        + every_key,
+        working=np.maximum(working, backward_scores) + tokens * hidden * size,
+        forward=np.maximum(forward, forward_scores) + tokens * 4 * hidden * size,
         buffers=tokens * shape.hidden_size * size * messages,
     )
+
+
+def _gathers_keys(model: Model, cut: Strategy) -> Array:
+    """Whether each rank gathers all keys (engine.context), where ranks divide rows."""
+    way = model.engine.context
+    uneven = model.shape.num_heads % cut.cp != 0
+    return (cut.cp > 1) * ((way == "gather") + (way == "auto") * uneven)
 
 
 def _score_bytes(shape: Architecture, size: int) -> int:

@@ -122,6 +122,10 @@ class Case:
     """Parts of the model on each stage."""
     ep: int = 1
     """Ranks that divide the experts of a mixture."""
+    cp: int = 1
+    """Ranks that divide the tokens of a row."""
+    context: str = "auto"
+    """How attention works then."""
     entropy: float = 0.0
     """Weight of the entropy in the policy's loss."""
     dtype: str = "bfloat16"
@@ -142,7 +146,9 @@ class Case:
             ranks = tuple(range(self.num_ranks))
             sharded = self.engine.sharding.parameters
             shard = self.num_ranks if sharded else 1
-            return Layout(ranks, dp_size=len(ranks), shard_size=shard, expert_size=self.ep)
+            dp = len(ranks) // self.cp
+            sizes = {"dp_size": dp, "cp_size": self.cp, "expert_size": self.ep}
+            return Layout(ranks, shard_size=shard, **sizes)
         dp = self.num_ranks // (self.tp * self.pp)
         sizes = {"pp_size": self.pp, "dp_size": dp, "tp_size": self.tp, "expert_size": self.ep}
         return Layout(tuple(range(self.num_ranks)), **sizes, virtual_size=self.virtual)
@@ -161,13 +167,15 @@ class Case:
             micro_batch_rows=self.rows,
             virtual_size=self.virtual,
             dtype=self.dtype,
+            context=self.context,
         )
 
     @property
     def cut(self) -> Strategy:
         """As the planner knows it."""
-        dp = self.num_ranks // (self.tp * self.pp)
-        return Strategy(self.tp, self.pp, dp, recompute="recompute" in self.options, ep=self.ep)
+        dp = self.num_ranks // (self.tp * self.pp * self.cp)
+        recompute = "recompute" in self.options
+        return Strategy(self.tp, self.pp, dp, recompute=recompute, ep=self.ep, cp=self.cp)
 
     @property
     def prompts(self) -> list[int]:
@@ -182,7 +190,8 @@ class Case:
         virtual = f"v{self.virtual}" if self.virtual > 1 else ""
         cut = f" t{self.tp}p{self.pp}{virtual}" * (self.kind == "megatron")
         stage = f" stage {self.stage}" * (self.pp > 1)
-        cut += f" e{self.ep}" * (self.ep > 1)
+        cut += f" e{self.ep}" * (self.ep > 1) + f" c{self.cp}" * (self.cp > 1)
+        cut += f" {self.context}" * (self.context != "auto")
         words = [*self.options, *["frozen"] * (not self.trained)]
         words += ["scalar"] * (self.head == "scalar")
         words += [f"{self.rows}x{self.prompt + self.response}"] * (
@@ -284,6 +293,20 @@ def _mixtures() -> list[Case]:
     ]
 
 
+def _long_rows() -> list[Case]:
+    """Rows of 128k tokens that ranks divide, by both ways of attention."""
+    recompute = ("recompute",)
+    long: dict[str, Any] = {"prompt": 4096, "response": 126976, "num_micro_batches": 1}
+    return [
+        Case("7B", 8, options=recompute, cp=8, **long),
+        Case("7B", 8, options=recompute, cp=8, context="gather", **long),
+        Case("7B", 8, options=recompute, cp=2, prompt=1024, response=15360),
+        Case("7B", 8, cp=4, prompt=1024, response=7168),
+        Case("7B", 8, trained=False, cp=8, **long),
+        Case("34B", 64, options=recompute, cp=8, **long),
+    ]
+
+
 def _more_cases() -> list[Case]:
     """Rows that are padded, and of unequal lengths; the entropy; plain modules."""
     recompute = ("recompute",)
@@ -309,7 +332,7 @@ def _more_cases() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in (*_cases(), *_more_cases(), *_mixtures())}
+CASES = {case.name: case for case in (*_cases(), *_more_cases(), *_mixtures(), *_long_rows())}
 HELD_OUT = {
     case.name: case
     for case in (
