@@ -9,8 +9,9 @@ Departures from the paper:
    actor.loss.aggregation=sequence-mean-token-sum-by-budget is Dr. GRPO (Liu et al. 2025),
    actor.loss.surrogate=gspo with clip ratios of about 3e-4 is GSPO (Zheng et al. 2025).
 
-KL to the reference: in the loss (grpo.yaml, grpo_7b.yaml, grpo_32b.yaml, grpo_30b_a3b.yaml,
-grpo_235b_a22b.yaml, grpo_gpt_oss_20b.yaml, grpo_countdown.yaml, grpo_gsm8k.yaml),
+KL to the reference: in the loss (grpo.yaml, grpo_7b.yaml, grpo_32b.yaml, grpo_7b_128k.yaml,
+grpo_32b_128k.yaml, grpo_30b_a3b.yaml, grpo_235b_a22b.yaml, grpo_gpt_oss_20b.yaml,
+grpo_countdown.yaml, grpo_gsm8k.yaml),
 in the reward (grpo_stories.yaml), none (grpo_sums.yaml).
 
     torchrun --nproc-per-node 4 -m spmdflow.run algos/grpo.py

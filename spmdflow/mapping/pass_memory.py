@@ -54,7 +54,7 @@ _SCORE_BYTES = 4
 _FORWARD_SCORE_BYTES = {"sinks": 10, "caps": 12}
 """Of copies of a score that exist at the same time in a forward."""
 _BACKWARD_SCORE_BYTES = 8
-"""Of copies of its gradient in a backward."""
+"""Of copies of its gradient in a backward. The rounded weights have been freed by then."""
 
 
 def pass_bytes(
@@ -175,7 +175,7 @@ def _layer_memory(
         scores = tokens * gathered / np.maximum(rows, 1) * shape.num_heads * cut.cp / cut.tp
         saved_scores = scores * _score_bytes(shape, size)
         forward_scores = scores * _FORWARD_SCORE_BYTES["caps" if shape.caps_scores else "sinks"]
-        backward_scores = scores * _BACKWARD_SCORE_BYTES
+        backward_scores = scores * (_BACKWARD_SCORE_BYTES - _rounded_bytes(size))
     # keys and values of all tokens, once as they arrive and once as the queries see them
     every_key = 2 * tokens * cut.cp * keys * size * _gathers_keys(model, cut)
     working = np.maximum(working, 2 * every_key)
@@ -210,8 +210,12 @@ def _score_bytes(shape: Architecture, size: int) -> int:
     hyperbolic tangents of capped scores. The rows of a micro-batch count as equally long, so that
     they are computed together; the temporaries of rows that differ are fewer.
     """
-    rounded = size if size < _SCORE_BYTES else 0
-    return _SCORE_BYTES * (1 + shape.caps_scores) + rounded
+    return _SCORE_BYTES * (1 + shape.caps_scores) + _rounded_bytes(size)
+
+
+def _rounded_bytes(size: int) -> int:
+    """Return the bytes of a weight that is rounded for its product with a value; 0 in float32."""
+    return size if size < _SCORE_BYTES else 0
 
 
 def _forward_of_units(model: Model, layer: _Layer, cut: Strategy) -> tuple[list[Parts], float]:

@@ -283,6 +283,7 @@ def _mixtures() -> list[Case]:
         Case("30B-A3B", 16, trained=False, ep=8),
         Case("gpt-oss-20b", 8, options=recompute, ep=8),
         Case("gpt-oss-20b", 8, options=recompute, ep=8, rows=2),
+        Case("gpt-oss-20b", 8, options=recompute, ep=8, response=3072),
         Case("gpt-oss-20b", 8, trained=False, ep=8),
         Case("235B-A22B", 128, options=recompute, ep=16),
         Case("30B-A3B", 16, "megatron", recompute, ep=8),

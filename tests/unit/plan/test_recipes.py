@@ -47,6 +47,12 @@ MODELS = {
     "0.5B": _QWEN | shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5
     "7B": _QWEN | shape(3584, 28, 28, 4, 18944, 152064),
     "32B": _QWEN | shape(5120, 64, 40, 8, 27648, 152064),
+    "7B-long": _QWEN
+    | shape(3584, 28, 28, 4, 18944, 152064)
+    | {"max_position_embeddings": 131072},
+    "32B-long": _QWEN
+    | shape(5120, 64, 40, 8, 27648, 152064)
+    | {"max_position_embeddings": 131072},
     "70B": _LLAMA | shape(8192, 80, 64, 8, 28672, 128256),  # Llama 3.1
     "30B-A3B": _MIXTURE | shape(2048, 48, 32, 4, 6144, 151936) | experts(768),  # Qwen3
     "gpt-oss-20b": _SHARED
@@ -70,6 +76,8 @@ RECIPES = {
     "grpo_gsm8k": Recipe("grpo", "0.5B", 1),
     "grpo_7b": Recipe("grpo", "7B", 8),
     "grpo_32b": Recipe("grpo", "32B", 64),
+    "grpo_7b_128k": Recipe("grpo", "7B-long", 8),
+    "grpo_32b_128k": Recipe("grpo", "32B-long", 64),
     "ppo_70b": Recipe("ppo", "70B", 128),
     "grpo_30b_a3b": Recipe("grpo", "30B-A3B", 16),
     "grpo_gpt_oss_20b": Recipe("grpo", "gpt-oss-20b", 8),
