@@ -148,6 +148,11 @@ VERL = (
     ForeignName("policy_loss.loss_mode", ("actor.loss.surrogate",)),
     ForeignName("fsdp_config.param_offload", ("actor.engine.offload",), "[parameters]"),
     ForeignName("fsdp_config.optimizer_offload", ("actor.engine.offload",), "[optimizer]"),
+    ForeignName(
+        "ulysses_sequence_parallel_size",
+        ("actor.engine.layout", "reference.engine.layout", "critic.engine.layout"),
+        "cN",
+    ),
     ForeignName("fsdp_config.fsdp_size", ("actor.engine.layout",), "sN"),
     ForeignName("rollout.name", ("actor.rollout.engine",)),
     ForeignName("rollout.n", ("data.samples_per_prompt",)),

@@ -123,11 +123,34 @@ def generation_sizes(role: str, part: Any) -> Sizes:
 def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
     """Return the training sizes of a role; ConfigError if they do not work on num_ranks ranks.
 
-    Only some engine kinds split a model (t, p, e) or shard over part of the ranks (s). t * p and s
-    must divide num_ranks, e the data-parallel size, v needs p3 or more, and options must be known
-    and fit the sizes.
+    Only some engine kinds split a model (t, p, e), divide rows (c) or shard over part of the ranks
+    (s). t * p * c and s must divide num_ranks, e the ranks of d and c, v needs p3 or more, and
+    options must be known and fit the sizes.
     """
     sizes = training_sizes(role, engine)
+    _check_axes(role, engine, sizes)
+    check_ranks(f"{role}.engine.layout", sizes, num_ranks)
+    if num_ranks % (sizes.shard or 1):
+        got = f"s{sizes.shard} on a pool of {num_ranks}"
+        expected = "a divisor of the pool's size"
+        do = f"choose one of {divisors(num_ranks)}"
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    weight_ranks = num_ranks // sizes.replica * sizes.cp
+    if weight_ranks % sizes.ep:
+        got = f"e{sizes.ep} with {weight_ranks} data-parallel ranks"
+        do = f"choose one of {divisors(weight_ranks)}"
+        raise ConfigError.of(f"{role}.engine.layout", got, "a divisor of their number", do)
+    if sizes.virtual > 1 and sizes.pp < 3:
+        got = engine.layout
+        expected = "p3 or more with v, so that a stage has two neighbours"
+        do = "remove v or raise p"
+        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
+    _check_options(role, engine, sizes)
+    return sizes
+
+
+def _check_axes(role: str, engine: Any, sizes: Sizes) -> None:
+    """Raise ConfigError for an axis that the engine does not have, or that another one excludes."""
     kind = engine_kind(engine.kind)
     if sizes.shard and not kind.sharding.parameters:
         got = f"{engine.layout} with engine.kind={engine.kind}"
@@ -148,29 +171,11 @@ def check_training_sizes(role: str, engine: Any, *, num_ranks: int) -> Sizes:
             f"none, as that engine is data-parallel; set {role}.engine.kind="
             f"{' or '.join(engines_that_cut())}"
         )
-    check_ranks(f"{role}.engine.layout", sizes, num_ranks)
-    if num_ranks % (sizes.shard or 1):
-        got = f"s{sizes.shard} on a pool of {num_ranks}"
-        expected = "a divisor of the pool's size"
-        do = f"choose one of {divisors(num_ranks)}"
-        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
     if sizes.cp > 1 and "cp" not in kind.axes:
         got = f"{engine.layout} with engine.kind={engine.kind}"
         expected = "no c, as that engine does not divide rows"
         do = f"remove it or set {role}.engine.kind={' or '.join(engines_that_divide_rows())}"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
-    weight_ranks = num_ranks // sizes.replica * sizes.cp
-    if weight_ranks % sizes.ep:
-        got = f"e{sizes.ep} with {weight_ranks} data-parallel ranks"
-        do = f"choose one of {divisors(weight_ranks)}"
-        raise ConfigError.of(f"{role}.engine.layout", got, "a divisor of their number", do)
-    if sizes.virtual > 1 and sizes.pp < 3:
-        got = engine.layout
-        expected = "p3 or more with v, so that a stage has two neighbours"
-        do = "remove v or raise p"
-        raise ConfigError.of(f"{role}.engine.layout", got, expected, do)
-    _check_options(role, engine, sizes)
-    return sizes
 
 
 def check_generation_sizes(role: str, part: Any, *, num_ranks: int) -> Sizes:

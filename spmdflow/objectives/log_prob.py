@@ -95,7 +95,7 @@ class CausalOutput:
         return self.join(terms[0]), self.join(terms[1])
 
 
-class Cut(Protocol):
+class OwnTokens(Protocol):
     """Which tokens of a micro-batch a rank has (`workers.token_cut.TokenCut`)."""
 
     def pick(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class ScalarOutput:
     """(positions of all rows, H): last hidden states."""
     head: Callable[[Tensor], Tensor]
     """(m, H) float32 -> (m, 1)."""
-    cut: Cut | None = None
+    cut: OwnTokens | None = None
     """Where ranks divide the tokens of rows: which tokens `hidden` has."""
 
     def at(self, positions: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from spmdflow.config.model_folder import ModelFacts
 from spmdflow.config.parallel import (
     Sizes,
+    check_context,
     check_generation_sizes,
     check_model_sizes,
     check_training_sizes,
@@ -22,7 +23,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.weights.architecture import Architecture
 from tests.unit.weight_shapes import TINY
 
-AXES = {"t": "tp", "p": "pp", "v": "virtual", "s": "shard", "d": "dp", "e": "ep"}
+AXES = {"t": "tp", "p": "pp", "v": "virtual", "s": "shard", "d": "dp", "e": "ep", "c": "cp"}
 
 
 @given(
@@ -94,6 +95,33 @@ def test_ranks_that_generate_divide_whole_experts_if_e_is_t() -> None:
         check_generation_sizes("actor", generation("t4e2", "vllm"), num_ranks=4)
     with pytest.raises(ConfigError, match=r"got s2, expected t, p, d and e alone"):
         check_generation_sizes("actor", generation("s2", "vllm"), num_ranks=4)
+
+
+def facts_of(**changes: Any) -> ModelFacts:
+    """Of a model with 4 heads, or what the changes say."""
+    config = TINY | {"model_type": "llama"} | changes
+    architecture = Architecture.sizes_from_config(config)
+    return ModelFacts("actor.model.path", Path("m"), config, architecture)
+
+
+def test_ranks_divide_rows_if_engine_family_and_heads_allow_it() -> None:
+    settings = engine("c2")
+    settings.context = "auto"
+    with pytest.raises(ConfigError, match=r"expected no c, as that engine does not divide rows"):
+        check_training_sizes("actor", settings, num_ranks=4)
+    settings.kind = "fsdp"
+    sizes = check_training_sizes("actor", settings, num_ranks=4)
+    assert sizes.cp == 2 and sizes.replica == 2
+
+    check_context("actor", settings, facts_of(), sizes)
+    check_context("actor", settings, facts_of(num_attention_heads=9), sizes)
+    settings.context = "ulysses"
+    with pytest.raises(
+        ConfigError, match=r"got ulysses with c2 for 9 .*choose c among \[1, 3, 9\]"
+    ):
+        check_context("actor", settings, facts_of(num_attention_heads=9), sizes)
+    with pytest.raises(ConfigError, match=r"got c2 for the family falcon_h1 .*have a state"):
+        check_context("actor", settings, facts_of(model_type="falcon_h1"), sizes)
 
 
 def test_experts_must_divide_evenly_and_exist() -> None:

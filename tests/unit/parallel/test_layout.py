@@ -97,6 +97,20 @@ def test_ranks_that_generate_divide_whole_experts_or_slices():
         Layout((0, 1, 2, 3), **sizes, gen_expert_size=2)
 
 
+def test_ranks_that_divide_rows_lie_between_stages_and_tensor_ranks():
+    layout = Layout(tuple(range(16)), pp_size=2, dp_size=2, tp_size=2, cp_size=2)
+    for rank in layout.ranks:
+        pp, dp, tp, cp = layout.coordinate(rank)
+        assert rank == ((dp * 2 + pp) * 2 + cp) * 2 + tp
+        assert layout.weight_rank(rank) == dp * 2 + cp
+    assert layout.axis_groups("cp")[:3] == [(0, 2), (1, 3), (4, 6)]
+    assert layout.axis_groups("weights")[:2] == [(0, 2, 8, 10), (1, 3, 9, 11)]
+    assert layout.axis_groups("replica") == [tuple(range(8)), tuple(range(8, 16))]
+    assert layout.shard_size == 4 and layout.num_generation_replicas == 2
+    assert sorted(map(layout.generation_replica, layout.ranks)) == sorted([0, 1, 2, 3] * 4)
+    assert str(layout) == "t2p2d2c2"
+
+
 def test_experts_are_divided_inside_a_shard():
     with pytest.raises(ConfigError, match="got expert_size 3, expected a divisor of the 4 data-p"):
         Layout(tuple(range(4)), dp_size=4, expert_size=3)

@@ -47,12 +47,8 @@ MODELS = {
     "0.5B": _QWEN | shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5
     "7B": _QWEN | shape(3584, 28, 28, 4, 18944, 152064),
     "32B": _QWEN | shape(5120, 64, 40, 8, 27648, 152064),
-    "7B-long": _QWEN
-    | shape(3584, 28, 28, 4, 18944, 152064)
-    | {"max_position_embeddings": 131072},
-    "32B-long": _QWEN
-    | shape(5120, 64, 40, 8, 27648, 152064)
-    | {"max_position_embeddings": 131072},
+    "7B-long": _QWEN | shape(3584, 28, 28, 4, 18944, 152064) | {"max_position_embeddings": 131072},
+    "32B-long": _QWEN | shape(5120, 64, 40, 8, 27648, 152064) | {"max_position_embeddings": 131072},
     "70B": _LLAMA | shape(8192, 80, 64, 8, 28672, 128256),  # Llama 3.1
     "30B-A3B": _MIXTURE | shape(2048, 48, 32, 4, 6144, 151936) | experts(768),  # Qwen3
     "gpt-oss-20b": _SHARED

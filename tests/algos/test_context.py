@@ -1,0 +1,81 @@
+"""Runs whose ranks divide the tokens of rows: the same steps as with whole rows, on any layout."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.algos.runs import ROOT, check_prediction, run_ranks, steps_of
+
+GRPO = ROOT / "algos" / "grpo.py"
+PPO = ROOT / "algos" / "ppo.py"
+FEW = (
+    "data.prompts_per_step=16",
+    "actor.update.mini_batch_size=16",
+    "actor.optimizer.schedule=constant",
+    "actor.optimizer.warmup_steps=0",
+    "eval_every=0",
+    "run.sample_every=0",
+)
+
+
+def norms(run_dir: Path, name: str = "actor/grad_norm") -> list[float]:
+    """A metric of each step."""
+    return [step[name] for step in steps_of(run_dir)]
+
+
+def test_grpo_on_divided_rows_has_the_steps_of_whole_rows_and_resumes_with_them(
+    tmp_path: Path,
+) -> None:
+    """Two ranks: two steps with c2, and a third one from its checkpoint, with whole rows."""
+    whole, divided = (tmp_path / name for name in ("whole", "divided"))
+    c2 = ("actor.engine.layout=c2", "reference.engine.layout=c2", "save_every=2")
+    run_ranks(whole, *FEW, "total_steps=3", num_ranks=2, script=GRPO, small=())
+
+    run_ranks(divided, *FEW, *c2, "total_steps=2", num_ranks=2, script=GRPO, small=())
+    run_ranks(divided, *FEW, "total_steps=3", num_ranks=2, script=GRPO, small=())
+
+    check_prediction(divided)
+    assert norms(divided) == pytest.approx(norms(whole), rel=1e-4)
+    assert [step.get("actor/context_bytes", 0.0) > 0 for step in steps_of(divided)] == [1, 1, 0]
+
+
+@pytest.mark.drill
+def test_ppo_with_a_critic_divides_rows_in_both_ways(tmp_path: Path) -> None:
+    """Four ranks: actor d2c2, critic c4 with gathered keys, reference c2."""
+    whole, divided = (tmp_path / name for name in ("whole", "divided"))
+    words = (*FEW, "critic.update.mini_batch_size=16", "total_steps=2")
+    layouts = ("actor.engine.layout=d2c2", "critic.engine.layout=c4", "reference.engine.layout=c2")
+    run_ranks(whole, *words, num_ranks=4, script=PPO, small=())
+
+    run_ranks(
+        divided, *words, *layouts, "critic.engine.context=gather", num_ranks=4, script=PPO, small=()
+    )
+
+    check_prediction(divided)
+    assert norms(divided) == pytest.approx(norms(whole), rel=1e-4)
+    critic = "critic/grad_norm"
+    assert norms(divided, critic) == pytest.approx(norms(whole, critic), rel=1e-4)
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_checkpoint_of_divided_rows_goes_on_with_tensor_parallelism(tmp_path: Path) -> None:
+    words = (*FEW, "save_every=1")
+    first = tmp_path / "first"
+    run_ranks(
+        first, *words, "actor.engine.layout=c2", "total_steps=1", num_ranks=2, script=GRPO, small=()
+    )
+    other = tmp_path / "other"
+    shutil.copytree(first, other)
+    megatron = ("actor.engine.kind=megatron", "actor.engine.layout=t2")
+
+    run_ranks(
+        first, *words, "actor.engine.layout=c2", "total_steps=2", num_ranks=2, script=GRPO, small=()
+    )
+    run_ranks(other, *words, *megatron, "total_steps=2", num_ranks=2, script=GRPO, small=())
+
+    assert norms(other) == pytest.approx(norms(first), rel=1e-4)
