@@ -106,6 +106,7 @@ def _layout(options: argparse.Namespace) -> Layout:
         pp_size=training.pp,
         dp_size=options.ranks // training.replica,
         tp_size=training.tp,
+        cp_size=training.cp,
         shard_size=training.shard,
         expert_size=training.ep,
         virtual_size=training.virtual,

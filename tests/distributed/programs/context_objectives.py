@@ -205,7 +205,7 @@ def build(
     """An engine whose steps leave their gradient in exp_avg, and the weights as they are."""
     name, *words = kind.split("-")
     options = [word for word in words if word == "padded"]
-    options += ["recompute"] * (layout.size == 4)
+    options += ["recompute"] * (layout.size == 4 and "saves" not in words)
     way = next((word for word in words if word in ("ulysses", "gather")), "auto")
     cfg = replace(engine_config(), kind=name, options=options, context=way)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
