@@ -152,12 +152,17 @@ class TokenCut:
 
     @classmethod
     def of(
-        cls, exchanges: Exchanges, *, shape: tuple[int, int], predicting: Tensor, rows: Any = None
+        cls,
+        exchanges: Exchanges,
+        *,
+        shape: tuple[int, int],
+        predicting: Tensor,
+        rows: PackedRows | None = None,
     ) -> TokenCut:
         """The cut of (rows, length) tokens into equal parts of each row, in host memory.
 
-        predicting: (n,) index of the tokens that predict the response tokens, in all rows. rows:
-        PackedRows of a single packed sequence; None: rows are padded.
+        predicting: (n,) index of the tokens that predict the response tokens, in all rows. rows: of
+        a packed sequence; None: rows are padded.
         """
         count, length = shape
         columns = exchanges.columns(length, exchanges.rank)
