@@ -65,12 +65,12 @@ class RewardWorker(Worker):
 
     @classmethod
     def host_groups(cls, cfg: RewardConfig, layout: Layout) -> list[tuple[int, ...]]:
-        """Also tp: one rank of each such group calls the functions and broadcasts the results."""
-        return axis_groups(layout, ("replica", "dp", "tp"))
+        """Also tp_cp: one rank of each such group calls the functions and shares the results."""
+        return axis_groups(layout, ("replica", "dp", "tp_cp"))
 
     def __init__(self, cfg: RewardConfig, context: WorkerContext) -> None:
         """Loads the reward model, if there is one, and starts processes for functions on one rank
-        per tp group."""
+        per tp_cp group."""
         super().__init__(cfg, context)
         self._tokenizer = load_tokenizer(cfg.tokenizer_path)
         terms = reward_terms(f"{self.role}.function", cfg.function) or (RewardTerm("", MODEL),)
@@ -78,8 +78,9 @@ class RewardWorker(Worker):
         self._model = _ModelScorer(cfg, context) if cfg.model else None
         self._has_functions = len(self._model_terms) < len(terms)
         coordinate = context.layout.coordinate(context.rank)
-        # one rank of a tp group calls functions: a timeout may occur on one rank and not on another
-        calls_functions = coordinate.tp == 0 and coordinate.pp == context.layout.pp_size - 1
+        # one rank of those with the same rows: a timeout may occur on one rank and not on another
+        is_first = coordinate.tp == 0 and coordinate.cp == 0
+        calls_functions = is_first and coordinate.pp == context.layout.pp_size - 1
         self._pool = (
             RewardPool.from_config(cfg) if self._has_functions and calls_functions else None
         )
@@ -213,13 +214,13 @@ class RewardWorker(Worker):
         return ragged(rewards.float(), lengths_of(by_model))
 
     def _share_judgement(self, judged: Judgement | None) -> Judgement:
-        """Return the judgement of the rank that called the functions, on all ranks of its tp group.
+        """Return the judgement of the rank that called the functions, on all ranks with its rows.
 
-        The tp group calls it together. An empty judgement if there are no functions.
+        The tp_cp group calls it together. An empty judgement if there are no functions.
         """
         if not self._has_functions:
             return Judgement(results=[])
-        peers = self.context.layout.axis_group(self.context.rank, "tp")
+        peers = self.context.layout.axis_group(self.context.rank, "tp_cp")
         if len(peers) > 1:
             group = self.context.groups.get(peers, backend="gloo")
             plain = None if judged is None else asdict(judged)

@@ -19,6 +19,7 @@ _AXES = {
     "pp": (1, 2),
     "cp": (3,),
     "tp": (4, 5),
+    "tp_cp": (3, 4, 5),
     "replica": (1, 2, 3, 4, 5),
     "gen_pp": (1,),
     "gen_tp": (4,),
@@ -193,12 +194,13 @@ class Layout:
     def axis_groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of an axis as tuples of global ranks, each ascending.
 
-        They partition the ranks. Axes: tp, cp, pp, dp; replica (tp, cp and pp together: the ranks
-        with the same rows); weights (dp and cp together), and inside them shard and replicate; ep
-        (inside a shard: the ranks that divide the experts), expert_dp (those with the same
-        experts), tp_ep (tp and ep together) and copy (tp, pp and ep together: one copy of all
-        weights); gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a
-        replica; the complete pool if generation does not nest). Only `embedding` omits ranks: its
+        They partition the ranks. Axes: tp, cp, pp, dp; tp_cp (tp and cp together: the ranks of a
+        stage with the same rows); replica (tp, cp and pp together: all ranks with the same rows);
+        weights (dp and cp together), and inside them shard and replicate; ep (inside a shard: the
+        ranks that divide the experts), expert_dp (those with the same experts), tp_ep (tp and ep
+        together) and copy (tp, pp and ep together: one copy of all weights); gen_tp, gen_pp,
+        gen_replica (both together) and micro_dp (inside a replica; the complete pool if generation
+        does not nest). Only `embedding` omits ranks: its
         groups are the first and last rank of each pp group. Groups are ordered by the other axes,
         dp slowest, gen_replica's by dp * d_g + micro_dp. ConfigError for any other axis.
         """

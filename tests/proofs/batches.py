@@ -49,7 +49,8 @@ def _wrong_update(trace: Trace, call: Call, ids: Ids, parents: Ids) -> Iterator[
     model = trace.models[call.model]
     firsts = []
     for rank in model.layout.ranks:
-        if model.layout.coordinate(rank)[::2] == (0, 0):
+        place = model.layout.coordinate(rank)
+        if (place.pp, place.cp, place.tp) == (0, 0, 0):
             firsts.append(rank)
     shares = []
     for rank in firsts:
