@@ -173,7 +173,7 @@ def test_models_that_fit_nowhere_are_refused_with_the_world_that_would(tmp_path:
     ("engine", "generator", "num_layers"),
     [
         ("megatron", "vllm", 60),
-        pytest.param("fsdp", "vllm", 60, marks=pytest.mark.drill),
+        pytest.param("fsdp", "vllm", 80, marks=pytest.mark.drill),
         pytest.param("megatron", "builtin", 40, marks=pytest.mark.drill),
     ],
 )
