@@ -1,4 +1,4 @@
-"""`differentiable_once`: backward functions that refuse to be differentiated themselves.
+"""Functions with their own backward: linear ones, and a check against second derivatives.
 
 A backward function that calls kernels without a derivative, or writes in place, silently gives a
 wrong second derivative, such as 0. This module does not know models.
@@ -32,3 +32,36 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return refusing(ctx, *grads)
 
     return check_and_call
+
+
+def apply_linear(
+    x: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return function(x), whose backward is adjoint(gradient).
+
+    function: linear, such as an all-gather. adjoint: its transpose, such as a reduce-scatter.
+    Neither is differentiated itself.
+    """
+    result: Tensor = _Linear.apply(x, function, adjoint)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """See `apply_linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return function(x)."""
+        ctx.adjoint = adjoint
+        return function(x)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the adjoint of the gradient."""
+        return ctx.adjoint(grad), None, None

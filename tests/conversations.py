@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
+from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request, RequestGenerator
 from spmdflow.rollout.sampling import Sampling
 
@@ -55,6 +57,21 @@ def hold_conversations(
             turns.tokens[number, turn] = said
             turns.log_probs[number, turn] = row.log_probs
             turns.routes[number, turn] = row.routes
-            kept = len(said) // (2 if number == 2 else 1)
-            prompts[number] += said[:kept] + [5 + number] * (1 + 4 * (number % 3))
+            num_said = len(said) // (2 if number == 2 else 1)
+            prompts[number] += said[:num_said] + [5 + number] * (1 + 4 * (number % 3))
     return turns
+
+
+def record_continued_rows(
+    generator: BuiltinGenerator, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """A list to which the generator appends, for each parked row that it continues, its length."""
+    lengths: list[int] = []
+    extend = generator._forward.extend
+
+    def record(rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
+        lengths.extend(starts)
+        return extend(rows, more, starts)
+
+    monkeypatch.setattr(generator._forward, "extend", record)
+    return lengths

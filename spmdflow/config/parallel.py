@@ -230,7 +230,7 @@ def check_model_sizes(key: str, facts: ModelFacts, sizes: Sizes) -> None:
 
 
 def check_context(role: str, engine: Any, facts: ModelFacts, sizes: Sizes) -> None:
-    """Raise ConfigError unless c ranks can divide a model's rows in the way of engine.context.
+    """Raise ConfigError unless c ranks can divide a model's rows with engine.context_attention.
 
     Families whose rows are not packed have layers with a state, which would have to travel from
     rank to rank, or attention that is not ours. ulysses gives each rank 1/c of the heads.
@@ -243,10 +243,11 @@ def check_context(role: str, engine: Any, facts: ModelFacts, sizes: Sizes) -> No
         got = f"c{sizes.cp} for the family {family} ({facts.path})"
         expected = "no c, as its attention is not this project's, or its layers have a state"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, "remove c")
-    if engine.context == "ulysses" and arch.num_heads % sizes.cp:
+    if engine.context_attention == "ulysses" and arch.num_heads % sizes.cp:
         got = f"ulysses with c{sizes.cp} for {arch.num_heads} attention heads ({facts.path})"
         do = f"set it to auto, or choose c among {divisors(arch.num_heads)}"
-        raise ConfigError.of(f"{role}.engine.context", got, "a c that divides the heads", do)
+        expected = "a c that divides the heads"
+        raise ConfigError.of(f"{role}.engine.context_attention", got, expected, do)
 
 
 def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:

@@ -238,7 +238,7 @@ class EngineConfig:
         f"({', '.join(engines_that_divide_rows())}).",
         "t1",
     )
-    context: str = setting(
+    context_attention: str = setting(
         "Attention where ranks divide rows (c). ulysses: tokens are exchanged for heads; gather: a "
         "rank gathers all keys for its own queries; auto: ulysses if c divides the heads.",
         "auto",

@@ -81,7 +81,7 @@ class LlamaForward:
 
     refills = True
     parks = True
-    cuts = True
+    truncates = True
     routing = None
     _cache: list[Tensor]
     """(2, rows, KV, slots, head_dim) of each layer: keys and values after the prompts."""

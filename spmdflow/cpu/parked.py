@@ -28,7 +28,7 @@ class ParkedRow:
     """The generator's clock when it was parked."""
     routes: Tensor | None = None
     """(L, layers, k): the experts of `ids`. None: they are not returned."""
-    cuts: bool = True
+    truncates: bool = True
     """Whether it can be continued from before its end."""
 
     def num_known(self, prompt: Tensor) -> int:
@@ -36,11 +36,11 @@ class ParkedRow:
 
         This is the length of the common prefix with the cached tokens, at most P - 1, as the last
         token's logits are needed. 0 if the row cannot be reused: the prefix is shorter than the
-        row's num_shared tokens, or than all of its tokens if it cannot be cut.
+        row's num_shared tokens, or than all of its tokens if it cannot be truncated.
         """
         size = min(len(self.ids), len(prompt) - 1)
         equal = int((self.ids[:size] == prompt[:size]).long().cumprod(0).sum())
-        needed = self.num_shared if self.cuts else len(self.ids)
+        needed = self.num_shared if self.truncates else len(self.ids)
         return equal if equal >= needed else 0
 
 

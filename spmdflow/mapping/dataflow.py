@@ -82,8 +82,8 @@ class Engine(Precision):
     """Model chunks on each pipeline stage (interleaved schedule)."""
     context_size: int = 1
     """Ranks that divide rows; 0: searched."""
-    context: str = "auto"
-    """Value of engine.context."""
+    context_attention: str = "auto"
+    """See the setting of this name."""
     expert_size: int = 1
     """Data-parallel ranks that divide the experts; 0: searched."""
     layouts: tuple[tuple[int, int], ...] | None = None

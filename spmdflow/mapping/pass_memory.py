@@ -68,9 +68,9 @@ def pass_bytes(
     logits = _head_bytes(model, rows * workload.response_tokens / cut.cp, cut, trains=trains)
     of_rank = rows_per_rank(workload, cut, trains=trains)
     shares = packed_shares(model, workload, of_rank, num_micro)
-    whole = rows * workload.tokens / cut.cp
-    tokens = whole * shares.most_tokens
-    gathered = whole * shares.most_gathered
+    average = rows * workload.tokens / cut.cp
+    tokens = average * shares.most_tokens
+    gathered = average * shares.most_gathered
     layer = _layer_memory(model, rows, cut, tokens=tokens, gathered=gathered, on_cpu=on_cpu)
     units = model.engine.facts.float32_weights
     plain = np.bool_(model.engine.is_plain(cut))
@@ -196,10 +196,10 @@ def _layer_memory(
 
 
 def _gathers_keys(model: Model, cut: Strategy) -> Array:
-    """Whether each rank gathers all keys (engine.context), where ranks divide rows."""
-    way = model.engine.context
+    """Whether each rank gathers all keys (engine.context_attention), where ranks divide rows."""
+    attention = model.engine.context_attention
     uneven = model.shape.num_heads % cut.cp != 0
-    return (cut.cp > 1) * ((way == "gather") + (way == "auto") * uneven)
+    return (cut.cp > 1) * ((attention == "gather") + (attention == "auto") * uneven)
 
 
 def _score_bytes(shape: Architecture, size: int) -> int:

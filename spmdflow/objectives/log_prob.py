@@ -95,11 +95,11 @@ class CausalOutput:
         return self.join(terms[0]), self.join(terms[1])
 
 
-class OwnTokens(Protocol):
-    """Which tokens of a micro-batch a rank has (`workers.token_cut.TokenCut`)."""
+class HiddenShard(Protocol):
+    """Which tokens of a micro-batch a rank has (`workers.context_parallel.TokenShard`)."""
 
     def pick(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states at these positions of all tokens, and whether each is the rank's own."""
+        """Hidden states (k, H) at k positions among all tokens; (k,) whether this rank has each."""
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks that divide the rows."""
@@ -113,7 +113,7 @@ class ScalarOutput:
     """(positions of all rows, H): last hidden states."""
     head: Callable[[Tensor], Tensor]
     """(m, H) float32 -> (m, 1)."""
-    cut: OwnTokens | None = None
+    shard: HiddenShard | None = None
     """Where ranks divide the tokens of rows: which tokens `hidden` has."""
 
     def at(self, positions: Tensor) -> Tensor:
@@ -121,12 +121,12 @@ class ScalarOutput:
 
         Values are at `MicroBatch.predicting`, scores at `MicroBatch.ends`.
         """
-        if self.cut is None:
+        if self.shard is None:
             hidden = self.hidden.index_select(0, positions)
             return self.head(_promote_dtype(hidden)).squeeze(-1)
-        hidden, is_own = self.cut.pick(self.hidden, positions)
-        found = self.head(_promote_dtype(hidden)).squeeze(-1)
-        return self.cut.sum(found * is_own)
+        hidden, is_real = self.shard.pick(self.hidden, positions)
+        values = self.head(_promote_dtype(hidden)).squeeze(-1)
+        return self.shard.sum(values * is_real)
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         shard_size=layout.shard_size if layout.shard_size < layout.weight_size else 0,
         virtual_size=layout.virtual_size,
         context_size=layout.cp_size,
-        context=cfg.engine.context,
+        context_attention=cfg.engine.context_attention,
         expert_size=layout.expert_size,
         options=tuple(cfg.engine.options),
         micro_batch_rows=min(cfg.engine.micro_batch_size_per_rank, 1 << 20),

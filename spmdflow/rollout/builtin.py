@@ -147,9 +147,9 @@ class BuiltinGenerator(RequestGenerator):
         """Draws tokens for all rows and returns the responses that have ended, possibly none.
 
         Waiting requests join first, if 1/8 of the rows are free or no row is being decoded (only in
-        the latter case if the forward pass cannot add rows). Draws one token per row on a CPU
-        without stop strings, otherwise up to 8 until the next check for ended rows. An ended row of
-        a conversation is parked. Reallocates freed weights first.
+        the latter case if the forward pass cannot add rows). Draws up to 8 tokens per row before it
+        looks for ended rows (`_draws_per_check`). An ended row of a conversation is parked.
+        Reallocates freed weights first.
         """
         self.wake()
         with torch.inference_mode():
@@ -159,11 +159,8 @@ class BuiltinGenerator(RequestGenerator):
                 self._refill(free)
             if not self._live:
                 return []
-            waits = self.device.type != "cpu" or self.stop is not None
-            if self._parks and not self._forward.cuts:
-                waits = False  # a row is parked only if it was not decoded any further
             remaining = max(row.joined_at + row.limit for row in self._live) - self._clock
-            draws = min(_CHECK_EVERY if waits else 1, remaining)
+            draws = min(self._draws_per_check(), remaining)
             for number in range(draws):
                 chosen = self._draw_tokens()
                 if number + 1 < draws:
@@ -181,6 +178,19 @@ class BuiltinGenerator(RequestGenerator):
         for row, index, size in ended:
             result.append(rows.to_finished(row, index, size, self._routers))
         return result
+
+    def _draws_per_check(self) -> int:
+        """Return how many tokens each row gets before ended rows are looked for.
+
+        One on a CPU without stop strings, where the check costs nothing. One also where an ended
+        row is to be parked and cannot be truncated, so that it must not be decoded any further.
+        """
+        if self.device.type == "cpu" and self.stop is None:
+            return 1
+        if self._parks and not self._forward.truncates:
+            if any(row.request.conversation is not None for row in self._live):
+                return 1
+        return _CHECK_EVERY
 
     def _refill(self, free: int) -> None:
         """Moves the first `free` waiting requests into the batch and computes their prompts' cache.
@@ -391,10 +401,10 @@ class BuiltinGenerator(RequestGenerator):
     def _can_park(self, row: LiveRow, size: int) -> bool:
         """Whether a row that ends with `size` response tokens can wait for the next turn.
 
-        Where a row cannot be cut, its last token must be the last one that was drawn.
+        Where a row cannot be truncated, its last token must be the last one that was drawn.
         """
         exact = self._clock - row.joined_at == size
-        fits = self._forward.cuts or exact
+        fits = self._forward.truncates or exact
         return self._parks and fits and row.request.conversation is not None
 
     def _to_parked(self, index: int, size: int) -> ParkedRow:
@@ -408,8 +418,8 @@ class BuiltinGenerator(RequestGenerator):
         if row.prompt_routes is not None:
             routes = torch.cat([row.prompt_routes, self._rows.routes[index, : size - 1]])
         shared = len(prompt) - row.num_own_tokens
-        cuts = self._forward.cuts
-        return ParkedRow(row.request.conversation, shared, ids, self._clock, routes, cuts)
+        truncates = self._forward.truncates
+        return ParkedRow(row.request.conversation, shared, ids, self._clock, routes, truncates)
 
     def _live_indices(self, num_rows: int | None = None) -> dict[int, int]:
         """Returns cache row -> index in self._live, for the first `num_rows` live rows (None: all).

@@ -21,14 +21,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from spmdflow.cpu.llama import LlamaForward, covers
 from spmdflow.rollout.row_cache import (
-    can_cut,
     can_join,
-    cut_row,
+    can_truncate,
     drop_slots,
     has_states,
     join,
     select_rows,
     take_row,
+    truncate_row,
 )
 from spmdflow.router import Routers
 from spmdflow.weights.folder import attention_of
@@ -56,7 +56,7 @@ class CachedForward(Protocol):
     """Whether new rows can join rows that are being decoded."""
     parks: bool
     """Whether rows can be parked, and extended later."""
-    cuts: bool
+    truncates: bool
     """Whether a parked row can be extended from before its end."""
 
     @property
@@ -78,7 +78,7 @@ class CachedForward(Protocol):
         overwritten. The next `keep` makes live rows of them.
 
         rows: their cache rows. more: tokens of each row, at least one, on the host. starts:
-        position of each row's first new token; the row's number of tokens, unless it `cuts`.
+        position of each row's first new token; the row's number of tokens, unless it `truncates`.
         """
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
@@ -192,10 +192,10 @@ class HuggingFaceForward:
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=module.device)
         """(rows, slots): 1 where a slot has a token of the row. Without parked rows."""
-        self._parked: list[_OwnRow] = []
+        self._parked: list[_RowCache] = []
         empty = DynamicCache(config=module.config)
         self.refills = can_join(empty)
-        self.cuts = can_cut(empty)
+        self.truncates = can_truncate(empty)
         self.parks = self.refills and (not has_states(empty) or _continues_states(module))
         self.weights: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
@@ -238,7 +238,7 @@ class HuggingFaceForward:
         for size in sorted({len(tokens) for tokens in more}):
             chosen = [index for index, tokens in enumerate(more) if len(tokens) == size]
             for index in chosen:
-                self._parked[rows[index]].cut(starts[index])
+                self._parked[rows[index]].truncate(starts[index])
             group = [self._parked[rows[index]] for index in chosen]
             cache, mask = _join_rows(group, self._mask)
             mask = pad(mask, (0, size), value=1)
@@ -246,11 +246,11 @@ class HuggingFaceForward:
             positions = first + torch.arange(size, device=mask.device)
             ids = torch.stack([more[index] for index in chosen]).to(mask.device)
             logits, routes = self._run(cache, ids, mask, positions)
-            for place, index in enumerate(chosen):
-                self._parked[rows[index]] = _OwnRow.of(cache, mask, place)
-                results[index] = logits[place]
+            for row_of_pass, index in enumerate(chosen):
+                self._parked[rows[index]] = _RowCache.of(cache, mask, row_of_pass)
+                results[index] = logits[row_of_pass]
                 if routes is not None:
-                    of_prompts[index] = routes[place]
+                    of_prompts[index] = routes[row_of_pass]
         if self.routing is not None:
             self.routing.of_prompts = [of_prompts[index] for index in sorted(of_prompts)]
         return torch.stack([results[index] for index in range(len(rows))])
@@ -271,7 +271,7 @@ class HuggingFaceForward:
             if row < len(before):
                 self._parked.append(before[row])
             else:
-                self._parked.append(_OwnRow.of(self._cache, self._mask, row - len(before)))
+                self._parked.append(_RowCache.of(self._cache, self._mask, row - len(before)))
         wanted = rows[num_parked:]
         live = [row for row in wanted if row >= len(before)]
         extended = [row for row in wanted if row < len(before)]
@@ -342,29 +342,29 @@ class HuggingFaceForward:
 
 
 @dataclass
-class _OwnRow:
-    """A parked row, in a cache that has this row and no other slots than its tokens'."""
+class _RowCache:
+    """The cache of a single parked row, without slots before its first token."""
 
     cache: Any
     num_tokens: int
 
     @classmethod
-    def of(cls, cache: Any, mask: Tensor, row: int) -> _OwnRow:
+    def of(cls, cache: Any, mask: Tensor, row: int) -> _RowCache:
         """A copy of one row of a cache. mask: (rows, slots) of the cache."""
         num_tokens = int(mask[row].sum())
         index = torch.tensor([row], dtype=torch.int64, device=mask.device)
         return cls(take_row(cache, index, mask.shape[1], num_tokens), num_tokens)
 
-    def cut(self, num_tokens: int) -> None:
-        """Keep the first tokens. AssertionError if there are more and the layers cannot be cut."""
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first tokens. AssertionError if there are more, and layers cannot truncate."""
         if num_tokens == self.num_tokens:
             return
-        assert can_cut(self.cache), (num_tokens, self.num_tokens)
-        cut_row(self.cache, num_tokens)
+        assert can_truncate(self.cache), (num_tokens, self.num_tokens)
+        truncate_row(self.cache, num_tokens)
         self.num_tokens = num_tokens
 
 
-def _join_rows(rows: Sequence[_OwnRow], like: Tensor) -> tuple[Any, Tensor]:
+def _join_rows(rows: Sequence[_RowCache], like: Tensor) -> tuple[Any, Tensor]:
     """One cache with these rows, at least one, and its mask (n, slots), with `like`'s type."""
     num_slots = max(row.num_tokens for row in rows)
     masks = []
@@ -380,17 +380,18 @@ def _join_rows(rows: Sequence[_OwnRow], like: Tensor) -> tuple[Any, Tensor]:
 def _continues_states(module: Any) -> bool:
     """Whether a transformers module with linear attention continues a state over several tokens.
 
-    Some modules only continue it over one token and begin anew for more. Computed with five tokens:
-    the last two must be closer to all five at once than to the two alone, by a factor of four.
+    Some modules only continue it over one token, and begin with an empty state for more. Checked
+    with five tokens: the last two, continued, must be closer to a pass over all five than to one
+    over the two alone, by a factor of four.
     """
     from transformers import DynamicCache
 
     ids = torch.arange(1, 6, device=module.device)[None]
     cache = DynamicCache(config=module.config)
     with torch.inference_mode():
-        whole = module(input_ids=ids, use_cache=False).logits[0, 3:]
+        at_once = module(input_ids=ids, use_cache=False).logits[0, 3:]
         module(input_ids=ids[:, :3], past_key_values=cache, use_cache=True)
         continued = module(input_ids=ids[:, 3:], past_key_values=cache, use_cache=True).logits[0]
         alone = module(input_ids=ids[:, 3:], use_cache=False).logits[0]
-    wrong = float((alone - whole).abs().max())
-    return 4 * float((continued - whole).abs().max()) < wrong
+    wrong = float((alone - at_once).abs().max())
+    return 4 * float((continued - at_once).abs().max()) < wrong

@@ -1,5 +1,5 @@
 """Rows of a KV cache of transformers: selects rows, joins those of two caches, drops unused slots.
-A row can also be taken out as a cache of its own, and cut to its first tokens.
+A row can also be copied to a cache of its own, and truncated to its first tokens.
 
 All rows end at the same slot: a row's tokens are the last ones of its slots, and padding precedes
 them. A family's own masks then see the same distances as for a row alone, also those of sliding
@@ -41,11 +41,11 @@ def can_join(cache: Any) -> bool:
     return all(type(layer).__name__ in _KNOWN_LAYERS for layer in cache.layers)
 
 
-def can_cut(cache: Any) -> bool:
-    """Whether rows of caches like this one can be cut to fewer tokens.
+def can_truncate(cache: Any) -> bool:
+    """Whether rows of caches like this one can be truncated to fewer tokens.
 
     Sliding windows have dropped what would then be inside of the window, and a state of linear
-    attention cannot be taken back.
+    attention cannot be reversed.
     """
     return all(type(layer).__name__ in _WITH_ALL_SLOTS for layer in cache.layers)
 
@@ -61,19 +61,19 @@ def take_row(cache: Any, row: Tensor, num_slots: int, num_tokens: int) -> Any:
     row: (1,) int64, its index. num_slots: slots of the cache. num_tokens: tokens of the row, which
     end at the last slot.
     """
-    taken = copy(cache)
-    taken.layers = [copy(layer) for layer in cache.layers]
-    for layer in taken.layers:
+    result = copy(cache)
+    result.layers = [copy(layer) for layer in cache.layers]
+    for layer in result.layers:
         for name in _STATES:
             if hasattr(layer, name):
                 setattr(layer, name, dict(getattr(layer, name)))
-    select_rows(taken, row)
-    drop_slots(taken, num_slots, num_tokens)
-    return taken
+    select_rows(result, row)
+    drop_slots(result, num_slots, num_tokens)
+    return result
 
 
-def cut_row(cache: Any, num_tokens: int) -> None:
-    """Keep the first tokens of a cache that `take_row` returned. It must be one that `can_cut`."""
+def truncate_row(cache: Any, num_tokens: int) -> None:
+    """Keep the first tokens of a cache that `take_row` returned. See `can_truncate`."""
     for layer in cache.layers:
         for name in _slot_names(layer):
             values = getattr(layer, name)

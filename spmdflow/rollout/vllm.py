@@ -98,8 +98,8 @@ class VllmGenerator(RequestGenerator):
             self._groups = Groups(replica, device)
             undo.callback(self._groups.close)
             with explain_errors(model_path, replica):
-                loaded = self._make_routes if cfg.router == "replay" else _leave_routers
-                self._llm = start_llm(cfg, model_path, self._groups, loaded)
+                on_load = self._make_routes if cfg.router == "replay" else None
+                self._llm = start_llm(cfg, model_path, self._groups, on_load)
                 self._attach(cfg)
                 self.add(Request(torch.tensor([0]), 0, Sampling(max_new_tokens=1)))
                 while self._sampler.requests:
@@ -423,7 +423,3 @@ def derived_table(model_path: str) -> ShardTable:
     (table,) = derive_tables(generator.model, model_path, replica).tables
     generator.close()
     return table
-
-
-def _leave_routers(runner: Any) -> None:
-    """What is done with a loaded model whose routes are not replayed."""

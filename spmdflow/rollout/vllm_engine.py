@@ -58,11 +58,11 @@ holds: kv_cache_memory_bytes determines the size of the cache."""
 
 
 def start_llm(
-    cfg: RolloutConfig, model_path: str, groups: Groups, loaded: Callable[[Any], None]
+    cfg: RolloutConfig, model_path: str, groups: Groups, on_load: Callable[[Any], None] | None
 ) -> Any:
     """Builds this rank's vllm.LLM of the replica; all ranks of the replica call it together.
 
-    loaded: called with vLLM's model runner once it has its model.
+    on_load: called with vLLM's model runner once it has its model.
 
     Some functions of vLLM are replaced while it is built: pipeline stages are divided as in the
     weight tables, and on a CPU layers keep plain weights. Compilation and CUDA graphs are off on a
@@ -102,7 +102,7 @@ def start_llm(
             dtype=cfg.precision,
             max_num_seqs=cfg.max_batch_size,
             kv_cache_memory_bytes=cfg.cache_bytes,
-            distributed_executor_backend=executor_class(groups, loaded),
+            distributed_executor_backend=executor_class(groups, on_load),
             tensor_parallel_size=replica.tp_size,
             pipeline_parallel_size=replica.pp_size,
             enable_expert_parallel=replica.divides_experts,

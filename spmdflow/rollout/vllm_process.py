@@ -163,11 +163,12 @@ def release(*_: Any, **__: Any) -> None:
             setattr(state, name, None)
 
 
-def executor_class(groups: Groups, loaded: Callable[[Any], None]) -> type:
+def executor_class(groups: Groups, on_load: Callable[[Any], None] | None) -> type:
     """vLLM's one-process executor on `groups`. Every rank of the replica runs its own scheduler.
 
-    loaded: called with vLLM's model runner once it has its model, before any graph is captured. The
-    schedules are equal because all ranks get the same requests in the same order and have the
+    on_load: called with vLLM's model runner once it has its model, before any graph is captured.
+
+    The schedules are equal because all ranks get the same requests in the same order and have the
     same number of KV blocks.
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -190,7 +191,8 @@ def executor_class(groups: Groups, loaded: Callable[[Any], None]) -> type:
                 self.vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
             with replace_attribute(worker, "init_distributed_environment", lambda *_, **__: None):
                 super()._init_executor()
-            loaded(self.driver_worker.worker.model_runner)
+            if on_load is not None:
+                on_load(self.driver_worker.worker.model_runner)
 
         def _distributed_args(self) -> tuple[str, int, int]:
             return "env://", replica.replica_rank, device.index or 0

@@ -22,7 +22,7 @@ the last pipeline stage. Without pp every rank is on the last one.
 | micro_batch | rows -> the tensors of a forward |
 | attention | attention over packed rows, on any device (blocks for a CPU: cpu.attention) |
 | fsdp, sharding | FSDP and ZeRO; their meshes and shards |
-| token_cut | context parallelism: which tokens of rows a rank has, and its messages for attention |
+| context_parallel | which tokens of rows a rank has, and its messages for attention |
 | divided_experts | experts that are on different ranks, for FSDP and ZeRO |
 | optimizer, schedule | AdamW and others over shards; the learning rate |
 | lora | linear layers with an adapter |

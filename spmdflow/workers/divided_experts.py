@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdflow.derivative import differentiable_once
+from spmdflow.derivative import apply_linear
 from spmdflow.errors import ConfigError
 from spmdflow.workers.model import LoadedModel
 
@@ -61,7 +62,7 @@ def divide_experts(
             "remove e",
         )
     for module in modules:
-        _keep_own_experts(module, _Exchanges(rank, group, traffic))
+        _keep_own_experts(module, _Peers(rank, group, traffic))
     return modules
 
 
@@ -74,8 +75,8 @@ def _holds_experts(part: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class _Exchanges:
-    """All-to-alls of rows in a group of ranks."""
+class _Peers:
+    """The ranks that divide the experts, and their all-to-alls of rows."""
 
     rank: int
     """Position in the group."""
@@ -96,18 +97,18 @@ class _Exchanges:
         return result
 
 
-def _keep_own_experts(module: Any, exchanges: _Exchanges) -> None:
+def _keep_own_experts(module: Any, peers: _Peers) -> None:
     """Cut a module's parameters, and replace its forward by one that exchanges tokens."""
     total: int = module.num_experts
-    if total % exchanges.size:
+    if total % peers.size:
         raise ConfigError.of(
             "engine.layout",
-            f"e{exchanges.size} for {total} experts",
+            f"e{peers.size} for {total} experts",
             "a divisor of their number",
             "choose another e",
         )
-    own = total // exchanges.size
-    first = exchanges.rank * own
+    own = total // peers.size
+    first = peers.rank * own
     for name, parameter in list(module.named_parameters(recurse=False)):
         part = parameter.detach()[first : first + own].clone()
         setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
@@ -116,7 +117,7 @@ def _keep_own_experts(module: Any, exchanges: _Exchanges) -> None:
     compute = module.forward
 
     def forward(hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return _run_where_the_experts_are(compute, hidden, experts, weights, own, exchanges)
+        return _run_where_the_experts_are(compute, hidden, experts, weights, own, peers)
 
     module.forward = forward
 
@@ -127,7 +128,7 @@ def _run_where_the_experts_are(
     experts: Tensor,
     weights: Tensor,
     num_own: int,
-    exchanges: _Exchanges,
+    peers: _Peers,
 ) -> Tensor:
     """Return the weighted sum of each token's experts: (T, H) -> (T, H).
 
@@ -137,20 +138,20 @@ def _run_where_the_experts_are(
     num_chosen = experts.shape[1]
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)
-    to_each = chosen.new_zeros(num_own * exchanges.size)
+    to_each = chosen.new_zeros(num_own * peers.size)
     to_each.scatter_add_(0, chosen, torch.ones_like(chosen))
     from_each = torch.empty_like(to_each)
-    dist.all_to_all_single(from_each, to_each, group=exchanges.group)
+    dist.all_to_all_single(from_each, to_each, group=peers.group)
     sent = to_each.view(-1, num_own).sum(1).tolist()
     received = from_each.view(-1, num_own).sum(1).tolist()
-    rows = _exchange(hidden[order // num_chosen], sent, received, exchanges)
-    own_ids = torch.arange(num_own, device=experts.device).repeat(exchanges.size)
+    rows = _send_rows(hidden[order // num_chosen], sent, received, peers)
+    own_ids = torch.arange(num_own, device=experts.device).repeat(peers.size)
     own_ids = own_ids.repeat_interleave(from_each, output_size=sum(received))
     results = _compute_rows(compute, rows, own_ids)
-    back = _exchange(results, received, sent, exchanges)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    each = back[places].unflatten(0, (-1, num_chosen))
+    back = _send_rows(results, received, sent, peers)
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device)
+    each = back[positions].unflatten(0, (-1, num_chosen))
     return (each * weights[..., None].to(each.dtype)).sum(1)
 
 
@@ -164,27 +165,8 @@ def _compute_rows(
     return compute(rows, experts[:, None], ones)[:-1]
 
 
-def _exchange(rows: Tensor, sent: list[int], received: list[int], exchanges: _Exchanges) -> Tensor:
-    """An all-to-all of rows with gradients; see `_Exchanges.all_to_all`."""
-    result: Tensor = _Exchange.apply(rows, sent, received, exchanges)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows; the gradients go the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], exchanges: _Exchanges
-    ) -> Tensor:
-        """Return the rows that arrive, (sum of received, H)."""
-        ctx.sizes = sent, received
-        ctx.exchanges = exchanges
-        return exchanges.all_to_all(rows, sent, received)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradients of the rows that were sent."""
-        sent, received = ctx.sizes
-        return ctx.exchanges.all_to_all(grad, received, sent), None, None, None
+def _send_rows(rows: Tensor, sent: list[int], received: list[int], peers: _Peers) -> Tensor:
+    """An all-to-all of rows with gradients, which go the way back; see `_Peers.all_to_all`."""
+    forth = partial(peers.all_to_all, sent=sent, received=received)
+    back = partial(peers.all_to_all, sent=received, received=sent)
+    return apply_linear(rows, forth, back)

@@ -35,11 +35,11 @@ from spmdflow.weights.architecture import Architecture, packs_rows
 from spmdflow.weights.move import Block, Storages, own_parts
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.context_parallel import GATHER, ULYSSES, ContextGroup
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import CountedRead, LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
-from spmdflow.workers.token_cut import HEADS, KEYS, Exchanges
 
 logger = logging.getLogger(__name__)
 
@@ -95,26 +95,26 @@ class TrainEngine(ABC):
         """Increases whenever the weights change: at each optimizer step and at load_blocks. For a
         new engine, load_blocks sets it to the number of steps, as if the engine had taken them."""
         self.dp_group = self.groups.get(self.layout.axis_group(self.rank, "dp"))
-        self.exchanges: Exchanges | None = None
-        """With the ranks that divide rows; None: each has whole rows."""
+        self.context_group: ContextGroup | None = None
+        """The ranks that divide rows among them; None: each has whole rows."""
         if self.layout.cp_size > 1:
-            self.exchanges = self._exchanges(model)
+            self.context_group = self._find_context_group(model)
         self._storages: dict[Part, Storages] = {}
         self._own_boxes: list[list[Box]] | None = None
 
-    def _exchanges(self, model: LoadedModel | ModelSource) -> Exchanges:
-        """Return what the ranks that divide rows send each other, in the way of engine.context."""
+    def _find_context_group(self, model: LoadedModel | ModelSource) -> ContextGroup:
+        """Return this rank's group, with the attention of engine.context_attention."""
         heads = Architecture.sizes_from_config(model.config).num_heads
         size = self.layout.cp_size
-        way = self.cfg.context
-        why = "engine.context"
-        if way == "auto":
-            way = KEYS if heads % size else HEADS
+        attention = self.cfg.context_attention
+        why = "engine.context_attention"
+        if attention == "auto":
+            attention = GATHER if heads % size else ULYSSES
             why = f"c{size} {'does not divide' if heads % size else 'divides'} {heads} heads"
         if self.rank == self.layout.ranks[0]:
-            logger.info("%s: attention over %d ranks by %s (%s)", self.name, size, way, why)
+            logger.info("%s: attention over %d ranks by %s (%s)", self.name, size, attention, why)
         peers = self.layout.axis_group(self.rank, "cp")
-        return Exchanges(peers.index(self.rank), self.groups.get(peers), way)
+        return ContextGroup(peers.index(self.rank), self.groups.get(peers), attention)
 
     # -- running ------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class TrainEngine(ABC):
             device=self.device,
             packed=self.packs,
             shares_prompts=engine_kind(self.cfg.kind).shares_prompts,
-            exchanges=self.exchanges,
+            context_group=self.context_group,
         )
 
     def count_micro_batches(self, batch: TensorDict) -> int:

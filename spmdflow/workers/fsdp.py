@@ -136,8 +136,8 @@ class FSDPEngine(TrainEngine):
         """
         sums: dict[str, float | Tensor] = {}
         self._traffic.num_bytes = 0
-        if self.exchanges is not None:
-            self.exchanges.num_bytes = 0
+        if self.context_group is not None:
+            self.context_group.num_bytes = 0
         routed = self._balanced_loss(loss, micros)
         counted_loss = routed or loss
         for number, micro in enumerate(micros):
@@ -152,8 +152,10 @@ class FSDPEngine(TrainEngine):
             routed.statistics.sum_over_ranks(self._sum_in_place)
             self.router_metrics = routed.statistics.metrics() | self._traffic_metrics()
             routed.close()
-        if self.exchanges is not None:
-            self.context_metrics = {"context_bytes": self._sum_of_ranks(self.exchanges.num_bytes)}
+        if self.context_group is not None:
+            self.context_metrics = {
+                "context_bytes": self._sum_of_ranks(self.context_group.num_bytes)
+            }
         self._reshard()
         if not isinstance(self._module, FSDPModule):
             self._sum_gradients()

@@ -32,7 +32,7 @@ from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.device import all_to_device, to_device
 from spmdflow.router import OWN_CHOICE, ROUTES, from_column
 from spmdflow.workers.attention import PackedRows, SeenKeys
-from spmdflow.workers.token_cut import Exchanges, TokenCut
+from spmdflow.workers.context_parallel import ContextGroup, TokenShard
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class MicroBatch:
     """b rows of one forward. R: longest response (at least 1)."""
 
     input_ids: Tensor
-    """(1, N) int64 of packed rows, N tokens in all; else (b, T), T tokens of the longest row. If
-    ranks divide the rows (`cut`), the columns of this rank, and likewise below."""
+    """(1, N) int64 of packed rows, N tokens in all; else (b, T), T tokens of the longest row. Under
+    context parallelism only the columns of this rank (`shard`), and likewise below."""
     position_ids: Tensor
     """The same shape, int64: from 0 in each row, also counting through padding."""
     packed: PackedRows | None
@@ -61,10 +61,9 @@ class MicroBatch:
     targets: Tensor
     """(n,) int64: the tokens of all responses, row after row."""
     predicting: Tensor
-    """(n,) int64: the index in input_ids.flatten() that predicts each of them; before the cut."""
+    """(n,) int64: the index in input_ids.flatten() of whole rows that predicts each of them."""
     ends: Tensor
-    """(b,) int64: the index in input_ids.flatten() of the last real token of each row; before the
-    cut."""
+    """(b,) int64: the index in input_ids.flatten() of whole rows of the last real token of each."""
     response_indices: Tensor
     """(n,) int64: the index of each of them in (b, R), flattened."""
     rows_of_token: Tensor
@@ -73,8 +72,8 @@ class MicroBatch:
     routes: Tensor | None = None
     """(input_ids.numel(), layers, k) int16: the experts to use (`Routers.begin`). None: the routers
     select them."""
-    cut: TokenCut | None = None
-    """Which tokens this rank has, where the ranks of a group divide the rows."""
+    shard: TokenShard | None = None
+    """Which tokens this rank has under context parallelism. None: it has whole rows."""
 
     @property
     def response_tokens(self) -> Tensor:
@@ -95,14 +94,14 @@ def micro_batches(
     device: torch.device,
     packed: bool = False,
     shares_prompts: bool = False,
-    exchanges: Exchanges | None = None,
+    context_group: ContextGroup | None = None,
 ) -> list[MicroBatch]:
     """Split the rows of batch into exactly num_micro_batches micro-batches on device.
 
     An empty part becomes one padding row of weight 0. by_tokens: parts are balanced by tokens,
     otherwise by rows. Packed rows are sorted by length inside a part. shares_prompts: a prompt that
     packed rows share is packed once, where that saves enough (`shared_prompt.SHARED_FROM`).
-    exchanges: of the ranks that divide the rows; None: each has whole rows.
+    context_group: the ranks that divide the tokens of each row; None: each has whole rows.
 
     batch is in host memory. It needs ragged prompts (no empty one) and responses. Other columns are
     ragged with the responses' lengths, dense, or text (omitted). response_mask is all True if the
@@ -120,8 +119,8 @@ def micro_batches(
         rows_of_part = select_rows(rows, index) if part else _padding_of(rows)
         positions = _token_positions(rows_of_part, packed=packed, shares=packed and shares_prompts)
         micro = _build_micro_batch(rows_of_part, index, positions)
-        if exchanges is not None:
-            micro = _cut_rows(pad_length(micro, exchanges.multiple), exchanges)
+        if context_group is not None:
+            micro = _shard_tokens(pad_length(micro, context_group.multiple), context_group)
         micros.append(_on_device(micro, device))
     return micros
 
@@ -353,21 +352,21 @@ def _positions_with_sharing(
     )
 
 
-def _cut_rows(micro: MicroBatch, exchanges: Exchanges) -> MicroBatch:
-    """Return the micro-batch with this rank's part of the tokens, whose number c divides."""
+def _shard_tokens(micro: MicroBatch, group: ContextGroup) -> MicroBatch:
+    """Return the micro-batch with this rank's tokens of each row. c divides the row's length."""
     rows, length = micro.input_ids.shape
     shape = (rows, length)
-    cut = TokenCut.of(exchanges, shape=shape, predicting=micro.predicting, rows=micro.packed)
+    shard = TokenShard.of(group, shape=shape, predicting=micro.predicting, rows=micro.packed)
     routes = micro.routes
     if routes is not None:
-        routes = cut.own(routes.unflatten(0, (rows, length))).flatten(0, 1)
+        routes = shard.select(routes.unflatten(0, (rows, length))).flatten(0, 1)
     return replace(
         micro,
-        input_ids=cut.own(micro.input_ids),
-        position_ids=cut.own(micro.position_ids),
-        rows_of_token=cut.own(micro.rows_of_token),
+        input_ids=shard.select(micro.input_ids),
+        position_ids=shard.select(micro.position_ids),
+        rows_of_token=shard.select(micro.rows_of_token),
         routes=routes,
-        cut=cut,
+        shard=shard,
     )
 
 
@@ -464,9 +463,9 @@ def _on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
         for name, column in micro.columns.items():
             columns[name] = move(column)
         packed = micro.packed and micro.packed.move_tensors(move)
-        cut = micro.cut and micro.cut.move_tensors(move)
+        shard = micro.shard and micro.shard.move_tensors(move)
         tensors["routes"] = None if micro.routes is None else move(micro.routes)
-        return replace(micro, columns=columns, packed=packed, cut=cut, **tensors)
+        return replace(micro, columns=columns, packed=packed, shard=shard, **tensors)
 
     on_host: list[Tensor] = []
 

@@ -50,15 +50,15 @@ from spmdflow.workers.attention import (
     packed_attention,
     rotate,
 )
-from spmdflow.workers.micro_batch import MicroBatch
-from spmdflow.workers.token_cut import (
-    Exchanges,
-    TokenCut,
+from spmdflow.workers.context_parallel import (
+    ContextGroup,
+    TokenShard,
     exchange_for_heads,
     exchange_for_tokens,
     gather_keys,
     own_heads,
 )
+from spmdflow.workers.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class ScalarModel(nn.Module):
         if self._routers is not None:
             self._routers.begin(micro.routes)
         hidden = decoder(**_inputs(micro)).last_hidden_state  # (b, T, H)
-        return fn(ScalarOutput(hidden.flatten(0, 1), score, micro.cut), micro)
+        return fn(ScalarOutput(hidden.flatten(0, 1), score, micro.shard), micro)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def _inputs(micro: MicroBatch) -> dict[str, Any]:
     arguments: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
     if micro.packed is not None:
         arguments["packed_rows"] = micro.packed
-    if micro.cut is not None:
-        arguments["cut"] = micro.cut
-    if micro.packed is not None or micro.cut is not None:
+    if micro.shard is not None:
+        arguments["shard"] = micro.shard
+    if micro.packed is not None or micro.shard is not None:
         arguments["position_ids"] = micro.position_ids
     return arguments
 
@@ -178,16 +178,16 @@ class _SelectiveHead:
 
     def __call__(self, micro: MicroBatch, fn: Callable[[Any, MicroBatch], Any]) -> Any:
         """The model's forward: fn(output, micro)."""
-        cut = micro.cut
-        self._positions = micro.predicting if cut is None else cut.predicting
+        shard = micro.shard
+        self._positions = micro.predicting if shard is None else shard.predicting
         if self._routers is not None:
             self._routers.begin(micro.routes)
         hidden = self._forward(**_inputs(micro)).logits[0]
         weight = self._head.weight if self.is_plain else None
-        if cut is None:
+        if shard is None:
             return fn(CausalOutput(hidden, weight, micro.targets), micro)
-        join = partial(cut.join, num_targets=len(micro.targets))
-        return fn(CausalOutput(hidden, weight, cut.targets(micro.targets), join=join), micro)
+        join = partial(shard.join, num_targets=len(micro.targets))
+        return fn(CausalOutput(hidden, weight, shard.targets(micro.targets), join=join), micro)
 
     def _pick(self, hidden: Tensor) -> Tensor:
         """Replace the head's forward: select the positions that predict response tokens.
@@ -397,18 +397,18 @@ def row_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed_rows: PackedRows | None = None,
-    cut: TokenCut | None = None,
+    shard: TokenShard | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, for families whose rows may be packed. Needs no mask.
 
     query (b, heads, T, d), key and value (b, kv heads, T, d) -> ((b, T, heads, d), None); b is 1 if
     the rows are packed (packed_rows). Padded rows attend causally. softcap and s_aux: the cap and
-    the sinks of `AttentionForm`. cut: where ranks divide the tokens.
+    the sinks of `AttentionForm`. shard: this rank's tokens under context parallelism.
     """
     form = AttentionForm(scaling, sliding_window, softcap, s_aux)
-    if cut is not None:
-        return divided_attention(query, key, value, packed_rows, form, cut), None
+    if shard is not None:
+        return context_attention(query, key, value, packed_rows, form, shard), None
     if packed_rows is None:
         return dense_attention(query, key, value, form).transpose(1, 2), None
     # a view whose gradient is one: that of x[0] would be a copy into zeros
@@ -416,37 +416,38 @@ def row_attention(
     return packed_attention(q, k, v, packed_rows, form)[None], None
 
 
-def divided_attention(
+def context_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     rows: PackedRows | None,
     form: AttentionForm,
-    cut: TokenCut,
+    shard: TokenShard,
 ) -> Tensor:
-    """Attention of rows whose tokens several ranks divide (`token_cut`); they call it together.
+    """Attention under context parallelism; all ranks of the group call it together.
 
     query (b, heads, T / c, d), key and value (b, kv heads, T / c, d) -> (b, T / c, heads, d).
     """
-    exchanges = cut.exchanges
+    group = shard.group
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # (T / c, b, heads, d)
-    if cut.keys is not None:
-        k, v = gather_keys(exchanges, cut.keys.order, k, v)
-        if cut.keys.rows is None:
-            return _attend_in_chunks(query, k, v, form, exchanges)
-        return packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), cut.keys.rows, form)[None]
-    form = replace(form, sinks=own_heads(exchanges, form.sinks))
-    q, k, v = exchange_for_heads(exchanges, q, k, v)
+    if shard.keys is not None:
+        k, v = gather_keys(group, shard.keys.order, k, v)
+        own_rows = shard.keys.rows
+        if own_rows is None:
+            return _attend_in_chunks(query, k, v, form, group)
+        return packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), own_rows, form)[None]
+    form = replace(form, sinks=own_heads(group, form.sinks))
+    q, k, v = exchange_for_heads(group, q, k, v)
     if rows is None:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         output = dense_attention(q, k, v, form).permute(2, 0, 1, 3)
     else:
         output = packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), rows, form)[:, None]
-    return exchange_for_tokens(exchanges, output).transpose(0, 1)
+    return exchange_for_tokens(group, output).transpose(0, 1)
 
 
 def _attend_in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, exchanges: Exchanges
+    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, group: ContextGroup
 ) -> Tensor:
     """Attention of padded rows of which a rank has the queries of some chunks.
 
@@ -454,9 +455,9 @@ def _attend_in_chunks(
     """
     k, v = (x.permute(1, 2, 0, 3) for x in (key, value))
     length = len(key)
-    chunk = length // exchanges.multiple
+    chunk = length // group.multiple
     outputs = []
-    ends = (exchanges.columns(length, exchanges.rank)[chunk - 1 :: chunk] + 1).tolist()
+    ends = (group.columns(length, group.rank)[chunk - 1 :: chunk] + 1).tolist()
     for part, end in zip(query.split(chunk, 2), ends, strict=True):
         outputs.append(dense_attention(part, k[:, :, :end], v[:, :, :end], form))
     return torch.cat(outputs, 2).transpose(1, 2)

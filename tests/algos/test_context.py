@@ -31,34 +31,33 @@ def test_grpo_on_divided_rows_has_the_steps_of_whole_rows_and_resumes_with_them(
     tmp_path: Path,
 ) -> None:
     """Two ranks: two steps with c2, and a third one from its checkpoint, with whole rows."""
-    whole, divided = (tmp_path / name for name in ("whole", "divided"))
+    data_parallel, divided = (tmp_path / name for name in ("data_parallel", "divided"))
     c2 = ("actor.engine.layout=c2", "reference.engine.layout=c2", "save_every=2")
-    run_ranks(whole, *FEW, "total_steps=3", num_ranks=2, script=GRPO, small=())
+    run_ranks(data_parallel, *FEW, "total_steps=3", num_ranks=2, script=GRPO, small=())
 
     run_ranks(divided, *FEW, *c2, "total_steps=2", num_ranks=2, script=GRPO, small=())
     run_ranks(divided, *FEW, "total_steps=3", num_ranks=2, script=GRPO, small=())
 
     check_prediction(divided)
-    assert norms(divided) == pytest.approx(norms(whole), rel=1e-4)
+    assert norms(divided) == pytest.approx(norms(data_parallel), rel=1e-4)
     assert [step.get("actor/context_bytes", 0.0) > 0 for step in steps_of(divided)] == [1, 1, 0]
 
 
 @pytest.mark.drill
 def test_ppo_with_a_critic_divides_rows_in_both_ways(tmp_path: Path) -> None:
     """Four ranks: actor d2c2, critic c4 with gathered keys, reference c2."""
-    whole, divided = (tmp_path / name for name in ("whole", "divided"))
+    data_parallel, divided = (tmp_path / name for name in ("data_parallel", "divided"))
     words = (*FEW, "critic.update.mini_batch_size=16", "total_steps=2")
     layouts = ("actor.engine.layout=d2c2", "critic.engine.layout=c4", "reference.engine.layout=c2")
-    run_ranks(whole, *words, num_ranks=4, script=PPO, small=())
+    run_ranks(data_parallel, *words, num_ranks=4, script=PPO, small=())
 
-    run_ranks(
-        divided, *words, *layouts, "critic.engine.context=gather", num_ranks=4, script=PPO, small=()
-    )
+    gather = "critic.engine.context_attention=gather"
+    run_ranks(divided, *words, *layouts, gather, num_ranks=4, script=PPO, small=())
 
     check_prediction(divided)
-    assert norms(divided) == pytest.approx(norms(whole), rel=1e-4)
+    assert norms(divided) == pytest.approx(norms(data_parallel), rel=1e-4)
     critic = "critic/grad_norm"
-    assert norms(divided, critic) == pytest.approx(norms(whole, critic), rel=1e-4)
+    assert norms(divided, critic) == pytest.approx(norms(data_parallel, critic), rel=1e-4)
 
 
 @pytest.mark.drill

@@ -49,8 +49,8 @@ def _wrong_update(trace: Trace, call: Call, ids: Ids, parents: Ids) -> Iterator[
     model = trace.models[call.model]
     firsts = []
     for rank in model.layout.ranks:
-        place = model.layout.coordinate(rank)
-        if (place.pp, place.cp, place.tp) == (0, 0, 0):
+        coordinate = model.layout.coordinate(rank)
+        if (coordinate.pp, coordinate.cp, coordinate.tp) == (0, 0, 0):
             firsts.append(rank)
     shares = []
     for rank in firsts:

@@ -124,7 +124,7 @@ class Case:
     """Ranks that divide the experts of a mixture."""
     cp: int = 1
     """Ranks that divide the tokens of a row."""
-    context: str = "auto"
+    context_attention: str = "auto"
     """How attention works then."""
     entropy: float = 0.0
     """Weight of the entropy in the policy's loss."""
@@ -167,7 +167,7 @@ class Case:
             micro_batch_rows=self.rows,
             virtual_size=self.virtual,
             dtype=self.dtype,
-            context=self.context,
+            context_attention=self.context_attention,
         )
 
     @property
@@ -191,7 +191,7 @@ class Case:
         cut = f" t{self.tp}p{self.pp}{virtual}" * (self.kind == "megatron")
         stage = f" stage {self.stage}" * (self.pp > 1)
         cut += f" e{self.ep}" * (self.ep > 1) + f" c{self.cp}" * (self.cp > 1)
-        cut += f" {self.context}" * (self.context != "auto")
+        cut += f" {self.context_attention}" * (self.context_attention != "auto")
         words = [*self.options, *["frozen"] * (not self.trained)]
         words += ["scalar"] * (self.head == "scalar")
         words += [f"{self.rows}x{self.prompt + self.response}"] * (
@@ -300,7 +300,7 @@ def _long_rows() -> list[Case]:
     long: dict[str, Any] = {"prompt": 4096, "response": 126976, "num_micro_batches": 1}
     return [
         Case("7B", 8, options=recompute, cp=8, **long),
-        Case("7B", 8, options=recompute, cp=8, context="gather", **long),
+        Case("7B", 8, options=recompute, cp=8, context_attention="gather", **long),
         Case("7B", 8, options=recompute, cp=2, prompt=1024, response=15360),
         Case("7B", 8, cp=4, prompt=1024, response=7168),
         Case("7B", 8, trained=False, cp=8, **long),

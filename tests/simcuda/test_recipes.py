@@ -100,10 +100,10 @@ def test_recipe_makes_a_step_with_a_tiny_model(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     has_experts = MIXTURE[0] in scaled
     mixture = "with_sinks" if "gpt_oss" in name else "mixture"
-    places = {"actor.model.path": mixture if has_experts else "model"}
-    places |= {"data.train_path": "rows.jsonl"}
-    places |= {"data.eval_path": "rows.jsonl", "run.dir": "run"}
-    words = [f"{key}={tmp_path / place}" for key, place in places.items()]
+    paths = {"actor.model.path": mixture if has_experts else "model"}
+    paths |= {"data.train_path": "rows.jsonl"}
+    paths |= {"data.eval_path": "rows.jsonl", "run.dir": "run"}
+    words = [f"{key}={tmp_path / path}" for key, path in paths.items()]
     words += [word.replace("=judge", f"={tmp_path / 'judge'}") for word in scaled]
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
     files = (ROOT / "algos" / f"{script}.py", ROOT / "algos" / f"{name}.yaml")

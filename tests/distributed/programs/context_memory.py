@@ -1,7 +1,7 @@
 """Bytes that a forward saves for its backward, on ranks that divide a row, and on one rank alone.
 
 Usage: torchrun --nproc-per-node 4 context_memory.py FOLDER
-Rank 0 writes FOLDER/results.json: {way-cN: most bytes of any rank}.
+Rank 0 writes FOLDER/results.json: {ATTENTION-cN: most bytes of any rank}.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
 import transformers
-from context_objectives import build
+from context_objectives import build, make_groups
 from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.objectives.supervised import SupervisedLoss
-from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
+from spmdflow.workers.context_parallel import GATHER, ULYSSES
 from spmdflow.workers.engine import TrainEngine
+from tests.saved_bytes import record_saved_bytes
 
 LENGTH = 4096
 
@@ -34,11 +34,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    groups = GroupTable(rank, timeout_seconds=600)
     layouts = {size: Layout(tuple(range(size)), dp_size=1, cp_size=size) for size in (1, 2, 4)}
-    for layout in layouts.values():
-        members = [(member,) for member in layout.ranks]
-        groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in (layout.ranks, *members)])
+    groups = make_groups(rank, layouts.values())
     if rank == 0:
         torch.manual_seed(0)
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -49,42 +46,35 @@ def main() -> None:
         transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     dist.barrier()
     found = {}
-    for way in ("ulysses", "gather"):
+    for attention in (ULYSSES, GATHER):
         for size, layout in layouts.items():
             saved = torch.zeros(1)
             if rank in layout.ranks:
-                kind = f"fsdp-{way}" if size < 4 else f"fsdp-{way}-saves"
+                kind = f"fsdp-{attention}" if size < 4 else f"fsdp-{attention}-saves"
                 engine = build(folder / "model", kind, layout, "causal_lm", rank, groups)
                 saved[0] = saved_bytes(engine)
             dist.all_reduce(saved, dist.ReduceOp.MAX)
-            found[f"{way}-c{size}"] = int(saved)
+            found[f"{attention}-c{size}"] = int(saved)
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def saved_bytes(engine: TrainEngine) -> int:
-    """Bytes of the tensors that are kept for the backward of one row, without the weights."""
+    """Bytes of the tensors saved for the backward of one row, without the weights."""
     draw = torch.Generator().manual_seed(1)
     prompt, response = (torch.randint(1, 97, (size,), generator=draw) for size in (1, LENGTH - 1))
     learnt = torch.ones_like(response, dtype=torch.bool)
     columns = {"prompts": [prompt], "responses": [response], "response_mask": [learnt]}
     batch = {name: ragged_from_rows(rows) for name, rows in columns.items()}
     weights = {view.untyped_storage().data_ptr() for _, view, _ in engine.own_blocks()}
-    kept: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.ndim > 1 and storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def is_activation(tensor: Tensor) -> bool:
+        return tensor.ndim > 1 and tensor.untyped_storage().data_ptr() not in weights
 
-    def use(tensor: Any) -> Any:
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, use):
+    with record_saved_bytes(is_activation) as num_bytes:
         engine.train_step(TensorDict(batch, batch_size=[1]), SupervisedLoss(), num_micro_batches=1)
-    return sum(kept.values())
+    return sum(num_bytes.values())
 
 
 if __name__ == "__main__":

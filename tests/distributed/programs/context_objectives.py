@@ -1,7 +1,7 @@
 """Every objective on ranks that divide rows, next to one rank with whole rows.
 
 Usage: torchrun --nproc-per-node 4 context_objectives.py FOLDER KIND ...
-KIND: an engine's, and perhaps a way of attention and options, such as fsdp-gather-padded. Without
+KIND: an engine's, and perhaps a kind of attention and options, such as fsdp-gather-padded. Without
 one the model has 8 heads, with `nine` it has 9, which neither 2 nor 4 ranks divide. Rank 0 writes
 FOLDER/results.json: a list of cases, each with the gap of the loss, and of the gradient over its
 norm.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from spmdflow.objectives.surrogate import POLICY_LOSSES
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.context_parallel import GATHER, ULYSSES
 from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.model import load_model
 
@@ -62,12 +63,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    groups = GroupTable(rank, timeout_seconds=600)
-    for layout in (*LAYOUTS.values(), WHOLE):
-        axes = [(member,) for member in layout.ranks]
-        for axis in ("dp", "cp", "weights", "shard", "replicate", "replica"):
-            axes += layout.axis_groups(axis)
-        groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in [layout.ranks, *axes]])
+    groups = make_groups(rank, [*LAYOUTS.values(), WHOLE])
     if rank == 0:
         write_models(folder)
     dist.barrier()
@@ -199,6 +195,17 @@ def run(
     return result
 
 
+def make_groups(rank: int, layouts: Iterable[Layout]) -> GroupTable:
+    """The process groups of engines with these layouts; all ranks call it together."""
+    groups = GroupTable(rank, timeout_seconds=600)
+    for layout in layouts:
+        axes = [(member,) for member in layout.ranks]
+        for axis in ("dp", "cp", "weights", "shard", "replicate", "replica"):
+            axes += layout.axis_groups(axis)
+        groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in [layout.ranks, *axes]])
+    return groups
+
+
 def build(
     model: Path, kind: str, layout: Layout, head: str, rank: int, groups: GroupTable
 ) -> TrainEngine:
@@ -206,8 +213,8 @@ def build(
     name, *words = kind.split("-")
     options = [word for word in words if word == "padded"]
     options += ["recompute"] * (layout.size == 4 and "saves" not in words)
-    way = next((word for word in words if word in ("ulysses", "gather")), "auto")
-    cfg = replace(engine_config(), kind=name, options=options, context=way)
+    attention = next((word for word in words if word in (ULYSSES, GATHER)), "auto")
+    cfg = replace(engine_config(), kind=name, options=options, context_attention=attention)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
     optimizer = OptimizerConfig(lr=1e-30, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
     engine: TrainEngine = resolve(engine_kind(name).implementation)(

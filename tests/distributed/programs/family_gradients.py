@@ -144,7 +144,7 @@ def build(
         options = text.split("-")[1:]
         if "gather" in options:
             options.remove("gather")
-            cfg = replace(cfg, context="gather")
+            cfg = replace(cfg, context_attention="gather")
         cfg = replace(cfg, options=options)
     context = WorkerContext("actor", layout, rank, groups, device, seed=0)
     optimizer = OptimizerConfig(lr=1e-3, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)

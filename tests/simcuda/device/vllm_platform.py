@@ -87,7 +87,7 @@ def _define_operators() -> None:
     )
     _library.impl("vocab_parallel_embedding", _embed, "CUDA")
     _experts_library.define(
-        "topk_softmax(Tensor! weights, Tensor! ids, Tensor! places, Tensor logits, "
+        "topk_softmax(Tensor! weights, Tensor! ids, Tensor! expert_indices, Tensor logits, "
         "bool renormalize, Tensor? bias, Tensor? is_padding=None) -> ()"
     )
     _experts_library.impl("topk_softmax", _select_experts, "CUDA")
@@ -114,7 +114,7 @@ def _embed(
 def _select_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
-    places: torch.Tensor,
+    expert_indices: torch.Tensor,
     logits: torch.Tensor,
     renormalize: bool,
     bias: torch.Tensor | None,

@@ -101,7 +101,7 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         2,
         (
             *(*SMALL, *MICRO, "actor.engine.kind=zero3", "actor.engine.layout=c2"),
-            *("actor.engine.context=gather", "actor.engine.options=[recompute]"),
+            *("actor.engine.context_attention=gather", "actor.engine.options=[recompute]"),
         ),
     ),
     "grpo, fsdp e2, a mixture": (

@@ -52,8 +52,8 @@ from spmdflow.workers import (
     micro_batch,
     model,
 )
+from spmdflow.workers.context_parallel import ContextGroup
 from spmdflow.workers.engine import TrainEngine, engine_of
-from spmdflow.workers.token_cut import Exchanges
 from tests.simcuda.memory_cases import CASES, CONFIGS, Case
 from tests.simcuda.programs.ledger import Ledger
 
@@ -113,8 +113,10 @@ class FakeFolder:
         return torch.empty(box.shape, dtype=torch.bfloat16)
 
 
-def micro_batches_of(case: Case, exchanges: Exchanges | None) -> list[micro_batch.MicroBatch]:
-    """Those of one update, cut by the package's own function, then made fake."""
+def micro_batches_of(
+    case: Case, context_group: ContextGroup | None
+) -> list[micro_batch.MicroBatch]:
+    """Those of one update, built by the package's own function, then made fake."""
     rows = case.rows * case.num_micro_batches
     with unset_fake_temporarily():
         prompts = torch.tensor(case.prompts * case.num_micro_batches)
@@ -134,7 +136,7 @@ def micro_batches_of(case: Case, exchanges: Exchanges | None) -> list[micro_batc
             # Megatron's packed rows need TransformerEngine; equally long, they are the same tensors
             packed=case.kind != "megatron" and "padded" not in case.options,
             shares_prompts=engine_kind(case.kind).shares_prompts,
-            exchanges=exchanges,
+            context_group=context_group,
         )
     return [_fake(micro) for micro in found]
 
@@ -151,10 +153,10 @@ def _fake(micro: micro_batch.MicroBatch) -> micro_batch.MicroBatch:
 
     kept = {f.name: getattr(micro, f.name) for f in fields(micro)}
     packed = kept["packed"] and kept["packed"].move_tensors(like)
-    cut = kept["cut"] and kept["cut"].move_tensors(like)
-    moved = ("index", "packed", "cut")
+    shard = kept["shard"] and kept["shard"].move_tensors(like)
+    moved = ("index", "packed", "shard")
     made = {name: like(x) for name, x in kept.items() if name not in moved}
-    return replace(micro, **made, packed=packed, cut=cut)
+    return replace(micro, **made, packed=packed, shard=shard)
 
 
 def flash(
@@ -327,7 +329,7 @@ def engine_for(case: Case, folder: Path) -> TrainEngine:
     cfg.engine.kind = case.kind
     if case.trained:
         cfg.engine.options = list(case.options)
-    cfg.engine.context = case.context
+    cfg.engine.context_attention = case.context_attention
     return engine_of(cfg, context_of(case), head=head)
 
 
@@ -341,7 +343,7 @@ _ROLES = {
 
 def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(phase, what runs in it): those of a step that this model has."""
-    micros = micro_batches_of(case, engine.exchanges)
+    micros = micro_batches_of(case, engine.context_group)
     scalar = case.shape.head == "scalar"
 
     def answer(output: Any, micro: micro_batch.MicroBatch) -> Mapping[str, torch.Tensor]:

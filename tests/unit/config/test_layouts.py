@@ -106,7 +106,7 @@ def facts_of(**changes: Any) -> ModelFacts:
 
 def test_ranks_divide_rows_if_engine_family_and_heads_allow_it() -> None:
     settings = engine("c2")
-    settings.context = "auto"
+    settings.context_attention = "auto"
     with pytest.raises(ConfigError, match=r"expected no c, as that engine does not divide rows"):
         check_training_sizes("actor", settings, num_ranks=4)
     settings.kind = "fsdp"
@@ -115,7 +115,7 @@ def test_ranks_divide_rows_if_engine_family_and_heads_allow_it() -> None:
 
     check_context("actor", settings, facts_of(), sizes)
     check_context("actor", settings, facts_of(num_attention_heads=9), sizes)
-    settings.context = "ulysses"
+    settings.context_attention = "ulysses"
     with pytest.raises(
         ConfigError, match=r"got ulysses with c2 for 9 .*choose c among \[1, 3, 9\]"
     ):

@@ -12,6 +12,7 @@ from spmdflow.mapping.dataflow import Engine, Model, Strategy, Workload
 from spmdflow.mapping.memory import call_bytes
 from spmdflow.weights.architecture import Architecture
 from spmdflow.workers.attention import AttentionForm, PackedRows, packed_attention
+from tests.saved_bytes import record_saved_bytes
 
 ROWS = 2
 TOKENS = 256
@@ -25,7 +26,7 @@ FORMS = {"sinks": {"has_sinks": True}, "caps": {"caps_scores": True}}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def bytes_kept(form: str, dtype: torch.dtype) -> int:
+def saved_score_bytes(form: str, dtype: torch.dtype) -> int:
     """Of tensors as large as the scores, for the backward of one layer's attention."""
     query, key, value = (
         torch.randn(ROWS * TOKENS, heads, 16, dtype=dtype, requires_grad=True, device="cpu")
@@ -33,19 +34,15 @@ def bytes_kept(form: str, dtype: torch.dtype) -> int:
     )
     sinks = torch.zeros(HEADS, requires_grad=True)
     attention = AttentionForm(sinks=sinks) if form == "sinks" else AttentionForm(cap=50.0)
-    kept: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.numel() > TOKENS * TOKENS and tensor.dtype != torch.bool:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def is_score(tensor: Tensor) -> bool:
+        return tensor.numel() > TOKENS * TOKENS and tensor.dtype != torch.bool
 
     rows = PackedRows.of([TOKENS] * ROWS)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with record_saved_bytes(is_score) as num_bytes:
         output = packed_attention(query, key, value, rows, attention)
         assert output.requires_grad
-    return sum(kept.values())
+    return sum(num_bytes.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,10 +59,13 @@ def test_planned_scores_are_those_that_a_backward_needs(form: str, dtype: str) -
         activations.append(float(parts["activations"]))
     num_scores = ROWS * HEADS * TOKENS * TOKENS
     size = DTYPES[dtype].itemsize
-    kept = 4 * (1 + (form == "caps")) + (size if size < 4 else 0)
+    bytes_per_score = 4 * (1 + (form == "caps")) + (size if size < 4 else 0)
 
-    assert activations[1] - activations[0] >= num_scores * kept
-    assert 0.4 * num_scores * kept <= bytes_kept(form, DTYPES[dtype]) <= 1.05 * num_scores * kept
+    planned = num_scores * bytes_per_score
+    saved = saved_score_bytes(form, DTYPES[dtype])
+
+    assert activations[1] - activations[0] >= planned
+    assert 0.4 * planned <= saved <= 1.05 * planned
 
 
 def test_sinks_and_caps_are_read_from_a_config() -> None:

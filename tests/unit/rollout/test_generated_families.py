@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 from scripts.families.tiny import FAMILIES, save_tiny_model
 from spmdflow.config.schema import RolloutConfig
@@ -17,7 +16,7 @@ from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.weights.folder import attention_of
-from tests.conversations import hold_conversations
+from tests.conversations import hold_conversations, record_continued_rows
 
 CPU = torch.device("cpu")
 BY_DEFAULT = ("gemma3_text", "qwen3_moe", "falcon_h1", "nemotron_h")
@@ -78,33 +77,26 @@ def test_turns_of_a_conversation_continue_the_row_that_was_kept(
     """Six conversations of three turns, as whole prompts and continued: the same tokens, log-probs
     within 5e-5, the same experts.
 
-    Twelve turns can be continued. Of one conversation half of each response is cut, so its two need
-    a row that can be cut: not with sliding windows and states.
+    Twelve turns can be continued. In one conversation half of each response is dropped, so its two
+    need a row that can be truncated: not with sliding windows and states.
     """
     folder = save_tiny_model(family, tmp_path / family)
     draw = torch.Generator().manual_seed(2)
     starts = [torch.randint(3, 320, (length,), generator=draw) for length in (1, 7, 12, 3, 9, 19)]
-    whole, kept = (generator_of(folder, 3) for _ in range(2))
-    read: list[int] = []
-    extend = kept._forward.extend
+    prefilling, continuing = (generator_of(folder, 3) for _ in range(2))
+    continued = record_continued_rows(continuing, monkeypatch)
+    if prefilling._forward.routing is not None:
+        prefilling.return_routes()
+        continuing.return_routes()
 
-    def count(rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        read.extend(starts)
-        return extend(rows, more, starts)
-
-    monkeypatch.setattr(kept._forward, "extend", count)
-    if whole._forward.routing is not None:
-        whole.return_routes()
-        kept.return_routes()
-
-    expected = hold_conversations(whole, starts, SAMPLED, named=False)
-    found = hold_conversations(kept, starts, SAMPLED, named=True)
+    expected = hold_conversations(prefilling, starts, SAMPLED, named=False)
+    found = hold_conversations(continuing, starts, SAMPLED, named=True)
 
     assert found.tokens == expected.tokens
-    assert len(read) == (12 if kept._forward.cuts else 10)
+    assert len(continued) == (12 if continuing._forward.truncates else 10)
     for turn, log_probs in expected.log_probs.items():
         torch.testing.assert_close(found.log_probs[turn], log_probs, rtol=0, atol=5e-5)
-        if whole._forward.routing is not None:
+        if prefilling._forward.routing is not None:
             assert torch.equal(found.routes[turn], expected.routes[turn])
 
 

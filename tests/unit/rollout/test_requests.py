@@ -18,7 +18,7 @@ from spmdflow.errors import ConfigError
 from spmdflow.rollout.builtin import BuiltinGenerator
 from spmdflow.rollout.generator import Request, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
-from tests.conversations import hold_conversations
+from tests.conversations import hold_conversations, record_continued_rows
 from tests.rollout_reference import (
     LLAMA,
     ended_at,
@@ -141,14 +141,7 @@ def test_turns_of_a_conversation_are_those_of_whole_prompts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_batch_size: int
 ) -> None:
     plain, kept = (_generator(folder / name, max_batch_size=max_batch_size) for _ in range(2))
-    read: list[int] = []
-    extend = kept._forward.extend
-
-    def count(rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
-        read.extend(starts)
-        return extend(rows, more, starts)
-
-    monkeypatch.setattr(kept._forward, "extend", count)
+    continued = record_continued_rows(kept, monkeypatch)
     prompts = rows_of(make_prompts(6))
     expected = hold_conversations(plain, prompts, SAMPLED, named=False)
     found = hold_conversations(kept, prompts, SAMPLED, named=True)
@@ -157,10 +150,10 @@ def test_turns_of_a_conversation_are_those_of_whole_prompts(
     for turn, log_probs in expected.log_probs.items():
         torch.testing.assert_close(found.log_probs[turn], log_probs, rtol=0, atol=1e-5)
     if max_batch_size == 1:  # every bit is then the row's own
-        assert not read
+        assert not continued
         assert all(map(torch.equal, found.log_probs.values(), expected.log_probs.values()))
     else:  # two rows make room for a third conversation, three for those that have not ended
-        assert len(read) == 12 if max_batch_size > 2 else len(read) < 12
+        assert len(continued) == 12 if max_batch_size > 2 else len(continued) < 12
     if name != "stablelm":
         assert all(layer.shape[1] <= max_batch_size for layer in kept._forward._cache)
 

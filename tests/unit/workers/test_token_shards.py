@@ -11,47 +11,56 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdflow.workers.attention import PackedRows
+from spmdflow.workers.context_parallel import (
+    GATHER,
+    ULYSSES,
+    ContextGroup,
+    GatheredKeys,
+    TokenShard,
+    _repeats,
+)
 from spmdflow.workers.micro_batch import _positions_with_sharing, _with_padding_row
-from spmdflow.workers.token_cut import HEADS, KEYS, Exchanges, OwnKeys, TokenCut, _repeats
 
-WAYS = (HEADS, KEYS)
+KINDS = (ULYSSES, GATHER)
 
 
-def of_rank(rank: int, size: int, way: str) -> Exchanges:
-    """Exchanges that send nothing."""
+def of_rank(rank: int, size: int, attention: str) -> ContextGroup:
+    """A context group whose ranks send nothing."""
     group: Any = SimpleNamespace(size=lambda: size)
-    return Exchanges(rank, group, way)
+    return ContextGroup(rank, group, attention)
 
 
-@given(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from(WAYS), st.integers(1, 6))
-def test_each_token_of_a_row_is_on_one_rank(size: int, way: str, chunks: int) -> None:
-    length = chunks * of_rank(0, size, way).multiple
+@given(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from(KINDS), st.integers(1, 6))
+def test_each_token_of_a_row_is_on_one_rank(size: int, attention: str, chunks: int) -> None:
+    length = chunks * of_rank(0, size, attention).multiple
 
-    every = [of_rank(0, size, way).columns(length, rank) for rank in range(size)]
+    every = [of_rank(0, size, attention).columns(length, rank) for rank in range(size)]
 
     assert torch.cat(every).sort().values.tolist() == list(range(length))
     assert len({len(columns) for columns in every}) == 1
-    if way == KEYS:  # all ranks see equally many keys
+    if attention == GATHER:  # all ranks see equally many keys
         assert len({int((columns + 1).sum()) for columns in every}) == 1
 
 
-@given(st.sampled_from([2, 4]), st.sampled_from(WAYS), st.integers(1, 3), st.data())
+@given(st.sampled_from([2, 4]), st.sampled_from(KINDS), st.integers(1, 3), st.data())
 def test_every_response_token_is_predicted_on_one_rank(
-    size: int, way: str, rows: int, data: st.DataObject
+    size: int, attention: str, rows: int, data: st.DataObject
 ) -> None:
-    length = 2 * of_rank(0, size, way).multiple
+    length = 2 * of_rank(0, size, attention).multiple
     every = range(rows * length)
     predicting = torch.tensor(data.draw(st.lists(st.sampled_from(every), min_size=1, unique=True)))
     tokens = torch.arange(rows * length).view(rows, length)
 
     slots = []
     for rank in range(size):
-        cut = TokenCut.of(of_rank(rank, size, way), shape=(rows, length), predicting=predicting)
-        own = cut.own(tokens).flatten()
-        assert (cut.places[own] == torch.arange(len(own))).all()
-        real = cut.slots < len(predicting)
-        assert (own[cut.predicting[real]] == predicting[cut.slots[real]]).all()
-        slots += cut.slots[real].tolist()
+        shard = TokenShard.of(
+            of_rank(rank, size, attention), shape=(rows, length), predicting=predicting
+        )
+        own = shard.select(tokens).flatten()
+        assert (shard.index[own] == torch.arange(len(own))).all()
+        real = shard.slots < len(predicting)
+        assert (own[shard.predicting[real]] == predicting[shard.slots[real]]).all()
+        slots += shard.slots[real].tolist()
 
     assert sorted(slots) == list(range(len(predicting)))
 
@@ -83,11 +92,11 @@ def keys_of_queries(rows: PackedRows, tokens: list[int]) -> dict[int, list[int]]
     assert rows.seen is not None
     result = {}
     all_keys = rows.seen.indices.split(list(rows.seen.lengths))
-    place = 0
+    index = 0
     for length, keys in zip(rows.lengths, all_keys, strict=True):
         for number in range(length):
-            result[tokens[place]] = keys[: len(keys) - length + number + 1].tolist()
-            place += 1
+            result[tokens[index]] = keys[: len(keys) - length + number + 1].tolist()
+            index += 1
     return result
 
 
@@ -102,10 +111,10 @@ def test_queries_see_the_keys_of_their_rows_wherever_a_row_is_cut(
 
     found = {}
     for rank in range(size):
-        exchanges = of_rank(rank, size, KEYS)
-        own = OwnKeys.of(exchanges, length, rows)
+        group = of_rank(rank, size, GATHER)
+        own = GatheredKeys.of(group, length, rows)
         assert own.rows is not None
-        found |= keys_of_queries(own.rows, exchanges.columns(length, rank).tolist())
+        found |= keys_of_queries(own.rows, group.columns(length, rank).tolist())
 
     assert found == expected
 
