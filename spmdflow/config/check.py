@@ -416,6 +416,7 @@ def _check_model(
         if is_known(getattr(part, "rollout", None)):
             sizes = parallel.generation_sizes(role, part)
             parallel.check_model_sizes(f"{role}.rollout.layout", facts, sizes)
+            parallel.check_shared_weights(role, part)
     if data and rollout:
         model_folder.check_positions(facts, data.max_prompt_tokens, rollout.max_new_tokens)
     return facts

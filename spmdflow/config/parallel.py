@@ -37,7 +37,7 @@ from spmdflow.kind.engine import (
 from spmdflow.kind.generator import generator_kind, generators_that_cut
 from spmdflow.parallel.layout import divisors
 
-_AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel"}
+_AXES = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "cp": "context-parallel"}
 _LAYOUT = re.compile(r"([tpvsedc][1-9]\d*)+")
 _AXIS = re.compile(r"([tpvsedc])(\d+)")
 
@@ -243,11 +243,53 @@ def check_context(role: str, engine: Any, facts: ModelFacts, sizes: Sizes) -> No
         got = f"c{sizes.cp} for the family {family} ({facts.path})"
         expected = "no c, as its attention is not this project's, or its layers have a state"
         raise ConfigError.of(f"{role}.engine.layout", got, expected, "remove c")
-    if engine.context_attention == "ulysses" and arch.num_heads % sizes.cp:
-        got = f"ulysses with c{sizes.cp} for {arch.num_heads} attention heads ({facts.path})"
-        do = f"set it to auto, or choose c among {divisors(arch.num_heads)}"
+    heads = arch.num_heads // sizes.tp
+    if engine.context_attention == "ulysses" and heads % sizes.cp:
+        of_rank = f" of each of {sizes.tp} ranks" if sizes.tp > 1 else ""
+        got = f"ulysses with c{sizes.cp} for {heads} attention heads{of_rank} ({facts.path})"
+        do = f"set it to auto, or choose c among {divisors(heads)}"
         expected = "a c that divides the heads"
         raise ConfigError.of(f"{role}.engine.context_attention", got, expected, do)
+
+
+def obstacle_to_shared_weights(part: Any, *, has_virtual_stages: bool, nests: bool) -> str | None:
+    """Return why a role's trainer and generator cannot share the storage of weights, or None.
+
+    part: the role's settings. nests: whether every generation replica is inside one training
+    replica.
+    """
+    if not engine_kind(part.engine.kind).shares_storage:
+        return f"engine.kind={part.engine.kind} stores weights in another layout than generation"
+    if not generator_kind(part.rollout.generator).shares_storage:
+        return f"rollout.engine={part.rollout.generator} has its own weights"
+    if (rollout := part.rollout.precision) != (training := part.model.precision):
+        return f"rollout.dtype {rollout} is not model.dtype {training}"
+    if has_virtual_stages:
+        return "stages have several parts of the model (v)"
+    if not nests:
+        return "generation replicas lie across training replicas"
+    return None
+
+
+def check_shared_weights(role: str, part: Any) -> None:
+    """Raise ConfigError for a rollout.weights that shares storage, with sizes that cannot."""
+    if part.rollout.weights not in ("blocks", "flat"):
+        return
+    training = training_sizes(role, part.engine)
+    generation = generation_sizes(role, part)
+    nests = training.tp % generation.tp == 0 and training.pp % generation.pp == 0
+    obstacle = obstacle_to_shared_weights(
+        part, has_virtual_stages=training.virtual > 1, nests=nests
+    )
+    refuse_shared_weights(role, part.rollout.weights, obstacle)
+
+
+def refuse_shared_weights(role: str, setting: str, obstacle: str | None) -> None:
+    """Raise ConfigError if there is an obstacle to the rollout.weights of the settings."""
+    if obstacle is not None:
+        expected = f"copy here, because {obstacle}"
+        do = f"set {role}.rollout.weights=auto"
+        raise ConfigError.of(f"{role}.rollout.weights", setting, expected, do)
 
 
 def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
@@ -265,8 +307,8 @@ def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:
 def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
     """Raise ConfigError for an engine option that does not exist or does not fit.
 
-    An option does not fit if it excludes another one that is set, or if it needs an axis (tp or pp)
-    whose size is 1.
+    An option does not fit if it excludes another one that is set, if it needs an axis (tp or pp)
+    whose size is 1, or if it excludes an axis (cp) whose size is not.
     """
     allowed = engine_kind(engine.kind, key=f"{role}.engine.kind").options
     wrong = []
@@ -290,6 +332,12 @@ def _check_options(role: str, engine: Any, sizes: Sizes) -> None:
                 f"{role}.engine.options: got {option} with {_AXES[axis]} size 1, expected "
                 f"at least 2; remove it or set {role}.engine.layout={axis[0]}2"
             )
+        excluded = allowed[option].excludes_axis
+        if excluded and getattr(sizes, excluded) > 1:
+            got = f"{option} with {_AXES[excluded]} size {getattr(sizes, excluded)}"
+            expected = f"1 under engine.kind={engine.kind}"
+            do = f"remove it or {excluded[0]} from {role}.engine.layout"
+            raise ConfigError.of(f"{role}.engine.options", got, expected, do)
 
 
 @dataclass(frozen=True)

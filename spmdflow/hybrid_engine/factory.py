@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmdflow.errors import ConfigError
+from spmdflow.config.parallel import obstacle_to_shared_weights, refuse_shared_weights
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.sync import BoxSync, SharedSync, WeightSync
-from spmdflow.kind.engine import engine_kind
-from spmdflow.kind.generator import generator_kind
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Generator
 from spmdflow.rollout.vllm import VllmGenerator
@@ -28,28 +26,23 @@ def sync_mode(cfg: Any, layout: Layout) -> str:
     if setting in ("copy", "adapter"):
         return str(setting)
     obstacle = _obstacle(cfg, layout)
-    if obstacle is None:
-        if setting == "auto":
-            return "blocks"
+    if setting != "auto":
+        refuse_shared_weights("actor", setting, obstacle)
         return str(setting)
-    if setting == "auto":
-        return "copy"
-    expected = f"copy here, because {obstacle}"
-    do = "set actor.rollout.weights=auto"
-    raise ConfigError.of("rollout.weights", setting, expected, do)
+    return "blocks" if obstacle is None else "copy"
 
 
 def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:
     """Returns the storage that trainer and generator will share; None if each has its own.
 
     There is none in the modes copy and adapter. Otherwise it is over the ranks of this rank's
-    micro_dp group, and flat in the mode flat.
+    gen_parts group, and flat in the mode flat.
     """
     if mode in ("copy", "adapter"):
         return None
     layout = context.layout
     rank = context.rank
-    ranks = layout.axis_group(rank, "micro_dp")
+    ranks = layout.axis_group(rank, "gen_parts")
     group = context.groups.get(ranks) if len(ranks) > 1 else None
     stage = layout.coordinate(rank).pp
     return SharedStorage(ranks, rank, group, stage=stage, is_flat=mode == "flat")
@@ -89,16 +82,11 @@ def _obstacle(cfg: Any, layout: Layout) -> str | None:
     Both must have the same layout of weights in memory and the same dtype, without virtual pipeline
     stages, and each generation replica must be inside one training replica.
     """
-    if not engine_kind(cfg.engine.kind).shares_storage:
-        return f"engine.kind={cfg.engine.kind} stores weights in another layout than generation"
-    if not generator_kind(cfg.rollout.generator).shares_storage:
-        return f"rollout.engine={cfg.rollout.generator} has its own weights"
-    if (rollout := cfg.rollout.precision) != (training := cfg.model.precision):
-        return f"rollout.dtype {rollout} is not model.dtype {training}"
-    if layout.virtual_size > 1:
-        return "stages have several parts of the model (v)"
-    if not layout.nests:
-        return "generation replicas lie across training replicas"
+    obstacle = obstacle_to_shared_weights(
+        cfg, has_virtual_stages=layout.virtual_size > 1, nests=layout.nests
+    )
+    if obstacle is not None:
+        return obstacle
     if not Architecture.sizes_from_folder(cfg.model.path).is_dense:
         return "the generator stores experts in another form"
     return None

@@ -73,6 +73,8 @@ class EngineOption:
     doc: str
     needs: str = ""
     """Axis that must be larger than 1."""
+    excludes_axis: str = ""
+    """Axis that must be 1."""
     excludes: str = ""
     """Option that cannot be set together with it."""
     sharding: Sharding | None = None

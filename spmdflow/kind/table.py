@@ -93,9 +93,10 @@ register_engine(
         Sharding(gathers=1, reductions=1),
         package="megatron",
         extra="megatron",
-        axes=("tp", "pp", "ep"),
+        axes=("tp", "pp", "cp", "ep"),
         options=_COMMON
         | {
+            "padded": replace(_COMMON["padded"], excludes_axis="cp"),
             "selective_recompute": EngineOption(
                 "compute attention's core again in backward", excludes="recompute"
             ),

@@ -363,7 +363,7 @@ def strategies_on(
             continue
         for gen_tp, gen_pp in _generation_sizes(model, tp, pp, hardware):
             fits = fitting[fitting % max(gen_tp * gen_pp, 1) == 0]
-            for ep, cp in product(expert_sizes(model), context_sizes(model, hardware)):
+            for ep, cp in product(expert_sizes(model), context_sizes(model, hardware, tp)):
                 holding = fits[(fits % (tp * pp * ep) == 0) & (fits % (tp * pp * cp) == 0)]
                 for recompute in recomputes:
                     sizes.append(holding)
@@ -391,18 +391,20 @@ def expert_sizes(model: Model) -> list[int]:
     return divisors(model.shape.num_experts)
 
 
-def context_sizes(model: Model, hardware: Hardware) -> list[int]:
+def context_sizes(model: Model, hardware: Hardware, tp: int) -> list[int]:
     """Return the sizes of context parallelism that a model may train with, ascending.
 
     [1] for an engine or a family whose rows are not divided, the size of its settings if that is
-    fixed, otherwise the divisors of its heads that a node has ranks for.
+    fixed, otherwise the divisors of a tensor-parallel rank's heads with which tp * cp ranks fit a
+    node.
     """
     engine = model.engine
     if engine.context_size:
         return [engine.context_size]
     if "cp" not in engine.facts.axes or not model.shape.packs:
         return [1]
-    return [size for size in divisors(model.shape.num_heads) if size <= hardware.gpus_per_node]
+    most = hardware.gpus_per_node // tp
+    return [size for size in divisors(model.shape.num_heads // tp) if size <= most]
 
 
 def tensor_sizes(model: Model, hardware: Hardware) -> list[int]:

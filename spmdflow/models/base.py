@@ -54,8 +54,19 @@ logger = logging.getLogger(__name__)
 _MUCH_OF_PLAN = 0.9
 """A run logs at its end if it took fewer optimizer steps than this share of the plan."""
 _GENERATION_AXES = ("gen_tp", "gen_pp", "gen_replica")
-_TRAINING_AXES = ("tp", "cp", "tp_cp", "pp", "dp", "weights", "shard", "replicate", "replica")
-_AXES = (*_TRAINING_AXES, *_GENERATION_AXES, "micro_dp")
+_TRAINING_AXES = (
+    "tp",
+    "cp",
+    "tp_cp",
+    "pp",
+    "dp",
+    "weights",
+    "shard",
+    "replicate",
+    "replica",
+    "model",
+)
+_AXES = (*_TRAINING_AXES, *_GENERATION_AXES, "micro_dp", "gen_parts")
 _EXPERT_AXES = ("ep", "expert_dp", "tp_ep", "copy")
 
 Score = Callable[[Any, MicroBatch], dict[str, Tensor]]

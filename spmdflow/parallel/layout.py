@@ -24,6 +24,7 @@ _AXES = {
     "gen_pp": (1,),
     "gen_tp": (4,),
     "micro_dp": (2, 3, 5),
+    "gen_parts": (2, 5),
     "gen_replica": (1, 4),
 }
 """Axis -> dimensions of the grid (see `Layout._grid`)."""
@@ -36,6 +37,7 @@ _WEIGHT_AXES = {
     "expert_dp": (0, 1),
     "tp_ep": (2, 4),
     "copy": (2, 3, 4),
+    "model": (3, 4),
 }
 """Axis -> dimensions of the grid of weights (see `Layout._weight_grid`)."""
 
@@ -198,9 +200,11 @@ class Layout:
         stage with the same rows); replica (tp, cp and pp together: all ranks with the same rows);
         weights (dp and cp together), and inside them shard and replicate; ep (inside a shard: the
         ranks that divide the experts), expert_dp (those with the same experts), tp_ep (tp and ep
-        together) and copy (tp, pp and ep together: one copy of all weights); gen_tp, gen_pp,
-        gen_replica (both together) and micro_dp (inside a replica; the complete pool if generation
-        does not nest). Only `embedding` omits ranks: its
+        together), copy (tp, pp and ep together: one copy of all weights) and model (tp and pp
+        together, of one cp); gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a
+        replica; the complete pool if generation does not nest); gen_parts (those of micro_dp with
+        the same cp, whose training weights together are what each of them generates with). Only
+        `embedding` omits ranks: its
         groups are the first and last rank of each pp group. Groups are ordered by the other axes,
         dp slowest, gen_replica's by dp * d_g + micro_dp. ConfigError for any other axis.
         """

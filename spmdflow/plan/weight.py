@@ -166,7 +166,7 @@ def _stale_models(trained: TracedModel, trace: Trace) -> Iterator[str]:
         if model.generates and not model.only_generates and model.pool == trained.pool:
             mode = sync_mode(model.settings, model.layout)
             layout = model.layout
-            peers = len(layout.axis_group(layout.ranks[0], "micro_dp")) - 1
+            peers = len(layout.axis_group(layout.ranks[0], "gen_parts")) - 1
             if mode == "copy" or (mode == "blocks" and peers):
                 yield name
 
@@ -204,7 +204,7 @@ def _plan_local_sync(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> Wei
     """Return the plan of a sync to a generator on the trainer's own ranks.
 
     Modes copy and adapter are planned by `_plan_copy`. In modes blocks and flat, each rank sends
-    what it stores to the other ranks of its micro_dp group.
+    what it stores to the other ranks of its gen_parts group, which lies in a micro_dp group.
     gathers: in mode flat, this is one all-gather, in which shorter ranks are padded to the longest
     of the group.
     """
@@ -220,7 +220,7 @@ def _plan_local_sync(traced: TracedModel, nodes: Nodes, *, gathers: bool) -> Wei
     numel = storage_numel(
         architecture, layout, distributed_optimizer=sharding.optimizer, overlap=overlap
     )
-    groups = layout.axis_groups("micro_dp")
+    groups = layout.axis_groups("gen_parts")
     longest = {}
     for group in groups:
         for rank in group:

@@ -330,9 +330,9 @@ def buffer_offsets(
 ) -> tuple[dict[str, int], int]:
     """Return each parameter's offset in the flat buffer of Megatron's DDP, and the buffer's size.
 
-    Both are in elements. aligned_over: dp_size under the distributed optimizer. Parameters then
+    Both are in elements. aligned_over: dp * cp under the distributed optimizer. Parameters then
     follow in reverse order of the table, each starts at a multiple of 64, and each bucket ends at a
-    multiple of lcm(dp_size, 128). None, without it: in order of the table, no padding. A bucket
+    multiple of lcm(dp * cp, 128). None, without it: in order of the table, no padding. A bucket
     ends once it has bucket_size elements; None: there is one bucket. shared_embedding: the
     embedding (or its copy), tied over several stages, has a separate bucket.
     """
@@ -367,7 +367,7 @@ def storage_numel(
     distributed_optimizer: includes its padding. overlap: the first stage closes a bucket at
     OVERLAP_BUCKET elements, which adds padding.
     """
-    aligned_over = layout.dp_size if distributed_optimizer else None
+    aligned_over = layout.weight_size if distributed_optimizer else None
     shared = arch.tied and layout.pp_size > 1
     sizes = {}
     for rank, table in megatron_tables(arch, layout).items():

@@ -25,7 +25,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from spmdflow.derivative import apply_linear
-from spmdflow.workers.attention import PackedRows, SeenKeys
+from spmdflow.workers.attention import (
+    AttentionForm,
+    PackedRows,
+    SeenKeys,
+    dense_attention,
+    packed_attention,
+)
 
 ULYSSES = "ulysses"
 GATHER = "gather"
@@ -222,6 +228,53 @@ class TokenShard:
             return total
 
         return apply_linear(values, add, lambda gradient: gradient)
+
+
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows | None,
+    form: AttentionForm,
+    shard: TokenShard,
+) -> Tensor:
+    """Attention under context parallelism; all ranks of the group call it together.
+
+    query (b, heads, T / c, d), key and value (b, kv heads, T / c, d) -> (b, T / c, heads, d).
+    """
+    group = shard.group
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # (T / c, b, heads, d)
+    if shard.keys is not None:
+        k, v = gather_keys(group, shard.keys.order, k, v)
+        own_rows = shard.keys.rows
+        if own_rows is None:
+            return _attend_in_chunks(query, k, v, form, group)
+        return packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), own_rows, form)[None]
+    form = replace(form, sinks=own_heads(group, form.sinks))
+    q, k, v = exchange_for_heads(group, q, k, v)
+    if rows is None:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        output = dense_attention(q, k, v, form).permute(2, 0, 1, 3)
+    else:
+        output = packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), rows, form)[:, None]
+    return exchange_for_tokens(group, output).transpose(0, 1)
+
+
+def _attend_in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, group: ContextGroup
+) -> Tensor:
+    """Attention of padded rows of which a rank has the queries of some chunks.
+
+    query (b, heads, T / c, d), key and value (T, b, kv heads, d) -> (b, T / c, heads, d).
+    """
+    k, v = (x.permute(1, 2, 0, 3) for x in (key, value))
+    length = len(key)
+    chunk = length // group.multiple
+    outputs = []
+    ends = (group.columns(length, group.rank)[chunk - 1 :: chunk] + 1).tolist()
+    for part, end in zip(query.split(chunk, 2), ends, strict=True):
+        outputs.append(dense_attention(part, k[:, :, :end], v[:, :, :end], form))
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def exchange_for_heads(

@@ -104,7 +104,7 @@ class TrainEngine(ABC):
 
     def _find_context_group(self, model: LoadedModel | ModelSource) -> ContextGroup:
         """Return this rank's group, with the attention of engine.context_attention."""
-        heads = Architecture.sizes_from_config(model.config).num_heads
+        heads = Architecture.sizes_from_config(model.config).num_heads // self.layout.tp_size
         size = self.layout.cp_size
         attention = self.cfg.context_attention
         why = "engine.context_attention"
@@ -392,6 +392,11 @@ class TrainEngine(ABC):
         else:
             storages.to_host(self.weights_version)
 
+    @property
+    def token_multiple(self) -> int:
+        """The number of a rank's tokens in a micro-batch is made a multiple of this."""
+        return 1
+
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
         """The rows of batch on the device, split into micro-batches according to the settings."""
         by_tokens = self.cfg.max_micro_batch_tokens is not None
@@ -403,6 +408,7 @@ class TrainEngine(ABC):
             packed=self.packs,
             shares_prompts=engine_kind(self.cfg.kind).shares_prompts,
             context_group=self.context_group,
+            multiple=self.token_multiple,
         )
 
     def count_micro_batches(self, batch: TensorDict) -> int:

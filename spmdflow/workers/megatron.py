@@ -2,14 +2,15 @@
 
 Every rank holds 1/t of the tensors of its stages; micro-batches flow through the stages in 1F1B
 order (Narayanan et al. 2021). Works on any subset of ranks and next to other models in the process.
-There is no context parallelism: Megatron's attention lacks it without TransformerEngine, and
-layouts have no such axis. The embedding of a padding token is trained like any other (Hugging Face
-stops its gradient). Knows no roles: what an output means is up to `fn` and `loss`.
+Ranks that divide rows (context parallelism) are data-parallel ranks for Megatron, and exchange
+queries, keys and values in this project's attention. Knows no roles: what an output means is up to
+`fn` and `loss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from spmdflow.workers.megatron_model import (
 )
 from spmdflow.workers.megatron_optimizer import Adopt, StageOptimizer, flat_blocks
 from spmdflow.workers.megatron_runtime import megatron_runtime, process_groups
-from spmdflow.workers.micro_batch import MicroBatch, pad_length
+from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import ModelSource
 from spmdflow.workers.optimizer import undecayed_of
 
@@ -135,7 +136,13 @@ class MegatronEngine(TrainEngine):
         result = []
         for part in range(num_parts):
             built = build_model(
-                model.architecture, groups, self.dtype, options, part=part, num_parts=num_parts
+                model.architecture,
+                groups,
+                self.dtype,
+                options,
+                part=part,
+                num_parts=num_parts,
+                divides_rows=self.context_group is not None,
             )
             if padding_token is not None:
                 row = padding_token % model.architecture.vocab_size  # -1: the last
@@ -175,6 +182,8 @@ class MegatronEngine(TrainEngine):
                 sums[name] = x.detach().double()
             return value, torch.zeros((), dtype=torch.int), sums
 
+        if self.context_group is not None:
+            self.context_group.num_bytes = 0
         with megatron_runtime():
             self._start_routers(micros)
             self.optimizer.zero_gradients()
@@ -182,17 +191,22 @@ class MegatronEngine(TrainEngine):
             if self._routers is not None:
                 statistics = self._routers.end(self._sum_over_pool)
                 self.router_metrics = statistics.metrics() | self._traffic_metrics()
+            if self.context_group is not None:
+                sent = self._sum_of_ranks(self.context_group.num_bytes)
+                self.context_metrics = {"context_bytes": sent}
             return self._share_metrics(metrics_of_micros)
 
     def _traffic_metrics(self) -> dict[str, Metric]:
         """Return the bytes that all ranks have sent to experts in this step; {} without e."""
         if self._routers is None or self.layout.expert_size == 1:
             return {}
-        sent = torch.tensor(
-            float(self._routers.traffic.num_bytes), dtype=torch.float64, device=self.device
-        )
-        self._sum_over_pool(sent)
-        return {"expert_bytes": float(sent)}
+        return {"expert_bytes": self._sum_of_ranks(self._routers.traffic.num_bytes)}
+
+    def _sum_of_ranks(self, value: float) -> float:
+        """The sum of a number over all ranks of the model, which call it together."""
+        total = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        self._sum_over_pool(total)
+        return float(total)
 
     def _start_routers(self, micros: list[MicroBatch]) -> None:
         """Begin a training pass of a mixture of experts; nothing for a dense model.
@@ -376,7 +390,7 @@ class MegatronEngine(TrainEngine):
             packed = None
             if micro.packed is not None:
                 fused = self._config.apply_rope_fusion
-                packed = PackedParams.of(micro.packed, positions[0], fused=fused)
+                packed = PackedParams.of(micro.packed, positions[0], fused=fused, shard=micro.shard)
             if self._routers is not None:
                 self._routers.begin(micro)
             output = model(ids, positions, None, packed_seq_params=packed)
@@ -386,8 +400,6 @@ class MegatronEngine(TrainEngine):
 
         for module in modules:
             module.train(train)  # recompute is only for training; there is no dropout
-        if self._config.sequence_parallel:
-            micros = [pad_length(micro, self.layout.tp_size) for micro in micros]
         if self._stages is not None:
             self._stages.expect(micros)
         results: list[Any] = self._run(
@@ -402,7 +414,14 @@ class MegatronEngine(TrainEngine):
             pg_collection=self._megatron_groups,
             **({} if self._stages is None else {"p2p_communicator": self._stages}),
         )
+        for part in self._modules:
+            part.set_input_tensor(None)  # with its gradient, it would be kept until the next pass
         return results
+
+    @property
+    def token_multiple(self) -> int:
+        """See `TrainEngine.token_multiple`: tp, if its ranks divide the sequence."""
+        return self.layout.tp_size if self._config.sequence_parallel else 1
 
     def micro_batches(self, batch: TensorDict, num_micro_batches: int) -> list[MicroBatch]:
         """Split the rows into micro-batches on the device; see `TrainEngine.micro_batches`.
@@ -415,27 +434,36 @@ class MegatronEngine(TrainEngine):
     def _output_of(self, output: Tensor, micro: MicroBatch) -> CausalOutput | ScalarOutput:
         """Return the last stage's hidden states with its head, as a CausalOutput or a ScalarOutput.
 
-        output: (b, T, H). Hidden states of a causal LM are selected at the positions that predict a
-        response token.
+        output: (b, T, H) of this rank's tokens. Hidden states of a causal LM are selected at the
+        positions that predict a response token.
         """
         architecture = self.model.architecture
         model = self._modules[-1]
         tp = self._megatron_groups.tp
         hidden = output.flatten(0, 1)
+        shard = micro.shard
         if architecture.head == "scalar":
             return ScalarOutput(
-                hidden, lambda x: nn.functional.linear(x, model.output_layer.weight)
+                hidden, lambda x: nn.functional.linear(x, model.output_layer.weight), shard
             )
         weight = model.output_layer.weight
         if architecture.tied:
             weight = model.shared_embedding_or_output_weight()
+        predicting = micro.predicting
+        targets = micro.targets
+        join = None
+        if shard is not None:
+            predicting = shard.predicting
+            targets = shard.targets(micro.targets)
+            join = partial(shard.join, num_targets=len(micro.targets))
         return CausalOutput(
-            hidden.index_select(0, micro.predicting),
+            hidden.index_select(0, predicting),
             weight,
-            micro.targets,
+            targets,
             first=tp.rank() * len(weight),
             vocab_size=architecture.vocab_size,
             group=tp if tp.size() > 1 else None,
+            join=join,
         )
 
     def _share_metrics(self, metrics_of_micros: list[dict[str, Tensor]]) -> dict[str, float]:
@@ -445,7 +473,7 @@ class MegatronEngine(TrainEngine):
         them from it. All ranks of the model call it together.
         """
         replica = self.layout.axis_group(self.rank, "replica")
-        source = replica[-self.layout.tp_size]
+        source = replica[-self.layout.tp_size * self.layout.cp_size]
         metrics: dict[str, float] = {}
         if self.rank == source:
             local = {}

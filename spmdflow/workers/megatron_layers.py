@@ -34,6 +34,7 @@ from spmdflow.workers.attention import (
     dense_attention,
     packed_attention,
 )
+from spmdflow.workers.context_parallel import TokenShard, context_attention
 
 
 class RMSNorm(nn.Module):
@@ -68,8 +69,8 @@ class RMSNorm(nn.Module):
 class CausalAttention(nn.Module):
     """Scaled dot-product attention with PyTorch's kernels: no (T, T) scores are stored.
 
-    Does not support context parallelism: every rank needs the keys of the complete sequence, which
-    Megatron exchanges only in TransformerEngine's attention.
+    Ranks that divide packed rows exchange queries, keys and values here
+    (`context_parallel.context_attention`), not by Megatron's own context parallelism.
     """
 
     def __init__(
@@ -94,13 +95,17 @@ class CausalAttention(nn.Module):
 
         query (T, b, heads, d), key and value (T, b, kv heads, d) -> (T, b, heads * d). With
         packed_seq_params, the rows are packed and have no dimension b: (N, heads, d) and (N, kv
-        heads, d) -> (N, heads, d). attention_mask must be None, because rows are padded on the
-        right.
+        heads, d) -> (N, heads, d), where N counts this rank's tokens if ranks divide rows.
+        attention_mask must be None, because rows are padded on the right.
         """
         assert attention_mask is None, "rows are padded on the right: causality is mask enough"
         form = AttentionForm(self.scale, self.window)
         if packed_seq_params is not None:
-            return packed_attention(query, key, value, packed_seq_params.rows, form)
+            rows = packed_seq_params.rows
+            if packed_seq_params.shard is None:
+                return packed_attention(query, key, value, rows, form)
+            q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+            return context_attention(q, k, v, rows, form, packed_seq_params.shard)[0]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (b, heads, T, d)
         mixed = dense_attention(q, k, v, form)
         return mixed.permute(2, 0, 1, 3).flatten(2)
@@ -206,17 +211,27 @@ class PackedParams(PackedSeqParams):
 
     rows: Any = None
     """The `PackedRows`."""
+    shard: Any = None
+    """The `TokenShard`, if ranks divide rows."""
     positions: Any = None
     """(N,) int64: position of each token in its row."""
 
     @classmethod
-    def of(cls, rows: PackedRows, positions: Tensor, *, fused: bool) -> PackedParams:
+    def of(
+        cls,
+        rows: PackedRows,
+        positions: Tensor,
+        *,
+        fused: bool,
+        shard: TokenShard | None = None,
+    ) -> PackedParams:
         """Return Megatron's parameters of packed rows.
 
         fused: the rotary kernel takes offsets, so these are set. Otherwise the positions (N,) are.
+        shard: this rank's tokens, if ranks divide rows; not fused then.
         """
         if not fused:
-            return cls("thd", rows=rows, positions=positions)
+            return cls("thd", rows=rows, shard=shard, positions=positions)
         ends = rows.offsets
         most = max(rows.lengths)
         return cls("thd", ends, ends, max_seqlen_q=most, max_seqlen_kv=most, rows=rows)

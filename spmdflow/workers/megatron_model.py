@@ -64,12 +64,15 @@ def build_model(
     *,
     part: int,
     num_parts: int,
+    divides_rows: bool,
 ) -> GPTModel:
     """Build one of this rank's parts of the model, with undefined weights.
 
     On pipeline stage s of p, part k is virtual stage k * p + s of p * num_parts (`weights.ranks`).
     The first has the embedding, the last the head. options: engine.options. The vocabulary is
     padded to a multiple that tp divides. The last part returns hidden states instead of logits.
+    divides_rows: ranks divide the tokens of rows, so attention is this project's, and the rotary
+    embedding takes positions.
     With tied embeddings all ranks of a pipeline call it together.
     """
     tp_size = groups.tp.size()
@@ -88,12 +91,14 @@ def build_model(
         ep_size=groups.ep.size(),
         num_parts=num_parts,
     )
+    if divides_rows:
+        config.apply_rope_fusion = False
     last = stage == num_stages - 1
     scalar = architecture.head != "causal_lm"
     multiple = default_vocab_multiple(tp_size)
     model = GPTModel(
         config,
-        _stage_spec(config, num_layers),
+        _stage_spec(config, num_layers, own_attention=divides_rows),
         vocab_size=-(-architecture.vocab_size // multiple) * multiple,
         max_sequence_length=architecture.max_positions,
         pre_process=stage == 0,
@@ -291,11 +296,13 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
+def _stage_spec(
+    config: TransformerConfig, num_layers: int, *, own_attention: bool
+) -> TransformerBlockSubmodules:
     """Return Megatron's description of num_layers decoder layers and a final norm.
 
     They are TransformerEngine's layers if it is installed and CUDA is available, otherwise
-    Megatron's local ones with `RMSNorm` and `CausalAttention`.
+    Megatron's local ones with `RMSNorm`. own_attention: `CausalAttention` in both.
     """
     qk_norm = config.qk_layernorm
     has_experts = config.num_moe_experts is not None
@@ -305,7 +312,8 @@ def _stage_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm, **experts)
         layer.submodules.self_attention.module = GroupedSelfAttention
-        layer.submodules.self_attention.submodules.core_attention = TEPackedAttention
+        core_attention = CausalAttention if own_attention else TEPackedAttention
+        layer.submodules.self_attention.submodules.core_attention = core_attention
         if has_experts:
             _submodules_of(layer.submodules.mlp).router = ExpertRouter
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)

@@ -37,16 +37,17 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
 def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGroupCollection:
     """Return the process groups of this rank that Megatron uses instead of its global state.
 
-    All groups exist already. Context parallelism, which layouts do not have, gets the group of this
-    rank alone, and so does expert parallelism of size 1. embd has the first and last stage of a
-    tied embedding, otherwise None.
+    All groups exist already. Ranks that divide rows are data-parallel ranks for Megatron: they
+    divide the optimizer and sum gradients, and its own context parallelism has this rank alone, as
+    has expert parallelism of size 1. embd has the first and last stage of a tied embedding,
+    otherwise None.
     """
     axis = {}
-    for name in ("tp", "pp", "dp"):
-        axis[name] = groups.get(layout.axis_group(rank, name))
-    replica = groups.get(layout.axis_group(rank, "replica"))
+    for name, own_name in {"tp": "tp", "pp": "pp", "dp": "weights"}.items():
+        axis[name] = groups.get(layout.axis_group(rank, own_name))
+    model = groups.get(layout.axis_group(rank, "model"))
     alone = groups.get((rank,))
-    experts = {"ep": alone, "tp_ep": axis["tp"], "tp_ep_pp": replica, "expt_dp": axis["dp"]}
+    experts = {"ep": alone, "tp_ep": axis["tp"], "tp_ep_pp": model, "expt_dp": axis["dp"]}
     if layout.expert_size > 1:
         names = {"ep": "ep", "tp_ep": "tp_ep", "tp_ep_pp": "copy", "expt_dp": "expert_dp"}
         for name, own_name in names.items():
@@ -57,7 +58,7 @@ def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGrou
             ends.append(group)
     return ProcessGroupCollection(
         **axis,
-        mp=replica,
+        mp=model,
         # first and last stage of a tied embedding; None on the stages between
         embd=groups.get_or_none(ends[0]) if ends and layout.pp_size > 1 else None,
         pos_embd=None,
@@ -65,7 +66,6 @@ def process_groups(layout: Layout, rank: int, groups: GroupTable) -> ProcessGrou
         **experts,
         expt_tp=axis["tp"],
         intra_expt_dp=experts["expt_dp"],
-        # our layouts have no context parallelism
         cp=alone,
         tp_cp=axis["tp"],
         dp_cp=axis["dp"],

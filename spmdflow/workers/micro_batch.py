@@ -95,6 +95,7 @@ def micro_batches(
     packed: bool = False,
     shares_prompts: bool = False,
     context_group: ContextGroup | None = None,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Split the rows of batch into exactly num_micro_batches micro-batches on device.
 
@@ -102,6 +103,7 @@ def micro_batches(
     otherwise by rows. Packed rows are sorted by length inside a part. shares_prompts: a prompt that
     packed rows share is packed once, where that saves enough (`shared_prompt.SHARED_FROM`).
     context_group: the ranks that divide the tokens of each row; None: each has whole rows.
+    multiple: the number of a rank's tokens of a row, or of packed rows, becomes a multiple of this.
 
     batch is in host memory. It needs ragged prompts (no empty one) and responses. Other columns are
     ragged with the responses' lengths, dense, or text (omitted). response_mask is all True if the
@@ -119,8 +121,11 @@ def micro_batches(
         rows_of_part = select_rows(rows, index) if part else _padding_of(rows)
         positions = _token_positions(rows_of_part, packed=packed, shares=packed and shares_prompts)
         micro = _build_micro_batch(rows_of_part, index, positions)
-        if context_group is not None:
-            micro = _shard_tokens(pad_length(micro, context_group.multiple), context_group)
+        if context_group is None:
+            micro = pad_length(micro, multiple)
+        else:
+            micro = pad_length(micro, multiple * context_group.multiple)
+            micro = _shard_tokens(micro, context_group)
         micros.append(_on_device(micro, device))
     return micros
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,14 +50,7 @@ from spmdflow.workers.attention import (
     packed_attention,
     rotate,
 )
-from spmdflow.workers.context_parallel import (
-    ContextGroup,
-    TokenShard,
-    exchange_for_heads,
-    exchange_for_tokens,
-    gather_keys,
-    own_heads,
-)
+from spmdflow.workers.context_parallel import TokenShard, context_attention
 from spmdflow.workers.micro_batch import MicroBatch
 
 
@@ -414,53 +407,6 @@ def row_attention(
     # a view whose gradient is one: that of x[0] would be a copy into zeros
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     return packed_attention(q, k, v, packed_rows, form)[None], None
-
-
-def context_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: PackedRows | None,
-    form: AttentionForm,
-    shard: TokenShard,
-) -> Tensor:
-    """Attention under context parallelism; all ranks of the group call it together.
-
-    query (b, heads, T / c, d), key and value (b, kv heads, T / c, d) -> (b, T / c, heads, d).
-    """
-    group = shard.group
-    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # (T / c, b, heads, d)
-    if shard.keys is not None:
-        k, v = gather_keys(group, shard.keys.order, k, v)
-        own_rows = shard.keys.rows
-        if own_rows is None:
-            return _attend_in_chunks(query, k, v, form, group)
-        return packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), own_rows, form)[None]
-    form = replace(form, sinks=own_heads(group, form.sinks))
-    q, k, v = exchange_for_heads(group, q, k, v)
-    if rows is None:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        output = dense_attention(q, k, v, form).permute(2, 0, 1, 3)
-    else:
-        output = packed_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), rows, form)[:, None]
-    return exchange_for_tokens(group, output).transpose(0, 1)
-
-
-def _attend_in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, group: ContextGroup
-) -> Tensor:
-    """Attention of padded rows of which a rank has the queries of some chunks.
-
-    query (b, heads, T / c, d), key and value (T, b, kv heads, d) -> (b, T / c, heads, d).
-    """
-    k, v = (x.permute(1, 2, 0, 3) for x in (key, value))
-    length = len(key)
-    chunk = length // group.multiple
-    outputs = []
-    ends = (group.columns(length, group.rank)[chunk - 1 :: chunk] + 1).tolist()
-    for part, end in zip(query.split(chunk, 2), ends, strict=True):
-        outputs.append(dense_attention(part, k[:, :, :end], v[:, :, :end], form))
-    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def grouped_attention(

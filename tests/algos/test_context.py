@@ -78,3 +78,35 @@ def test_checkpoint_of_divided_rows_goes_on_with_tensor_parallelism(tmp_path: Pa
     run_ranks(other, *words, *megatron, "total_steps=2", num_ranks=2, script=GRPO, small=())
 
     assert norms(other) == pytest.approx(norms(first), rel=1e-4)
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize(
+    ("layout", "generator", "weights"),
+    [
+        ("c2", "builtin", "copy"),
+        pytest.param("c2", "vllm", "blocks", marks=pytest.mark.slow),
+        pytest.param("t2c2", "vllm", "flat", marks=pytest.mark.slow),
+        pytest.param("p2c2", "vllm", "copy", marks=pytest.mark.slow),
+    ],
+)
+def test_megatron_divides_rows_and_its_generators_get_the_weights(
+    layout: str, generator: str, weights: str, tmp_path: Path
+) -> None:
+    """Two steps with c2, and a third one from its checkpoint, on FSDP; vLLM is not divided."""
+    data_parallel, divided = (tmp_path / name for name in ("data_parallel", "divided"))
+    num_ranks = 2 if layout == "c2" else 4
+    rollout = (f"actor.rollout.engine={generator}", "actor.rollout.layout=t1")
+    words = (*FEW, *rollout, "save_every=2")
+    megatron = ("actor.engine.kind=megatron", f"actor.engine.layout={layout}")
+    shared = f"actor.rollout.weights={weights}"
+    run_ranks(data_parallel, *words, "total_steps=3", num_ranks=num_ranks, script=GRPO, small=())
+
+    first = (*words, *megatron, shared, "total_steps=2")
+    run_ranks(divided, *first, num_ranks=num_ranks, script=GRPO, small=())
+    run_ranks(divided, *words, "total_steps=3", num_ranks=num_ranks, script=GRPO, small=())
+
+    check_prediction(divided)
+    assert norms(divided) == pytest.approx(norms(data_parallel), rel=1e-4)
+    assert [step.get("actor/context_bytes", 0.0) > 0 for step in steps_of(divided)] == [1, 1, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,30 @@ MEMORY = PROGRAM.with_name("context_memory.py")
 KINDS = ("fsdp", "fsdp-gather")
 MORE_KINDS = ("fsdp-padded", "fsdp-gather-padded", "zero1", "zero2-padded", "zero3-nine-padded")
 MORE_KINDS += ("zero1-gather-padded", "zero2-nine", "fsdp-ulysses")
+MEGATRON_KINDS = ("megatron", "megatron-gather", "megatron-plain_optimizer", "megatron-overlap")
+MEGATRON_KINDS += ("megatron-nine-selective_recompute-saves",)
 LAYOUTS = ("c2", "c4", "d2c2")
+CUT_LAYOUTS = ("t2c2", "p2c2")
+"""For Megatron."""
 OTHERS = ("policy and texts", "supervised", "pairs", "labels", "value", "score of pairs")
 
 
-@pytest.mark.parametrize("kinds", [KINDS, pytest.param(MORE_KINDS, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        KINDS,
+        pytest.param(MORE_KINDS, marks=pytest.mark.drill),
+        pytest.param(
+            MEGATRON_KINDS,
+            marks=[
+                pytest.mark.drill,
+                pytest.mark.skipif(
+                    find_spec("megatron") is None, reason="megatron-core is not installed"
+                ),
+            ],
+        ),
+    ],
+)
 def test_every_objective_has_the_loss_and_gradient_of_whole_rows(
     kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -34,7 +54,7 @@ def test_every_objective_has_the_loss_and_gradient_of_whole_rows(
         (objective, kind, layout)
         for objective in (*POLICY_LOSSES, *OTHERS)
         for kind in kinds
-        for layout in LAYOUTS
+        for layout in layouts_of(kind)
     }
     assert {(case["objective"], case["kind"], case["layout"]) for case in found} == expected
     for case in found:
@@ -44,21 +64,31 @@ def test_every_objective_has_the_loss_and_gradient_of_whole_rows(
         assert case["bytes"] == bytes_for_attention(case), case
 
 
+def layouts_of(kind: str) -> tuple[str, ...]:
+    """Of the program; tensor-parallel ranks do not divide nine heads."""
+    if not kind.startswith("megatron"):
+        return LAYOUTS
+    return (*LAYOUTS, *(layout for layout in CUT_LAYOUTS if layout[0] == "p" or "nine" not in kind))
+
+
 def bytes_for_attention(case: dict[str, Any]) -> float:
     """What all ranks send in a forward and a backward of two float32 layers; four ranks recompute.
 
     Ulysses exchanges queries, keys, values and results; two key-value heads are repeated for four
-    ranks. Otherwise each rank sends its keys and values to all others.
+    ranks, of which each has a half or a quarter of the heads. Otherwise each rank sends its keys
+    and values to all others.
     """
-    size = int(case["layout"][-1])
+    layout = case["layout"]
+    size = int(layout[-1])
     nine = "nine" in case["kind"]
     width = 72 if nine else 64
     keys = 24 if nine else 16
     if nine or "gather" in case["kind"]:
         sent = 2 * keys * (size - 1)
     else:
-        sent = 2 * (width + max(keys, 8 * size)) * (size - 1) / size
-    passes = 2 if case["layout"] == "c2" else 3
+        ranks_of_heads = 4 if layout == "t2c2" else size
+        sent = 2 * (width + max(keys, 8 * ranks_of_heads)) * (size - 1) / size
+    passes = 2 if layout == "c2" and "selective" not in case["kind"] else 3
     return float(case["tokens"] * 2 * 4 * passes * sent)
 
 

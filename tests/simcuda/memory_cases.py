@@ -149,14 +149,15 @@ class Case:
             dp = len(ranks) // self.cp
             sizes = {"dp_size": dp, "cp_size": self.cp, "expert_size": self.ep}
             return Layout(ranks, shard_size=shard, **sizes)
-        dp = self.num_ranks // (self.tp * self.pp)
-        sizes = {"pp_size": self.pp, "dp_size": dp, "tp_size": self.tp, "expert_size": self.ep}
-        return Layout(tuple(range(self.num_ranks)), **sizes, virtual_size=self.virtual)
+        dp = self.num_ranks // (self.tp * self.pp * self.cp)
+        sizes = {"pp_size": self.pp, "dp_size": dp, "tp_size": self.tp, "cp_size": self.cp}
+        sizes |= {"expert_size": self.ep, "virtual_size": self.virtual}
+        return Layout(tuple(range(self.num_ranks)), **sizes)
 
     @property
     def rank(self) -> int:
         """Which is traced."""
-        return self.layout.axis_group(0, "replica")[self.stage * self.tp]
+        return self.layout.axis_group(0, "replica")[self.stage * self.tp * self.cp]
 
     @property
     def engine(self) -> Engine:
@@ -305,6 +306,11 @@ def _long_rows() -> list[Case]:
         Case("7B", 8, cp=4, prompt=1024, response=7168),
         Case("7B", 8, trained=False, cp=8, **long),
         Case("34B", 64, options=recompute, cp=8, **long),
+        Case("7B", 8, "megatron", recompute, cp=8, **long),
+        Case("7B", 8, "megatron", recompute, cp=8, context_attention="gather", **long),
+        Case("7B", 8, "megatron", tp=2, cp=4, prompt=1024, response=15360),
+        Case("7B", 8, "megatron", recompute, tp=2, pp=2, cp=2, stage=1, **long),
+        Case("7B", 8, "megatron", trained=False, tp=2, cp=4, **long),
     ]
 
 

@@ -2,7 +2,8 @@
 
 Usage: torchrun --nproc-per-node 4 context_objectives.py FOLDER KIND ...
 KIND: an engine's, and perhaps a kind of attention and options, such as fsdp-gather-padded. Without
-one the model has 8 heads, with `nine` it has 9, which neither 2 nor 4 ranks divide. Rank 0 writes
+one the model has 8 heads, with `nine` it has 9, which neither 2 nor 4 ranks divide. Megatron is
+also measured with tensor-parallel ranks and with stages that divide rows. Rank 0 writes
 FOLDER/results.json: a list of cases, each with the gap of the loss, and of the gradient over its
 norm.
 """
@@ -46,13 +47,18 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.context_parallel import GATHER, ULYSSES
 from spmdflow.workers.engine import TrainEngine
-from spmdflow.workers.model import load_model
+from spmdflow.workers.model import load_model, open_model
 
 LAYOUTS = {
     "c2": Layout((0, 1), dp_size=1, cp_size=2),
     "c4": Layout((0, 1, 2, 3), dp_size=1, cp_size=4),
     "d2c2": Layout((0, 1, 2, 3), dp_size=2, cp_size=2),
 }
+CUT_LAYOUTS = {
+    "t2c2": Layout((0, 1, 2, 3), dp_size=1, tp_size=2, cp_size=2),
+    "p2c2": Layout((0, 1, 2, 3), dp_size=1, pp_size=2, cp_size=2),
+}
+"""For engines that divide the model."""
 WHOLE = Layout((0,))
 NUM_ROWS = 8
 TEMPERATURE = 0.9
@@ -63,7 +69,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    groups = make_groups(rank, [*LAYOUTS.values(), WHOLE])
+    groups = make_groups(rank, [*LAYOUTS.values(), *CUT_LAYOUTS.values(), WHOLE])
     if rank == 0:
         write_models(folder)
     dist.barrier()
@@ -72,7 +78,7 @@ def main() -> None:
     for head, model in models:
         expected = run(folder / (head + model), "fsdp", WHOLE, head, rank, groups)
         for kind in (kind for kind in sys.argv[2:] if ("nine" in kind) == bool(model)):
-            for name, layout in LAYOUTS.items():
+            for name, layout in layouts_of(kind).items():
                 measured = run(folder / (head + model), kind, layout, head, rank, groups)
                 for objective, step in measured.items() if rank == 0 else ():
                     gap, norm = compare(step.gradient, expected[objective].gradient)
@@ -83,6 +89,16 @@ def main() -> None:
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def layouts_of(kind: str) -> dict[str, Layout]:
+    """The layouts on which a kind is measured, by name. Two ranks do not divide nine heads."""
+    result = dict(LAYOUTS)
+    if engine_kind(kind.partition("-")[0]).cuts_model:
+        result |= CUT_LAYOUTS
+    if "nine" in kind:
+        result.pop("t2c2", None)
+    return result
 
 
 def write_models(folder: Path) -> None:
@@ -200,7 +216,7 @@ def make_groups(rank: int, layouts: Iterable[Layout]) -> GroupTable:
     groups = GroupTable(rank, timeout_seconds=600)
     for layout in layouts:
         axes = [(member,) for member in layout.ranks]
-        for axis in ("dp", "cp", "weights", "shard", "replicate", "replica"):
+        for axis in ("tp", "pp", "dp", "cp", "weights", "shard", "replicate", "replica", "model"):
             axes += layout.axis_groups(axis)
         groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in [layout.ranks, *axes]])
     return groups
@@ -211,14 +227,15 @@ def build(
 ) -> TrainEngine:
     """An engine whose steps leave their gradient in exp_avg, and the weights as they are."""
     name, *words = kind.split("-")
-    options = [word for word in words if word == "padded"]
+    options = [word for word in words if word in engine_kind(name).options]
     options += ["recompute"] * (layout.size == 4 and "saves" not in words)
     attention = next((word for word in words if word in (ULYSSES, GATHER)), "auto")
     cfg = replace(engine_config(), kind=name, options=options, context_attention=attention)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
     optimizer = OptimizerConfig(lr=1e-30, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
+    open_folder = open_model if engine_kind(name).reads_folder else load_model
     engine: TrainEngine = resolve(engine_kind(name).implementation)(
-        load_model(ModelConfig(path=str(model), dtype="float32"), head=head),
+        open_folder(ModelConfig(path=str(model), dtype="float32"), head=head),
         cfg,
         context,
         optimizer=optimizer,

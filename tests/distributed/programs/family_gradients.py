@@ -46,6 +46,7 @@ from spmdflow.workers.model import load_model, open_model
 CPU = torch.device("cpu")
 POOLS = (1, 2, 4)
 AXES = ("tp", "cp", "pp", "dp", "replica", "ep", "expert_dp", "tp_ep", "copy", "embedding")
+AXES += ("weights", "model")
 SIGMOIDS = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
 """Families whose routers score with sigmoids."""
 BALANCE = 0.5
@@ -96,7 +97,7 @@ def layouts_of(kind: str) -> list[Layout]:
     if not text:
         return [Layout.data_parallel(tuple(range(size))) for size in POOLS]
     sizes = sizes_of("kind", text.partition("-")[0])
-    dp_size = max(sizes.dp, sizes.ep)
+    dp_size = max(sizes.dp, sizes.ep // sizes.cp, 1)
     return [
         Layout(
             tuple(range(sizes.replica * dp_size)),

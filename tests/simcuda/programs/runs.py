@@ -104,6 +104,14 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
             *("actor.engine.context_attention=gather", "actor.engine.options=[recompute]"),
         ),
     ),
+    "grpo, megatron t2c2": (
+        "grpo",
+        4,
+        (
+            *(*SMALL, *MICRO, "actor.engine.kind=megatron", "actor.engine.layout=t2c2"),
+            *("actor.engine.options=[sequence_parallel]", "reference.engine.layout=c2"),
+        ),
+    ),
     "grpo, fsdp e2, a mixture": (
         "grpo",
         4,

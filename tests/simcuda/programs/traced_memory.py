@@ -52,7 +52,6 @@ from spmdflow.workers import (
     micro_batch,
     model,
 )
-from spmdflow.workers.context_parallel import ContextGroup
 from spmdflow.workers.engine import TrainEngine, engine_of
 from tests.simcuda.memory_cases import CASES, CONFIGS, Case
 from tests.simcuda.programs.ledger import Ledger
@@ -113,9 +112,7 @@ class FakeFolder:
         return torch.empty(box.shape, dtype=torch.bfloat16)
 
 
-def micro_batches_of(
-    case: Case, context_group: ContextGroup | None
-) -> list[micro_batch.MicroBatch]:
+def micro_batches_of(case: Case, engine: TrainEngine) -> list[micro_batch.MicroBatch]:
     """Those of one update, built by the package's own function, then made fake."""
     rows = case.rows * case.num_micro_batches
     with unset_fake_temporarily():
@@ -134,9 +131,10 @@ def micro_batches_of(
             by_tokens=False,
             device=torch.device("cpu"),
             # Megatron's packed rows need TransformerEngine; equally long, they are the same tensors
-            packed=case.kind != "megatron" and "padded" not in case.options,
+            packed=(case.kind != "megatron" or case.cp > 1) and "padded" not in case.options,
             shares_prompts=engine_kind(case.kind).shares_prompts,
-            context_group=context_group,
+            context_group=engine.context_group,
+            multiple=engine.token_multiple,
         )
     return [_fake(micro) for micro in found]
 
@@ -343,7 +341,7 @@ _ROLES = {
 
 def steps(engine: TrainEngine, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(phase, what runs in it): those of a step that this model has."""
-    micros = micro_batches_of(case, engine.context_group)
+    micros = micro_batches_of(case, engine)
     scalar = case.shape.head == "scalar"
 
     def answer(output: Any, micro: micro_batch.MicroBatch) -> Mapping[str, torch.Tensor]:

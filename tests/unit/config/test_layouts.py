@@ -107,8 +107,12 @@ def facts_of(**changes: Any) -> ModelFacts:
 def test_ranks_divide_rows_if_engine_family_and_heads_allow_it() -> None:
     settings = engine("c2")
     settings.context_attention = "auto"
-    with pytest.raises(ConfigError, match=r"expected no c, as that engine does not divide rows"):
+    settings.kind = "megatron"
+    settings.options = ["padded"]
+    with pytest.raises(ConfigError, match=r"got padded with context-parallel size 2, expected 1"):
         check_training_sizes("actor", settings, num_ranks=4)
+    settings.options = []
+    assert check_training_sizes("actor", settings, num_ranks=4).cp == 2
     settings.kind = "fsdp"
     sizes = check_training_sizes("actor", settings, num_ranks=4)
     assert sizes.cp == 2 and sizes.replica == 2
@@ -120,6 +124,8 @@ def test_ranks_divide_rows_if_engine_family_and_heads_allow_it() -> None:
         ConfigError, match=r"got ulysses with c2 for 9 .*choose c among \[1, 3, 9\]"
     ):
         check_context("actor", settings, facts_of(num_attention_heads=9), sizes)
+    with pytest.raises(ConfigError, match=r"got ulysses with c4 for 2 .* of each of 2 ranks"):
+        check_context("actor", settings, facts_of(num_attention_heads=4), sizes_of("x", "t2c4"))
     with pytest.raises(ConfigError, match=r"got c2 for the family falcon_h1 .*have a state"):
         check_context("actor", settings, facts_of(model_type="falcon_h1"), sizes)
 

@@ -322,6 +322,32 @@ def test_settings_of_experts_are_accepted_for_a_mixture(tmp_path: Path) -> None:
             accept(*words, f"actor.rollout.weights={weights}")
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "engine.kind=fsdp stores weights in another layout"),
+        (("actor.engine.kind=megatron",), "rollout.engine=builtin has its own weights"),
+        (
+            (
+                *("actor.engine.kind=megatron", "actor.engine.layout=p2"),
+                *("actor.rollout.engine=vllm", "actor.rollout.layout=t2"),
+            ),
+            "generation replicas lie across training replicas",
+        ),
+    ],
+)
+def test_trainer_and_generator_that_cannot_share_weights_are_refused(
+    words: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    llama = {"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 64}
+    write_model(tmp_path / "llama", {**ACTOR, **llama})
+    words = ("actor.model.path=llama", *words)
+    for weights in ("blocks", "flat"):
+        message = rf"actor.rollout.weights: got {weights}, expected copy here, because {why}"
+        with pytest.raises(ConfigError, match=message):
+            accept(*words, f"actor.rollout.weights={weights}")
+
+
 def test_package_that_is_not_installed_is_refused_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

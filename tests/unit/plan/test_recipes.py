@@ -167,4 +167,4 @@ def test_automatic_placement_chooses_how_experts_are_divided(
 
     assert main([*words, *free, "placement=auto", f"actor.engine.options={options}"]) == FINE
 
-    assert re.search(r"actor\.engine\.layout=t\d+p\d+e\d+", capsys.readouterr().out)
+    assert re.search(r"actor\.engine\.layout=t\d+p\d+(c\d+)?e\d+", capsys.readouterr().out)
