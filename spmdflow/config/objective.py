@@ -101,7 +101,9 @@ class UpdateConfig:
     shuffle: bool = setting(
         "Permute samples before cutting mini-batches, derived from run.seed.", True
     )
-    balance_tokens: bool = setting("Even out tokens of ranks that differ by over 5%.", True)
+    balance_tokens: bool = setting(
+        "Even out ranks whose tokens, counted with the cost of attention, differ by over 5%.", True
+    )
     router_balance_coef: float = setting(
         "Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture. "
         "Above 0, a forward of its own counts the tokens first.",

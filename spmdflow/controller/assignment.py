@@ -14,14 +14,14 @@ from spmdflow.data.micro import balance, num_micro_batches
 from spmdflow.data.row_id import seed_of
 from spmdflow.parallel.layout import Layout
 from spmdflow.transfer.protocol import Protocol, even_chunks
-from spmdflow.weights.architecture import packs_rows
+from spmdflow.weights.architecture import packs_rows, sizes_if_there
 
 T = TypeVar("T")
 R = TypeVar("R")
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_LIMIT = 1 << 30
 _UNEVEN = 1.05
-"""Shares are rebalanced if the heaviest has more tokens than this many times the mean."""
+"""Shares are rebalanced if the heaviest costs more than this many times the mean."""
 
 
 class MicroLimit(NamedTuple):
@@ -30,6 +30,23 @@ class MicroLimit(NamedTuple):
     max_rows: int
     max_tokens: int | None
     packed: bool = True
+    seen_token_cost: float = 0.0
+    """What attending to one token costs, in tokens without attention."""
+    window: int | None = None
+    """The most tokens that a token attends to. None: all before it."""
+
+    def costs_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Return what rows of these lengths (B,) cost: their tokens, and attention in tokens.
+
+        A row of T tokens attends T^2 / 2 times to a token, with a window W at most W T - W^2 / 2
+        times. (B,) int64.
+        """
+        if self.window is None:
+            seen = lengths**2 / 2
+        else:
+            window = np.minimum(lengths, self.window)
+            seen = window * lengths - window**2 / 2
+        return lengths + np.rint(self.seen_token_cost * seen).astype(np.int64)
 
     def count_of(self, shares: Sequence[np.ndarray], lengths: np.ndarray | None) -> int:
         """Return the number of forward passes of each share: the largest need of one, at least 1.
@@ -68,7 +85,10 @@ class Target:
         rows = engine.micro_batch_size_per_rank
         tokens = engine.max_micro_batch_tokens
         packed = packs_rows(engine.kind, engine.options, model.path)
-        return MicroLimit(rows, tokens, packed)
+        shape = sizes_if_there(model.path)
+        if shape is None:
+            return MicroLimit(rows, tokens, packed)
+        return MicroLimit(rows, tokens, packed, shape.seen_token_cost, shape.sliding_window)
 
 
 @dataclass(frozen=True)
@@ -94,11 +114,11 @@ def assign(
     """Assign the rows of a call to ranks: which each rank gets and keeps, and which ranks reply.
 
     lengths (B,): tokens of each row; they count the micro-batches and, without shares, rebalance
-    the even chunks by tokens (`even_tokens`). shares: positions of each share, used as they are.
+    the even chunks by cost (`even_costs`). shares: positions of each share, used as they are.
     """
     if shares is None and lengths is not None:
         parts = even_chunks(num_rows, rules.num_shares(layout))
-        shares = even_tokens([_positions(part) for part in parts], lengths)
+        shares = even_costs([_positions(part) for part in parts], limit.costs_of(lengths))
     lists = None if shares is None else [share.tolist() for share in shares]
     positions = by_share(rules.distribute(layout, num_rows, lists), _positions)
     return Assignment(
@@ -197,7 +217,7 @@ def plan_mini_batches(
     """Return every optimizer step of one update call, over all epochs, in order.
 
     In each epoch, shuffles the groups (cfg.shuffle), cuts them into mini-batches, and splits each
-    over the shares: evenly by rows, with few rows moved, or by tokens (cfg.balance_tokens, with
+    over the shares: evenly by rows, with few rows moved, or by cost (cfg.balance_tokens, with
     lengths).
     parents (B,): the group of each row. holder (B,): the share that has each row, or -1.
     """
@@ -209,7 +229,7 @@ def plan_mini_batches(
         for positions in cut_mini_batches(parents, order, cfg.mini_batch_size):
             shares = share_near(positions, holder, num_shares)
             if cfg.balance_tokens and lengths is not None:
-                shares = even_tokens(shares, lengths)
+                shares = even_costs(shares, limit.costs_of(lengths))
             minis.append(MiniBatchPlan(shares, limit.count_of(shares, lengths)))
     return minis
 
@@ -286,16 +306,16 @@ def share_near(positions: np.ndarray, holder: np.ndarray, num_shares: int) -> li
     return shares
 
 
-def even_tokens(shares: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
-    """Return shares of nearly equal tokens; the same shares if they are nearly balanced already.
+def even_costs(shares: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
+    """Return shares of nearly equal cost; the same shares if they are nearly balanced already.
 
-    They are if the heaviest has at most 1.05 times the mean tokens. Otherwise all rows are
-    distributed from scratch (`balance`), with ascending positions. lengths (B,): tokens of each
-    row.
+    They are if the heaviest has at most 1.05 times the mean cost. Otherwise all rows are
+    distributed from scratch (`balance`), with ascending positions. costs (B,): of each row
+    (`MicroLimit.costs_of`).
     """
-    tokens = [int(lengths[share].sum()) for share in shares]
-    if max(tokens) * len(shares) <= _UNEVEN * sum(tokens):
+    totals = [int(costs[share].sum()) for share in shares]
+    if max(totals) * len(shares) <= _UNEVEN * sum(totals):
         return shares
     positions = np.sort(np.concatenate(shares))
-    balanced = balance(lengths[positions].tolist(), len(shares))
+    balanced = balance(costs[positions].tolist(), len(shares))
     return [positions[_positions(share)] for share in balanced]

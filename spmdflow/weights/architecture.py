@@ -249,6 +249,16 @@ class Architecture:
         return experts.num_chosen * self.hidden_size * experts.num_layers / max(self.num_layers, 1)
 
     @property
+    def seen_token_cost(self) -> float:
+        """FLOPs of attending to one token, over those of all other products of a token in a layer.
+
+        4 q_size (scores and values) over 2 weights that the token uses. 0 if sizes are not stated.
+        """
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        used = attention + (2 + self.gated) * self.hidden_size * self.activated_size
+        return 2 * self.q_size / used if used else 0.0
+
+    @property
     def layer_parameters(self) -> int:
         """Number of weights in the matrices of one layer; mean over the layers."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
@@ -285,9 +295,16 @@ def packs_rows(kind: str, options: Collection[str], path: str | Path) -> bool:
 
     False for a folder that does not exist: whoever reads it raises the error.
     """
-    if not engine_kind(kind).packs_with(options) or not (Path(path) / "config.json").exists():
-        return False
-    return Architecture.sizes_from_folder(path).packs
+    shape = sizes_if_there(path)
+    return shape is not None and engine_kind(kind).packs_with(options) and shape.packs
+
+
+def sizes_if_there(path: str | Path) -> Architecture | None:
+    """The sizes of the model in a folder; None for a folder that does not exist: whoever reads it
+    raises the error."""
+    if not (Path(path) / "config.json").exists():
+        return None
+    return Architecture.sizes_from_folder(path)
 
 
 def read_config(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:

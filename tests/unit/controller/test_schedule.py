@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 
 import numpy as np
@@ -13,12 +14,13 @@ from spmdflow.config.schema import UpdateConfig
 from spmdflow.controller.assignment import (
     MicroLimit,
     cut_mini_batches,
-    even_tokens,
+    even_costs,
     permutation,
     plan_mini_batches,
     share_near,
 )
 from spmdflow.data.micro import balance
+from spmdflow.weights.architecture import sizes_if_there
 
 LIMIT = MicroLimit(max_rows=4, max_tokens=None)
 
@@ -154,7 +156,7 @@ def test_rows_stay_where_they_are_unless_a_share_has_over_five_percent_too_many_
     ends = np.cumsum([len(part) for part in given_lengths])
     shares = np.split(np.arange(len(lengths)), ends[:-1])
 
-    found = even_tokens(shares, lengths)
+    found = even_costs(shares, lengths)
 
     tokens = [int(lengths[share].sum()) for share in found]
     before = [sum(part) for part in given_lengths]
@@ -173,3 +175,39 @@ def test_update_of_one_long_row_and_many_short_ones_shares_out_tokens_unless_tol
         cfg = UpdateConfig(mini_batch_size=8, shuffle=False, balance_tokens=balanced)
         (only,) = plan_mini_batches(np.arange(8), holder, 2, cfg, LIMIT, lengths, seed=0, step=0)
         assert [int(lengths[share].sum()) for share in only.shares] == expected
+
+
+@given(
+    st.lists(st.integers(1, 200_000), min_size=1, max_size=40),
+    st.floats(0, 1e-3),
+    st.one_of(st.none(), st.integers(1, 10_000)),
+)
+def test_cost_of_a_row_is_its_tokens_and_how_often_they_attend_to_one(lengths, cost, window):
+    limit = MicroLimit(1, None, seen_token_cost=cost, window=window)
+
+    found = limit.costs_of(np.array(lengths))
+
+    for length, total in zip(lengths, found.tolist(), strict=True):
+        narrow = min(length, window or length)
+        seen = narrow**2 / 2 + (length - narrow) * narrow  # the first tokens, and all others
+        assert total == pytest.approx(length + cost * seen, abs=0.6, rel=1e-12)
+
+
+def test_a_long_row_weighs_more_than_short_ones_with_as_many_tokens(tmp_path):
+    """A 7B's row of 120,000 tokens, next to 64 rows of 7,500: attention of the first costs more."""
+    sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+    sizes |= {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
+    shape = sizes_if_there(tmp_path)
+    limit = MicroLimit(1, None, seen_token_cost=shape.seen_token_cost)
+    lengths = np.array([120_000, *[7_500] * 64])
+
+    by_tokens = even_costs([np.arange(33), np.arange(33, 65)], lengths)
+    by_cost = even_costs([np.arange(33), np.arange(33, 65)], limit.costs_of(lengths))
+
+    ratios = []
+    for shares in (by_tokens, by_cost):
+        costs = [int(limit.costs_of(lengths)[share].sum()) for share in shares]
+        ratios.append(max(costs) / sum(costs) * 2)
+    assert sizes_if_there(tmp_path / "none") is None
+    assert 1.15 < ratios[0] and ratios[1] < 1.02
