@@ -30,6 +30,7 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3")
 _WINDOW = "sliding_attention"
 _MORE_SLOTS = 16
+_MASK_ELEMENTS = 1 << 26
 
 
 def covers(module: Any) -> bool:
@@ -96,9 +97,10 @@ class LlamaForward:
     """Of the rows that are not parked. None: the rows have changed since the last step."""
     _most_slots: int
 
-    def __init__(self, module: Any, device: torch.device) -> None:
+    def __init__(self, module: Any, device: torch.device, *, prefill_width: int) -> None:
         """module: from transformers, on the device or the meta device (then all weights are
         zeros)."""
+        self.prefill_width = prefill_width
         config = module.config
         self.weights: dict[str, Tensor] = {}
         """Every tensor the forward reads, by Hugging Face name; views where stored fused."""
@@ -158,25 +160,59 @@ class LlamaForward:
         """
         ids = to_device(pad_sequence(prompts, batch_first=True), self._device)
         sizes = [len(prompt) for prompt in prompts]
-        batch, width = ids.shape
-        positions = torch.arange(width, device=ids.device)
-        seen = None
-        if self._window is not None:
-            seen = (positions <= positions[:, None]) & (
-                positions > positions[:, None] - self._window
-            )
+        every = list(range(len(prompts)))
+        pairs: dict[int, Tensor] = {}  # keys and values (2, B, KV, P, head_dim) of each layer
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self._append_prompts(number, torch.stack([key, value]))
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=True
-            )
+            pair = torch.stack([key, value])
+            if number in pairs:
+                pair = torch.cat([pairs[number], pair], 3)
+            pairs[number] = pair
+            return self._attend_to_prompts(query, *pair)
 
-        logits = self._run_layers(ids, positions.repeat(batch, 1), sizes, source, attend)
+        logits = torch.zeros(0, device=ids.device)
+        for start in range(0, ids.shape[1], self.prefill_width):
+            part = ids[:, start : start + self.prefill_width].contiguous()
+            width = part.shape[1]
+            positions = torch.arange(start, start + width, device=ids.device)
+            ends = [min(max(size - start, 1), width) for size in sizes]
+            fresh = self._run_layers(part, positions.repeat(len(ids), 1), ends, every, attend)
+            if start == 0:
+                logits = fresh
+            else:
+                continues = to_device(torch.tensor(sizes), ids.device) > start
+                logits = torch.where(continues[:, None], fresh, logits)
+        for number in range(len(self._layers)):
+            self._append_prompts(number, pairs.pop(number))
         self._prompt_of_row += [len(self._lengths) + prompt for prompt in source]
         self._lengths += sizes
         self._prompts = None
-        return logits
+        return logits.index_select(0, to_device(torch.tensor(source), ids.device))
+
+    def _attend_to_prompts(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of the last F of P tokens of prompts, within the model's window.
+
+        query (B, H, F, head_dim), key and value (B, KV, P, head_dim) -> (B, H, F, head_dim). Where
+        a mask is needed, queries are taken so few at a time that it has at most _MASK_ELEMENTS.
+        """
+        num_keys = key.shape[2]
+        first = num_keys - query.shape[2]
+        if first == 0 and self._window is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
+        keys = torch.arange(num_keys, device=query.device)
+        outputs = []
+        for part in query.split(max(1, _MASK_ELEMENTS // num_keys), 2):
+            positions = torch.arange(first, first + part.shape[2], device=query.device)[:, None]
+            seen = keys <= positions
+            if self._window is not None:
+                seen &= keys > positions - self._window
+            outputs.append(
+                F.scaled_dot_product_attention(part, key, value, attn_mask=seen, enable_gqa=True)
+            )
+            first += part.shape[2]
+        return torch.cat(outputs, 2)
 
     def extend(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
         """Run more tokens of B cached rows, and return the logits (B, V) after the last of each.

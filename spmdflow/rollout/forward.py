@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from spmdflow.cpu.llama import LlamaForward, covers
+from spmdflow.kind.generator import PREFILL_TOKENS
 from spmdflow.rollout.row_cache import (
     can_join,
     can_truncate,
@@ -58,6 +59,8 @@ class CachedForward(Protocol):
     """Whether rows can be parked, and extended later."""
     truncates: bool
     """Whether a parked row can be extended from before its end."""
+    prefill_width: int
+    """Most tokens of a prompt that one pass of `prefill` computes, where a prompt may be cut."""
 
     @property
     def routing(self) -> Routing | None:
@@ -70,6 +73,7 @@ class CachedForward(Protocol):
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
         """Logits (n, V) after the prompts of n new rows, which are appended to the cache.
 
+        Longer prompts than `prefill_width` are computed part by part.
         prompts: distinct prompts, on the host. source: index of each new row's prompt.
         """
 
@@ -117,7 +121,7 @@ def forward_of(
         return HuggingFaceForward(causal_lm(path, dtype=dtype, device=device))
     if not empty:
         module = causal_lm(path, dtype=dtype, device=device)
-    return LlamaForward(module, device)
+    return LlamaForward(module, device, prefill_width=PREFILL_TOKENS)
 
 
 def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
@@ -178,8 +182,11 @@ class HuggingFaceForward:
     """Forward of any model family, with transformers' own module and cache.
 
     All rows end at the same slot of the cache (`row_cache`), because sliding windows count slots.
-    A parked row ends where it ended, so it has a cache of its own.
+    A parked row ends where it ended, so it has a cache of its own. Prompts of families with states
+    (linear attention) are computed in one pass.
     """
+
+    prefill_width = PREFILL_TOKENS
 
     def __init__(self, module: Any) -> None:
         """module: a transformers causal LM in evaluation mode. Its weights get memory of their
@@ -196,6 +203,7 @@ class HuggingFaceForward:
         empty = DynamicCache(config=module.config)
         self.refills = can_join(empty)
         self.truncates = can_truncate(empty)
+        self._cuts_prompts = not has_states(empty)
         self.parks = self.refills and (not has_states(empty) or _continues_states(module))
         self.weights: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
@@ -208,10 +216,7 @@ class HuggingFaceForward:
         """Does nothing, because the cache grows on its own."""
 
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
-        """Append n rows to the cache, and return the logits (n, V) after their prompts.
-
-        prompts: distinct prompts, on the host. source: index of each row's prompt.
-        """
+        """See CachedForward.prefill."""
         from transformers import DynamicCache
 
         ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -220,10 +225,19 @@ class HuggingFaceForward:
             for rows in (prompts, ones)
         )
         cache = DynamicCache(config=self._module.config)
-        logits, routes = self._run(cache, ids, mask, (mask.cumsum(1) - 1).clamp_(min=0))
-        if self.routing is not None and routes is not None:
+        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        width = ids.shape[1]
+        step = self.prefill_width if self._cuts_prompts else width
+        routes_of_parts = []
+        for start in range(0, width, step):
+            part = slice(start, start + step)
+            seen = mask[:, : start + step]
+            logits, routes = self._run(cache, ids[:, part], seen, positions[:, part])
+            if routes is not None:
+                routes_of_parts.append(routes)
+        if self.routing is not None and routes_of_parts:
             of_prompts = []
-            for prompt, row in zip(prompts, routes, strict=True):
+            for prompt, row in zip(prompts, torch.cat(routes_of_parts, 1), strict=True):
                 of_prompts.append(row[len(row) - len(prompt) :])
             self.routing.of_prompts = of_prompts
         selection = torch.tensor(source, dtype=torch.int64, device=mask.device)

@@ -41,7 +41,8 @@ def generator_of(folder: Path, max_batch_size: int) -> BuiltinGenerator:
 def test_refilled_rows_have_their_own_tokens_and_the_log_probs_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
-    """Rows of 1 to 19 tokens, in a batch of 3 that is refilled and in one of 12.
+    """Rows of 1 to 19 tokens, in a batch of 3 that is refilled and whose prompts are computed in
+    parts of 5 tokens, and in one of 12.
 
     Log-probs within 2e-5: state space models add in another order in a cached forward, and
     nemotron_h comes to 1.2e-5; all others stay below 1e-5.
@@ -51,6 +52,7 @@ def test_refilled_rows_have_their_own_tokens_and_the_log_probs_of_transformers(
     lengths = torch.randint(1, 20, (NUM_ROWS,), generator=draw).tolist()
     prompts = [torch.randint(3, 320, (length,), generator=draw) for length in lengths]
     refilled = generator_of(folder, 3)
+    refilled._forward.prefill_width = 5
 
     found = refilled.generate(ragged_from_rows(prompts), SAMPLED, SEEDS)
     together = generator_of(folder, NUM_ROWS).generate(ragged_from_rows(prompts), SAMPLED, SEEDS)
@@ -84,6 +86,7 @@ def test_turns_of_a_conversation_continue_the_row_that_was_kept(
     draw = torch.Generator().manual_seed(2)
     starts = [torch.randint(3, 320, (length,), generator=draw) for length in (1, 7, 12, 3, 9, 19)]
     prefilling, continuing = (generator_of(folder, 3) for _ in range(2))
+    prefilling._forward.prefill_width = 5
     continued = record_continued_rows(continuing, monkeypatch)
     if prefilling._forward.routing is not None:
         prefilling.return_routes()
