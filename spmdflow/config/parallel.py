@@ -281,15 +281,15 @@ def check_shared_weights(role: str, part: Any) -> None:
     obstacle = obstacle_to_shared_weights(
         part, has_virtual_stages=training.virtual > 1, nests=nests
     )
-    refuse_shared_weights(role, part.rollout.weights, obstacle)
-
-
-def refuse_shared_weights(role: str, setting: str, obstacle: str | None) -> None:
-    """Raise ConfigError if there is an obstacle to the rollout.weights of the settings."""
     if obstacle is not None:
-        expected = f"copy here, because {obstacle}"
-        do = f"set {role}.rollout.weights=auto"
-        raise ConfigError.of(f"{role}.rollout.weights", setting, expected, do)
+        raise shared_weights_error(role, part.rollout.weights, obstacle)
+
+
+def shared_weights_error(role: str, setting: str, obstacle: str) -> ConfigError:
+    """Return the error of a rollout.weights that shares storage, if there is an obstacle to it."""
+    expected = f"copy here, because {obstacle}"
+    do = f"set {role}.rollout.weights=auto"
+    return ConfigError.of(f"{role}.rollout.weights", setting, expected, do)
 
 
 def check_ranks(key: str, sizes: Sizes, num_ranks: int) -> None:

@@ -25,7 +25,7 @@ _UNEVEN = 1.05
 
 
 class MicroLimit(NamedTuple):
-    """Largest forward pass on one rank."""
+    """Largest forward pass on one rank, and what a row costs in it."""
 
     max_rows: int
     max_tokens: int | None

@@ -31,6 +31,7 @@ _STATIC_ROPE = ("default", "linear", "llama3")
 _WINDOW = "sliding_attention"
 _MORE_SLOTS = 16
 _MASK_ELEMENTS = 1 << 26
+"""Most elements of an attention mask in a prefill: 64 MiB of booleans."""
 
 
 def covers(module: Any) -> bool:
@@ -97,10 +98,10 @@ class LlamaForward:
     """Of the rows that are not parked. None: the rows have changed since the last step."""
     _most_slots: int
 
-    def __init__(self, module: Any, device: torch.device, *, prefill_width: int) -> None:
+    def __init__(self, module: Any, device: torch.device, *, prefill_chunk: int) -> None:
         """module: from transformers, on the device or the meta device (then all weights are
-        zeros)."""
-        self.prefill_width = prefill_width
+        zeros). prefill_chunk: see CachedForward."""
+        self.prefill_chunk = prefill_chunk
         config = module.config
         self.weights: dict[str, Tensor] = {}
         """Every tensor the forward reads, by Hugging Face name; views where stored fused."""
@@ -171,17 +172,18 @@ class LlamaForward:
             return self._attend_to_prompts(query, *pair)
 
         logits = torch.zeros(0, device=ids.device)
-        for start in range(0, ids.shape[1], self.prefill_width):
-            part = ids[:, start : start + self.prefill_width].contiguous()
-            width = part.shape[1]
+        for start in range(0, ids.shape[1], self.prefill_chunk):
+            chunk = ids[:, start : start + self.prefill_chunk].contiguous()
+            width = chunk.shape[1]
             positions = torch.arange(start, start + width, device=ids.device)
-            ends = [min(max(size - start, 1), width) for size in sizes]
-            fresh = self._run_layers(part, positions.repeat(len(ids), 1), ends, every, attend)
+            # a prompt without tokens in this chunk has one of padding, whose logits are not used
+            in_chunk = [min(max(size - start, 1), width) for size in sizes]
+            after = self._run_layers(chunk, positions.repeat(len(ids), 1), in_chunk, every, attend)
             if start == 0:
-                logits = fresh
+                logits = after
             else:
-                continues = to_device(torch.tensor(sizes), ids.device) > start
-                logits = torch.where(continues[:, None], fresh, logits)
+                has_tokens = to_device(torch.tensor(sizes), ids.device) > start
+                logits = torch.where(has_tokens[:, None], after, logits)
         for number in range(len(self._layers)):
             self._append_prompts(number, pairs.pop(number))
         self._prompt_of_row += [len(self._lengths) + prompt for prompt in source]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmdflow.config.parallel import obstacle_to_shared_weights, refuse_shared_weights
+from spmdflow.config.parallel import obstacle_to_shared_weights, shared_weights_error
 from spmdflow.hybrid_engine.shared_storage import SharedStorage
 from spmdflow.hybrid_engine.sync import BoxSync, SharedSync, WeightSync
 from spmdflow.parallel.layout import Layout
@@ -26,10 +26,11 @@ def sync_mode(cfg: Any, layout: Layout) -> str:
     if setting in ("copy", "adapter"):
         return str(setting)
     obstacle = _obstacle(cfg, layout)
-    if setting != "auto":
-        refuse_shared_weights("actor", setting, obstacle)
-        return str(setting)
-    return "blocks" if obstacle is None else "copy"
+    if setting == "auto":
+        return "blocks" if obstacle is None else "copy"
+    if obstacle is not None:
+        raise shared_weights_error("actor", setting, obstacle)
+    return str(setting)
 
 
 def storage_of(mode: str, context: WorkerContext) -> SharedStorage | None:

@@ -198,7 +198,8 @@ def _layer_memory(
 def _gathers_keys(model: Model, cut: Strategy) -> Array:
     """Whether each rank gathers all keys (engine.context_attention), where ranks divide rows."""
     attention = model.engine.context_attention
-    uneven = model.shape.num_heads / cut.tp % cut.cp != 0
+    heads = model.shape.num_heads / cut.tp
+    uneven = heads % cut.cp != 0
     return (cut.cp > 1) * ((attention == "gather") + (attention == "auto") * uneven)
 
 

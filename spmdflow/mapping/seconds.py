@@ -214,7 +214,7 @@ def _micro_batch_parts(
     parts["context_parallel"] = layers * _heads_seconds(model, micro.tokens, cut, hw) * reductions
     parts["experts"] = layers * _exchange_seconds(model, micro.tokens, cut, hw) * reductions
     size = micro.tokens * shape.hidden_size * engine.element_bytes
-    crosses = cut.tp * cut.pp > hw.gpus_per_node
+    crosses = cut.tp * cut.cp * cut.pp > hw.gpus_per_node
     hand_over = point_to_point(np.where(crosses, size, size / cut.tp), crosses, hw)
     hand_overs = (2 if trains else 1) * engine.virtual_size
     parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)
@@ -224,9 +224,10 @@ def _micro_batch_parts(
 def _heads_seconds(model: Model, tokens: Array, cut: Strategy, hw: Hardware) -> Array:
     """Return the seconds in which a layer's tokens are exchanged for heads and back, in a forward.
 
-    tokens: of a rank. Queries, keys and values go one way, what attention returns the other.
+    tokens: of a rank, which has 1/tp of the heads. Queries, keys and values go one way, what
+    attention returns the other.
     """
-    width = 2 * (model.shape.q_size + model.shape.kv_size)
+    width = 2 * (model.shape.q_size + model.shape.kv_size) / cut.tp
     sent = tokens * width * model.engine.element_bytes
     per_node = np.clip(hw.gpus_per_node // cut.tp, 1, cut.cp)
     return 2 * all_to_all(sent / 2, cut.cp, per_node, hw) * (cut.cp > 1)

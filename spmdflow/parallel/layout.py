@@ -204,9 +204,9 @@ class Layout:
         together, of one cp); gen_tp, gen_pp, gen_replica (both together) and micro_dp (inside a
         replica; the complete pool if generation does not nest); gen_parts (those of micro_dp with
         the same cp, whose training weights together are what each of them generates with). Only
-        `embedding` omits ranks: its
-        groups are the first and last rank of each pp group. Groups are ordered by the other axes,
-        dp slowest, gen_replica's by dp * d_g + micro_dp. ConfigError for any other axis.
+        `embedding` omits ranks: its groups are the first and last rank of each pp group. Groups are
+        ordered by the other axes, dp slowest, gen_replica's by dp * d_g + micro_dp. ConfigError for
+        any other axis.
         """
         if axis == "embedding":
             result = []

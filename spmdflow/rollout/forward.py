@@ -59,8 +59,8 @@ class CachedForward(Protocol):
     """Whether rows can be parked, and extended later."""
     truncates: bool
     """Whether a parked row can be extended from before its end."""
-    prefill_width: int
-    """Most tokens of a prompt that one pass of `prefill` computes, where a prompt may be cut."""
+    prefill_chunk: int
+    """Most tokens of a prompt that one pass of `prefill` computes (chunked prefill)."""
 
     @property
     def routing(self) -> Routing | None:
@@ -73,7 +73,7 @@ class CachedForward(Protocol):
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
         """Logits (n, V) after the prompts of n new rows, which are appended to the cache.
 
-        Longer prompts than `prefill_width` are computed part by part.
+        Prompts longer than `prefill_chunk` are computed in chunks.
         prompts: distinct prompts, on the host. source: index of each new row's prompt.
         """
 
@@ -121,7 +121,7 @@ def forward_of(
         return HuggingFaceForward(causal_lm(path, dtype=dtype, device=device))
     if not empty:
         module = causal_lm(path, dtype=dtype, device=device)
-    return LlamaForward(module, device, prefill_width=PREFILL_TOKENS)
+    return LlamaForward(module, device, prefill_chunk=PREFILL_TOKENS)
 
 
 def causal_lm(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
@@ -186,7 +186,7 @@ class HuggingFaceForward:
     (linear attention) are computed in one pass.
     """
 
-    prefill_width = PREFILL_TOKENS
+    prefill_chunk = PREFILL_TOKENS
 
     def __init__(self, module: Any) -> None:
         """module: a transformers causal LM in evaluation mode. Its weights get memory of their
@@ -203,7 +203,7 @@ class HuggingFaceForward:
         empty = DynamicCache(config=module.config)
         self.refills = can_join(empty)
         self.truncates = can_truncate(empty)
-        self._cuts_prompts = not has_states(empty)
+        self._prefills_in_chunks = not has_states(empty)
         self.parks = self.refills and (not has_states(empty) or _continues_states(module))
         self.weights: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
@@ -227,17 +227,17 @@ class HuggingFaceForward:
         cache = DynamicCache(config=self._module.config)
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
         width = ids.shape[1]
-        step = self.prefill_width if self._cuts_prompts else width
-        routes_of_parts = []
-        for start in range(0, width, step):
-            part = slice(start, start + step)
-            seen = mask[:, : start + step]
-            logits, routes = self._run(cache, ids[:, part], seen, positions[:, part])
+        chunk_size = self.prefill_chunk if self._prefills_in_chunks else width
+        routes_of_chunks = []
+        for start in range(0, width, chunk_size):
+            end = start + chunk_size
+            chunk = slice(start, end)
+            logits, routes = self._run(cache, ids[:, chunk], mask[:, :end], positions[:, chunk])
             if routes is not None:
-                routes_of_parts.append(routes)
-        if self.routing is not None and routes_of_parts:
+                routes_of_chunks.append(routes)
+        if self.routing is not None and routes_of_chunks:
             of_prompts = []
-            for prompt, row in zip(prompts, torch.cat(routes_of_parts, 1), strict=True):
+            for prompt, row in zip(prompts, torch.cat(routes_of_chunks, 1), strict=True):
                 of_prompts.append(row[len(row) - len(prompt) :])
             self.routing.of_prompts = of_prompts
         selection = torch.tensor(source, dtype=torch.int64, device=mask.device)

@@ -250,9 +250,10 @@ class Architecture:
 
     @property
     def seen_token_cost(self) -> float:
-        """FLOPs of attending to one token, over those of all other products of a token in a layer.
+        """FLOPs of attending to one token, over those of a token's matrix products in a layer.
 
-        4 q_size (scores and values) over 2 weights that the token uses. 0 if sizes are not stated.
+        Attending to a token takes 4 q_size FLOPs (its score and its weighted value); the products
+        take 2 for each weight that the token uses. 0 if sizes are not stated.
         """
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         used = attention + (2 + self.gated) * self.hidden_size * self.activated_size

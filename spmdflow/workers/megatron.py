@@ -415,7 +415,8 @@ class MegatronEngine(TrainEngine):
             **({} if self._stages is None else {"p2p_communicator": self._stages}),
         )
         for part in self._modules:
-            part.set_input_tensor(None)  # with its gradient, it would be kept until the next pass
+            # a stage would keep the last activations that it received, and their gradient
+            part.set_input_tensor(None)
         return results
 
     @property

@@ -125,3 +125,17 @@ def test_every_e_is_searched_under_fsdp_unless_shards_are_on_a_part_of_the_ranks
 
     assert sorted(found.ep.tolist()) == [1, 2, 4, 8]
     assert part.ep.tolist() == [1]
+
+
+def test_tensor_parallel_ranks_exchange_only_their_heads_where_ranks_divide_rows() -> None:
+    """The same rows and c: half of the bytes with t2, so half of the seconds without latency."""
+    hardware = replace(H100, link_hop_seconds=0.0, collective_base_seconds=0.0)
+    work = Workload(num_sequences=64, prompt_tokens=1024, response_tokens=31744)
+    model = model_of(QWEN3_30B)
+
+    found = []
+    for tp in (1, 2):
+        parts = pass_parts(model, work, Strategy(tp, 1, 1, cp=4), hardware, trains=True)
+        found.append(float(parts["context_parallel"]))
+
+    assert found[1] == pytest.approx(found[0] / 2, rel=1e-6)

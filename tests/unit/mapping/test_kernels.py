@@ -126,7 +126,7 @@ def test_operators_of_the_builtin_generator_are_those_that_it_calls(
     counts = []
     for num_layers in (2, 4):
         module = model_of(config_of("qwen2", num_layers)).float().eval().requires_grad_(False)
-        forward = LlamaForward(module, torch.device("cpu"), prefill_width=8192)
+        forward = LlamaForward(module, torch.device("cpu"), prefill_chunk=8192)
         rows = torch.arange(4)
         with torch.inference_mode():
             forward.reserve(4, 16)

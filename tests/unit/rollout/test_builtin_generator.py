@@ -130,17 +130,17 @@ def test_families_use_the_forward_that_covers_them(folder: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("prefill_width", [8192, 3])
+@pytest.mark.parametrize("prefill_chunk", [8192, 3])
 @pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES])
 def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
-    folder: Path, name: str, prefill_width: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, name: str, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five rows of four prompts, computed whole or in parts of three tokens with masks of one
     query; after three tokens two of them go and a new one comes."""
-    if prefill_width == 3:
+    if prefill_chunk == 3:
         monkeypatch.setattr("spmdflow.cpu.llama._MASK_ELEMENTS", 1)
     module = causal_lm(str(folder / name), dtype=torch.float32, device=CPU)
-    ours = LlamaForward(module, CPU, prefill_width=prefill_width)
+    ours = LlamaForward(module, CPU, prefill_chunk=prefill_chunk)
     size = 100
     rows = [torch.randint(3, size, (length,)) for length in (7, 5, 5, 2, 1)]
     rows[2] = rows[1]

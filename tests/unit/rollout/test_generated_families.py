@@ -52,7 +52,7 @@ def test_refilled_rows_have_their_own_tokens_and_the_log_probs_of_transformers(
     lengths = torch.randint(1, 20, (NUM_ROWS,), generator=draw).tolist()
     prompts = [torch.randint(3, 320, (length,), generator=draw) for length in lengths]
     refilled = generator_of(folder, 3)
-    refilled._forward.prefill_width = 5
+    refilled._forward.prefill_chunk = 5
 
     found = refilled.generate(ragged_from_rows(prompts), SAMPLED, SEEDS)
     together = generator_of(folder, NUM_ROWS).generate(ragged_from_rows(prompts), SAMPLED, SEEDS)
@@ -86,7 +86,7 @@ def test_turns_of_a_conversation_continue_the_row_that_was_kept(
     draw = torch.Generator().manual_seed(2)
     starts = [torch.randint(3, 320, (length,), generator=draw) for length in (1, 7, 12, 3, 9, 19)]
     prefilling, continuing = (generator_of(folder, 3) for _ in range(2))
-    prefilling._forward.prefill_width = 5
+    prefilling._forward.prefill_chunk = 5
     continued = record_continued_rows(continuing, monkeypatch)
     if prefilling._forward.routing is not None:
         prefilling.return_routes()
