@@ -240,9 +240,10 @@ class EngineConfig:
     )
     context_attention: str = setting(
         "Attention where ranks divide rows (c). ulysses: tokens are exchanged for heads; gather: a "
-        "rank gathers all keys for its own queries; auto: ulysses if c divides the heads.",
+        "rank gathers all keys for its own queries; ring: keys pass from rank to rank; auto: "
+        "ulysses if c divides the heads, otherwise ring.",
         "auto",
-        one_of=("auto", "ulysses", "gather"),
+        one_of=("auto", "ulysses", "gather", "ring"),
     )
     options: list[str] = setting(
         f"What the engine does otherwise: {options_doc()}.",

@@ -123,7 +123,7 @@ def packed_attention(
     if seen is not None:
         key, value = (x.index_select(0, seen.indices) for x in (key, value))
     same_width = query.shape[-1] == value.shape[-1]
-    if form.is_plain and same_width and _has_varlen(query):
+    if form.is_plain and same_width and has_varlen_kernel(query):
         return _varlen_attention(query, key, value, rows, form)
     return _attention_by_length(query, key, value, rows, form)
 
@@ -286,7 +286,7 @@ def _halves(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1))
 
 
-def _has_varlen(query: Tensor) -> bool:
+def has_varlen_kernel(query: Tensor) -> bool:
     """Whether PyTorch's flash kernels for rows of any length support this query."""
     return (
         query.is_cuda

@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of a group divide the tokens of each row among them.
 
-Everything but attention works on the tokens that a rank has. There are two kinds of attention:
+Everything but attention works on the tokens that a rank has. There are three kinds of attention:
 
   ulysses  tokens are exchanged for heads (Jacobs et al. 2023): an all-to-all gives each rank all
            tokens for a part of the heads, and a second one brings the results back. c must divide
@@ -8,6 +8,8 @@ Everything but attention works on the tokens that a rank has. There are two kind
   gather   each rank has its own queries and gathers the keys and values of all tokens (Llama 3,
            section 3.3.2). A rank has two of 2 c chunks of a row, one from the front and one from
            the back (zigzag), so that all ranks see equally many keys.
+  ring     each rank has its own queries, and keys and values pass from rank to rank
+           (workers.ring_attention). Tokens are divided as for gather.
 
 All ranks know all rows, so a packed micro-batch may be divided at any token. What a forward
 returns, one number for each response token, is summed over the ranks: each then computes the loss
@@ -32,63 +34,8 @@ from spmdflow.workers.attention import (
     dense_attention,
     packed_attention,
 )
-
-ULYSSES = "ulysses"
-GATHER = "gather"
-"""Kinds of attention, values of engine.context_attention."""
-
-
-@dataclass
-class ContextGroup:
-    """The ranks that divide rows among them, and their messages."""
-
-    rank: int
-    """Position in the group."""
-    process_group: dist.ProcessGroup
-    attention: str = ULYSSES
-    """ULYSSES or GATHER."""
-    num_bytes: int = 0
-    """What this rank has sent to the others for attention."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.process_group.size()
-
-    def all_to_all(self, parts: Tensor) -> Tensor:
-        """Send parts[r] (c, ...) to rank r; return what all ranks have sent, in their order."""
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=self.process_group)
-        self.num_bytes += parts.nbytes // self.size * (self.size - 1)
-        return received
-
-    def all_gather(self, own: Tensor) -> Tensor:
-        """Return the tensors (n, ...) of all ranks, in their order: (c n, ...)."""
-        gathered = own.new_empty(len(own) * self.size, *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, own.contiguous(), group=self.process_group)
-        self.num_bytes += own.nbytes * (self.size - 1)
-        return gathered
-
-    def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return the sum over all ranks of their part number `rank`: (c n, ...) -> (n, ...).
-
-        Summed in float32, which NCCL's reduce-scatter would not do.
-        """
-        received = self.all_to_all(parts.unflatten(0, (self.size, -1)))
-        return received.float().sum(0).to(parts.dtype)
-
-    @property
-    def multiple(self) -> int:
-        """The number of tokens of a row must be a multiple of this."""
-        return self.size * (2 if self.attention == GATHER else 1)
-
-    def columns(self, length: int, rank: int) -> Tensor:
-        """(length / c,) int64: which tokens of a row of this length a rank has, ascending."""
-        chunk = length // self.multiple
-        assert chunk * self.multiple == length, (length, self.multiple)
-        firsts = (rank, 2 * self.size - 1 - rank) if self.attention == GATHER else (rank,)
-        return torch.cat([torch.arange(chunk) + first * chunk for first in firsts])
+from spmdflow.workers.context_group import GATHER, RING, ContextGroup
+from spmdflow.workers.ring_attention import RingSteps, ring_attention
 
 
 @dataclass(frozen=True)
@@ -154,6 +101,8 @@ class TokenShard:
     """(m,) int64: which of the n response tokens each predicts; n if it predicts none."""
     keys: GatheredKeys | None = None
     """How this rank's queries see keys, if keys are gathered."""
+    ring: RingSteps | None = None
+    """What they see in each step of a ring."""
 
     @classmethod
     def of(
@@ -180,8 +129,16 @@ class TokenShard:
         if not len(slots):
             own = torch.zeros(1, dtype=torch.int64)
             slots = torch.full_like(own, len(predicting))
-        keys = GatheredKeys.of(group, length, rows) if group.attention == GATHER else None
-        return cls(group, columns, index, own, slots, keys)
+        shard = cls(group, columns, index, own, slots)
+        if group.attention == GATHER:
+            return replace(shard, keys=GatheredKeys.of(group, length, rows))
+        if group.attention == RING:
+            whole_rows = PackedRows.of([length] * count) if rows is None else rows
+            owners = torch.empty(length, dtype=torch.int64)
+            for rank in range(group.size):
+                owners[group.columns(length, rank)] = rank
+            return replace(shard, ring=RingSteps.of(group, whole_rows, owners.repeat(count)))
+        return shard
 
     def move_tensors(self, move: Callable[[Tensor], Tensor]) -> TokenShard:
         """The same shard, with `move` applied to each of its tensors."""
@@ -192,6 +149,7 @@ class TokenShard:
             predicting=move(self.predicting),
             slots=move(self.slots),
             keys=self.keys and self.keys.move_tensors(move),
+            ring=self.ring and self.ring.move_tensors(move),
         )
 
     def select(self, values: Tensor) -> Tensor:
@@ -243,6 +201,10 @@ def context_attention(
     query (b, heads, T / c, d), key and value (b, kv heads, T / c, d) -> (b, T / c, heads, d).
     """
     group = shard.group
+    if shard.ring is not None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        output = ring_attention(group, shard.ring, q, k, v, form)
+        return output.unflatten(0, (len(query), -1))
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # (T / c, b, heads, d)
     if shard.keys is not None:
         k, v = gather_keys(group, shard.keys.order, k, v)

@@ -35,7 +35,7 @@ from spmdflow.weights.architecture import Architecture, packs_rows
 from spmdflow.weights.move import Block, Storages, own_parts
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
-from spmdflow.workers.context_parallel import GATHER, ULYSSES, ContextGroup
+from spmdflow.workers.context_group import RING, ULYSSES, ContextGroup
 from spmdflow.workers.lora import add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import CountedRead, LoadedModel, ModelSource, load_model, open_model
@@ -109,7 +109,7 @@ class TrainEngine(ABC):
         attention = self.cfg.context_attention
         why = "engine.context_attention"
         if attention == "auto":
-            attention = GATHER if heads % size else ULYSSES
+            attention = RING if heads % size else ULYSSES
             why = f"c{size} {'does not divide' if heads % size else 'divides'} {heads} heads"
         if self.rank == self.layout.ranks[0]:
             logger.info("%s: attention over %d ranks by %s (%s)", self.name, size, attention, why)

@@ -32,7 +32,8 @@ from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.parallel.device import all_to_device, to_device
 from spmdflow.router import OWN_CHOICE, ROUTES, from_column
 from spmdflow.workers.attention import PackedRows, SeenKeys
-from spmdflow.workers.context_parallel import ContextGroup, TokenShard
+from spmdflow.workers.context_group import ContextGroup
+from spmdflow.workers.context_parallel import TokenShard
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from tests.forked import torchrun
 
 PROGRAM = Path(__file__).parent / "programs" / "context_objectives.py"
 MEMORY = PROGRAM.with_name("context_memory.py")
-KINDS = ("fsdp", "fsdp-gather")
+KINDS = ("fsdp", "fsdp-ring")
 MORE_KINDS = ("fsdp-padded", "fsdp-gather-padded", "zero1", "zero2-padded", "zero3-nine-padded")
-MORE_KINDS += ("zero1-gather-padded", "zero2-nine", "fsdp-ulysses")
+MORE_KINDS += ("zero1-gather-padded", "zero2-nine", "fsdp-ulysses", "fsdp-gather")
+MORE_KINDS += ("fsdp-ring-padded", "zero1-ring", "zero3-gather-nine", "zero2-ring-nine-padded")
 MEGATRON_KINDS = ("megatron", "megatron-gather", "megatron-plain_optimizer", "megatron-overlap")
+MEGATRON_KINDS += ("megatron-ring",)
 MEGATRON_KINDS += ("megatron-nine-selective_recompute-saves",)
 LAYOUTS = ("c2", "c4", "d2c2")
 CUT_LAYOUTS = ("t2c2", "p2c2")
@@ -75,20 +77,23 @@ def bytes_for_attention(case: dict[str, Any]) -> float:
     """What all ranks send in a forward and a backward of two float32 layers; four ranks recompute.
 
     Ulysses exchanges queries, keys, values and results; two key-value heads are repeated for four
-    ranks, of which each has a half or a quarter of the heads. Otherwise each rank sends its keys
-    and values to all others.
+    ranks, of which each has a half or a quarter of the heads. With the others each rank sends its
+    keys and values to all others, in a ring once more for the backward.
     """
     layout = case["layout"]
     size = int(layout[-1])
     nine = "nine" in case["kind"]
     width = 72 if nine else 64
     keys = 24 if nine else 16
-    if nine or "gather" in case["kind"]:
+    passes = 2 if layout == "c2" and "selective" not in case["kind"] else 3
+    if "gather" in case["kind"]:
+        sent = 2 * keys * (size - 1)
+    elif nine or "ring" in case["kind"]:
+        passes += 1
         sent = 2 * keys * (size - 1)
     else:
         ranks_of_heads = 4 if layout == "t2c2" else size
         sent = 2 * (width + max(keys, 8 * ranks_of_heads)) * (size - 1) / size
-    passes = 2 if layout == "c2" and "selective" not in case["kind"] else 3
     return float(case["tokens"] * 2 * 4 * passes * sent)
 
 
@@ -105,4 +110,6 @@ def test_what_a_forward_saves_for_its_backward_falls_with_the_ranks_that_divide_
     alone = saved["ulysses-c1"]
     assert saved["ulysses-c2"] == pytest.approx(alone / 2, rel=0.1)
     assert saved["ulysses-c4"] == pytest.approx(alone / 4, rel=0.1)
+    assert saved["ring-c2"] == pytest.approx(alone / 2, rel=0.1)
+    assert saved["ring-c4"] == pytest.approx(alone / 4, rel=0.1)
     assert saved["gather-c4"] == pytest.approx(saved["gather-c2"] / 2, rel=0.1)

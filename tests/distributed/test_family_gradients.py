@@ -74,6 +74,7 @@ def test_gradients_of_experts_that_shards_divide_are_those_of_transformers(tmp_p
 def test_gradients_of_rows_that_ranks_divide_are_those_of_transformers(tmp_path: Path) -> None:
     """Sliding windows, sinks and experts, packed and padded, by both ways of attention."""
     kinds = ("fsdp-d2c2-recompute", "zero2-c4-padded", "fsdp-c2-gather", "zero3-d2c2-gather-padded")
+    kinds += ("fsdp-d2c2-ring-recompute", "zero2-c4-ring-padded")
     families = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe")
 
     found = measured(tmp_path, kinds, families)

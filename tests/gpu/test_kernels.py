@@ -16,7 +16,7 @@ from spmdflow.workers.attention import (
     AttentionForm,
     PackedRows,
     SeenKeys,
-    _has_varlen,
+    has_varlen_kernel,
     _varlen_attention,
 )
 
@@ -46,7 +46,7 @@ def test_varlen_kernel_and_its_gradients_agree_with_dense_attention(kv_heads: in
     on_device = [torch.randn(shape).bfloat16().cuda().requires_grad_() for shape in shapes]
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in on_device]
     rows = PackedRows.of(lengths).move_tensors(torch.Tensor.cuda)
-    assert _has_varlen(on_device[0])
+    assert has_varlen_kernel(on_device[0])
 
     output = _varlen_attention(*on_device, rows, AttentionForm())
     expected = causal_rows(*exact, lengths)

@@ -22,7 +22,7 @@ from torch import Tensor
 from spmdflow.data.ragged import ragged_from_rows
 from spmdflow.objectives.supervised import SupervisedLoss
 from spmdflow.parallel.layout import Layout
-from spmdflow.workers.context_parallel import GATHER, ULYSSES
+from spmdflow.workers.context_group import GATHER, RING, ULYSSES
 from spmdflow.workers.engine import TrainEngine
 from tests.saved_bytes import record_saved_bytes
 
@@ -46,7 +46,7 @@ def main() -> None:
         transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     dist.barrier()
     found = {}
-    for attention in (ULYSSES, GATHER):
+    for attention in (ULYSSES, GATHER, RING):
         for size, layout in layouts.items():
             saved = torch.zeros(1)
             if rank in layout.ranks:

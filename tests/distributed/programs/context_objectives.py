@@ -45,7 +45,7 @@ from spmdflow.objectives.surrogate import POLICY_LOSSES
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.worker_api.worker import WorkerContext
-from spmdflow.workers.context_parallel import GATHER, ULYSSES
+from spmdflow.workers.context_group import GATHER, RING, ULYSSES
 from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.model import load_model, open_model
 
@@ -229,7 +229,7 @@ def build(
     name, *words = kind.split("-")
     options = [word for word in words if word in engine_kind(name).options]
     options += ["recompute"] * (layout.size == 4 and "saves" not in words)
-    attention = next((word for word in words if word in (ULYSSES, GATHER)), "auto")
+    attention = next((word for word in words if word in (ULYSSES, GATHER, RING)), "auto")
     cfg = replace(engine_config(), kind=name, options=options, context_attention=attention)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
     optimizer = OptimizerConfig(lr=1e-30, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)

@@ -40,6 +40,7 @@ from spmdflow.router import ROUTES, Routers, from_column
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import attention_of
 from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.context_group import GATHER, RING
 from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.model import load_model, open_model
 
@@ -143,9 +144,10 @@ def build(
     cfg = replace(engine_config(recompute=layout.size == 2), kind=name)
     if text:
         options = text.split("-")[1:]
-        if "gather" in options:
-            options.remove("gather")
-            cfg = replace(cfg, context_attention="gather")
+        for attention in (GATHER, RING):
+            if attention in options:
+                options.remove(attention)
+                cfg = replace(cfg, context_attention=attention)
         cfg = replace(cfg, options=options)
     context = WorkerContext("actor", layout, rank, groups, device, seed=0)
     optimizer = OptimizerConfig(lr=1e-3, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)

@@ -46,10 +46,8 @@ def _rows(offsets: tuple[Tensor, Tensor], longest: tuple[int, int]) -> Iterator[
         yield parts
 
 
-def _probabilities(
-    query: Tensor, key: Tensor, scale: float, window: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """(heads, q, k) of one row, and the logarithm of their sums."""
+def _scores(query: Tensor, key: Tensor, scale: float, window: tuple[int, int]) -> Tensor:
+    """(heads, q, k) of one row, -inf where a query does not attend."""
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     num_queries, num_keys = scores.shape[1:]
     own = torch.arange(num_queries)[:, None] + num_keys - num_queries
@@ -60,8 +58,7 @@ def _probabilities(
         hidden |= distance > left
     if right >= 0:
         hidden |= -distance > right
-    sums = scores.masked_fill_(hidden, float("-inf")).logsumexp(-1)
-    return (scores - sums[..., None]).exp(), sums
+    return scores.masked_fill_(hidden, float("-inf"))
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
@@ -94,9 +91,9 @@ def _forward(
     sums = torch.empty(q.shape[1], q.shape[0])
     window = _window(is_causal, window_size_left, window_size_right)
     for queries, keys in _rows(offsets, (max_q, max_k)):
-        shares, sums[:, queries] = _probabilities(
-            q[queries], k[keys], scale or q.shape[-1] ** -0.5, window
-        )
+        scores = _scores(q[queries], k[keys], scale or q.shape[-1] ** -0.5, window)
+        sums[:, queries] = scores.logsumexp(-1)
+        shares = scores.softmax(-1)
         output[queries] = torch.einsum("hqk,khd->qhd", shares, v[keys])
     made = [_to_device(output, like=query), _to_device(sums, like=query, dtype=torch.float32)]
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -128,12 +125,13 @@ def _backward(
     offsets = (query_offsets, key_offsets)
     _check(query, key, value, offsets)
     q, k, v = _on_host(query, key, value)
-    g, found = (surface.native.peek(each).float() for each in (grad, output))
+    g, found, of_rows = (surface.native.peek(each).float() for each in (grad, output, sums))
     factor = scale or q.shape[-1] ** -0.5
     window = _window(is_causal, window_size_left, window_size_right)
     grads = [torch.zeros_like(each) for each in (q, k, v)]
     for queries, keys in _rows(offsets, (max_q, max_k)):
-        shares, _ = _probabilities(q[queries], k[keys], factor, window)
+        scores = _scores(q[queries], k[keys], factor, window)
+        shares = (scores - of_rows[:, queries, None]).exp()
         rows = g[queries]
         grads[2][keys] += torch.einsum("hqk,qhd->khd", shares, rows)
         mean = (rows * found[queries]).sum(-1).T[..., None]

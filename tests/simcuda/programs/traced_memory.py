@@ -198,7 +198,7 @@ def answered() -> Iterator[None]:
         (FakeTensor, "tolist", _tolist),
         (torch.Tensor, "__float__", lambda x: 1.0),
         (torch.nn.functional, "scaled_dot_product_attention", flash),
-        (attention, "_has_varlen", lambda q: q.dtype == torch.bfloat16),
+        (attention, "has_varlen_kernel", lambda q: q.dtype == torch.bfloat16),
         *((module, "all_gather_plain", _gather_plain) for module in _gathering()),
         (fsdp, "mesh_of", _real(fsdp.mesh_of)),
         (fsdp, "expert_mesh_of", _real(fsdp.expert_mesh_of)),

@@ -1,0 +1,243 @@
+"""Ring attention: keys and values travel from rank to rank, each of which has its own queries.
+
+Liu et al. 2023, with two chunks of a row for each rank (zigzag), so that all have the same work
+and none computes scores that causality masks. In step s a rank has the keys of rank - s, and
+attends to those that its queries see, while the next ones are on their way. The results of the
+steps are joined by the sums of their exponentials (workers.partial_attention). For the backward a
+rank stores its own keys alone: they travel once more, and their gradients return to their rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdflow.derivative import differentiable_once
+from spmdflow.workers.attention import AttentionForm, PackedRows, SeenKeys
+from spmdflow.workers.context_group import ContextGroup
+from spmdflow.workers.partial_attention import PartialRows, attend_to_part, partial_gradients
+
+
+@dataclass(frozen=True)
+class RingSteps:
+    """What a rank's queries see in each step, for one micro-batch."""
+
+    parts: tuple[PartialRows | None, ...]
+    """Of each of c steps; None: none of the keys that the rank has in it."""
+
+    @classmethod
+    def of(cls, group: ContextGroup, rows: PackedRows, owners: Tensor) -> RingSteps:
+        """Return those of a rank, in host memory.
+
+        rows: all rows of the micro-batch, end to end. owners: (all tokens,) int64: the rank of
+        each token.
+        """
+        index_of = torch.empty_like(owners)
+        """Of each token among those of its rank."""
+        for rank in range(group.size):
+            own = owners == rank
+            index_of[own] = torch.arange(int(own.sum()))
+        builders = [_PartBuilder() for _ in range(group.size)]
+        for piece in _own_pieces(group.rank, rows, owners):
+            ranks = owners[piece.keys]
+            order = ranks.argsort(stable=True)
+            counts = ranks.bincount(minlength=group.size).tolist()
+            queries = index_of[piece.tokens]
+            for rank, positions in enumerate(order.split(counts)):
+                if len(positions):
+                    keys = index_of[piece.keys[positions]]
+                    step = (group.rank - rank) % group.size
+                    builders[step].add(queries, piece.first_position, keys, positions)
+        parts = []
+        for step, builder in enumerate(builders):
+            parts.append(builder.build(is_causal=step == 0))
+        return cls(tuple(parts))
+
+    def move_tensors(self, move: Callable[[Tensor], Tensor]) -> RingSteps:
+        """The same, with `move` applied to each tensor."""
+        return RingSteps(tuple(part and part.move_tensors(move) for part in self.parts))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Adjacent tokens of a row that one rank has."""
+
+    tokens: slice
+    """Among all tokens."""
+    first_position: int
+    """Position of the first one in its row."""
+    keys: Tensor
+    """(its last position + 1,) int64: all that its queries see, as indices of tokens."""
+
+
+def _own_pieces(rank: int, rows: PackedRows, owners: Tensor) -> list[_Piece]:
+    ends = torch.tensor(rows.lengths).cumsum(0).tolist()
+    seen = torch.arange(ends[-1]) if rows.seen is None else rows.seen.indices
+    sizes = rows.lengths if rows.seen is None else rows.seen.lengths
+    pieces = []
+    for end, length, keys in zip(ends, rows.lengths, seen.split(list(sizes)), strict=True):
+        runs, counts = owners[end - length : end].unique_consecutive(return_counts=True)
+        start = end - length
+        for owner, count in zip(runs.tolist(), counts.tolist(), strict=True):
+            if owner == rank:
+                num_keys = len(keys) - (end - start - count)
+                piece = _Piece(slice(start, start + count), num_keys - count, keys[:num_keys])
+                pieces.append(piece)
+            start += count
+    return pieces
+
+
+class _PartBuilder:
+    """Collects the rows of a `PartialRows`."""
+
+    def __init__(self) -> None:
+        self.queries: list[Tensor] = []
+        self.query_positions: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.key_positions: list[Tensor] = []
+
+    def add(self, queries: Tensor, first: int, keys: Tensor, key_positions: Tensor) -> None:
+        """Add adjacent queries of one row, the first at this position, and keys of theirs."""
+        self.queries.append(queries)
+        self.query_positions.append(torch.arange(first, first + len(queries)))
+        self.keys.append(keys)
+        self.key_positions.append(key_positions)
+
+    def build(self, *, is_causal: bool) -> PartialRows | None:
+        """Return the part, or None if nothing was added."""
+        if not self.queries:
+            return None
+        reach = 0
+        for queries, keys in zip(self.query_positions, self.key_positions, strict=True):
+            reach = max(reach, int(queries[-1] - keys[0]))
+        lengths = [len(queries) for queries in self.queries]
+        seen = SeenKeys.of([len(keys) for keys in self.keys], torch.cat(self.keys))
+        return PartialRows(
+            rows=replace(PackedRows.of(lengths), seen=seen),
+            queries=torch.cat(self.queries),
+            query_positions=torch.cat(self.query_positions),
+            key_positions=torch.cat(self.key_positions),
+            is_causal=is_causal,
+            reach=reach,
+        )
+
+
+def ring_attention(
+    group: ContextGroup,
+    steps: RingSteps,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    form: AttentionForm,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks, which call it together.
+
+    query (N, heads, d), key (N, kv heads, d) and value (N, kv heads, v) of this rank's tokens ->
+    (N, heads, v). The backward is not differentiable.
+    """
+    output: Tensor = _Ring.apply(query, key, value, form.sinks, group, steps, form)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Ring(torch.autograd.Function):
+    """See `ring_attention`. Saves the rank's own query, key and value, the output and its lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        group: ContextGroup,
+        steps: RingSteps,
+        form: AttentionForm,
+    ) -> Tensor:
+        """Return the output, in the dtype of the query."""
+        own = torch.cat([key.flatten(1), value.flatten(1)], 1)
+        width = query.shape[1], value.shape[-1]
+        output = query.new_zeros(len(query), *width, dtype=torch.float32)
+        lse = output.new_full((query.shape[1], len(query)), -torch.inf)
+        joined = own
+        for step, part in enumerate(steps.parts):
+            coming = group.start_shift(joined, 1) if step < group.size - 1 else None
+            if part is not None:
+                k, v = _keys_of(part, joined, key, value)
+                result = attend_to_part(query[part.queries], k, v, part, form)
+                join_result(output, lse, part.queries, *result)
+            if coming is not None:
+                joined = coming.wait()
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.float()[:, None])
+            output *= (lse - total).exp().T[..., None]
+            lse = total
+        ctx.ring = (group, steps, form)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        return output
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks."""
+        group, steps, form = ctx.ring
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_query = torch.zeros_like(query, dtype=torch.float32)
+        joined = torch.cat([key.flatten(1), value.flatten(1)], 1)
+        of_own = torch.zeros_like(joined, dtype=torch.float32)
+        returning = None
+        for step, part in enumerate(steps.parts):
+            coming = group.start_shift(joined, 1) if step < group.size - 1 else None
+            of_joined = torch.zeros_like(joined, dtype=torch.float32)
+            if part is not None:
+                k, v = _keys_of(part, joined, key, value)
+                found = partial_gradients(
+                    gradient[part.queries], query[part.queries], k, v, output[part.queries],
+                    lse[:, part.queries], part, form,
+                )  # fmt: skip
+                of_query.index_add_(0, part.queries, found[0].float())
+                of_keys = torch.cat([x.flatten(1) for x in found[1:]], 1).float()
+                of_joined.index_add_(0, part.rows.seen.indices, of_keys)
+            if returning is not None:
+                of_own += returning.wait()
+                returning = None
+            if step:
+                returning = group.start_shift(of_joined.to(key.dtype), -step)
+            else:
+                of_own += of_joined
+            if coming is not None:
+                joined = coming.wait()
+        if returning is not None:
+            of_own += returning.wait()
+        of_sinks = None
+        if sinks is not None:
+            mean = (gradient.float() * output).sum(-1).T  # (heads, N)
+            of_sinks = -((sinks.float()[:, None] - lse).exp() * mean).sum(1).to(sinks.dtype)
+        of_key, of_value = of_own.to(key.dtype).split(key[0].numel(), 1)
+        shaped = of_key.view_as(key), of_value.view_as(value)
+        return of_query.to(query.dtype), *shaped, of_sinks, None, None, None
+
+
+def _keys_of(
+    part: PartialRows, joined: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a part, in the shapes of key and value; joined: (N, both)."""
+    assert part.rows.seen is not None
+    selected = joined.index_select(0, part.rows.seen.indices)
+    keys, values = selected.split([key[0].numel(), value[0].numel()], 1)
+    return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
+
+
+def join_result(output: Tensor, lse: Tensor, queries: Tensor, result: Tensor, sums: Tensor) -> None:
+    """Join the result of a part, with its lse `sums`, to what these queries have so far."""
+    old = lse[:, queries]
+    new = torch.logaddexp(old, sums)
+    safe = new.masked_fill(new == -torch.inf, 0.0)  # queries that have seen no key yet
+    kept = output[queries] * (old - safe).exp().T[..., None]
+    output[queries] = kept + result * (sums - safe).exp().T[..., None]
+    lse[:, queries] = new
