@@ -35,6 +35,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spmdflow.mapping.context import gathers_keys, passes_keys
 from spmdflow.mapping.dataflow import Array, Model, Strategy, Workload
 from spmdflow.mapping.seconds import (
     GRADIENT_BYTES,
@@ -177,9 +178,15 @@ def _layer_memory(
         forward_scores = scores * _FORWARD_SCORE_BYTES["caps" if shape.caps_scores else "sinks"]
         backward_scores = scores * (_BACKWARD_SCORE_BYTES - _rounded_bytes(size))
     # keys and values of all tokens, once as they arrive and once as the queries see them
-    every_key = 2 * tokens * cut.cp * keys * size * _gathers_keys(model, cut)
+    every_key = 2 * tokens * cut.cp * keys * size * gathers_keys(model, cut)
     working = np.maximum(working, 2 * every_key)
     forward = np.maximum(forward, 2 * every_key + tokens * 2 * heads * size * (every_key > 0))
+    # a ring's results, sums and gradients are float32, and messages are sent and received
+    ring = passes_keys(model, cut)
+    ring_forward = tokens * ((2 * size + 8) * queries + 8 * size * keys)
+    ring_backward = tokens * ((4 + 2 * size) * queries + (20 + 12 * size) * keys)
+    forward = np.maximum(forward, ring_forward * ring)
+    working = np.maximum(working, (ring_backward - tokens * saved_ffn * size) * ring)
     shares = gathered > tokens
     working = np.where(shares, np.maximum(working, backward_of_attention), working)
     forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
@@ -193,14 +200,6 @@ def _layer_memory(
         forward=np.maximum(forward, forward_scores) + tokens * 4 * hidden * size,
         buffers=tokens * shape.hidden_size * size * messages,
     )
-
-
-def _gathers_keys(model: Model, cut: Strategy) -> Array:
-    """Whether each rank gathers all keys (engine.context_attention), where ranks divide rows."""
-    attention = model.engine.context_attention
-    heads = model.shape.num_heads / cut.tp
-    uneven = heads % cut.cp != 0
-    return (cut.cp > 1) * ((attention == "gather") + (attention == "auto") * uneven)
 
 
 def _score_bytes(shape: Architecture, size: int) -> int:

@@ -34,6 +34,7 @@ import numpy as np
 
 from spmdflow.kind.generator import PREFILL_TOKENS
 from spmdflow.mapping.collective import all_gather, all_reduce, all_to_all, point_to_point
+from spmdflow.mapping.context import attention_bytes, attention_message_seconds
 from spmdflow.mapping.dataflow import Array, Engine, Model, Precision, Rollout, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.share import (
@@ -102,6 +103,17 @@ def pass_parts(
     All rows have the same length (`update_parts` for one update). All updates add up, and the call
     adds call_seconds.
     """
+    micro, num_micro = _mean_micro_batch(model, workload, cut, trains=trains)
+    parts = update_parts(model, micro, num_micro, cut, hw, trains=trains)
+    if trains:
+        parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
+    return add_parts(parts, {"host": hw.call_seconds})
+
+
+def _mean_micro_batch(
+    model: Model, workload: Workload, cut: Strategy, *, trains: bool
+) -> tuple[PassTokens, Array]:
+    """Return a micro-batch of rows of mean length, and how many a rank has in one update."""
     rows, num_micro = micro_batches(model, workload, cut, trains=trains)
     of_rank = rows_per_rank(workload, cut, trains=trains)
     shares = packed_shares(model, workload, of_rank, num_micro)
@@ -110,10 +122,23 @@ def pass_parts(
         context=workload.tokens / 2 * (shares.squares / shares.tokens),
         answered=rows * workload.response_tokens,
     )
-    parts = update_parts(model, micro, num_micro, cut, hw, trains=trains)
-    if trains:
-        parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
-    return add_parts(parts, {"host": hw.call_seconds})
+    return micro, num_micro
+
+
+def attention_bytes_of_update(model: Model, workload: Workload, cut: Strategy) -> Array:
+    """Return the bytes that all ranks send for attention in one optimizer step; 0 without c.
+
+    All rows have the same length (`unequal.attention_bytes_by_row`).
+    """
+    micro, num_micro = _mean_micro_batch(model, workload, cut, trains=True)
+    return cut.dp * num_micro * micro.tokens * attention_bytes_of_token(model, cut)
+
+
+def attention_bytes_of_token(model: Model, cut: Strategy) -> Array:
+    """Return what a token adds to the bytes that all ranks send for attention in an update."""
+    forward, backward = attention_bytes(model, cut)
+    of_layer = forward * (1 + _attention_again(model.engine, cut)) + backward
+    return model.shape.num_layers * of_layer
 
 
 def update_parts(
@@ -211,7 +236,14 @@ def _micro_batch_parts(
         parts["memory"] = parts["memory"] + moved / hw.memory_rate
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
-    parts["context_parallel"] = layers * _heads_seconds(model, micro.tokens, cut, hw) * reductions
+    computing = attention_flops(shape, micro.tokens, micro.context, cut.tp) / hw.flops(engine.dtype)
+    forward, backward = attention_message_seconds(
+        model, micro.tokens, cut, hw, computing=computing
+    )
+    messages = forward
+    if trains:
+        messages = forward * (1 + _attention_again(engine, cut)) + backward
+    parts["context_parallel"] = layers * messages
     parts["experts"] = layers * _exchange_seconds(model, micro.tokens, cut, hw) * reductions
     size = micro.tokens * shape.hidden_size * engine.element_bytes
     crosses = cut.tp * cut.cp * cut.pp > hw.gpus_per_node
@@ -221,16 +253,9 @@ def _micro_batch_parts(
     return parts
 
 
-def _heads_seconds(model: Model, tokens: Array, cut: Strategy, hw: Hardware) -> Array:
-    """Return the seconds in which a layer's tokens are exchanged for heads and back, in a forward.
-
-    tokens: of a rank, which has 1/tp of the heads. Queries, keys and values go one way, what
-    attention returns the other.
-    """
-    width = 2 * (model.shape.q_size + model.shape.kv_size) / cut.tp
-    sent = tokens * width * model.engine.element_bytes
-    per_node = np.clip(hw.gpus_per_node // cut.tp, 1, cut.cp)
-    return 2 * all_to_all(sent / 2, cut.cp, per_node, hw) * (cut.cp > 1)
+def _attention_again(engine: Engine, cut: Strategy) -> Array:
+    """Whether a backward computes the forward of attention once more."""
+    return np.maximum(cut.recompute, "selective_recompute" in engine.options)
 
 
 def _exchange_seconds(model: Model, tokens: Array, cut: Strategy, hw: Hardware) -> Array:

@@ -29,6 +29,7 @@ from spmdflow.mapping.seconds import (
     Parts,
     PassTokens,
     add_parts,
+    attention_bytes_of_token,
     decode_parts,
     prefill_seconds,
     total,
@@ -101,6 +102,18 @@ def pass_parts_by_row(
         more = update_parts(model, micro, one.num_micro, cut, hw, trains=trains)
         parts = add_parts(parts, more)
     return add_parts(parts, {"host": hw.call_seconds})
+
+
+def attention_bytes_by_row(model: Model, steps: Sequence[SharedRows], cut: Strategy) -> float:
+    """Return the bytes that all ranks send for attention in an optimizer step: the mean of these.
+
+    A rank also sends the tokens that make a micro-batch divisible, which do not count here.
+    """
+    tokens = 0.0
+    for one in steps:
+        for share in one.shares:
+            tokens += float(_micro_costs(model, share, one.num_micro)[:, 0].sum())
+    return tokens / len(steps) * float(attention_bytes_of_token(model, cut))
 
 
 def busiest_tokens(model: Model, one: SharedRows) -> PassTokens:

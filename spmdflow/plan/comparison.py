@@ -64,6 +64,17 @@ class SyncCount(NamedTuple):
     counted: int
 
 
+class AttentionCount(NamedTuple):
+    """What the ranks of a model that divide rows send each other for attention, an optimizer step.
+
+    planned follows from the lengths of the rows; counted is the median of the steps.
+    """
+
+    model: str
+    planned: float
+    counted: float
+
+
 class PhaseBytes(NamedTuple):
     """Memory of a rank in one phase: planned by part, and the fullest rank's measured peak."""
 
@@ -85,6 +96,8 @@ class Comparison:
     """Steps whose bytes are compared."""
     syncs: tuple[SyncCount, ...] = ()
     """Weight syncs of those steps that had any."""
+    attention: tuple[AttentionCount, ...] = ()
+    """Models whose ranks divide rows."""
     memory: tuple[PhaseBytes, ...] = ()
     """Phases that were both planned and measured."""
     notes: tuple[str, ...] = ()
@@ -104,6 +117,7 @@ class Comparison:
             "bytes_agree": self.bytes_agree,
             "edges": self.edges,
             "weight_syncs": [sync._asdict() for sync in self.syncs],
+            "attention": [count._asdict() for count in self.attention],
             "memory": [phase._asdict() for phase in self.memory],
             "notes": self.notes,
         }
@@ -171,6 +185,7 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
         edges=tuple(_edges(replay, traced)),
         steps=replay.steps,
         syncs=() if unknown else tuple(_syncs(replay, traced, weights)),
+        attention=tuple(_attention_counts(predicted, run_dir)),
         memory=tuple(_memory(predicted, run_dir)),
         notes=tuple(notes),
     )
@@ -242,6 +257,20 @@ def _syncs(replay: Replay, traced: Trace, weights: Sequence[WeightPlan]) -> Iter
             yield SyncCount(step, times.total(), planned, counted)
 
 
+def _attention_counts(predicted: Prediction | None, run_dir: Path) -> Iterator[AttentionCount]:
+    """Yield the bytes of each model whose plan has some and whose run has counted them."""
+    if predicted is None:
+        return
+    for name, planned in predicted.attention_bytes.items():
+        counted = []
+        for line in read_lines(run_dir / "metrics.jsonl"):
+            value = line.get(f"{name}/context_bytes")
+            if value:
+                counted.append(float(value))
+        if counted:
+            yield AttentionCount(name, planned, median(counted))
+
+
 def _memory(predicted: Prediction | None, run_dir: Path) -> Iterator[PhaseBytes]:
     """Yield the phases of a prediction whose peak the run's last launch measured.
 
@@ -263,7 +292,7 @@ def _memory(predicted: Prediction | None, run_dir: Path) -> Iterator[PhaseBytes]
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the text of RUN_DIR/prediction.txt: seconds by stage, row bytes, weight syncs, notes.
+    """Return the text of RUN_DIR/prediction.txt: seconds by stage, bytes, memory, notes.
 
     At most twelve edges are listed: those whose bytes differ or, if none does, those with the most
     bytes. A last line has the sum over all edges.
@@ -295,6 +324,13 @@ def comparison_text(comparison: Comparison) -> str:
         lines += ["", "weights from trainer to generator: bytes planned and counted", ""]
         rows = [("step", "syncs", "planned", "counted", "")]
         rows += [(*s, "" if s.planned == s.counted else "differs") for s in comparison.syncs]
+        lines += table(rows, right=(1, 2, 3))
+    if comparison.attention:
+        lines += ["", "attention where ranks divide rows: bytes of an optimizer step", ""]
+        rows = [("model", "planned", "counted", "planned / counted")]
+        for count in comparison.attention:
+            ratio = f"{count.planned / count.counted:.2f}"
+            rows.append((count.model, round(count.planned), round(count.counted), ratio))
         lines += table(rows, right=(1, 2, 3))
     if comparison.memory:
         lines += ["", "memory of the fullest rank in GB, planned and measured", ""]

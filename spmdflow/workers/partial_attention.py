@@ -27,8 +27,8 @@ class PartialRows:
 
     rows: PackedRows
     """rows.seen: the keys, as indices into the tokens of that rank."""
-    queries: Tensor
-    """(n,) int64: index of each query among the tokens of this rank, ascending."""
+    queries: Tensor | None
+    """(n,) int64: index of each query among the tokens of this rank, ascending; None: all."""
     query_positions: Tensor
     """(n,) int64: position of each query in its row."""
     key_positions: Tensor
@@ -38,12 +38,16 @@ class PartialRows:
     reach: int
     """The largest distance of a query from one of its keys."""
 
+    def of_queries(self, values: Tensor, dim: int = 0) -> Tensor:
+        """The values of its queries, of one for each token of this rank along `dim`."""
+        return values if self.queries is None else values.index_select(dim, self.queries)
+
     def move_tensors(self, move: Callable[[Tensor], Tensor]) -> PartialRows:
         """The same, with `move` applied to each tensor."""
         return replace(
             self,
             rows=self.rows.move_tensors(move),
-            queries=move(self.queries),
+            queries=None if self.queries is None else move(self.queries),
             query_positions=move(self.query_positions),
             key_positions=move(self.key_positions),
         )

@@ -53,8 +53,9 @@ class RingSteps:
                     step = (group.rank - rank) % group.size
                     builders[step].add(queries, piece.first_position, keys, positions)
         parts = []
+        num_own = int((owners == group.rank).sum())
         for step, builder in enumerate(builders):
-            parts.append(builder.build(is_causal=step == 0))
+            parts.append(builder.build(num_own, is_causal=step == 0))
         return cls(tuple(parts))
 
     def move_tensors(self, move: Callable[[Tensor], Tensor]) -> RingSteps:
@@ -107,8 +108,8 @@ class _PartBuilder:
         self.keys.append(keys)
         self.key_positions.append(key_positions)
 
-    def build(self, *, is_causal: bool) -> PartialRows | None:
-        """Return the part, or None if nothing was added."""
+    def build(self, num_own: int, *, is_causal: bool) -> PartialRows | None:
+        """Return the part, or None if nothing was added. num_own: tokens of this rank."""
         if not self.queries:
             return None
         reach = 0
@@ -118,7 +119,7 @@ class _PartBuilder:
         seen = SeenKeys.of([len(keys) for keys in self.keys], torch.cat(self.keys))
         return PartialRows(
             rows=replace(PackedRows.of(lengths), seen=seen),
-            queries=torch.cat(self.queries),
+            queries=None if sum(lengths) == num_own else torch.cat(self.queries),
             query_positions=torch.cat(self.query_positions),
             key_positions=torch.cat(self.key_positions),
             is_causal=is_causal,
@@ -167,8 +168,8 @@ class _Ring(torch.autograd.Function):
             coming = group.start_shift(joined, 1) if step < group.size - 1 else None
             if part is not None:
                 k, v = _keys_of(part, joined, key, value)
-                result = attend_to_part(query[part.queries], k, v, part, form)
-                join_result(output, lse, part.queries, *result)
+                result = attend_to_part(part.of_queries(query), k, v, part, form)
+                join_result(output, lse, part, *result)
             if coming is not None:
                 joined = coming.wait()
         if sinks is not None:
@@ -197,12 +198,10 @@ class _Ring(torch.autograd.Function):
             if part is not None:
                 k, v = _keys_of(part, joined, key, value)
                 found = partial_gradients(
-                    gradient[part.queries], query[part.queries], k, v, output[part.queries],
-                    lse[:, part.queries], part, form,
+                    part.of_queries(gradient), part.of_queries(query), k, v,
+                    part.of_queries(output), part.of_queries(lse, 1), part, form,
                 )  # fmt: skip
-                of_query.index_add_(0, part.queries, found[0].float())
-                of_keys = torch.cat([x.flatten(1) for x in found[1:]], 1).float()
-                of_joined.index_add_(0, part.rows.seen.indices, of_keys)
+                _add_gradients(of_query, of_joined, part, *found)
             if returning is not None:
                 of_own += returning.wait()
                 returning = None
@@ -218,7 +217,8 @@ class _Ring(torch.autograd.Function):
         if sinks is not None:
             mean = (gradient.float() * output).sum(-1).T  # (heads, N)
             of_sinks = -((sinks.float()[:, None] - lse).exp() * mean).sum(1).to(sinks.dtype)
-        of_key, of_value = of_own.to(key.dtype).split(key[0].numel(), 1)
+        widths = [key[0].numel(), value[0].numel()]
+        of_key, of_value = of_own.to(key.dtype).split(widths, 1)
         shaped = of_key.view_as(key), of_value.view_as(value)
         return of_query.to(query.dtype), *shaped, of_sinks, None, None, None
 
@@ -233,11 +233,40 @@ def _keys_of(
     return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 
-def join_result(output: Tensor, lse: Tensor, queries: Tensor, result: Tensor, sums: Tensor) -> None:
-    """Join the result of a part, with its lse `sums`, to what these queries have so far."""
-    old = lse[:, queries]
+def join_result(
+    output: Tensor, lse: Tensor, part: PartialRows, result: Tensor, sums: Tensor
+) -> None:
+    """Join the result of a part, with its lse `sums`, to what its queries have so far.
+
+    output (N, heads, v) and lse (heads, N) are float32 and changed in place.
+    """
+    old = part.of_queries(lse, 1)
     new = torch.logaddexp(old, sums)
-    safe = new.masked_fill(new == -torch.inf, 0.0)  # queries that have seen no key yet
-    kept = output[queries] * (old - safe).exp().T[..., None]
-    output[queries] = kept + result * (sums - safe).exp().T[..., None]
-    lse[:, queries] = new
+    safe = new.masked_fill(new == -torch.inf, 0.0)  # of queries that have seen no key yet
+    added = result.float().mul_((sums - safe).exp().T[..., None])
+    kept = (old - safe).exp().T[..., None]
+    if part.queries is None:
+        output.mul_(kept).add_(added)
+        lse.copy_(new)
+    else:
+        output.index_copy_(0, part.queries, part.of_queries(output).mul_(kept).add_(added))
+        lse.index_copy_(1, part.queries, new)
+
+
+def _add_gradients(
+    of_query: Tensor,
+    of_joined: Tensor,
+    part: PartialRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> None:
+    """Add a part's gradients of query, key and value to the sums, in float32 and in place."""
+    assert part.rows.seen is not None
+    if part.queries is None:
+        of_query.add_(query)
+    else:
+        of_query.index_add_(0, part.queries, query.float())
+    width = key[0].numel()
+    for columns, added in ((slice(width), key), (slice(width, None), value)):
+        of_joined[:, columns].index_add_(0, part.rows.seen.indices, added.flatten(1).float())

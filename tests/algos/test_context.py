@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,8 @@ def test_grpo_on_divided_rows_has_the_steps_of_whole_rows_and_resumes_with_them(
     run_ranks(data_parallel, *FEW, "total_steps=3", num_ranks=2, script=GRPO, small=())
 
     run_ranks(divided, *FEW, *c2, "total_steps=2", num_ranks=2, script=GRPO, small=())
+    (sent,) = json.loads((divided / "prediction.json").read_text())["attention"]
+    assert sent["planned"] == sent["counted"]
     run_ranks(divided, *FEW, "total_steps=3", num_ranks=2, script=GRPO, small=())
 
     check_prediction(divided)

@@ -296,18 +296,21 @@ def _mixtures() -> list[Case]:
 
 
 def _long_rows() -> list[Case]:
-    """Rows of 128k tokens that ranks divide, by both ways of attention."""
+    """Rows of 128k tokens that ranks divide, by all kinds of attention."""
     recompute = ("recompute",)
     long: dict[str, Any] = {"prompt": 4096, "response": 126976, "num_micro_batches": 1}
     return [
         Case("7B", 8, options=recompute, cp=8, **long),
         Case("7B", 8, options=recompute, cp=8, context_attention="gather", **long),
+        Case("7B", 8, options=recompute, cp=8, context_attention="ring", **long),
+        Case("7B", 8, cp=4, context_attention="ring", prompt=1024, response=7168),
         Case("7B", 8, options=recompute, cp=2, prompt=1024, response=15360),
         Case("7B", 8, cp=4, prompt=1024, response=7168),
         Case("7B", 8, trained=False, cp=8, **long),
         Case("34B", 64, options=recompute, cp=8, **long),
         Case("7B", 8, "megatron", recompute, cp=8, **long),
         Case("7B", 8, "megatron", recompute, cp=8, context_attention="gather", **long),
+        Case("7B", 8, "megatron", recompute, cp=8, context_attention="ring", **long),
         Case("7B", 8, "megatron", tp=2, cp=4, prompt=1024, response=15360),
         Case("7B", 8, "megatron", recompute, tp=2, pp=2, cp=2, stage=1, **long),
         Case("7B", 8, "megatron", trained=False, tp=2, cp=4, **long),

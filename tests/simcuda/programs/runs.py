@@ -104,6 +104,17 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
             *("actor.engine.context_attention=gather", "actor.engine.options=[recompute]"),
         ),
     ),
+    "grpo, fsdp d2c2, rings": (
+        "grpo",
+        4,
+        (
+            *(*SMALL, *MICRO, "actor.engine.layout=d2c2", "reference.engine.layout=c4"),
+            *(
+                f"{role}.engine.context_attention=ring"
+                for role in ("actor", "reference")
+            ),
+        ),
+    ),
     "grpo, megatron t2c2": (
         "grpo",
         4,

@@ -51,6 +51,7 @@ from spmdflow.workers import (
     megatron_experts,
     micro_batch,
     model,
+    partial_attention,
 )
 from spmdflow.workers.engine import TrainEngine, engine_of
 from tests.simcuda.memory_cases import CASES, CONFIGS, Case
@@ -199,6 +200,7 @@ def answered() -> Iterator[None]:
         (torch.Tensor, "__float__", lambda x: 1.0),
         (torch.nn.functional, "scaled_dot_product_attention", flash),
         (attention, "has_varlen_kernel", lambda q: q.dtype == torch.bfloat16),
+        (partial_attention, "has_varlen_kernel", lambda q: q.dtype == torch.bfloat16),
         *((module, "all_gather_plain", _gather_plain) for module in _gathering()),
         (fsdp, "mesh_of", _real(fsdp.mesh_of)),
         (fsdp, "expert_mesh_of", _real(fsdp.expert_mesh_of)),

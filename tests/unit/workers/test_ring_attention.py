@@ -82,16 +82,16 @@ def add_results_of_rank(
             assert part.rows.seen is not None
             keys = columns[(rank - step) % case.size][part.rows.seen.indices]
             parts.append((part, keys))
-            result = attend_to_part(q[own][part.queries], k[keys], v[keys], part, case.form)
-            join_result(output, lse, part.queries, *result)
+            result = attend_to_part(part.of_queries(q[own]), k[keys], v[keys], part, case.form)
+            join_result(output, lse, part, *result)
     found[0][own] = output
     for part, keys in parts:
-        picked = part.queries
+        queries = part.of_queries(own)
         gradients = partial_gradients(
-            gradient[own][picked], q[own][picked], k[keys], v[keys], output[picked],
-            lse[:, picked], part, case.form,
+            gradient[queries], q[queries], k[keys], v[keys], part.of_queries(output),
+            part.of_queries(lse, 1), part, case.form,
         )  # fmt: skip
-        for whole, index, added in zip(found[1:], (own[picked], keys, keys), gradients, strict=True):
+        for whole, index, added in zip(found[1:], (queries, keys, keys), gradients, strict=True):
             whole.index_add_(0, index, added)
 
 
