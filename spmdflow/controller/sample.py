@@ -11,13 +11,14 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spmdflow.controller.batch import Batch
 from spmdflow.data.ragged import rows_of
 from spmdflow.data.row_id import Ids, positions_in_groups
 from spmdflow.datasets.tokenizer import load_tokenizer, token_lengths
-from spmdflow.tracking.progress import Sample
+from spmdflow.tracking.progress import Sample, shorten_text
 
 _TEXTS = ("prompt_text", "response_text", "scores")
 _ROWS = ("score_terms", "costs", "num_turns", "tool_calls")
@@ -30,6 +31,10 @@ _MOST_WRITTEN = 16
 _MOST_PRINTED = 4
 _MOST_TOKENS = 16_384
 """Largest number of rows to write and to print; tokens after which no further row is written."""
+_MOST_ROW_TOKENS = 8_192
+_MOST_CHARACTERS = 32_768
+"""A longer response loses the tokens in its middle, a longer prompt the characters there."""
+_GAP = " ... "
 
 
 def is_shown(batch: Batch) -> bool:
@@ -42,6 +47,8 @@ def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
 
     Rows are chosen by `choose_positions`, 4 of a prompt per round. Of the chosen rows only the
     first ones are returned that have at most 16,384 response tokens together, but at least 4.
+    Responses of more than 8,192 tokens and prompts of more than 32,768 characters are cut in the
+    middle, where " ... " counts as one token.
     phase: train or eval, for the samples' facts.
     """
     positions = choose_positions(batch.parents, per_group=_GROUP_ROWS, most=_MOST_WRITTEN)
@@ -68,16 +75,42 @@ def samples_of(batch: Batch, phase: str, tokenizer_path: str) -> list[Sample]:
     rows = (dict(zip(columns, values)) for values in zip(*columns.values(), strict=True))
     samples = []
     for group, row in zip(groups, rows, strict=True):
+        facts = {"phase": phase, "group": group} | dict(_facts_of_row(row))
+        shown = _without_middle(row)
+        if shown is not row:
+            facts["tokens"] = len(row["responses"])
         samples.append(
             Sample(
-                str(row["prompt_text"]),
-                str(row["response_text"]),
+                shorten_text(str(row["prompt_text"]), _MOST_CHARACTERS),
+                str(shown["response_text"]),
                 float(row["scores"]),
                 json.loads(row.get("score_terms", "{}")),
-                {"phase": phase, "group": group} | dict(_facts(row)),
+                facts | dict(_facts_of_tokens(shown)),
             )
         )
     return samples
+
+
+def _without_middle(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose response has at most 8,192 tokens besides a gap, which is a token of 0s.
+
+    row: the values of one row by column, with the lengths of its tokens' texts if it has tokens. A
+    shorter row is returned as it is.
+    """
+    if len(row.get("responses", ())) <= _MOST_ROW_TOKENS:
+        return row
+    half = _MOST_ROW_TOKENS // 2
+    text = row["response_text"]
+    lengths = row["lengths"]
+    end = len(text) - sum(lengths[-half:])
+    shown = dict(row)
+    shown["response_text"] = text[: sum(lengths[:half])] + _GAP + text[end:]
+    shown["lengths"] = [*lengths[:half], len(_GAP), *lengths[-half:]]
+    for name in _TOKENS:
+        if name in row:
+            values = row[name]
+            shown[name] = torch.cat([values[:half], values.new_zeros(1), values[-half:]])
+    return shown
 
 
 def first_of_groups(samples: Sequence[Sample]) -> list[Sample]:
@@ -103,17 +136,16 @@ def choose_positions(parents: Ids, *, per_group: int, most: int) -> list[int]:
     return sorted(order[:most].tolist())
 
 
-def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of what a sample has besides text and score, as data for JSON.
+def _facts_of_row(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield (name, value) of what a sample has besides texts, score and tokens, as data for JSON.
 
     row: the values of one row by column; facts of missing columns are omitted. advantage: the mean
-    over the tokens in response_mask, 0.0 if there are none. gap: old minus rollout log-probs, 0 at
-    the other tokens. mask: a digit for each token, omitted if all are 1. See `Sample` for the
-    others.
+    over the tokens in response_mask, 0.0 if there are none. See `Sample` for the others.
     """
-    mask = row["response_mask"].bool() if "response_mask" in row else None
     if "advantages" in row:
-        trained = row["advantages"] if mask is None else row["advantages"][mask]
+        trained = row["advantages"]
+        if "response_mask" in row:
+            trained = trained[row["response_mask"].bool()]
         yield "advantage", float(f"{float(trained.mean()):.4g}") if len(trained) else 0.0
     if "costs" in row and isfinite(row["costs"]):
         yield "cost", float(row["costs"])
@@ -121,6 +153,15 @@ def _facts(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "turns", int(row["num_turns"])
     if any(calls := json.loads(row.get("tool_calls", "[]"))):
         yield "calls", calls
+
+
+def _facts_of_tokens(row: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield (name, values) of what a sample has for each token; those of missing columns are not.
+
+    row: as for `_facts_of_row`. gap: old minus rollout log-probs, 0 at tokens outside of
+    response_mask. mask: a digit for each token, omitted if all are 1.
+    """
+    mask = row["response_mask"].bool() if "response_mask" in row else None
     if "lengths" in row:
         yield "lengths", row["lengths"]
     own = row.get(_OWN, row.get(_OLD))

@@ -684,6 +684,28 @@ def test_samples_are_as_many_as_may_be_written_but_some_however_long(
     assert {len(sample.facts["lengths"]) for sample in found} == {num_tokens}
 
 
+@JUST_AROUND
+def test_a_long_response_is_written_without_its_middle(tmp_path: Path, more: int) -> None:
+    """The gap counts as one token, and each token's characters are those of the text."""
+    Talker.num_tokens = 8192 + more
+    with rank_of_one(tmp_path, prompts_per_step=1) as rank:
+        talker = rank.flow.spawn(Talker, ToyConfig())
+        rows = next(rank.flow.prompts(rank.config.data))
+
+        (found,) = samples_of(rows | talker.talk(rows), "train", str(MODEL))
+
+    lengths = found.facts["lengths"]
+    assert isinstance(lengths, list)
+    assert sum(lengths) == len(found.response)
+    if more <= 0:
+        assert (len(lengths), found.response) == (8192 + more, "said")
+        assert "tokens" not in found.facts
+    else:
+        assert (len(lengths), lengths[4096]) == (8193, len(" ... "))
+        assert " ... " in found.response
+        assert found.facts["tokens"] == 8193
+
+
 @pytest.mark.parametrize(
     ("sizes", "cuts"),
     [

@@ -69,7 +69,7 @@ function sampleCard(sample, colour) {
     advantage === undefined ? null : el("span", {}, "advantage ", el("span", {class: advantage < 0 ? "bad" : advantage > 0 ? "good" : ""}, (advantage > 0 ? "+" : "") + short(advantage, 3))),
     sample.cost === undefined ? null : el("span", {}, `cost ${short(sample.cost)}`),
     sample.turns === undefined ? null : el("span", {}, count(sample.turns, "turn")),
-    sample.lengths ? el("span", {}, count(sample.lengths.length, "token")) : null,
+    sample.lengths ? el("span", {}, count(sample.tokens ?? sample.lengths.length, "token")) : null,
     own.length ? el("span", {}, `mean log-prob ${short(mean, 3)}`) : null,
     sample.gap ? el("span", {}, `largest gap ${short(Math.max(0, ...sample.gap.map(Math.abs)), 3)}`) : null,
   ];
@@ -78,7 +78,7 @@ function sampleCard(sample, colour) {
 }
 
 const ORDERS = {batch: () => 0, "highest score": (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity),
-  "lowest score": (a, b) => (a.score ?? -Infinity) - (b.score ?? -Infinity), longest: (a, b) => (b.lengths?.length ?? b.response.length) - (a.lengths?.length ?? a.response.length)};
+  "lowest score": (a, b) => (a.score ?? -Infinity) - (b.score ?? -Infinity), longest: (a, b) => (b.tokens ?? b.lengths?.length ?? b.response.length) - (a.tokens ?? a.lengths?.length ?? a.response.length)};
 
 function groupsOf(samples) {
   const groups = new Map();
