@@ -1,9 +1,10 @@
 """Every objective on ranks that divide rows, next to one rank with whole rows.
 
-Usage: torchrun --nproc-per-node 4 context_objectives.py FOLDER KIND ...
-KIND: an engine's, and perhaps a kind of attention and options, such as fsdp-gather-padded. Without
-one the model has 8 heads, with `nine` it has 9, which neither 2 nor 4 ranks divide. Megatron is
-also measured with tensor-parallel ranks and with stages that divide rows. Rank 0 writes
+Usage: torchrun --nproc-per-node N context_objectives.py FOLDER KIND ...
+KIND: an engine's, and perhaps a kind of attention and options, such as fsdp-gather-padded. The
+model has 8 heads, with `nine` it has 9, which neither 2 nor 4 ranks divide. With `lora` adapters
+are trained, with `unshared` no rows share a prompt. KIND@LAYOUT is measured on that layout,
+otherwise on c2, c4 and d2c2, Megatron also with tensor-parallel ranks and with stages. Rank 0 writes
 FOLDER/results.json: a list of cases, each with the gap of the loss, and of the gradient over its
 norm.
 """
@@ -27,9 +28,9 @@ from engine_world import engine_config
 from tensordict import TensorDict
 from torch import Tensor
 
+from spmdflow.config.model import LoRAConfig, PolicyModelConfig
 from spmdflow.config.offline import PreferenceLossConfig
 from spmdflow.config.schema import (
-    ModelConfig,
     OptimizerConfig,
     PolicyLossConfig,
     ValueLossConfig,
@@ -54,6 +55,10 @@ LAYOUTS = {
     "c4": Layout((0, 1, 2, 3), dp_size=1, cp_size=4),
     "d2c2": Layout((0, 1, 2, 3), dp_size=2, cp_size=2),
 }
+MORE_LAYOUTS = {
+    "d2": Layout((0, 1), dp_size=2),
+    "d2c4": Layout(tuple(range(8)), dp_size=2, cp_size=4),
+}
 CUT_LAYOUTS = {
     "t2c2": Layout((0, 1, 2, 3), dp_size=1, tp_size=2, cp_size=2),
     "p2c2": Layout((0, 1, 2, 3), dp_size=1, pp_size=2, cp_size=2),
@@ -69,23 +74,33 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    groups = make_groups(rank, [*LAYOUTS.values(), *CUT_LAYOUTS.values(), WHOLE])
+    known = {**LAYOUTS, **MORE_LAYOUTS, **CUT_LAYOUTS}
+    cases = []
+    for word in sys.argv[2:]:
+        kind, _, only = word.partition("@")
+        cases += [(kind, name) for name in ([only] if only else layouts_of(kind))]
+    groups = make_groups(rank, [WHOLE, *(known[name] for _, name in cases)])
     if rank == 0:
         write_models(folder)
     dist.barrier()
     found = []
-    models = [(head, model) for head in ("causal_lm", "critic") for model in ("", "nine")]
-    for head, model in models:
-        expected = run(folder / (head + model), "fsdp", WHOLE, head, rank, groups)
-        for kind in (kind for kind in sys.argv[2:] if ("nine" in kind) == bool(model)):
-            for name, layout in layouts_of(kind).items():
-                measured = run(folder / (head + model), kind, layout, head, rank, groups)
-                for objective, step in measured.items() if rank == 0 else ():
-                    gap, norm = compare(step.gradient, expected[objective].gradient)
-                    case = {"objective": objective, "kind": kind, "layout": name, "gradient": gap}
-                    case |= {"loss": abs(step.loss - expected[objective].loss), "norm": norm}
-                    found.append(case | {"bytes": step.num_bytes, "tokens": step.num_tokens})
-                dist.barrier()
+    expected: dict[tuple[str, ...], dict[str, Step]] = {}
+    for head in ("causal_lm", "critic"):
+        for kind, name in cases:
+            words = [word for word in ("nine", "lora", "unshared") if word in kind]
+            model = folder / (head + "nine" * ("nine" in words))
+            alike = (head, *words)
+            if alike not in expected:
+                whole = "-".join(["fsdp", *words])
+                expected[alike] = run(model, whole, WHOLE, head, rank, groups)
+            measured = run(model, kind, known[name], head, rank, groups)
+            for objective, step in measured.items() if rank == 0 else ():
+                reference = expected[alike][objective]
+                gap, norm = compare(step.gradient, reference.gradient)
+                case = {"objective": objective, "kind": kind, "layout": name, "gradient": gap}
+                case |= {"loss": abs(step.loss - reference.loss), "norm": norm}
+                found.append(case | {"bytes": step.num_bytes, "tokens": step.num_tokens})
+            dist.barrier()
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -116,8 +131,11 @@ def write_models(folder: Path) -> None:
         critic.save_pretrained(folder / f"critic{model}")
 
 
-def whole_batch() -> TensorDict:
-    """Eight rows of unequal lengths, of which three and two share a prompt, with all columns."""
+def whole_batch(*, shares: bool) -> TensorDict:
+    """Eight rows of unequal lengths, of which three and two share a prompt, with all columns.
+
+    shares: otherwise all prompts differ.
+    """
     draw = torch.Generator().manual_seed(5)
 
     def random(*shape: int) -> Tensor:
@@ -125,6 +143,9 @@ def whole_batch() -> TensorDict:
 
     prompts = [torch.randint(1, 97, (size,), generator=draw) for size in (17, 3, 12, 5, 9)]
     chosen = [0, 0, 0, 1, 2, 2, 3, 4]
+    if not shares:
+        prompts = [prompt.roll(number) for number, prompt in enumerate(prompts[i] for i in chosen)]
+        chosen = list(range(NUM_ROWS))
     lengths = (5, 11, 1, 8, 4, 6, 2, 13)
     columns: dict[str, list[Tensor]] = {"prompts": [prompts[index] for index in chosen]}
     columns["responses"] = [torch.randint(1, 97, (size,), generator=draw) for size in lengths]
@@ -146,9 +167,9 @@ def whole_batch() -> TensorDict:
     return TensorDict({**ragged, **dense}, batch_size=[NUM_ROWS])
 
 
-def share_of(layout: Layout, rank: int) -> TensorDict:
+def share_of(layout: Layout, rank: int, *, shares: bool) -> TensorDict:
     """The rows of a rank: a half of them with two data-parallel shares."""
-    batch = whole_batch()
+    batch = whole_batch(shares=shares)
     each = NUM_ROWS // layout.dp_size
     first = layout.coordinate(rank).dp * each
     columns = {}
@@ -198,7 +219,7 @@ def run(
     if rank not in layout.ranks:
         return {}
     engine = build(model, kind, layout, head, rank, groups)
-    share = share_of(layout, rank)
+    share = share_of(layout, rank, shares="unshared" not in kind)
     own = sum(micro.input_ids.numel() for micro in engine.micro_batches(share, 2))
     tokens = int(engine.dp_sums({"tokens": own * layout.cp_size})["tokens"])
     result = {}
@@ -233,9 +254,11 @@ def build(
     cfg = replace(engine_config(), kind=name, options=options, context_attention=attention)
     context = WorkerContext("actor", layout, rank, groups, torch.device("cpu"), seed=0)
     optimizer = OptimizerConfig(lr=1e-30, betas=[0.0, 0.95], weight_decay=0.0, clip_norm=1e9)
+    adapters = LoRAConfig(rank=4) if "lora" in words else None
+    source = PolicyModelConfig(path=str(model), dtype="float32", lora=adapters)
     open_folder = open_model if engine_kind(name).reads_folder else load_model
     engine: TrainEngine = resolve(engine_kind(name).implementation)(
-        open_folder(ModelConfig(path=str(model), dtype="float32"), head=head),
+        open_folder(source, head=head),
         cfg,
         context,
         optimizer=optimizer,
