@@ -30,7 +30,7 @@ from spmdflow.objectives.supervised import SupervisedLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.worker_api.worker import WorkerContext
-from spmdflow.workers.context_group import ContextGroup, Message
+from spmdflow.workers.context_group import ContextGroup, RingMessage
 from spmdflow.workers.model import load_model
 
 waited = [0.0]
@@ -42,7 +42,7 @@ def main() -> None:
     folder, attention, length, steps, file = sys.argv[1:]
     dist.init_process_group("gloo")
     count_waiting(ContextGroup, "all_to_all", "all_gather")
-    count_waiting(Message, "wait")
+    count_waiting(RingMessage, "wait")
     engine = build(Path(folder), attention)
     take_step(engine, 256)  # memory is allocated, kernels are chosen
     for _ in range(int(steps)):

@@ -46,7 +46,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def rows_of(name: str, length: int, lines: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def rows_of(
+    name: str, length: int, lines: dict[str, list[dict[str, float]]]
+) -> list[dict[str, Any]]:
     """The table's rows of one model and length."""
     rows = []
     alone = statistics.median(line["seconds"] for line in lines[ALONE])

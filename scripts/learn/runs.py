@@ -154,6 +154,11 @@ def prepare(entries: Collection[Entry], folder: Path, processes: Processes) -> N
     program = str(ROOT / "scripts" / "make_problems.py")
     for problems in sorted({entry.problems for entry in entries if entry.problems}):
         words = [os.path.expandvars(word) for word in problems]
+        if any("$SPMDFLOW_DATA" in word for word in words):
+            sys.exit(
+                "learn: SPMDFLOW_DATA is not set, expected the folder of real input; set it "
+                "(scripts/prepare_stories.py says what is in it)"
+            )
         processes.run([sys.executable, program, *words], folder / "problems.log")
 
 

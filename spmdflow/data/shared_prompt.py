@@ -38,13 +38,16 @@ def prefill_passes(sizes: Sequence[int], max_tokens: int) -> Iterator[slice]:
     """Yield slices of consecutive prompts, each of about max_tokens tokens including padding.
 
     sizes: tokens of each prompt. A slice has at least one prompt. A prompt is added as long as the
-    slice's longest prompt before it, times the number of prompts with it, is at most max_tokens.
+    slice's longest prompt before it, times the number of prompts with it, is at most max_tokens. A
+    prompt of more than max_tokens is alone: others would be padded to it.
     """
     start = 0
     while start < len(sizes):
-        longest = 0
-        end = start
+        longest = sizes[start]
+        end = start + 1
         while end < len(sizes) and (end - start + 1) * longest <= max_tokens:
+            if sizes[end] > max_tokens:
+                break
             longest = max(longest, sizes[end])
             end += 1
         yield slice(start, end)

@@ -21,7 +21,8 @@ in n. Exact fronts are computed only for pools that could still be part of a che
 
 Simulators (`seconds`, `memory`, `pass_memory`; paper Appendix C) model: FLOPs over the rate of
 large matrices plus bytes over the memory's rate; ring collectives over NVLink and a network that
-the devices of a node share (`collective`); the weights that a rank has (`share`); pipeline bubbles;
+the devices of a node share (`collective`); messages of attention where ranks divide rows
+(`context`); the weights that a rank has (`share`); pipeline bubbles;
 gradient traffic once an update; several waves of generation if the KV cache is small. Coefficients
 are in `hardware/*.yaml`, each with its source. docs/lab/MAPPING.md compares the predictions with
 the paper's placements and with runs. `unequal` takes rows of different lengths, for one strategy.

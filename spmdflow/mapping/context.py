@@ -50,13 +50,20 @@ def attention_bytes(model: Model, cut: Strategy) -> tuple[Array, Array]:
     return forward, backward
 
 
-def attention_message_seconds(
-    model: Model, tokens: Array, cut: Strategy, hw: Hardware, *, computing: Array
-) -> tuple[Array, Array]:
-    """Return the seconds in which a layer's (forward, backward) waits for messages; 0 without c.
+def attention_bytes_of_token(model: Model, cut: Strategy) -> Array:
+    """Return what a token adds to the bytes that all ranks send for attention in an update."""
+    forward, backward = attention_bytes(model, cut)
+    return model.shape.num_layers * (forward * _forwards(model, cut) + backward)
 
-    tokens: of a rank, which has 1/tp of the heads. computing: seconds of the attention of a
-    forward, which a ring's messages overlap with: twice of that in the backward.
+
+def attention_message_seconds(
+    model: Model, tokens: Array, cut: Strategy, hw: Hardware, *, computing: Array, trains: bool
+) -> Array:
+    """Return the seconds in which a layer waits for messages of attention; 0 without c.
+
+    It is a forward, or all that a training step has of it. tokens: of a rank, which has 1/tp of the
+    heads. computing: seconds of the attention of a forward, which a ring's messages overlap with:
+    twice of that in the backward.
     """
     per_node = np.clip(hw.gpus_per_node // cut.tp, 1, cut.cp)
     forward_bytes, _ = attention_bytes(model, cut)
@@ -65,8 +72,15 @@ def attention_message_seconds(
     exchange = 2 * all_to_all(whole / 2, cut.cp, per_node, hw)
     gather = all_gather(whole, cut.cp, per_node, hw)
     scatter = all_to_all(whole, cut.cp, per_node, hw)
-    exposed = np.maximum(gather - computing, 0.0), np.maximum(2 * gather - 2 * computing, 0.0)
+    exposed = np.maximum(gather - computing, 0.0)
     kinds = [exchanges_heads(model, cut), gathers_keys(model, cut), passes_keys(model, cut)]
-    forward = np.select(kinds, [exchange, gather, exposed[0]], 0.0)
-    backward = np.select(kinds, [exchange, scatter, exposed[1]], 0.0)
-    return forward, backward
+    forward = np.select(kinds, [exchange, gather, exposed], 0.0)
+    if not trains:
+        return forward
+    backward = np.select(kinds, [exchange, scatter, 2 * exposed], 0.0)
+    return forward * _forwards(model, cut) + backward
+
+
+def _forwards(model: Model, cut: Strategy) -> Array:
+    """How often a training step computes the forward of attention: 2 if the backward does again."""
+    return 1 + np.maximum(cut.recompute, "selective_recompute" in model.engine.options)

@@ -177,16 +177,9 @@ def _layer_memory(
         saved_scores = scores * _score_bytes(shape, size)
         forward_scores = scores * _FORWARD_SCORE_BYTES["caps" if shape.caps_scores else "sinks"]
         backward_scores = scores * (_BACKWARD_SCORE_BYTES - _rounded_bytes(size))
-    # keys and values of all tokens, once as they arrive and once as the queries see them
-    every_key = 2 * tokens * cut.cp * keys * size * gathers_keys(model, cut)
-    working = np.maximum(working, 2 * every_key)
-    forward = np.maximum(forward, 2 * every_key + tokens * 2 * heads * size * (every_key > 0))
-    # a ring's results, sums and gradients are float32, and messages are sent and received
-    ring = passes_keys(model, cut)
-    ring_forward = tokens * ((2 * size + 8) * queries + 8 * size * keys)
-    ring_backward = tokens * ((4 + 2 * size) * queries + (20 + 12 * size) * keys)
-    forward = np.maximum(forward, ring_forward * ring)
-    working = np.maximum(working, (ring_backward - tokens * saved_ffn * size) * ring)
+    others = _bytes_of_other_keys(model, cut, queries, keys, freed=saved_ffn * size)
+    working = np.maximum(working, tokens * others.backward)
+    forward = np.maximum(forward, tokens * others.forward)
     shares = gathered > tokens
     working = np.where(shares, np.maximum(working, backward_of_attention), working)
     forward = np.where(shares, np.maximum(forward, forward_of_attention), forward)
@@ -195,10 +188,44 @@ def _layer_memory(
         saved=tokens * (norms + (mixed + saved_ffn + routed) * size)
         + gathered * seen * size
         + saved_scores
-        + every_key,
+        + tokens * others.saved,
         working=np.maximum(working, backward_scores) + tokens * hidden * size,
         forward=np.maximum(forward, forward_scores) + tokens * 4 * hidden * size,
         buffers=tokens * shape.hidden_size * size * messages,
+    )
+
+
+@dataclass(frozen=True)
+class _OtherKeys:
+    """Bytes of a token of a rank, for the keys and values that other ranks have."""
+
+    saved: Array
+    forward: Array
+    """Peak of a forward, with the queries."""
+    backward: Array
+    """Temporaries of a backward."""
+
+
+def _bytes_of_other_keys(
+    model: Model, cut: Strategy, queries: Array, keys: Array, *, freed: Array
+) -> _OtherKeys:
+    """Return the bytes that attention needs where ranks divide rows and each has its own queries.
+
+    queries, keys: numbers of a token. freed: bytes of a token that a layer has saved and that its
+    backward no longer needs when it gets to attention. Gathered keys and values are there twice: as
+    they arrive, and as the queries see them. In a ring they are sent, received and selected;
+    results, sums and gradients are float32.
+    """
+    size = model.engine.element_bytes
+    gathered = 2 * cut.cp * keys * size * gathers_keys(model, cut)
+    passed = passes_keys(model, cut)
+    gather_forward = 2 * gathered + 2 * (queries + keys) * size * (gathered > 0)
+    ring_forward = (2 * size + 8) * queries + 8 * size * keys
+    ring_backward = (4 + 2 * size) * queries + (20 + 12 * size) * keys - freed
+    return _OtherKeys(
+        saved=gathered,
+        forward=gather_forward + passed * ring_forward,
+        backward=2 * gathered + passed * ring_backward,
     )
 
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from spmdflow.kind.generator import PREFILL_TOKENS
 from spmdflow.mapping.collective import all_gather, all_reduce, all_to_all, point_to_point
-from spmdflow.mapping.context import attention_bytes, attention_message_seconds
+from spmdflow.mapping.context import attention_message_seconds
 from spmdflow.mapping.dataflow import Array, Engine, Model, Precision, Rollout, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.share import (
@@ -103,14 +103,14 @@ def pass_parts(
     All rows have the same length (`update_parts` for one update). All updates add up, and the call
     adds call_seconds.
     """
-    micro, num_micro = _mean_micro_batch(model, workload, cut, trains=trains)
+    micro, num_micro = mean_micro_batch(model, workload, cut, trains=trains)
     parts = update_parts(model, micro, num_micro, cut, hw, trains=trains)
     if trains:
         parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
     return add_parts(parts, {"host": hw.call_seconds})
 
 
-def _mean_micro_batch(
+def mean_micro_batch(
     model: Model, workload: Workload, cut: Strategy, *, trains: bool
 ) -> tuple[PassTokens, Array]:
     """Return a micro-batch of rows of mean length, and how many a rank has in one update."""
@@ -123,22 +123,6 @@ def _mean_micro_batch(
         answered=rows * workload.response_tokens,
     )
     return micro, num_micro
-
-
-def attention_bytes_of_update(model: Model, workload: Workload, cut: Strategy) -> Array:
-    """Return the bytes that all ranks send for attention in one optimizer step; 0 without c.
-
-    All rows have the same length (`unequal.attention_bytes_by_row`).
-    """
-    micro, num_micro = _mean_micro_batch(model, workload, cut, trains=True)
-    return cut.dp * num_micro * micro.tokens * attention_bytes_of_token(model, cut)
-
-
-def attention_bytes_of_token(model: Model, cut: Strategy) -> Array:
-    """Return what a token adds to the bytes that all ranks send for attention in an update."""
-    forward, backward = attention_bytes(model, cut)
-    of_layer = forward * (1 + _attention_again(model.engine, cut)) + backward
-    return model.shape.num_layers * of_layer
 
 
 def update_parts(
@@ -237,12 +221,9 @@ def _micro_batch_parts(
     reductions = 2 + cut.recompute if trains else 1
     parts["tensor_parallel"] = layers * one["tensor_parallel"] * reductions
     computing = attention_flops(shape, micro.tokens, micro.context, cut.tp) / hw.flops(engine.dtype)
-    forward, backward = attention_message_seconds(
-        model, micro.tokens, cut, hw, computing=computing
+    messages = attention_message_seconds(
+        model, micro.tokens, cut, hw, computing=computing, trains=trains
     )
-    messages = forward
-    if trains:
-        messages = forward * (1 + _attention_again(engine, cut)) + backward
     parts["context_parallel"] = layers * messages
     parts["experts"] = layers * _exchange_seconds(model, micro.tokens, cut, hw) * reductions
     size = micro.tokens * shape.hidden_size * engine.element_bytes
@@ -251,11 +232,6 @@ def _micro_batch_parts(
     hand_overs = (2 if trains else 1) * engine.virtual_size
     parts["pipeline"] = hand_overs * np.where(cut.pp > 1, hand_over, 0.0)
     return parts
-
-
-def _attention_again(engine: Engine, cut: Strategy) -> Array:
-    """Whether a backward computes the forward of attention once more."""
-    return np.maximum(cut.recompute, "selective_recompute" in engine.options)
 
 
 def _exchange_seconds(model: Model, tokens: Array, cut: Strategy, hw: Hardware) -> Array:

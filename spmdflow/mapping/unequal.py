@@ -29,7 +29,6 @@ from spmdflow.mapping.seconds import (
     Parts,
     PassTokens,
     add_parts,
-    attention_bytes_of_token,
     decode_parts,
     prefill_seconds,
     total,
@@ -104,16 +103,13 @@ def pass_parts_by_row(
     return add_parts(parts, {"host": hw.call_seconds})
 
 
-def attention_bytes_by_row(model: Model, steps: Sequence[SharedRows], cut: Strategy) -> float:
-    """Return the bytes that all ranks send for attention in an optimizer step: the mean of these.
-
-    A rank also sends the tokens that make a micro-batch divisible, which do not count here.
-    """
+def tokens_of_update(model: Model, steps: Sequence[SharedRows]) -> float:
+    """Return the tokens that all shares compute in an optimizer step: the mean of these steps."""
     tokens = 0.0
     for one in steps:
         for share in one.shares:
             tokens += float(_micro_costs(model, share, one.num_micro)[:, 0].sum())
-    return tokens / len(steps) * float(attention_bytes_of_token(model, cut))
+    return tokens / len(steps)
 
 
 def busiest_tokens(model: Model, one: SharedRows) -> PassTokens:

@@ -327,16 +327,21 @@ def comparison_text(comparison: Comparison) -> str:
         lines += table(rows, right=(1, 2, 3))
     if comparison.attention:
         lines += ["", "attention where ranks divide rows: bytes of an optimizer step", ""]
-        rows = [("model", "planned", "counted", "planned / counted")]
-        for count in comparison.attention:
-            ratio = f"{count.planned / count.counted:.2f}"
-            rows.append((count.model, round(count.planned), round(count.counted), ratio))
-        lines += table(rows, right=(1, 2, 3))
+        lines += _attention_lines(comparison.attention)
     if comparison.memory:
         lines += ["", "memory of the fullest rank in GB, planned and measured", ""]
         lines += _memory_lines(comparison.memory)
     lines += [f"note: {note}" for note in comparison.notes]
     return "\n".join(lines) + "\n"
+
+
+def _attention_lines(counts: Sequence[AttentionCount]) -> Iterator[str]:
+    """Return a table with a row for each model."""
+    rows: list[Sequence[object]] = [("model", "planned", "counted", "planned / counted")]
+    for count in counts:
+        ratio = f"{count.planned / count.counted:.2f}"
+        rows.append((count.model, round(count.planned), round(count.counted), ratio))
+    yield from table(rows, right=(1, 2, 3))
 
 
 def _memory_lines(phases: Sequence[PhaseBytes]) -> Iterator[str]:

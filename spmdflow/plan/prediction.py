@@ -27,14 +27,10 @@ from spmdflow.mapping.dataflow import Model, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
-from spmdflow.mapping.seconds import (
-    add_parts,
-    attention_bytes_of_update,
-    checksum_seconds,
-    transition_seconds,
-)
+from spmdflow.mapping.seconds import add_parts, checksum_seconds, transition_seconds
 from spmdflow.mapping.share import local_parameters
-from spmdflow.mapping.unequal import SharedRows, attention_bytes_by_row
+from spmdflow.mapping.unequal import SharedRows
+from spmdflow.plan.attention import add_attention_notes, attention_bytes
 from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, rows_by_rank, simulate_calls
@@ -149,6 +145,8 @@ def predict(
             planned[plan.target] = plan
     rows = _rows_by_rank(trace, step_calls, step) if by_row else {}
     estimates = _estimates(step, hardware, memory, planned, problems, rows)
+    sent = attention_bytes(trace, step_calls, step)
+    add_attention_notes(estimates, step, sent)
     calls = _schedule(step_calls, step, estimates, hardware)
     ahead = _generations_begun_earlier(trace, step_calls, step)
     if ahead and hardware.cores == math.inf:  # on CPUs both would share the cores
@@ -163,29 +161,8 @@ def predict(
         tokens=sum(t.num_rows * (t.prompts + t.responses) for t in tokens),
         problems=tuple(problems),
         without=step.without,
-        attention_bytes=_attention_bytes(trace, step_calls, step),
+        attention_bytes=sent,
     )
-
-
-def _attention_bytes(
-    trace: Trace, step_calls: Sequence[Call], step: Simulated
-) -> dict[str, float]:
-    """See `Prediction.attention_bytes`."""
-    result = {}
-    for call in step_calls:
-        planned = step.calls.get(call.key)
-        if planned is None or planned.kind != "train" or step.strategies[planned.model].cp == 1:
-            continue
-        assert step.dataflow is not None
-        model = step.dataflow.model(planned.model)
-        strategy = step.strategies[planned.model]
-        rows = rows_by_rank(trace, call, "train")
-        if rows:
-            result[planned.model] = attention_bytes_by_row(model, rows, strategy)
-        else:
-            sent = attention_bytes_of_update(model, planned.workload, strategy)
-            result[planned.model] = float(sent)
-    return result
 
 
 def _counted_tokens(trace: Trace, step: Simulated) -> list[Tokens]:
@@ -317,10 +294,6 @@ def _estimates(
                 model_call, model, replace(strategy, ep=1), hardware, kv_bytes=cache, rows=own
             )
             note = _experts_note(model, strategy, undivided.seconds)
-            estimate = estimate + CallSeconds({}, (note,))
-        if model_call.kind == "train" and strategy.cp > 1:
-            sent = float(attention_bytes_of_update(model, model_call.workload, strategy))
-            note = f"in an update all ranks send each other {sent / 1e9:.3g} GB for attention"
             estimate = estimate + CallSeconds({}, (note,))
         estimates[key] = estimate
     return estimates

@@ -22,7 +22,10 @@ the last pipeline stage. Without pp every rank is on the last one.
 | micro_batch | rows -> the tensors of a forward |
 | attention | attention over packed rows, on any device (blocks for a CPU: cpu.attention) |
 | fsdp, sharding | FSDP and ZeRO; their meshes and shards |
-| context_parallel | which tokens of rows a rank has, and its messages for attention |
+| context_group | the ranks that divide the tokens of rows, and their messages |
+| context_parallel | which tokens of rows a rank has, and its attention |
+| ring_attention | attention while keys pass from rank to rank |
+| partial_attention | attention over some of the keys that a query sees |
 | divided_experts | experts that are on different ranks, for FSDP and ZeRO |
 | optimizer, schedule | AdamW and others over shards; the learning rate |
 | lora | linear layers with an adapter |

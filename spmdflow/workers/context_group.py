@@ -18,7 +18,7 @@ RING = "ring"
 
 
 @dataclass(frozen=True)
-class Message:
+class RingMessage:
     """A tensor on its way to another rank, and one on its way from another rank."""
 
     sent: Tensor
@@ -73,7 +73,7 @@ class ContextGroup:
         received = self.all_to_all(parts.unflatten(0, (self.size, -1)))
         return received.float().sum(0).to(parts.dtype)
 
-    def start_shift(self, own: Tensor, distance: int) -> Message:
+    def start_shift(self, own: Tensor, distance: int) -> RingMessage:
         """Start to send a tensor to rank + distance and to receive one from rank - distance.
 
         Both are modulo c. The tensors of all ranks have the same shape; all ranks call this
@@ -89,7 +89,7 @@ class ContextGroup:
             dist.P2POp(dist.irecv, received, group=group, group_peer=source),
         ]
         self.num_bytes += own.nbytes
-        return Message(own, received, dist.batch_isend_irecv(operations))
+        return RingMessage(own, received, dist.batch_isend_irecv(operations))
 
     @property
     def has_two_chunks(self) -> bool:

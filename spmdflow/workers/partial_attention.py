@@ -34,7 +34,7 @@ class PartialRows:
     key_positions: Tensor
     """(number of keys,) int64: position of each key in the row of its queries."""
     is_causal: bool
-    """Whether the last keys of each row are those of its queries. False: all lie before them."""
+    """Whether the keys of each row are those of its queries. False: all lie before them."""
     reach: int
     """The largest distance of a query from one of its keys."""
 
@@ -176,8 +176,8 @@ def _blocks(
     has_window = form.window is not None and form.window <= part.reach
     token = first_key = 0
     for num_rows, length, num_keys in part.rows.runs:
-        is_masked = has_window or (part.is_causal and (length < num_keys or stores_scores))
-        max_queries = max(1, _MAX_SCORES // (num_keys * heads))
+        is_masked = has_window or (part.is_causal and stores_scores)
+        max_queries = max(1, _MAX_SCORES // (num_keys * (heads if stores_scores else 1)))
         if num_rows * length <= max_queries or not (is_masked or stores_scores):
             keys = slice(first_key, first_key + num_rows * num_keys)
             tokens = slice(token, token + num_rows * length)
@@ -195,7 +195,13 @@ def _blocks(
 
 
 def _block(
-    part: PartialRows, num_rows: int, tokens: slice, keys: slice, window: int | None, *, masked: bool
+    part: PartialRows,
+    num_rows: int,
+    tokens: slice,
+    keys: slice,
+    window: int | None,
+    *,
+    masked: bool,
 ) -> _Block:
     mask = None
     if masked:

@@ -9,7 +9,7 @@ rank stores its own keys alone: they travel once more, and their gradients retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +26,9 @@ from spmdflow.workers.partial_attention import PartialRows, attend_to_part, part
 class RingSteps:
     """What a rank's queries see in each step, for one micro-batch."""
 
-    parts: tuple[PartialRows | None, ...]
-    """Of each of c steps; None: none of the keys that the rank has in it."""
+    parts: tuple[tuple[PartialRows, ...], ...]
+    """Of each of c steps; (): none of the keys that the rank has in it. In the first step the own
+    keys of queries, which causality masks, are a part of their own."""
 
     @classmethod
     def of(cls, group: ContextGroup, rows: PackedRows, owners: Tensor) -> RingSteps:
@@ -41,26 +42,33 @@ class RingSteps:
         for rank in range(group.size):
             own = owners == rank
             index_of[own] = torch.arange(int(own.sum()))
-        builders = [_PartBuilder() for _ in range(group.size)]
+        causal = _PartBuilder(is_causal=True)
+        earlier = [_PartBuilder(is_causal=False) for _ in range(group.size)]
         for piece in _own_pieces(group.rank, rows, owners):
-            ranks = owners[piece.keys]
+            queries = index_of[piece.tokens]
+            first = piece.first_position
+            own_positions = torch.arange(first, first + len(queries))
+            causal.add(queries, first, queries, own_positions)
+            ranks = owners[piece.keys[:first]]
             order = ranks.argsort(stable=True)
             counts = ranks.bincount(minlength=group.size).tolist()
-            queries = index_of[piece.tokens]
             for rank, positions in enumerate(order.split(counts)):
                 if len(positions):
                     keys = index_of[piece.keys[positions]]
-                    step = (group.rank - rank) % group.size
-                    builders[step].add(queries, piece.first_position, keys, positions)
-        parts = []
+                    earlier[(group.rank - rank) % group.size].add(queries, first, keys, positions)
         num_own = int((owners == group.rank).sum())
-        for step, builder in enumerate(builders):
-            parts.append(builder.build(num_own, is_causal=step == 0))
+        parts = []
+        for step, builder in enumerate(earlier):
+            builders = [causal, builder] if step == 0 else [builder]
+            parts.append(tuple(each.build(num_own) for each in builders if each.queries))
         return cls(tuple(parts))
 
     def move_tensors(self, move: Callable[[Tensor], Tensor]) -> RingSteps:
         """The same, with `move` applied to each tensor."""
-        return RingSteps(tuple(part and part.move_tensors(move) for part in self.parts))
+        moved = []
+        for parts in self.parts:
+            moved.append(tuple(part.move_tensors(move) for part in parts))
+        return RingSteps(tuple(moved))
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,8 @@ def _own_pieces(rank: int, rows: PackedRows, owners: Tensor) -> list[_Piece]:
 class _PartBuilder:
     """Collects the rows of a `PartialRows`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_causal: bool) -> None:
+        self.is_causal = is_causal
         self.queries: list[Tensor] = []
         self.query_positions: list[Tensor] = []
         self.keys: list[Tensor] = []
@@ -108,10 +117,8 @@ class _PartBuilder:
         self.keys.append(keys)
         self.key_positions.append(key_positions)
 
-    def build(self, num_own: int, *, is_causal: bool) -> PartialRows | None:
-        """Return the part, or None if nothing was added. num_own: tokens of this rank."""
-        if not self.queries:
-            return None
+    def build(self, num_own: int) -> PartialRows:
+        """Return the part, to which rows were added. num_own: tokens of this rank."""
         reach = 0
         for queries, keys in zip(self.query_positions, self.key_positions, strict=True):
             reach = max(reach, int(queries[-1] - keys[0]))
@@ -122,7 +129,7 @@ class _PartBuilder:
             queries=None if sum(lengths) == num_own else torch.cat(self.queries),
             query_positions=torch.cat(self.query_positions),
             key_positions=torch.cat(self.key_positions),
-            is_causal=is_causal,
+            is_causal=self.is_causal,
             reach=reach,
         )
 
@@ -164,9 +171,9 @@ class _Ring(torch.autograd.Function):
         output = query.new_zeros(len(query), *width, dtype=torch.float32)
         lse = output.new_full((query.shape[1], len(query)), -torch.inf)
         joined = own
-        for step, part in enumerate(steps.parts):
+        for step, parts in enumerate(steps.parts):
             coming = group.start_shift(joined, 1) if step < group.size - 1 else None
-            if part is not None:
+            for part in parts:
                 k, v = _keys_of(part, joined, key, value)
                 result = attend_to_part(part.of_queries(query), k, v, part, form)
                 join_result(output, lse, part, *result)
@@ -192,10 +199,10 @@ class _Ring(torch.autograd.Function):
         joined = torch.cat([key.flatten(1), value.flatten(1)], 1)
         of_own = torch.zeros_like(joined, dtype=torch.float32)
         returning = None
-        for step, part in enumerate(steps.parts):
+        for step, parts in enumerate(steps.parts):
             coming = group.start_shift(joined, 1) if step < group.size - 1 else None
             of_joined = torch.zeros_like(joined, dtype=torch.float32)
-            if part is not None:
+            for part in parts:
                 k, v = _keys_of(part, joined, key, value)
                 found = partial_gradients(
                     part.of_queries(gradient), part.of_queries(query), k, v,

@@ -5,6 +5,8 @@ Simulated devices have the CPU's kernels, and check what a call gives them (docs
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +18,15 @@ from spmdflow.workers.attention import (
     AttentionForm,
     PackedRows,
     SeenKeys,
-    has_varlen_kernel,
     _varlen_attention,
+    has_varlen_kernel,
 )
+from spmdflow.workers.context_group import RING, ContextGroup
+from spmdflow.workers.partial_attention import attend_to_part, partial_gradients
+from spmdflow.workers.ring_attention import RingSteps, join_result
 
 pytestmark = pytest.mark.gpu
+PLAIN = AttentionForm()
 BFLOAT16_GAP = 2e-2
 """8 bits of mantissa, values up to 3; also relative, for gradients."""
 
@@ -87,6 +93,53 @@ def test_varlen_kernel_takes_fewer_queries_than_keys(kv_heads: int) -> None:
     for part, keys in zip(output.cpu().double().split(lengths), visible, strict=True):
         full = causal_rows(*(tensor[keys].double() for tensor in (query, key, value)), [len(keys)])
         assert float((part - full[-len(part) :]).abs().max()) <= BFLOAT16_GAP
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2], ids=["own heads", "grouped heads"])
+def test_parts_of_a_ring_add_up_to_dense_attention(kv_heads: int) -> None:
+    """Three rows over two ranks: results, and gradients with the sums of all parts."""
+    torch.manual_seed(0)
+    lengths = [70, 21, 37]
+    tensors = [torch.randn(128, heads, 128).bfloat16() for heads in (8, kv_heads, kv_heads)]
+    gradient = torch.randn(128, 8, 128).bfloat16()
+    whole = [x.double().requires_grad_() for x in tensors]
+    expected = causal_rows(*whole, lengths)
+    expected.backward(gradient.double())
+    query, key, value, gradient = (x.cuda() for x in (*tensors, gradient))
+
+    found = [torch.zeros_like(x, dtype=torch.float32) for x in (gradient, query, key, value)]
+    for rank in range(2):
+        group = ContextGroup(rank, SimpleNamespace(size=lambda: 2), RING)  # sends nothing
+        columns = [group.columns(128, each) for each in range(2)]
+        owners = torch.empty(128, dtype=torch.int64)
+        owners[columns[1]] = 1
+        owners[columns[0]] = 0
+        steps = RingSteps.of(group, PackedRows.of(lengths), owners).move_tensors(torch.Tensor.cuda)
+        columns = [each.cuda() for each in columns]
+        own = columns[rank]
+        output = found[0][own]
+        lse = output.new_full((8, len(own)), -torch.inf)
+        parts = []
+        for step, of_step in enumerate(steps.parts):
+            for part in of_step:
+                keys = columns[(rank - step) % 2][part.rows.seen.indices]
+                queries = part.of_queries(own)
+                result = attend_to_part(query[queries], key[keys], value[keys], part, PLAIN)
+                join_result(output, lse, part, *result)
+                parts.append((part, queries, keys))
+        found[0][own] = output
+        output = output.bfloat16()
+        for part, queries, keys in parts:
+            gradients = partial_gradients(
+                gradient[queries], query[queries], key[keys], value[keys],
+                part.of_queries(output), part.of_queries(lse, 1), part, PLAIN,
+            )  # fmt: skip
+            for total, index, added in zip(found[1:], (queries, keys, keys), gradients):
+                total.index_add_(0, index, added.float())
+
+    for own, full in zip(found, (expected, *(x.grad for x in whole)), strict=True):
+        gap = (own.cpu().double() - full.detach()).abs().max()
+        assert float(gap) <= 2 * BFLOAT16_GAP  # each part is rounded
 
 
 def test_product_of_bfloat16_is_summed_and_returned_in_float32() -> None:

@@ -19,7 +19,7 @@ WITH_VLLM = "kv_cache and optimizer"
 def test_kernels_are_called_as_cuda_takes_them(simulated: Simulated) -> None:
     output = simulated(*("-m", "pytest", *QUIET, "tests/gpu/test_kernels.py"))
 
-    assert "9 passed" in output and "skipped" not in output
+    assert "11 passed" in output and "skipped" not in output
 
 
 @pytest.mark.parametrize(

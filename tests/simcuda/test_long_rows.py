@@ -13,7 +13,7 @@ import pytest
 
 from tests.simcuda.conftest import ROOT, Simulated
 
-pytestmark = pytest.mark.drill
+pytestmark = pytest.mark.slow
 
 BUNDLED = ROOT / "algos" / "arithmetic" / "model"
 LENGTH = 8192
@@ -78,7 +78,7 @@ def test_rows_of_8k_tokens_fit_four_ranks_together_and_none_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Devices with half of the memory that is planned for whole rows: a step fits with c4 alone. Its
+    """Devices with half of the memory that is planned for whole rows: only with c4 a step fits. Its
     checkpoint goes on with whole rows and with t2, on larger devices: gradients agree within what
     bfloat16 leaves."""
     divided = [*settings, "actor.engine.layout=c4"]

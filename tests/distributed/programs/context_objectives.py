@@ -4,9 +4,9 @@ Usage: torchrun --nproc-per-node N context_objectives.py FOLDER KIND ...
 KIND: an engine's, and perhaps a kind of attention and options, such as fsdp-gather-padded. The
 model has 8 heads, with `nine` it has 9, which neither 2 nor 4 ranks divide. With `lora` adapters
 are trained, with `unshared` no rows share a prompt. KIND@LAYOUT is measured on that layout,
-otherwise on c2, c4 and d2c2, Megatron also with tensor-parallel ranks and with stages. Rank 0 writes
-FOLDER/results.json: a list of cases, each with the gap of the loss, and of the gradient over its
-norm.
+otherwise on c2, c4 and d2c2, Megatron also with tensor-parallel ranks and with stages. Rank 0
+writes FOLDER/results.json: a list of cases, each with the gap of the loss, and of the gradient over
+its norm.
 """
 
 from __future__ import annotations

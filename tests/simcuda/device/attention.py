@@ -36,21 +36,27 @@ def _check(query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Ten
             raise RuntimeError(f"{name} must be contiguous and on CUDA")
 
 
-def _rows(offsets: tuple[Tensor, Tensor], longest: tuple[int, int]) -> Iterator[list[slice]]:
-    """The queries and the keys of each row."""
+def _blocks(
+    offsets: tuple[Tensor, Tensor], longest: tuple[int, int]
+) -> Iterator[tuple[slice, slice, int]]:
+    """Up to 512 queries of a row, its keys, and where the first of these queries is among them."""
     both = [surface.native.peek(each).tolist() for each in offsets]
     for row in range(len(both[0]) - 1):
-        parts = [slice(each[row], each[row + 1]) for each in both]
-        for part, most in zip(parts, longest, strict=True):
-            assert part.stop - part.start <= most, (part, most)  # CUDA computes nonsense
-        yield parts
+        queries, keys = (range(each[row], each[row + 1]) for each in both)
+        assert len(queries) <= longest[0] and len(keys) <= longest[1]  # CUDA computes nonsense
+        for first in queries[::512]:
+            block = slice(first, min(first + 512, queries.stop))
+            yield block, slice(keys.start, keys.stop), len(keys) - (queries.stop - first)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, window: tuple[int, int]) -> Tensor:
-    """(heads, q, k) of one row, -inf where a query does not attend."""
+def _scores(
+    query: Tensor, key: Tensor, scale: float, window: tuple[int, int], first: int
+) -> Tensor:
+    """(heads, q, k) of one row, -inf where a query does not attend. first: of its keys, the one at
+    the first query."""
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     num_queries, num_keys = scores.shape[1:]
-    own = torch.arange(num_queries)[:, None] + num_keys - num_queries
+    own = torch.arange(num_queries)[:, None] + first
     distance = own - torch.arange(num_keys)
     left, right = window
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -90,8 +96,8 @@ def _forward(
     output = torch.empty_like(q)
     sums = torch.empty(q.shape[1], q.shape[0])
     window = _window(is_causal, window_size_left, window_size_right)
-    for queries, keys in _rows(offsets, (max_q, max_k)):
-        scores = _scores(q[queries], k[keys], scale or q.shape[-1] ** -0.5, window)
+    for queries, keys, first in _blocks(offsets, (max_q, max_k)):
+        scores = _scores(q[queries], k[keys], scale or q.shape[-1] ** -0.5, window, first)
         sums[:, queries] = scores.logsumexp(-1)
         shares = scores.softmax(-1)
         output[queries] = torch.einsum("hqk,khd->qhd", shares, v[keys])
@@ -129,8 +135,8 @@ def _backward(
     factor = scale or q.shape[-1] ** -0.5
     window = _window(is_causal, window_size_left, window_size_right)
     grads = [torch.zeros_like(each) for each in (q, k, v)]
-    for queries, keys in _rows(offsets, (max_q, max_k)):
-        scores = _scores(q[queries], k[keys], factor, window)
+    for queries, keys, first in _blocks(offsets, (max_q, max_k)):
+        scores = _scores(q[queries], k[keys], factor, window, first)
         shares = (scores - of_rows[:, queries, None]).exp()
         rows = g[queries]
         grads[2][keys] += torch.einsum("hqk,qhd->khd", shares, rows)

@@ -109,10 +109,7 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         4,
         (
             *(*SMALL, *MICRO, "actor.engine.layout=d2c2", "reference.engine.layout=c4"),
-            *(
-                f"{role}.engine.context_attention=ring"
-                for role in ("actor", "reference")
-            ),
+            *(f"{role}.engine.context_attention=ring" for role in ("actor", "reference")),
         ),
     ),
     "grpo, megatron t2c2": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def add_results_of_rank(
     output = torch.zeros_like(gradient[own])
     lse = torch.full((q.shape[1], len(own)), -torch.inf)
     parts: list[tuple[PartialRows, Tensor]] = []
-    for step, part in enumerate(steps.parts):
-        if part is not None:
+    for step, of_step in enumerate(steps.parts):
+        for part in of_step:
             assert part.rows.seen is not None
             keys = columns[(rank - step) % case.size][part.rows.seen.indices]
             parts.append((part, keys))
@@ -116,8 +117,8 @@ def test_no_rank_has_more_scores_than_another_and_none_are_masked_twice(
     for rank in range(size):
         case = Case(PackedRows.of([length]), size, AttentionForm(), (1, 1), (8, 8))
         scores = 0
-        for part in steps_of(case, rank).parts:
-            assert part is not None and part.rows.seen is not None
+        for part in chain(*steps_of(case, rank).parts):
+            assert part.rows.seen is not None
             for queries, keys in zip(part.rows.lengths, part.rows.seen.lengths, strict=True):
                 hidden = queries * (queries - 1) // 2 if part.is_causal else 0
                 scores += queries * keys - hidden
@@ -131,8 +132,8 @@ def test_few_scores_are_stored_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     """A long row is computed in blocks of its queries, with the same result."""
     rows = PackedRows.of([64])
     case = Case(rows, 2, AttentionForm(cap=2.0), (2, 1), (8, 8))
-    part = steps_of(case, 1).parts[0]
-    assert part is not None and part.rows.seen is not None
+    part = steps_of(case, 1).parts[0][0]
+    assert part.rows.seen is not None
     q, g = torch.randn(2, 32, 2, 8)
     k, v = torch.randn(2, len(part.rows.seen.indices), 1, 8)
     whole = attend_to_part(q, k, v, part, case.form)
