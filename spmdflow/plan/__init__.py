@@ -18,7 +18,7 @@ group.
 | `check` | checks of the record: members of groups, weights |
 | `weight` | how weights reach generators, and their bytes by edge |
 | `workload`, `prediction` | seconds and memory, by the simulators of `mapping` |
-| `attention` | bytes for attention where ranks divide rows |
+| `notes` | what it says besides: bytes for attention, what divided experts change |
 | `spread`, `varied` | lengths of responses as they usually are, and a step with them |
 | `report`, `text`, `picture` | the output: as data, as text, as a picture of the schedule |
 | `showing` | the progress of a long planning, on a terminal and in status.json |

@@ -23,14 +23,12 @@ from functools import partial, reduce
 import numpy as np
 
 from spmdflow.errors import ConfigError
-from spmdflow.mapping.dataflow import Model, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import pool_memory, state_bytes
 from spmdflow.mapping.placed import CallSeconds, call_seconds
 from spmdflow.mapping.seconds import add_parts, checksum_seconds, transition_seconds
-from spmdflow.mapping.share import local_parameters
 from spmdflow.mapping.unequal import SharedRows
-from spmdflow.plan.attention import add_attention_notes, attention_bytes
+from spmdflow.plan.notes import add_attention_notes, attention_bytes, experts_note
 from spmdflow.plan.record import Key, Problem, Tokens, Trace, row_edges
 from spmdflow.plan.weight import WeightPlan
 from spmdflow.plan.workload import Simulated, rows_by_rank, simulate_calls
@@ -293,21 +291,10 @@ def _estimates(
             undivided = call_seconds(
                 model_call, model, replace(strategy, ep=1), hardware, kv_bytes=cache, rows=own
             )
-            note = _experts_note(model, strategy, undivided.seconds)
+            note = experts_note(model, strategy, undivided.seconds)
             estimate = estimate + CallSeconds({}, (note,))
         estimates[key] = estimate
     return estimates
-
-
-def _experts_note(model: Model, strategy: Strategy, seconds: float) -> str:
-    """Return what divided experts change. seconds: of the call, were they not divided."""
-    size = model.engine.element_bytes
-    divided = float(local_parameters(model, strategy)) * size
-    undivided = float(local_parameters(model, replace(strategy, ep=1))) * size
-    return (
-        f"a rank needs {divided / 1e9:.1f} GB of weights with e{int(strategy.ep)}; without it "
-        f"{undivided / 1e9:.1f} GB, and the call would take {seconds:.4g} s"
-    )
 
 
 def _rows_by_rank(

@@ -1,12 +1,15 @@
-"""What the ranks of a model that divide rows send each other for attention, by a trace."""
+"""What a plan says of calls besides their seconds: bytes for attention, divided experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from spmdflow.mapping.context import attention_bytes_of_token
+from spmdflow.mapping.dataflow import Model, Strategy
 from spmdflow.mapping.placed import CallSeconds
 from spmdflow.mapping.seconds import mean_micro_batch
+from spmdflow.mapping.share import local_parameters
 from spmdflow.mapping.unequal import tokens_of_update
 from spmdflow.plan.record import Key, Trace
 from spmdflow.plan.workload import Simulated, rows_by_rank
@@ -46,3 +49,14 @@ def add_attention_notes(
             size = sent[planned.model] / 1e9
             note = f"in an update all ranks send each other {size:.3g} GB for attention"
             estimates[key] = estimates[key] + CallSeconds({}, (note,))
+
+
+def experts_note(model: Model, strategy: Strategy, seconds: float) -> str:
+    """Return what divided experts change. seconds: of the call, were they not divided."""
+    size = model.engine.element_bytes
+    divided = float(local_parameters(model, strategy)) * size
+    undivided = float(local_parameters(model, replace(strategy, ep=1))) * size
+    return (
+        f"a rank needs {divided / 1e9:.1f} GB of weights with e{int(strategy.ep)}; without it "
+        f"{undivided / 1e9:.1f} GB, and the call would take {seconds:.4g} s"
+    )
