@@ -225,6 +225,19 @@ class LlamaForward:
         rows: that are not parked. more: tokens of each row, at least one, on the host.
         starts: position of each row's first new token.
         """
+        last: dict[int, Tensor] = {}
+        for first in range(0, max(map(len, more)), self.prefill_chunk):
+            longer = [index for index, tokens in enumerate(more) if len(tokens) > first]
+            logits = self._extend_by_chunk(
+                [rows[index] for index in longer],
+                [more[index][first : first + self.prefill_chunk] for index in longer],
+                [starts[index] + first for index in longer],
+            )
+            last.update(zip(longer, logits, strict=True))
+        return torch.stack([last[index] for index in range(len(rows))])
+
+    def _extend_by_chunk(self, rows: list[int], more: list[Tensor], starts: list[int]) -> Tensor:
+        """Do what `extend` does, with at most `prefill_chunk` tokens of each row."""
         ids = to_device(pad_sequence(more, batch_first=True), self._device)
         sizes = [len(part) for part in more]
         prompts = [self._prompt_of_row[row] for row in rows]

@@ -73,7 +73,7 @@ class CachedForward(Protocol):
     def prefill(self, prompts: list[Tensor], source: list[int]) -> Tensor:
         """Logits (n, V) after the prompts of n new rows, which are appended to the cache.
 
-        Prompts longer than `prefill_chunk` are computed in chunks.
+        Prompts longer than `prefill_chunk` are computed in chunks, and so are tokens in `extend`.
         prompts: distinct prompts, on the host. source: index of each new row's prompt.
         """
 
@@ -226,18 +226,10 @@ class HuggingFaceForward:
         )
         cache = DynamicCache(config=self._module.config)
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        width = ids.shape[1]
-        chunk_size = self.prefill_chunk if self._prefills_in_chunks else width
-        routes_of_chunks = []
-        for start in range(0, width, chunk_size):
-            end = start + chunk_size
-            chunk = slice(start, end)
-            logits, routes = self._run(cache, ids[:, chunk], mask[:, :end], positions[:, chunk])
-            if routes is not None:
-                routes_of_chunks.append(routes)
-        if self.routing is not None and routes_of_chunks:
+        logits, routes = self._run_in_chunks(cache, ids, mask, positions)
+        if self.routing is not None and routes is not None:
             of_prompts = []
-            for prompt, row in zip(prompts, torch.cat(routes_of_chunks, 1), strict=True):
+            for prompt, row in zip(prompts, routes, strict=True):
                 of_prompts.append(row[len(row) - len(prompt) :])
             self.routing.of_prompts = of_prompts
         selection = torch.tensor(source, dtype=torch.int64, device=mask.device)
@@ -259,7 +251,7 @@ class HuggingFaceForward:
             first = torch.tensor([[starts[index]] for index in chosen], device=mask.device)
             positions = first + torch.arange(size, device=mask.device)
             ids = torch.stack([more[index] for index in chosen]).to(mask.device)
-            logits, routes = self._run(cache, ids, mask, positions)
+            logits, routes = self._run_in_chunks(cache, ids, mask, positions)
             for row_of_pass, index in enumerate(chosen):
                 self._parked[rows[index]] = _RowCache.of(cache, mask, row_of_pass)
                 results[index] = logits[row_of_pass]
@@ -268,6 +260,26 @@ class HuggingFaceForward:
         if self.routing is not None:
             self.routing.of_prompts = [of_prompts[index] for index in sorted(of_prompts)]
         return torch.stack([results[index] for index in range(len(rows))])
+
+    def _run_in_chunks(
+        self, cache: Any, ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run new tokens, `prefill_chunk` at a time, after those in the cache; see `_run`.
+
+        ids, positions: (B, F) of new tokens. mask: (B, slots), of the cached tokens and of these.
+        """
+        width = ids.shape[1]
+        num_cached = mask.shape[1] - width
+        chunk_size = self.prefill_chunk if self._prefills_in_chunks else width
+        routes_of_chunks = []
+        for start in range(0, width, chunk_size):
+            end = min(start + chunk_size, width)
+            chunk = slice(start, end)
+            seen = mask[:, : num_cached + end]
+            logits, routes = self._run(cache, ids[:, chunk], seen, positions[:, chunk])
+            if routes is not None:
+                routes_of_chunks.append(routes)
+        return logits, torch.cat(routes_of_chunks, 1) if routes_of_chunks else None
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         """See CachedForward.step."""

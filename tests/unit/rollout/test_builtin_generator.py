@@ -177,6 +177,27 @@ def test_own_llama_forward_equals_transformers_within_1e_5_at_every_step(
     assert float(new.std()) > 0.1
 
 
+@pytest.mark.parametrize("prefill_chunk", [8192, 3])
+def test_more_tokens_of_cached_rows_are_computed_in_chunks(
+    folder: Path, prefill_chunk: int
+) -> None:
+    """Rows of 7, 2 and 4 tokens get 8, 1 and 3 more: logits within 1e-5 of transformers."""
+    module = causal_lm(str(folder / "grouped"), dtype=torch.float32, device=CPU)
+    ours = LlamaForward(module, CPU, prefill_chunk=prefill_chunk)
+    starts = [7, 2, 4]
+    rows = [torch.randint(3, 100, (length,)) for length in (15, 3, 7)]
+    ours.reserve(3, 16)
+
+    with torch.no_grad():
+        ours.prefill([row[:start] for row, start in zip(rows, starts, strict=True)], [0, 1, 2])
+        more = [row[start:] for row, start in zip(rows, starts, strict=True)]
+        found = ours.extend([0, 1, 2], more, starts)
+
+        for logits, row in zip(found, rows, strict=True):
+            expected = module(input_ids=row[None]).logits[0, -1]
+            assert float((logits - expected).abs().max()) < 1e-5
+
+
 def test_bfloat16_stays_as_near_to_float32_as_transformers_bfloat16(folder: Path) -> None:
     prompts = make_prompts(24)
     greedy = Sampling(1, greedy=True)

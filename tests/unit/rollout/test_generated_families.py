@@ -87,6 +87,7 @@ def test_turns_of_a_conversation_continue_the_row_that_was_kept(
     starts = [torch.randint(3, 320, (length,), generator=draw) for length in (1, 7, 12, 3, 9, 19)]
     prefilling, continuing = (generator_of(folder, 3) for _ in range(2))
     prefilling._forward.prefill_chunk = 5
+    continuing._forward.prefill_chunk = 3
     continued = record_continued_rows(continuing, monkeypatch)
     if prefilling._forward.routing is not None:
         prefilling.return_routes()
