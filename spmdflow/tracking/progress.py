@@ -147,7 +147,7 @@ class Sample(NamedTuple):
     - lengths: number of characters of the response per token; log_probs of the generator, in nats;
       gap: the trainer's log_probs minus the generator's (absent: not computed by the trainer);
       mask: a digit per token, 0 if the policy did not choose it (absent: it chose all tokens);
-    - tokens: of the response, if its middle is left out; " ... " then counts as one token above.
+    - tokens: of the response, if its middle is omitted; " ... " then counts as one token above.
     """
 
     prompt: str

@@ -138,15 +138,15 @@ def partial_gradients(
         v = _batched(value[block.keys], block.num_rows)
         sums = lse[:, block.tokens].unflatten(1, (block.num_rows, -1)).transpose(0, 1)
         if has_kernel:
-            found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            of_block = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 g, q, k, v, out, sums, 0.0, block.is_causal,
                 attn_mask=_addend(block.mask, q), scale=form.scale,
             )  # fmt: skip
         else:
-            found = _gradients_by_scores(g, q, k, v, out, sums, block.mask, form)
-        of_query[block.tokens] = _packed(found[0])
-        of_key[block.keys] += _packed(found[1])
-        of_value[block.keys] += _packed(found[2])
+            of_block = _gradients_by_scores(g, q, k, v, out, sums, block.mask, form)
+        of_query[block.tokens] = _packed(of_block[0])
+        of_key[block.keys] += _packed(of_block[1])
+        of_value[block.keys] += _packed(of_block[2])
     return of_query, of_key, of_value
 
 
@@ -157,6 +157,7 @@ def _uses_varlen(query: Tensor, value: Tensor, form: AttentionForm) -> bool:
 
 
 def _has_cpu_kernel(query: Tensor, value: Tensor, form: AttentionForm) -> bool:
+    """Whether PyTorch's CPU kernel computes it, which returns the lse too."""
     return query.is_cpu and form.cap is None and query.shape[-1] == value.shape[-1]
 
 
@@ -203,6 +204,7 @@ def _block(
     *,
     masked: bool,
 ) -> _Block:
+    """Return a block; masked: with a mask for causality and, unless None, for a window."""
     mask = None
     if masked:
         queries = part.query_positions[tokens].view(num_rows, 1, -1, 1)

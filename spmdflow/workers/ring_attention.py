@@ -27,8 +27,8 @@ class RingSteps:
     """What a rank's queries see in each step, for one micro-batch."""
 
     parts: tuple[tuple[PartialRows, ...], ...]
-    """Of each of c steps; (): none of the keys that the rank has in it. In the first step the own
-    keys of queries, which causality masks, are a part of their own."""
+    """For each of c steps, the parts of the keys that the rank then has; () if its queries see none
+    of them. The first part of the first step is causal: queries and keys are the same tokens."""
 
     @classmethod
     def of(cls, group: ContextGroup, rows: PackedRows, owners: Tensor) -> RingSteps:
@@ -84,6 +84,7 @@ class _Piece:
 
 
 def _own_pieces(rank: int, rows: PackedRows, owners: Tensor) -> list[_Piece]:
+    """Return the pieces of all rows that a rank has, in order. rows, owners: see `RingSteps.of`."""
     ends = torch.tensor(rows.lengths).cumsum(0).tolist()
     seen = torch.arange(ends[-1]) if rows.seen is None else rows.seen.indices
     sizes = rows.lengths if rows.seen is None else rows.seen.lengths
@@ -166,11 +167,10 @@ class _Ring(torch.autograd.Function):
         form: AttentionForm,
     ) -> Tensor:
         """Return the output, in the dtype of the query."""
-        own = torch.cat([key.flatten(1), value.flatten(1)], 1)
-        width = query.shape[1], value.shape[-1]
-        output = query.new_zeros(len(query), *width, dtype=torch.float32)
-        lse = output.new_full((query.shape[1], len(query)), -torch.inf)
-        joined = own
+        joined = torch.cat([key.flatten(1), value.flatten(1)], 1)
+        heads = query.shape[1]
+        output = query.new_zeros(len(query), heads, value.shape[-1], dtype=torch.float32)
+        lse = output.new_full((heads, len(query)), -torch.inf)
         for step, parts in enumerate(steps.parts):
             coming = group.start_shift(joined, 1) if step < group.size - 1 else None
             for part in parts:
@@ -204,11 +204,11 @@ class _Ring(torch.autograd.Function):
             of_joined = torch.zeros_like(joined, dtype=torch.float32)
             for part in parts:
                 k, v = _keys_of(part, joined, key, value)
-                found = partial_gradients(
+                added = partial_gradients(
                     part.of_queries(gradient), part.of_queries(query), k, v,
                     part.of_queries(output), part.of_queries(lse, 1), part, form,
                 )  # fmt: skip
-                _add_gradients(of_query, of_joined, part, *found)
+                _add_gradients(of_query, of_joined, part, *added)
             if returning is not None:
                 of_own += returning.wait()
                 returning = None
@@ -226,8 +226,9 @@ class _Ring(torch.autograd.Function):
             of_sinks = -((sinks.float()[:, None] - lse).exp() * mean).sum(1).to(sinks.dtype)
         widths = [key[0].numel(), value[0].numel()]
         of_key, of_value = of_own.to(key.dtype).split(widths, 1)
-        shaped = of_key.view_as(key), of_value.view_as(value)
-        return of_query.to(query.dtype), *shaped, of_sinks, None, None, None
+        of_key = of_key.view_as(key)
+        of_value = of_value.view_as(value)
+        return of_query.to(query.dtype), of_key, of_value, of_sinks, None, None, None
 
 
 def _keys_of(
@@ -250,13 +251,14 @@ def join_result(
     old = part.of_queries(lse, 1)
     new = torch.logaddexp(old, sums)
     safe = new.masked_fill(new == -torch.inf, 0.0)  # of queries that have seen no key yet
+    old_weight = (old - safe).exp().T[..., None]  # (n, heads, 1)
     added = result.float().mul_((sums - safe).exp().T[..., None])
-    kept = (old - safe).exp().T[..., None]
     if part.queries is None:
-        output.mul_(kept).add_(added)
+        output.mul_(old_weight).add_(added)
         lse.copy_(new)
     else:
-        output.index_copy_(0, part.queries, part.of_queries(output).mul_(kept).add_(added))
+        joined = part.of_queries(output).mul_(old_weight).add_(added)
+        output.index_copy_(0, part.queries, joined)
         lse.index_copy_(1, part.queries, new)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.simcuda)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(2 * SECONDS))
+
+
+def planned_peak(script: str, settings: Sequence[str], *, num_ranks: int) -> float:
+    """The most bytes of a rank in any phase, by spmdflow.plan."""
+    words = [sys.executable, "-m", "spmdflow.plan", script, *settings, "--world", str(num_ranks)]
+    done = subprocess.run(
+        [*words, "--hardware", "h100", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    return float(max(phase["total"] for phase in json.loads(done.stdout)["memory"]))
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.simcuda.conftest import ROOT, Simulated
+from tests.simcuda.conftest import ROOT, Simulated, planned_peak
 
 pytestmark = pytest.mark.drill
 
@@ -71,20 +68,6 @@ def settings_of(model: Path, *more: str) -> list[str]:
     return [*settings, *more]
 
 
-def planned_peak(settings: list[str]) -> float:
-    """The largest sum of bytes of a phase, by spmdflow.plan."""
-    words = [sys.executable, "-m", "spmdflow.plan", "ppo", *settings, "--world", "1"]
-    done = subprocess.run(
-        [*words, "--hardware", "h100", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    return float(max(phase["total"] for phase in json.loads(done.stdout)["memory"]))
-
-
 def run(simulated: Simulated, folder: Path, settings: list[str]) -> None:
     """Train on one simulated device."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
@@ -102,7 +85,9 @@ def test_run_fits_into_one_percent_more_memory_than_planned(
     if more and find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     settings = settings_of(model, *more)
-    monkeypatch.setenv("SIMCUDA_MEMORY", str(int(1.01 * planned_peak(settings))))
+    monkeypatch.setenv(
+        "SIMCUDA_MEMORY", str(int(1.01 * planned_peak("ppo", settings, num_ranks=1)))
+    )
 
     run(simulated, tmp_path / "run", settings)
 
@@ -113,7 +98,8 @@ def test_run_ends_with_too_little_memory(
     simulated: Simulated, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(model)
-    monkeypatch.setenv("SIMCUDA_MEMORY", str(int(0.8 * planned_peak(settings))))
+    planned = planned_peak("ppo", settings, num_ranks=1)
+    monkeypatch.setenv("SIMCUDA_MEMORY", str(int(0.8 * planned)))
 
     with pytest.raises(AssertionError, match="CUDA out of memory"):
         run(simulated, tmp_path / "run", settings)
