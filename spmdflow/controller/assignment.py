@@ -319,3 +319,48 @@ def even_costs(shares: list[np.ndarray], costs: np.ndarray) -> list[np.ndarray]:
     positions = np.sort(np.concatenate(shares))
     balanced = balance(costs[positions].tolist(), len(shares))
     return [positions[_positions(share)] for share in balanced]
+
+
+def generation_shares(
+    prompts: np.ndarray,
+    parents: np.ndarray,
+    num_shares: int,
+    limit: MicroLimit,
+    new_tokens: int,
+) -> list[np.ndarray] | None:
+    """Return which rows each replica generates, or None: even chunks are as good.
+
+    Lengths of responses are not known, so each counts as new_tokens tokens. Its tokens attend to
+    the prompt, too. A replica computes a prompt once for all of its rows with this prompt. Whole
+    groups and single rows are tried; the shares whose heaviest costs least are taken if even chunks
+    cost over 5 % more.
+    prompts (B,): tokens of each prompt. parents (B,): the group of each row. Returns ascending
+    positions of each share.
+    """
+    prompt_costs = limit.costs_of(prompts)
+    row_costs = limit.costs_of(prompts + new_tokens) - prompt_costs
+    groups = _groups(parents)
+    group_of = np.unique(parents, return_inverse=True)[1]
+
+    def heaviest(shares: Sequence[np.ndarray]) -> int:
+        """Return the cost of the share that costs most."""
+        costs = []
+        for share in shares:
+            first_rows = share[np.unique(group_of[share], return_index=True)[1]]
+            costs.append(int(row_costs[share].sum() + prompt_costs[first_rows].sum()))
+        return max(costs)
+
+    group_costs = []
+    for group in groups:
+        group_costs.append(int(row_costs[group].sum() + prompt_costs[group[0]]))
+    by_group = []
+    for numbers in balance(group_costs, num_shares):
+        by_group.append(np.sort(np.concatenate([_NONE, *(groups[i] for i in numbers)])))
+    by_row = []
+    for rows in balance((row_costs + prompt_costs).tolist(), num_shares):
+        by_row.append(_positions(rows))
+    best = min(by_group, by_row, key=heaviest)
+    even = [_positions(part) for part in even_chunks(len(prompts), num_shares)]
+    if heaviest(even) <= _UNEVEN * heaviest(best):
+        return None
+    return best

@@ -25,6 +25,7 @@ from spmdflow.controller.assignment import (
     assign,
     assign_again,
     assign_mini_batches,
+    generation_shares,
 )
 from spmdflow.controller.batch import Batch
 from spmdflow.controller.extending import check_extended
@@ -398,11 +399,13 @@ def _assign_rows(
     inputs: Sequence[Input],
     context: CallContext,
 ) -> Assignment:
-    """Assign the rows of a call to ranks; waits for lengths if rows are split by tokens.
+    """Assign the rows of a call to ranks; waits for lengths where rows are split by them.
 
     For an update also cuts mini-batches, and leaves rows on the ranks that have most of its columns
     if possible. ProtocolError for an update whose settings have no `update`.
     """
+    if spec.draws or spec.finishes:
+        return _assign_generated_rows(target, rules, batch)
     lengths = _token_lengths(batch, target, spec)
     if not spec.minibatches:
         rows = (rules, target.layout, len(batch.ids), target.limit)
@@ -421,12 +424,31 @@ def _assign_rows(
     )
 
 
+def _assign_generated_rows(target: Target, rules: Protocol, batch: Batch) -> Assignment:
+    """Assign rows whose responses are generated; waits for the lengths of their prompts.
+
+    Depends on the prompts and on the settings alone, so that a later call for the same rows goes to
+    the ranks that have them.
+    """
+    rows = (rules, target.layout, len(batch.ids), target.limit)
+    rollout = getattr(target.settings, "rollout", None)
+    num_shares = rules.num_shares(target.layout)
+    if rollout is None or num_shares == 1 or "prompts" not in batch.refs:
+        return assign_again(*rows)
+    shares = generation_shares(
+        batch.lengths("prompts"), batch.parents, num_shares, target.limit, rollout.max_new_tokens
+    )
+    if shares is None:
+        return assign_again(*rows)
+    return assign(*rows, shares=shares)
+
+
 def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray | None:
     """Return (B,): the tokens of each row, if rows are split by tokens, and None otherwise.
 
     Sums the lengths of those columns of TOKENS that the call reads and the batch has; waits for
-    them. None if there is no such column, if the method draws (its responses are not known), or if
-    there is neither a limit on tokens nor an update that balances them.
+    them. None if there is no such column, or if there is neither a limit on tokens nor an update
+    that balances them.
     """
     update = getattr(target.settings, "update", None)
     balanced = spec.minibatches and update is not None and update.balance_tokens
@@ -435,7 +457,7 @@ def _token_lengths(batch: Batch, target: Target, spec: MethodSpec) -> np.ndarray
         if name in (*spec.reads, *spec.optional):
             known.append(name)
     known = [name for name in known if name in batch.refs]
-    if spec.draws or not known or (target.limit.max_tokens is None and not balanced):
+    if not known or (target.limit.max_tokens is None and not balanced):
         return None
     return np.sum([batch.lengths(name) for name in known], axis=0)
 

@@ -174,6 +174,10 @@ class PromptEncoder:
             return self._template.ids(texts)
         return plain_ids(self._tokenizer, texts)
 
+    def lengths(self, texts: list[Any]) -> list[tuple[int, int]]:
+        """Return (tokens of each text, tokens of its answers). A prompt has no answer."""
+        return [(len(ids), 0) for ids in self.ids(texts)]
+
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
         """`prompts` (ids as a ragged column) and the other columns of this kind of rows."""
         return {
@@ -235,6 +239,25 @@ class AnswerEncoder(PromptEncoder):
     def ids(self, texts: list[Any]) -> list[list[int]]:
         """Token ids of each row. A pair's ids are both sequences, concatenated."""
         return [ids for ids, _ in self._encode_rows(texts)[0]]
+
+    def lengths(self, texts: list[Any]) -> list[tuple[int, int]]:
+        """Return (tokens of each row, those of its answers), of both sequences of a pair.
+
+        An answer is a sequence from its first learnt token on.
+        """
+        encoded = self._encode_segments(
+            [segments for sequences, _ in texts for segments in sequences]
+        )
+        per_row = 2 if self._kind == "pairs" else 1
+        result = []
+        for start in range(0, len(encoded), per_row):
+            size = answered = 0
+            for ids, mask in encoded[start : start + per_row]:
+                size += len(ids)
+                if True in mask:
+                    answered += len(mask) - mask.index(True)
+            result.append((size, answered))
+        return result
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:
         """Return the batch columns of these rows: prompts, responses, loss_mask, and more by kind.

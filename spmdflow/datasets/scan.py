@@ -71,6 +71,9 @@ class ScanReport:
     """Hash of the files' content and of the numbers of good rows."""
     files: tuple[ScannedFile, ...] = ()
     """The sources; empty if no file was read (spmdflow.plan)."""
+    answer_lengths: np.ndarray | None = None
+    """(n,) int32: those of the tokens that belong to answers (`AnswerEncoder.lengths`). None: the
+    rows are prompts."""
 
     def file_of(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """(n,) int64: for each of these row numbers, the index in `files` of its file."""
@@ -82,10 +85,21 @@ class ScanReport:
         indices = np.searchsorted(self.rows, numbers)
         return self.token_lengths[indices].astype(np.int64)
 
+    def answers_of(self, numbers: Sequence[int]) -> np.ndarray:
+        """(n,) int64: tokens of the answers of these good rows; 0 for prompts."""
+        if self.answer_lengths is None:
+            return np.zeros(len(numbers), dtype=np.int64)
+        return self.answer_lengths[np.searchsorted(self.rows, numbers)].astype(np.int64)
+
     def part(self, start: int, stop: int) -> ScanReport:
         """The report with only the good rows start to stop; reports are sent in such parts."""
-        lengths = self.token_lengths[start:stop]
-        return replace(self, rows=self.rows[start:stop], token_lengths=lengths)
+        answers = self.answer_lengths
+        return replace(
+            self,
+            rows=self.rows[start:stop],
+            token_lengths=self.token_lengths[start:stop],
+            answer_lengths=None if answers is None else answers[start:stop],
+        )
 
     def describe(self) -> str:
         """Return one line for the log: the path, good rows, longest prompt, and what was skipped.
@@ -131,6 +145,7 @@ def scan_files(cfg: DataSettings, setting: object, tokenizer: Any) -> list[FileS
 
 def report_of(passes: Sequence[FileScan]) -> ScanReport:
     """Return the report of the scans of all sources of a setting."""
+    answers = np.concatenate([np.asarray(one.answer_lengths, np.int32) for one in passes])
     return ScanReport(
         path=" + ".join(str(one.file.path) for one in passes),
         num_bytes=sum(one.file.num_bytes for one in passes),
@@ -145,15 +160,18 @@ def report_of(passes: Sequence[FileScan]) -> ScanReport:
             ScannedFile(**asdict(one.source), num_bytes=one.file.num_bytes, first=one.first)
             for one in passes
         ),
+        answer_lengths=answers if answers.any() else None,
     )
 
 
 def join_reports(parts: Sequence[ScanReport]) -> ScanReport:
     """Join consecutive parts made by `ScanReport.part` to the complete report."""
+    answers = [part.answer_lengths for part in parts if part.answer_lengths is not None]
     return replace(
         parts[0],
         rows=np.concatenate([part.rows for part in parts]),
         token_lengths=np.concatenate([part.token_lengths for part in parts]),
+        answer_lengths=np.concatenate(answers) if answers else None,
     )
 
 
@@ -180,6 +198,7 @@ class FileScan:
         self.digest = blake2b(digest_size=16)
         self.rows: list[int] = []
         self.token_lengths: list[int] = []
+        self.answer_lengths: list[int] = []
         self._bad: list[tuple[int, str]] = []
         self._first_too_long: tuple[int, str] | None = None
 
@@ -295,17 +314,18 @@ class FileScan:
 
     def _measure(self, texts: list[tuple[int, Any]]) -> None:
         """Tokenise texts and record each: good with its length, too long, or bad (no tokens)."""
-        all_ids = self._encoder.ids([text for _, text in texts])
-        for (number, _), ids in zip(texts, all_ids):
-            if not ids:
+        lengths = self._encoder.lengths([text for _, text in texts])
+        for (number, _), (num_tokens, answered) in zip(texts, lengths, strict=True):
+            if not num_tokens:
                 column = self._cfg.prompt_column or self._cfg.answer_columns[0]
                 line = number // self._cfg.texts_per_line
                 self._add_bad_row(line, f"has no tokens in {column!r}")
-            elif len(ids) > self._cfg.max_prompt_tokens:
-                self._add_too_long(number, f"{len(ids)} tokens")
+            elif num_tokens > self._cfg.max_prompt_tokens:
+                self._add_too_long(number, f"{num_tokens} tokens")
             else:
                 self.rows.append(number)
-                self.token_lengths.append(len(ids))
+                self.token_lengths.append(num_tokens)
+                self.answer_lengths.append(answered)
 
     def _add_too_long(self, number: int, size: str) -> None:
         """Count a row that is too long. size: its tokens, or its characters if not tokenised."""

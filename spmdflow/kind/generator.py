@@ -11,6 +11,9 @@ from spmdflow.kind.registry import Reference
 PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass: vLLM's limit on a device, the built-in generator's (padding
 included), and the value that plans assume."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's KV cache on a CPU. vLLM's own default there is 128: a short sequence
+then wastes most of its block, and no prompt below it is found in the cache again."""
 REFILL = 8
 """The built-in generator admits new rows once 1/8 of its rows are free: a prefill costs about as
 much as a decode step."""
@@ -24,6 +27,8 @@ class GeneratorKind(Backend):
     fixed_cache: bool = False
     """Its KV cache has the size rollout.kv_cache_gib from the start. Otherwise it grows with the
     rows that are decoded together, at most rollout.max_batch_size."""
+    cache_block_tokens: int = 1
+    """Tokens of a block of its KV cache. A sequence has whole blocks."""
     adapters: bool = False
     """It can compute with unmerged adapters (rollout.weights=adapter)."""
     least_head_dim: int = 1

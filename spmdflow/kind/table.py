@@ -12,7 +12,12 @@ from typing import Any
 
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import EngineKind, EngineOption, Sharding, register_engine
-from spmdflow.kind.generator import REFILL, GeneratorKind, register_generator
+from spmdflow.kind.generator import (
+    CPU_BLOCK_TOKENS,
+    REFILL,
+    GeneratorKind,
+    register_generator,
+)
 from spmdflow.kind.registry import register_tracker
 
 _ROWS = "spmdflow.weights.ranks:row_tables"
@@ -145,6 +150,7 @@ _VLLM = GeneratorKind(
     "vLLM in process",
     axes=("tp", "pp", "ep"),
     fixed_cache=True,
+    cache_block_tokens=CPU_BLOCK_TOKENS,  # on devices 16, which hardly differs
     shares_storage=True,
     weight_table="spmdflow.weights.ranks:vllm_tables",
     adapters=True,

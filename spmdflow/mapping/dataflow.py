@@ -44,6 +44,8 @@ class Workload:
     """Optimizer steps of a training call, over all its epochs."""
     num_epochs: int = 1
     """Passes over the rows of a training call."""
+    num_forwards: int = 0
+    """Forwards without gradient over the rows of each optimizer step, before it."""
     rows_per_prompt: int = 1
     """Neighbouring rows that share a prompt, such as the samples of GRPO. 1: each has its own."""
 

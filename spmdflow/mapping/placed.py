@@ -180,7 +180,9 @@ def call_seconds(
         return CallSeconds({"fixed": call.fixed_seconds})
     trains = call.kind == "train"
     if call.kind != "generate" and rows:
-        parts = pass_parts_by_row(model, rows, cut, hardware, trains=trains)
+        parts = pass_parts_by_row(
+            model, rows, cut, hardware, trains=trains, num_forwards=workload.num_forwards
+        )
     elif call.kind != "generate":
         parts = pass_parts(model, workload, cut, hardware, trains=trains)
     else:

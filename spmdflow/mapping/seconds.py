@@ -49,6 +49,7 @@ from spmdflow.mapping.shared_prompt import (
     prompt_size,
     prompts_admitted,
     rows_within,
+    sequence_tokens,
 )
 from spmdflow.weights.architecture import Architecture
 
@@ -106,6 +107,7 @@ def pass_parts(
     micro, num_micro = mean_micro_batch(model, workload, cut, trains=trains)
     parts = update_parts(model, micro, num_micro, cut, hw, trains=trains)
     if trains:
+        parts = with_forwards(parts, model, micro, num_micro, cut, hw, workload.num_forwards)
         parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
     return add_parts(parts, {"host": hw.call_seconds})
 
@@ -162,6 +164,22 @@ def update_parts(
     size = 4 * (3 + 2 * model.engine.moments)
     parts["optimizer"] = stepped_parameters(model, cut) * size / hw.memory_rate
     return parts | {"host": hw.update_seconds}
+
+
+def with_forwards(
+    parts: Parts,
+    model: Model,
+    micro: PassTokens,
+    num_micro: Array,
+    cut: Strategy,
+    hw: Hardware,
+    num_forwards: int,
+) -> Parts:
+    """Return the seconds `parts` of an optimizer step with its forwards over the same rows."""
+    for _ in range(num_forwards):
+        forward = update_parts(model, micro, num_micro, cut, hw, trains=False)
+        parts = add_parts(parts, forward)
+    return parts
 
 
 def micro_batches(
@@ -366,7 +384,7 @@ def concurrency(model: Model, workload: Workload, cut: Strategy, kv_bytes: Array
 
 def sequence_bytes(model: Model, workload: Workload, cut: Strategy) -> Array:
     """KV cache of one full sequence on one rank."""
-    return workload.tokens * _token_bytes(model, cut)
+    return sequence_tokens(model, workload) * _token_bytes(model, cut)
 
 
 def cache_bytes(model: Model, workload: Workload, cut: Strategy, num_rows: Array) -> Array:

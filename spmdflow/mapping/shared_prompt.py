@@ -144,7 +144,7 @@ def cached_tokens(model: Model, workload: Workload, num_rows: Array) -> Array:
     """
     size = prompt_size(model, workload)
     if size == 1:
-        return num_rows * workload.tokens
+        return num_rows * sequence_tokens(model, workload)
     skipped = size - np.gcd(np.asarray(num_rows).astype(np.int64), size)
     prompts = np.ceil((num_rows + skipped) / size)
     return prompts * workload.prompt_tokens + num_rows * workload.response_tokens
@@ -154,12 +154,19 @@ def rows_within(model: Model, workload: Workload, tokens: Array) -> Array:
     """Return how many complete rows of whole prompts a generator keeps in `tokens` tokens."""
     size = prompt_size(model, workload)
     if size == 1:
-        return np.floor(tokens / workload.tokens)
+        return np.floor(tokens / sequence_tokens(model, workload))
     a_prompt = workload.prompt_tokens + size * workload.response_tokens
     whole = np.floor(tokens / a_prompt)
     left = tokens - whole * a_prompt - workload.prompt_tokens
     more = np.floor(left / max(workload.response_tokens, 1))
     return whole * size + np.clip(more, 0, size - 1)
+
+
+def sequence_tokens(model: Model, workload: Workload) -> int:
+    """Return the tokens that the KV cache keeps free for one sequence: whole blocks."""
+    assert model.rollout is not None, model.name
+    block = model.rollout.facts.cache_block_tokens
+    return -(-workload.tokens // block) * block
 
 
 def prompt_size(model: Model, workload: Workload) -> int:

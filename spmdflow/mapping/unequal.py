@@ -33,6 +33,7 @@ from spmdflow.mapping.seconds import (
     prefill_seconds,
     total,
     update_parts,
+    with_forwards,
 )
 from spmdflow.mapping.shared_prompt import count_packed
 
@@ -92,13 +93,23 @@ class GenerationEstimate:
 
 
 def pass_parts_by_row(
-    model: Model, steps: Sequence[SharedRows], cut: Strategy, hw: Hardware, *, trains: bool
+    model: Model,
+    steps: Sequence[SharedRows],
+    cut: Strategy,
+    hw: Hardware,
+    *,
+    trains: bool,
+    num_forwards: int = 0,
 ) -> Parts:
-    """Return the seconds of a training or forward call by cause, the sum over its steps."""
+    """Return the seconds of a training or forward call by cause, the sum over its steps.
+
+    num_forwards: over the rows of each optimizer step, before it.
+    """
     parts: Parts = {}
     for one in steps:
         micro = busiest_tokens(model, one)
         more = update_parts(model, micro, one.num_micro, cut, hw, trains=trains)
+        more = with_forwards(more, model, micro, one.num_micro, cut, hw, num_forwards)
         parts = add_parts(parts, more)
     return add_parts(parts, {"host": hw.call_seconds})
 

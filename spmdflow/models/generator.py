@@ -346,6 +346,7 @@ class GeneratorWorker(SamplingWorker):
         writes=("responses", "response_mask", "rollout_log_probs", "token_versions"),
         also_writes=written_routes,
         extends=True,
+        finishes=True,
     )
     def finish_sequences(self, batch: TensorDict, *, version: int) -> TensorDict:
         """Return the responses of rows that `begin_sequences` added on the same ranks.
@@ -402,6 +403,7 @@ class GeneratorWorker(SamplingWorker):
         reads=("prompts",),
         writes=(*EPISODE_COLUMNS, "token_versions"),
         also_writes=written_routes,
+        finishes=True,
     )
     def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:
         """Return the episodes of rows that `begin_episodes` added on the same ranks.

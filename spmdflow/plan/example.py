@@ -12,7 +12,7 @@ are as long as in the data file if that is there and small, otherwise as long as
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,9 @@ def scan_or_assume(
     rows = np.arange(count, dtype=np.int64)
     lengths = np.full(count, longest, dtype=np.int32)
     report = ScanReport(path, 0, count, rows, lengths, 0, longest, [], fingerprint="")
+    if data.rows != "prompts":  # of each sequence, all but the first token
+        sequences = 2 if data.rows == "pairs" else 1
+        report = replace(report, answer_lengths=np.maximum(lengths - sequences, 0))
     return report, f"prompts of {path}: {longest} tokens each, as {why}"
 
 

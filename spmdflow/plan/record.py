@@ -63,17 +63,27 @@ class RowTokens:
     responses: np.ndarray
     prompt_ids: np.ndarray
     """(n,): rows with the same number have the same prompt."""
+    num_sequences: int = 1
+    """Sequences of each row, such as 2 of a pair. They have a row's tokens in equal parts, and one
+    prompt if they have responses."""
 
     def of(self, ids: np.ndarray) -> Rows:
-        """The rows with these ids, in this order."""
+        """The sequences of the rows with these ids: the first of each row, then the second."""
         at = np.searchsorted(self.ids, ids)
-        return Rows(self.prompts[at], self.responses[at], self.prompt_ids[at])
+        parts = self.num_sequences
+        prompts = np.tile(self.prompts[at] // parts, parts)
+        responses = np.tile(self.responses[at] // parts, parts)
+        if parts > 1 and not responses.any():
+            return Rows(prompts, responses)
+        return Rows(prompts, responses, np.tile(self.prompt_ids[at], parts))
 
     @property
     def rows_per_prompt(self) -> int:
-        """Rows that share a prompt, the mean over all prompts, rounded up; 1 without rows."""
+        """Sequences that share a prompt, the mean over all prompts, rounded up; 1 without rows."""
+        if self.num_sequences > 1 and not self.responses.any():
+            return 1
         different = len(np.unique(self.prompt_ids))
-        return max(1, -(-len(self.ids) // max(different, 1)))
+        return max(1, -(-len(self.ids) * self.num_sequences // max(different, 1)))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,43 @@ class RowLengths:
                     prompt_ids = _of_equal_length(prompt_ids, by_row[PROMPTS], ids)
                     self._prompt_ids[number] = ColumnLengths(_ITEMS, ids, prompt_ids)
         rows = RowTokens(ids, by_row[PROMPTS], by_row[RESPONSES], prompt_ids)
+        examples = self._with_answers(rows, list(by_inputs.values()))
+        if examples is not None:
+            return Tokens(
+                len(ids), _mean(examples.prompts), _mean(examples.responses), examples
+            )
         return Tokens(len(ids), means[PROMPTS], means[RESPONSES], rows)
+
+    def _with_answers(self, rows: RowTokens, commands: Sequence[Plain]) -> RowTokens | None:
+        """Return the sequences of rows that contain their answers; None if they are no such rows.
+
+        Of a row whose loss_mask is read, the tokens of answers are responses. A pair has two
+        sequences. So has a labelled row, except in an update: its own answer and another row's,
+        whose length is not known and counts as its own.
+        """
+        seen = set()
+        answers = []
+        for plain in commands:
+            for part in plain["inputs"]:
+                names = {name for name, _ in names_in(part)}
+                seen |= names
+                if "source" in part and "loss_mask" in names:
+                    scan = self.scans[part["source"]]
+                    answers.append((part["ids"], scan.answers_of(part["rows"])))
+        updates = any(plain.get("mini") for plain in commands)
+        is_pair = "chosen_tokens" in seen
+        has_second = is_pair or ("answers" in seen and not updates)
+        if not answers and not has_second:
+            return None
+        answered = _join_items(answers).items_or_zeros(rows.ids)
+        prompts = rows.prompts - answered
+        responses = rows.responses + answered
+        if has_second and not is_pair:
+            prompts = 2 * prompts
+            responses = 2 * responses
+        return replace(
+            rows, prompts=prompts, responses=responses, num_sequences=2 if has_second else 1
+        )
 
     def _read_prompt_ids(self, ids: np.ndarray, commands: Iterable[Plain]) -> np.ndarray:
         """Return (n,) int64: a number for the prompt that each of the rows `ids` begins with.

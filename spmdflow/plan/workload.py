@@ -34,7 +34,7 @@ from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.shared_prompt import cached_tokens
 from spmdflow.mapping.unequal import SharedRows
 from spmdflow.models.generator import GeneratorWorker
-from spmdflow.models.policy import PolicyWorker, ReferenceWorker, SupervisedWorker
+from spmdflow.models.preference import PairWorker
 from spmdflow.parallel.device import CPU, own_device
 from spmdflow.plan.record import Key, Tokens, Trace, TracedModel
 from spmdflow.runtime.call import Call
@@ -96,7 +96,6 @@ def _local_hardware() -> str:
     )
 
 
-_WITH_LOGITS = (PolicyWorker, GeneratorWorker, ReferenceWorker, SupervisedWorker)
 STAGES: dict[Kind, str] = {"generate": "generation", "infer": "preparation", "train": "learning"}
 
 
@@ -166,7 +165,8 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         got = "no model of weights"
         do = "its calls count as host time only"
         raise ConfigError.of(traced.name, got, "one for a prediction", do)
-    head: Head = "causal_lm" if issubclass(traced.worker_class, _WITH_LOGITS) else "scalar"
+    own_head = getattr(traced.worker_class, "head", "causal_lm")  # a generator declares none
+    head: Head = "causal_lm" if own_head == "causal_lm" else "scalar"
     sizes = layout.tp_size, layout.pp_size
     engine = Engine(
         kind=cfg.engine.kind,
@@ -286,18 +286,32 @@ def _model_call_or_none(trace: Trace, call: Call, models: Mapping[str, Model]) -
     minis = []
     for plain in call.commands.values():
         minis.append(len(plain.get("mini", ())))
+    per_row = 1 if tokens.by_row is None else tokens.by_row.num_sequences
     workload = Workload(
-        num_sequences=tokens.num_rows,
-        prompt_tokens=max(1, ceil(tokens.prompts)),
-        response_tokens=ceil(tokens.responses),
+        num_sequences=tokens.num_rows * per_row,
+        prompt_tokens=max(1, ceil(tokens.prompts / per_row)),
+        response_tokens=ceil(tokens.responses / per_row),
         num_updates=max(1, *minis) if kind == "train" else 1,
         num_epochs=traced.cfg.update.num_epochs if kind == "train" else 1,
+        num_forwards=_forwards_of_update(traced) if kind == "train" else 0,
         rows_per_prompt=tokens.by_row.rows_per_prompt if tokens.by_row is not None else 1,
     )
     # a script whose generator has its own ranks overlaps generation with everything else
     return ModelCall(
         call.model, kind, "step" if trace.links else STAGES[kind], workload, call.method
     )
+
+
+def _forwards_of_update(traced: TracedModel) -> int:
+    """Return the forwards over all rows before each optimizer step.
+
+    Pairs are scored first, and so are other rows' answers next to labelled ones. Data-parallel
+    engines count the tokens of each expert first where an auxiliary loss has a weight.
+    """
+    if issubclass(traced.worker_class, PairWorker):
+        return 1
+    counts = getattr(traced.cfg.update, "router_balance_coef", 0.0) > 0
+    return int(counts and not engine_kind(traced.settings.engine.kind).cuts_model)
 
 
 def rows_by_rank(trace: Trace, call: Call, kind: Kind) -> tuple[SharedRows, ...]:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from spmdflow.config.schema import RolloutConfig
 from spmdflow.errors import ConfigError
-from spmdflow.kind.generator import PREFILL_TOKENS, generator_names
+from spmdflow.kind.generator import CPU_BLOCK_TOKENS, PREFILL_TOKENS, generator_names
 from spmdflow.rollout.generator import Finished, Replica, Request, loads_folder
 from spmdflow.rollout.sampling import Sampling, draw, log_probs_of
 from spmdflow.rollout.vllm_adapter import engine_arguments
@@ -48,6 +48,7 @@ from spmdflow.router import as_column
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.table import stage_layers
 
+_CPU: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS}
 _CUDA: dict[str, Any] = {
     "enable_sleep_mode": True,
     "gpu_memory_utilization": 0.01,
@@ -115,7 +116,7 @@ def start_llm(
             load_format="auto" if keeps_folder(cfg, model_path) else "dummy",
             **_adapter_arguments(cfg, model_path, replica),
             **({"enforce_eager": True} if eager else {}),
-            **({} if on_cpu else _CUDA | _expert_arguments()),
+            **(_CPU if on_cpu else _CUDA | _expert_arguments()),
         )
     return llm
 

@@ -52,6 +52,8 @@ class MethodSpec:
     ones."""
     draws: bool = False
     """Whether the method draws random numbers for its rows."""
+    finishes: bool = False
+    """Whether the method returns rows that an earlier one, which draws, began on the same ranks."""
     check: Check | None = None
     """Raises for invalid arguments of a call before anything is sent."""
     early: str | None = None
@@ -87,6 +89,7 @@ def register(
     minibatches: bool = False,
     extends: bool = False,
     draws: bool = False,
+    finishes: bool = False,
     check: Check | None = None,
     early: str | None = None,
     instead: Mapping[str, str] | None = None,
@@ -111,7 +114,10 @@ def register(
     extends: the answer also has the columns of the batch that the method was called with.
     draws: the method draws random numbers. `self.call.generation` is then the number of earlier
     calls in the step that drew for the same rows, so that a second call gets other random numbers.
-    A call with greedy=True draws none and is not counted.
+    A call with greedy=True draws none and is not counted. Rows go to ranks by what it costs to
+    generate their responses.
+    finishes: the method returns rows that an earlier one with draws=True began. They go to the same
+    ranks.
     check: raises in the script for invalid arguments, before anything is sent.
     early: the name of a method `early(batch, call)` that needs neither the device nor other ranks.
     It runs alongside other calls as soon as the rank has the rows, and the method finds its result
@@ -135,6 +141,7 @@ def register(
         minibatches=minibatches,
         extends=extends,
         draws=draws,
+        finishes=finishes,
         check=check,
         early=early,
         instead=dict(instead or {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -88,6 +89,28 @@ def test_samples_are_one_update_old_and_weights_arrive_as_they_were_sent(
         assert step["rollout/weights_version"] == 2 * (step["step"] - 1)
     assert steps[1]["rollout/drift"] < steps[2]["rollout/drift"]  # the same weights, then older
     assert steps[2]["rollout/weight_mean"] != 1
+
+
+def test_rows_with_prompts_of_different_lengths_end_where_they_began(tmp_path: Path) -> None:
+    """Two replicas generate by cost: both calls of a row must go to the same one."""
+    train = tmp_path / "train.jsonl"
+    with open(train, "w") as file:
+        for number in range(12, 36):
+            shown = f"{number}+{number}=" if number % 6 else "+".join(["11"] * 12) + "="
+            file.write(json.dumps({"prompt": shown, "answer": str(2 * number)}) + "\n")
+    words = (
+        f"data.train_path={train}",
+        "data.max_prompt_tokens=48",
+        "eval_every=0",
+        "actor.engine.micro_batch_rows=null",  # a limit on tokens: other calls balance lengths
+        "placement={a: {roles: [actor, reference, reward], ranks: [0]}, "
+        "b: {roles: [generator], ranks: [1, 2]}}",
+    )
+
+    run_ranks(tmp_path / "run", *words, num_ranks=3, script=ASYNC, small=SMALL)
+
+    check_prediction(tmp_path / "run")
+    assert [step["step"] for step in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_policy_and_generator_on_common_ranks_are_refused_with_what_to_do(tmp_path: Path) -> None:

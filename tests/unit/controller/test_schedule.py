@@ -15,11 +15,13 @@ from spmdflow.controller.assignment import (
     MicroLimit,
     cut_mini_batches,
     even_costs,
+    generation_shares,
     permutation,
     plan_mini_batches,
     share_near,
 )
 from spmdflow.data.micro import balance
+from spmdflow.transfer.protocol import even_chunks
 from spmdflow.weights.architecture import sizes_if_there
 
 LIMIT = MicroLimit(max_rows=4, max_tokens=None)
@@ -211,3 +213,68 @@ def test_a_long_row_weighs_more_than_short_ones_with_as_many_tokens(tmp_path):
         ratios.append(max(costs) / sum(costs) * 2)
     assert sizes_if_there(tmp_path / "none") is None
     assert 1.15 < ratios[0] and ratios[1] < 1.02
+
+
+def generation_costs(shares, prompts, parents, limit, new_tokens):
+    """What each replica computes: each prompt once, and every new token of its rows."""
+    costs = []
+    for share in shares:
+        own = {int(parents[row]): int(prompts[row]) for row in share}
+        cost = sum(int(limit.costs_of(np.array([length]))[0]) for length in own.values())
+        for row in share:
+            before, after = limit.costs_of(np.array([prompts[row], prompts[row] + new_tokens]))
+            cost += int(after - before)
+        costs.append(cost)
+    return costs
+
+
+@given(
+    st.lists(st.integers(1, 5_000), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(1, 500),
+    st.floats(0, 1e-2),
+)
+def test_generated_rows_go_to_one_replica_each_and_never_make_the_busiest_slower(
+    lengths, samples, num_shares, new_tokens, cost
+):
+    limit = MicroLimit(1, None, seen_token_cost=cost)
+    prompts = np.repeat(lengths, samples)
+    parents = np.repeat(np.arange(len(lengths)), samples)
+    even = [np.array(part, dtype=np.int64) for part in even_chunks(len(prompts), num_shares)]
+    words = (prompts, parents, limit, new_tokens)
+
+    found = generation_shares(prompts, parents, num_shares, limit, new_tokens)
+
+    if found is not None:
+        assert sorted(np.concatenate(found).tolist()) == list(range(len(prompts)))
+        assert len(found) == num_shares
+        assert 1.05 * max(generation_costs(found, *words)) < max(generation_costs(even, *words))
+
+
+def test_prompts_of_one_length_are_generated_in_even_chunks():
+    parents = np.repeat(np.arange(8), 4)
+
+    assert generation_shares(np.full(32, 77), parents, 4, LIMIT, 16) is None
+
+
+def test_long_prompts_are_generated_by_several_replicas_and_each_group_by_one():
+    """Two long prompts in a row: even chunks give both to the first replica."""
+    prompts = np.repeat([9_000, 9_000, 100, 100, 100, 100], 4)
+    parents = np.repeat(np.arange(6), 4)
+
+    found = generation_shares(prompts, parents, 2, LIMIT, 16)
+
+    assert found is not None
+    for share in found:
+        assert len(share) == 12 and len(np.unique(parents[share])) == 3
+        assert np.count_nonzero(prompts[share] == 9_000) == 4
+
+
+def test_one_long_prompt_is_computed_by_one_replica_and_the_others_have_the_short_ones():
+    prompts = np.array([50_000, *[2_000] * 15])
+
+    found = generation_shares(prompts, np.arange(16), 4, LIMIT, 16)
+
+    assert found is not None
+    assert [len(share) for share in found] == [1, 5, 5, 5]

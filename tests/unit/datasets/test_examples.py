@@ -11,7 +11,7 @@ import pytest
 from spmdflow.config.offline import ExampleDataConfig, PairDataConfig
 from spmdflow.config.schema import DataConfig
 from spmdflow.data.ragged import lengths_of, rows_of
-from spmdflow.datasets.scan import PromptSource, scan
+from spmdflow.datasets.scan import PromptSource, join_reports, scan
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.errors import DataError
 from spmdflow.models.rows import example_rows, pair_rows
@@ -127,6 +127,27 @@ def test_pair_becomes_two_sequences_with_the_same_prompt(tmp_path: Path) -> None
         [*sums, ONE, ONE, EOS],
         [BOS, TWO, EQUALS, ONE, EOS],
     ]
+
+
+def test_scan_counts_the_tokens_from_the_first_learnt_one_on(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(MODEL))
+    pairs = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "11"},
+        {"prompt": "2=", "chosen": "2", "rejected": "1"},
+    ]
+    path = written(tmp_path / "p.jsonl", *pairs)
+    cfg = PairDataConfig(train_path=str(path), tokenizer_path=str(MODEL))
+    single = examples(written(tmp_path / "e.jsonl", {"prompt": "1+1=", "response": "2"}))
+
+    both = scan(cfg, cfg.train_path, tokenizer)
+    one = scan(single, single.train_path, tokenizer)
+
+    for report, config in ((both, cfg), (one, single)):
+        batch = source_of(config).read_rows(report.rows.tolist())
+        masks = [int(mask.sum()) for mask in rows_of(batch["loss_mask"])]
+        assert report.answers_of(report.rows.tolist()).tolist() == masks
+        assert join_reports([report.part(0, 1), report.part(1, 9)]).answers_of([0]) == masks[0]
+    assert both.answers_of([1, 0]).tolist() == [4, 5]
 
 
 def test_rows_longer_than_the_limit_with_their_answers_are_left_out(tmp_path: Path) -> None:

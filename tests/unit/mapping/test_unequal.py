@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from bench._dataflows import NOMINAL
@@ -124,3 +126,23 @@ def test_padded_rows_are_as_long_as_the_longest_of_their_micro_batch() -> None:
 
     assert found.tokens == 2 * 1000 and found.context == 500
     assert found.answered == 1200
+
+
+def test_forwards_before_an_update_are_those_of_a_forward_call_with_the_same_rows() -> None:
+    step = SharedRows((rows_of(300, 200), rows_of(100, 50)), num_micro=2)
+    cut = Strategy(2, 1, 1, 1, 1)
+
+    def seconds(**words: object) -> float:
+        return float(total(pass_parts_by_row(model_of(), [step], cut, H100, **words)))
+
+    plain = seconds(trains=True)
+    scored = seconds(trains=True, num_forwards=1)
+    forward = seconds(trains=False)
+
+    assert scored - plain == pytest.approx(forward - H100.call_seconds)
+    work = Workload(4, 100, 100, num_updates=2)
+    without = float(total(pass_parts(model_of(), work, cut, H100, trains=True)))
+    double = replace(work, num_forwards=1)
+    more = float(total(pass_parts(model_of(), double, cut, H100, trains=True))) - without
+    one = float(total(pass_parts(model_of(), Workload(2, 100, 100), cut, H100, trains=False)))
+    assert more == pytest.approx(2 * (one - H100.call_seconds))

@@ -51,12 +51,55 @@ def test_rows_of_several_rounds_share_their_prompts_after_they_were_joined() -> 
 
 @pytest.mark.parametrize(
     ("script", "settings"),
-    [("ppo", SMALL), ("sft", ("eval_every=0",)), ("dpo", ("eval_every=0",))],
+    [("ppo", SMALL), ("sft", ("eval_every=0",)), ("reward_model", ("eval_every=0",))],
 )
 def test_rows_of_their_own_prompts_share_none(script: str, settings: tuple[str, ...]) -> None:
     found = rows_per_prompt(traced(script, 2, *settings))
 
     assert found and {shared for _, _, shared in found} == {1}
+
+
+LABELS = ("actor.loss.name=kto", "data.label_column=label", "data.completion_column=answer")
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "reference", "update"),
+    [
+        ("dpo", (), (20, 2), (20, 2)),  # both answers behind one prompt
+        ("dpo", LABELS, (20, 2), (10, 1)),  # an answer, and another row's
+        ("reward_model", (), None, (20, 1)),  # a reward model scores whole sequences
+    ],
+)
+def test_rows_with_answers_are_planned_as_the_sequences_that_are_computed(
+    script: str,
+    settings: tuple[str, ...],
+    reference: tuple[int, int] | None,
+    update: tuple[int, int],
+) -> None:
+    words = ("eval_every=0", "data.prompts_per_step=10", "data.max_prompt_tokens=22", *settings)
+    found = traced(script, 2, *words)
+    step = simulate_calls(found, found.calls)
+    by_kind = {call.kind: call.workload for call in step.calls.values()}
+
+    if reference is not None:
+        work = by_kind["infer"]
+        assert (work.num_sequences, work.rows_per_prompt) == reference
+        assert (work.prompt_tokens, work.response_tokens) == ((1, 21) if settings else (1, 10))
+    work = by_kind["train"]
+    assert (work.num_sequences, work.rows_per_prompt) == update
+    assert work.num_forwards == 1  # they are scored before each step
+    whole = 22 * 10
+    assert work.num_sequences * work.tokens == whole
+
+
+def test_a_supervised_update_computes_the_head_for_answers_and_no_forward_before() -> None:
+    found = traced("sft", 2, "eval_every=0", "data.max_prompt_tokens=22")
+    step = simulate_calls(found, found.calls)
+
+    (call,) = step.calls.values()
+    assert (call.workload.prompt_tokens, call.workload.response_tokens) == (1, 21)
+    assert call.workload.num_forwards == 0
+    assert step.dataflow is not None and step.dataflow.models[0].shape.head == "causal_lm"
 
 
 def test_greedy_responses_share_no_prompt_beside_samples_that_do() -> None:
