@@ -26,12 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench._clock import best_of, usual
+from bench._clock import best_of, shared, usual
 from bench._processor import processor_name
 from torch.distributed.fsdp import fully_shard
 
@@ -86,11 +87,11 @@ def memory_rates(device: torch.device, known: Values) -> Values:
     numel = (1 << 24) if device.type == "cpu" else (1 << 30)
     source = torch.ones(numel, device=device)
     target = torch.empty_like(source)
-    copy = 8 * numel / best_of(lambda: target.copy_(source), device)
+    copy = 8 * numel / _seconds_of(lambda: target.copy_(source), device)
     rows = source.view(-1, 512)
     order = torch.randperm(len(rows), device=device)
     out = target.view(-1, 512)
-    gather = 8 * numel / best_of(lambda: torch.index_select(rows, 0, order, out=out), device)
+    gather = 8 * numel / _seconds_of(lambda: torch.index_select(rows, 0, order, out=out), device)
     return {
         "memory_bandwidth": copy,
         "kv_read_efficiency": min(gather / copy, 1.0),
@@ -128,7 +129,7 @@ def layer_efficiency(device: torch.device, known: Values) -> Values:
             model.zero_grad()
             model(ids, use_cache=False).logits.float().sum().backward()
 
-        seconds[layers] = best_of(run, device)
+        seconds[layers] = _seconds_of(run, device)
     tokens = rows * length
     weights = 4 * hidden * hidden + 3 * hidden * ffn
     flops = 3 * (2 * tokens * weights + 4 * tokens * length / 2 * hidden)
@@ -145,7 +146,7 @@ def layer_floor(device: torch.device, known: Values) -> Values:
         model = _llama(32, 64, layers, heads=2).to(device).eval()
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         with torch.no_grad():
-            seconds[layers] = best_of(partial(model, ids, use_cache=False), device, least=20)
+            seconds[layers] = _seconds_of(partial(model, ids, use_cache=False), device, least=20)
     return {"layer_floor_seconds": max((seconds[10] - seconds[2]) / 8, 1e-7)}
 
 
@@ -161,7 +162,7 @@ def update_seconds(device: torch.device, known: Values) -> Values:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    return {"update_seconds": best_of(step, device, least=20)}
+    return {"update_seconds": _seconds_of(step, device, least=20)}
 
 
 def collectives(device: torch.device, known: Values) -> Values:
@@ -404,7 +405,14 @@ def _matrix_rate(m: int, k: int, n: int, dtype: torch.dtype, device: torch.devic
 
     left = torch.ones(m, k, dtype=dtype, device=device)
     right = torch.ones(k, n, dtype=dtype, device=device)
-    return 2 * m * k * n / best_of(lambda: product(left, right), device, least=30)
+    return 2 * m * k * n / _seconds_of(lambda: product(left, right), device, least=30)
+
+
+def _seconds_of(call: Callable[[], object], device: torch.device, *, least: int = 9) -> float:
+    """The least seconds of a call; where processes share cores, the mean that each of them has."""
+    if device.type == "cpu" and dist.get_world_size() > (os.cpu_count() or 1):
+        return shared(call, device)
+    return best_of(call, device, least=least)
 
 
 def _ping(word: torch.Tensor, rank: int) -> None:

@@ -22,6 +22,24 @@ def best_of(call: Callable[[], object], device: torch.device, *, least: int = 9)
     return min(seconds)
 
 
+def shared(call: Callable[[], object], device: torch.device, *, seconds: float = 1.5) -> float:
+    """Mean seconds of a call that is repeated for so long, after two to warm up.
+
+    Not the least, in which a process has a core to itself: where more processes than cores compute
+    at once, each has its share.
+    """
+    call()
+    call()
+    wait(device)
+    number = 0
+    started = time.perf_counter()
+    while time.perf_counter() < started + seconds:
+        call()
+        wait(device)
+        number += 1
+    return (time.perf_counter() - started) / number
+
+
 def usual(call: Callable[[], object], device: torch.device, *, times: int = 300) -> float:
     """Mean seconds of a call between computations, as ranks communicate.
 

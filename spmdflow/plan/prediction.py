@@ -147,7 +147,7 @@ def predict(
     add_attention_notes(estimates, step, sent)
     calls = _schedule(step_calls, step, estimates, hardware)
     ahead = _generations_begun_earlier(trace, step_calls, step)
-    if ahead and hardware.cores == math.inf:  # on CPUs both would share the cores
+    if ahead and hardware.gpus_per_node <= hardware.cores:  # otherwise both share the cores
         estimates = _overlap_with_training(estimates, ahead, step_calls, step, hardware)
         calls = _schedule(step_calls, step, estimates, hardware)
     tokens = _counted_tokens(trace, step)
