@@ -144,27 +144,29 @@ def save_bytes(model: Model, cut: Strategy) -> Parts:
     return add_parts(visiting_bytes(model, "train", cut), {"gather": 0.0 * cut.dp})
 
 
-def build_bytes(earlier: Sequence[tuple[Model, Strategy]], model: Model, cut: Strategy) -> Parts:
+def build_moments(
+    earlier: Sequence[tuple[Model, Strategy]], model: Model, cut: Strategy
+) -> list[Parts]:
     """Return the bytes of a rank while it builds a model, by use; `earlier` were built before it.
 
-    The model's engine is built as a whole, before parts of it are offloaded, and its generator
-    after that, with a KV cache of fixed size if it has one. The larger of the two counts. The
-    earlier models have their residents. They have freed their KV caches, and generation weights as
-    for training.
+    The first moment is the end of the engine, which is built as a whole, before parts of it are
+    offloaded. The second, of a model that generates, is the end of its generator, with a KV cache
+    of fixed size if it has one. The earlier models have their residents. They have freed their KV
+    caches, and generation weights as for training.
     """
-    parts = state_bytes(model, cut)
+    moments = [state_bytes(model, cut)]
     if model.rollout is not None:
-        generator = {"generation_weights": generator_weights(model, cut, "infer")}
+        weights = generator_weights(model, cut, "infer") + _replaced_weights(model, cut)
+        generator: Parts = {"generation_weights": weights}
         if model.rollout.facts.fixed_cache and model.rollout.kv_cache_bytes is not None:
             generator["kv_cache"] = model.rollout.kv_cache_bytes + 0.0 * cut.dp
-        with_generator = add_parts(resident_bytes(model, cut), generator)
-        if np.all(total(with_generator) > total(parts)):
-            parts = with_generator
+        moments.append(add_parts(resident_bytes(model, cut), generator))
+    there: Parts = {}
     for one, strategy in earlier:
-        parts = add_parts(parts, resident_bytes(one, strategy))
+        there = add_parts(there, resident_bytes(one, strategy))
         kept = generator_weights(one, strategy, "train")
-        parts = add_parts(parts, {"generation_weights": kept})
-    return parts
+        there = add_parts(there, {"generation_weights": kept})
+    return [add_parts(moment, there) for moment in moments]
 
 
 def generator_weights(model: Model, cut: Strategy, kind: Kind) -> Array:
@@ -198,7 +200,8 @@ def pool_memory(
     pool = {model.name: (model, strategy) for model, strategy in members}
     phases: dict[str, dict[str, float]] = {}
     for position, (model, strategy) in enumerate(members):
-        parts = build_bytes(members[:position], model, strategy)
+        moments = build_moments(members[:position], model, strategy)
+        parts = max(moments, key=lambda moment: float(total(moment)))
         phases[f"{model.name}.build"] = {name: float(size) for name, size in parts.items()}
     most: dict[str, float] = {}
     for call in dataflow.calls:
@@ -294,6 +297,19 @@ def _generation_bytes(model: Model, workload: Workload, cut: Strategy) -> Parts:
         "activations": tokens * width * size,
         "logits": drawn * shape.vocab_size * (size + LOGIT_BYTES),
     }
+
+
+def _replaced_weights(model: Model, cut: Strategy) -> Array:
+    """Return the bytes of the weights that a generator is built with and then frees.
+
+    A generator that shares the trainer's storage (rollout.weights flat or blocks) is first built
+    with weights of its own.
+    """
+    rollout = model.rollout
+    assert rollout is not None, model.name
+    if rollout.weights not in ("flat", "blocks") or model.weights_from is not None:
+        return 0.0 * cut.dp
+    return model.shape.num_parameters * rollout.element_bytes / (cut.gen_tp * cut.gen_pp)
 
 
 def _separate_weights(model: Model, cut: Strategy) -> Array:

@@ -18,6 +18,7 @@ import numpy as np
 from spmdflow.mapping.dataflow import Dataflow, Model, ModelCall, Strategy
 from spmdflow.mapping.hardware import Hardware
 from spmdflow.mapping.memory import (
+    build_moments,
     least_cache_bytes,
     offload_seconds,
     pool_memory,
@@ -30,8 +31,6 @@ Moved = tuple[tuple[str, str], ...]
 """(model, part) of each offloaded part."""
 MOST_PARTS = 10
 """How many of a pool's largest parts are considered; smaller ones stay on the device."""
-BLOCK_TOKENS = 16
-"""A sequence's KV cache is allocated in blocks of this size."""
 LEAST_BYTES = float(64 << 20)
 """Least size of a KV cache that is limited by its rows."""
 
@@ -175,8 +174,8 @@ class _Pool:
     def simulate(self, moved: Moved, copy_seconds: float) -> Residency:
         """Return the memory and seconds of one combination of offloaded parts.
 
-        A cache in `shares` gets its share of the free memory, at most for its most rows. The
-        combination fits if every phase does, and every such cache has room for min_batch_size
+        A cache in `shares` gets its share of the memory that is free both while its model generates
+        and when its generator is built, at most for its most rows. The combination fits if every phase does, and every such cache has room for min_batch_size
         sequences or, if fewer, for its most rows. Generation counts in `seconds` only if it fits.
         copy_seconds: of this combination.
         """
@@ -190,7 +189,10 @@ class _Pool:
         for call in (call for call in self._generations() if call.model in self.shares):
             phase = phases[call.title]
             share = self.shares[call.model]
-            free = limit - (sum(phase.values()) - phase["kv_cache"])
+            position = list(self.members).index(call.model)
+            _, at_start = build_moments(members[:position], *members[position])
+            used = max(sum(phase.values()) - phase["kv_cache"], float(total(at_start)))
+            free = limit - used
             size = min(share.of_free * free, self._max_cache_bytes(call, share))
             model, cut = self.members[call.model]
             fits &= size >= min(
@@ -231,13 +233,12 @@ class _Pool:
     def _max_cache_bytes(self, call: ModelCall, share: Share) -> float:
         """Return the bytes of a cache for the most rows that the share allows; inf without a limit.
 
-        Each row may waste a block of 16 tokens. At least 64 MiB.
+        At least 64 MiB.
         """
         if share.most_rows is None:
             return float("inf")
         model, cut = self.members[call.model]
-        blocks = 1 + BLOCK_TOKENS / call.workload.tokens
-        rows = share.most_rows * blocks * sequence_bytes(model, call.workload, cut)
+        rows = share.most_rows * sequence_bytes(model, call.workload, cut)
         return max(float(rows), LEAST_BYTES)
 
     def _copy_seconds(self, moved: Moved) -> float:

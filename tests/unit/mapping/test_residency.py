@@ -211,3 +211,33 @@ def test_no_start_of_a_model_needs_more_than_its_calls(
             sum(phases[call.title].values()) for call in dataflow.calls if call.model == model.name
         ]
         assert 0 < start <= max(calls)
+
+
+@pytest.mark.parametrize("weights", ["copy", "flat", "blocks"])
+def test_generator_that_shares_weights_has_its_own_too_until_it_is_built(weights: str) -> None:
+    """And its cache leaves room for them: it is allocated before they are freed."""
+    dataflow = flow(None)
+    models = {model.name: model for model in dataflow.models}
+    rollout = replace(models["actor"].rollout, weights=weights)
+    models["actor"] = replace(models["actor"], rollout=rollout)
+    dataflow = Dataflow(tuple(models.values()), dataflow.calls)
+    hardware = cramped(3.0)
+
+    found = choose_residency(
+        members(dataflow, {}),
+        dataflow,
+        hardware,
+        open_models=[],
+        shares={"actor": Share(1.0)},
+    )
+    size, _ = found.caches["actor"]
+    sized = replace(rollout, kv_cache_bytes=size)
+    models["actor"] = replace(models["actor"], rollout=sized)
+    planned = Dataflow(tuple(models.values()), dataflow.calls)
+    phases = pool_memory(members(planned, {}), planned, hardware)
+
+    whole = SMALL.num_parameters * 2  # bfloat16, one generation rank
+    start = phases["actor.build"]
+    assert start["generation_weights"] == (whole if weights == "copy" else 1.5 * whole)
+    assert found.fits and start["kv_cache"] == size > 0.1e9
+    assert max(sum(phase.values()) for phase in phases.values()) <= hardware.usable_bytes
