@@ -89,6 +89,17 @@ def transposed_product(left: Tensor, right: Tensor) -> Tensor:
     return result.to(left.dtype)
 
 
+def write_transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write (n, k)^T @ (n, m) into out (k, m), as `transposed_product`.
+
+    Without a copy where PyTorch multiplies.
+    """
+    if not _can_use_onednn(left, right) or _is_faster_with_mkl(left):
+        torch.mm(left.T, right, out=out)
+    else:
+        out.copy_(transposed_product(left, right))
+
+
 def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
     if left.dtype == right.dtype == torch.bfloat16:
         is_fast = multiplies_bfloat16()

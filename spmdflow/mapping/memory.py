@@ -156,8 +156,7 @@ def build_moments(
     """
     moments = [state_bytes(model, cut)]
     if model.rollout is not None:
-        weights = generator_weights(model, cut, "infer") + _replaced_weights(model, cut)
-        generator: Parts = {"generation_weights": weights}
+        generator: Parts = {"generation_weights": weights_at_start(model, cut)}
         if model.rollout.facts.fixed_cache and model.rollout.kv_cache_bytes is not None:
             generator["kv_cache"] = model.rollout.kv_cache_bytes + 0.0 * cut.dp
         moments.append(add_parts(resident_bytes(model, cut), generator))
@@ -167,6 +166,14 @@ def build_moments(
         kept = generator_weights(one, strategy, "train")
         there = add_parts(there, {"generation_weights": kept})
     return [add_parts(moment, there) for moment in moments]
+
+
+def weights_at_start(model: Model, cut: Strategy) -> Array:
+    """Return the bytes of a generator's weights at the end of its start.
+
+    One that shares the trainer's storage also has those that it was built with, until it is built.
+    """
+    return generator_weights(model, cut, "infer") + _replaced_weights(model, cut)
 
 
 def generator_weights(model: Model, cut: Strategy, kind: Kind) -> Array:

@@ -175,8 +175,9 @@ class _Pool:
         """Return the memory and seconds of one combination of offloaded parts.
 
         A cache in `shares` gets its share of the memory that is free both while its model generates
-        and when its generator is built, at most for its most rows. The combination fits if every phase does, and every such cache has room for min_batch_size
-        sequences or, if fewer, for its most rows. Generation counts in `seconds` only if it fits.
+        and when its generator is built, at most for its most rows. The combination fits if every
+        phase does, and every such cache has room for min_batch_size sequences or, if fewer, for its
+        most rows. Generation counts in `seconds` only if it fits.
         copy_seconds: of this combination.
         """
         members = []

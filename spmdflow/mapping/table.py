@@ -32,6 +32,7 @@ from spmdflow.mapping.memory import (
     resident_bytes,
     save_bytes,
     sync_bytes,
+    weights_at_start,
 )
 from spmdflow.mapping.residency import offload_variants
 from spmdflow.mapping.search import ModelSet, Options, pareto, select_unbeaten
@@ -298,6 +299,8 @@ class CostTable:
             if call.kind == "generate":
                 needed = np.maximum(needed, total(sync_bytes(model, call.workload, cut)))
                 generation = np.maximum(generation, extra_bytes)
+                if model.rollout is not None and model.rollout.kv_cache_bytes is not None:
+                    generation = np.maximum(generation, weights_at_start(model, cut))
                 cache = np.maximum(cache, least_cache_bytes(model, call.workload, cut))
                 full = np.maximum(full, full_cache_bytes(model, call.workload, cut))
                 continue

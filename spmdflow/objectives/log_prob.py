@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.cpu.product import product, transposed_product
+from spmdflow.cpu.product import product, write_transposed_product
 from spmdflow.derivative import differentiable_once
 
 CHUNK_ELEMENTS = 1 << 24
@@ -264,7 +264,7 @@ class _Head(torch.autograd.Function):
             slope = slope.to(weight.dtype)
             to_hidden += product(slope, weight[columns])
             if to_weight is not None:
-                to_weight[columns] = transposed_product(slope, rounded)
+                write_transposed_product(slope, rounded, to_weight[columns])
         if task.group is not None:
             dist.all_reduce(to_hidden, group=task.group)
         return to_hidden.to(hidden.dtype), to_weight, None, None

@@ -212,9 +212,7 @@ class RowLengths:
         rows = RowTokens(ids, by_row[PROMPTS], by_row[RESPONSES], prompt_ids)
         examples = self._with_answers(rows, list(by_inputs.values()))
         if examples is not None:
-            return Tokens(
-                len(ids), _mean(examples.prompts), _mean(examples.responses), examples
-            )
+            return Tokens(len(ids), _mean(examples.prompts), _mean(examples.responses), examples)
         return Tokens(len(ids), means[PROMPTS], means[RESPONSES], rows)
 
     def _with_answers(self, rows: RowTokens, commands: Sequence[Plain]) -> RowTokens | None:

@@ -33,7 +33,6 @@ from spmdflow.mapping.dataflow import (
 from spmdflow.mapping.hardware import Hardware, load_hardware
 from spmdflow.mapping.shared_prompt import cached_tokens
 from spmdflow.mapping.unequal import SharedRows
-from spmdflow.models.generator import GeneratorWorker
 from spmdflow.models.preference import PairWorker
 from spmdflow.parallel.device import CPU, own_device
 from spmdflow.plan.record import Key, Tokens, Trace, TracedModel

@@ -15,6 +15,7 @@ from spmdflow.cpu.product import (
     product,
     transposed_product,
     use_onednn_products,
+    write_transposed_product,
 )
 
 
@@ -118,6 +119,31 @@ def test_products_over_rows_are_those_of_float64_rounded(rows: int) -> None:
 
     expected = left.double().T @ right.double()
     assert_close(transposed_product(left, right).double(), expected, rtol=1e-5, atol=2e-4)
+    written = torch.full((9, 30), float("nan"))
+    write_transposed_product(left, right, written[1:8])
+    assert torch.equal(written[1:8], transposed_product(left, right))
+    assert written[::8].isnan().all(), "nothing else is written"
+
+
+@pytest.mark.parametrize("sizes", [(5, 7, 30), (300, 200, 96), (1300, 96, 200)])
+def test_gradients_of_weights_are_the_same_whichever_library_multiplies(
+    sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, inner, columns = sizes
+    layer = nn.Linear(inner, columns)
+    use_onednn_products(layer)
+    x = draw(rows, inner)
+    slopes = draw(rows, columns)
+    found = []
+    for has_mkl in (False, True):
+        monkeypatch.setattr(products, "_has_mkl_and_intel", lambda has_mkl=has_mkl: has_mkl)
+        layer.weight.grad = None
+        (layer(x) * slopes).sum().backward()
+        found.append(layer.weight.grad)
+
+    exact = (slopes.double().T @ x.double()).float()
+    for gradient in found:
+        assert_close(gradient, exact, rtol=1e-5, atol=2e-4)
 
 
 def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
@@ -131,6 +157,7 @@ def test_onednn_sees_few_shapes_however_many_numbers_of_rows_there_are(
         return stock(left, right)
 
     monkeypatch.setattr(products, "_multiply_with_onednn", counted)
+    monkeypatch.setattr(products, "_has_mkl_and_intel", lambda: False)
     narrow = draw(16, 8)
     wide = draw(8, 16)
     for rows in range(1, 8192, 97):
