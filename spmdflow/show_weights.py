@@ -5,8 +5,8 @@
     spmdflow weights MODEL --ranks 2 --rank 0 --match layers.0      # the tensors of one layer
 
 MODEL: a Hugging Face folder; only config.json is read. Of a family without a table, the tensors are
-those of transformers' module, and vLLM's are derived by its own loader, which needs vLLM, the
-weights, and --generation t1 (t2 and more are derived in a run, on as many ranks).
+those of transformers' module. If vLLM's table of a family is not recorded, its own loader derives
+it, which needs vLLM, the weights, and --generation t1 (a run derives t2 and more on as many ranks).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdflow.kind.registry import resolve
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import with_tensors
-from spmdflow.weights.ranks import RankTables, tables_of
+from spmdflow.weights.ranks import RankTables, is_derived, tables_of
 from spmdflow.weights.table import LocalTensor, shapes_by_name
 
 FINISHED = 0
@@ -85,8 +85,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         ),
     )
     for verb, name, reference in kinds:
-        is_derived = generator_kind(options.generator).derived_table is not None
-        if verb == "generates" and is_derived and architecture.obstacle:
+        generator = generator_kind(options.generator)
+        if verb == "generates" and is_derived(generator, architecture):
             tables = _derive_tables(options, layout)
         else:
             tables = tables_of(reference, architecture, layout)
@@ -121,7 +121,7 @@ def _derive_tables(options: argparse.Namespace, layout: Layout) -> RankTables:
     if layout.gen_tp_size * layout.gen_pp_size > 1:
         raise ConfigError.of(
             "--generation",
-            f"{options.generation} for a family whose table the generator's loader gives",
+            f"{options.generation} for a model whose table only the generator's loader knows",
             "t1, as the ranks of a replica load together",
             "start a run: it derives the table on all its ranks",
         )

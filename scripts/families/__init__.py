@@ -1,1 +1,1 @@
-"""Tiny models of many families of transformers, and the runs of `scripts/family_table.py`."""
+"""Tiny models of many families, the runs of `scripts/family_table.py`, and vLLM's recorded rows."""

@@ -108,7 +108,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "block_ffn_dim_multiplier": 1.0,
     },
-    "gpt2": TIED | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gpt2": TIED
+    | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "num_key_value_heads": None},
 }
 """model_type -> settings of its config in addition to `SIZES`; None: it has no such key."""
 
@@ -119,11 +120,12 @@ def save_tiny_model(
     *,
     tokenizer: Path | None = None,
     sizes: Mapping[str, int] | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a random float32 model of a family, with weights that matter, and return the folder.
 
     tokenizer: a folder whose tokenizer, special tokens and number of words it gets; None: it has
-    320 words. sizes: instead of those of `SIZES`.
+    320 words. sizes: instead of those of `SIZES`. changes: to the settings of its config.
     """
     import transformers
 
@@ -133,7 +135,7 @@ def save_tiny_model(
         config_of_tokenizer = transformers.AutoConfig.from_pretrained(tokenizer)
         for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
             facts[name] = getattr(config_of_tokenizer, name)
-    facts |= FAMILIES[family]
+    facts |= FAMILIES[family] | (changes or {})
     facts = {name: value for name, value in facts.items() if value is not None}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **facts)

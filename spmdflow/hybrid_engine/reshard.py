@@ -50,7 +50,13 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import with_tensors
-from spmdflow.weights.ranks import BUCKET_BYTES, RankTables, tables_of, whole_tables
+from spmdflow.weights.ranks import (
+    BUCKET_BYTES,
+    RankTables,
+    is_derived,
+    tables_of,
+    whole_tables,
+)
 
 BoxesByRank = Mapping[int, Mapping[str, Sequence[Box]]]
 """By global rank and Hugging Face name: boxes of the complete tensor. A rank's may overlap."""
@@ -193,12 +199,12 @@ def generation_tables(architecture: Architecture, layout: Layout, *, engine: str
     """The tensors that each rank generates with, for a rollout.engine and the layout's generation
     sizes.
 
-    A generator whose loader tells its table (`GeneratorKind.derived_table`) has every tensor of a
-    family without a table, if it is alone; ConfigError if several ranks divide them.
+    A generator has every tensor of an architecture whose table only its loader knows
+    (`ranks.is_derived`), if it is alone; ConfigError if several ranks divide them.
     """
     kind = generator_kind(engine)
     is_alone = layout.gen_tp_size * layout.gen_pp_size == 1
-    if architecture.obstacle and kind.derived_table is not None and is_alone:
+    if is_alone and is_derived(kind, architecture):
         return whole_tables(architecture, layout)
     return tables_of(kind.weight_table, architecture, layout)
 

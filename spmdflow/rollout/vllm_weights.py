@@ -7,6 +7,7 @@ family is derived (`vllm_derived`). This file uses modules, not vLLM.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +21,14 @@ from spmdflow.errors import ConfigError, WeightSyncError
 from spmdflow.kind.generator import generator_names
 from spmdflow.rollout.generator import Replica
 from spmdflow.rollout.vllm_adapter import PolicyAdapter
-from spmdflow.rollout.vllm_derived import derive_tables
+from spmdflow.rollout.vllm_derived import DerivedTables, derive_tables
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block, blocks
 from spmdflow.weights.ranks import vllm_shards
+from spmdflow.weights.recorded import is_recorded
 from spmdflow.weights.table import LocalTensor, ShardTable, parameters
+
+logger = logging.getLogger(__name__)
 
 Slot = tuple[str, Box]
 """(Hugging Face name, box): the unit of hashing."""
@@ -146,6 +150,10 @@ def read_stock_weights(
         if adapter is not None:
             raise ConfigError(arch.obstacle or _no_adapters_text(model_path))
         derived = derive_tables(model, model_path, replica)
+        difference = difference_from_recorded(arch, derived, replica)
+        if difference:
+            text = "warning: vLLM's table of %s is not the recorded one, which plans use: %s"
+            logger.warning(text, model_path, difference)
         own = derived.tables[replica.replica_rank]
         views = list(blocks(dict(model.named_parameters()), own))
         slots = [slots_of(table.values()) for table in derived.tables]
@@ -163,6 +171,31 @@ def read_stock_weights(
     _check_names(parameters, mine, model_path)
     slots_of_ranks = [slots_of(table.values()) for table in tables]
     return Reading(whole_shapes(arch), list(blocks(parameters, mine)), slots_of_ranks)
+
+
+def difference_from_recorded(arch: Architecture, derived: DerivedTables, replica: Replica) -> str:
+    """The first difference of this rank's derived table from the recorded one.
+
+    Empty if there is none, or if the architecture is not recorded.
+    """
+    if arch.obstacle:
+        tensors = tuple((name, tuple(shape)) for name, shape in derived.shapes.items())
+        arch = replace(arch, tensors=tensors)
+    if not is_recorded(arch):
+        return ""
+    try:
+        recorded = stock_table(arch, replica, replica.replica_rank)
+    except ConfigError as err:
+        return str(err)
+    own = derived.tables[replica.replica_rank]
+    for name in dict.fromkeys([*recorded, *own]):
+        if name not in recorded or name not in own:
+            return f"only one of them has {name}"
+        found = own[name]
+        expected = recorded[name]
+        if found.shape != expected.shape or set(found.pieces) != set(expected.pieces):
+            return f"{name} has other elements"
+    return ""
 
 
 def _no_adapters_text(model_path: str) -> str:

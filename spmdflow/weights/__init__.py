@@ -12,6 +12,7 @@ or vLLM.
 | `architecture` | `Architecture`: sizes and features from config.json, or why no table fits |
 | `table` | `parameters`: name and shape of every tensor; `Piece`, `LocalTensor`; ways to cut |
 | `ranks` | the tables of all ranks of a layout: Megatron's, vLLM's, rows in equal chunks (FSDP2) |
+| `recorded` | rows of vLLM's tables for each family, recorded from its loader (`vllm_rows.json`) |
 | `codes` | codes of elements, by which a table is compared with what a loader does |
 | `numbered` | where a loader puts every element, read off numbers that it stores |
 | `converted` | which tensors of a folder make up a tensor that transformers fuses |

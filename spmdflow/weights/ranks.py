@@ -16,32 +16,32 @@ Megatron (megatron-core 0.16 to 0.19, its local layer specification):
   model has a copy of the embedding as its output layer if there is more than one stage.
 - A scalar head is the output layer: one row, on every rank of the last stage.
 
-vLLM 0.32, by its parameter names:
+vLLM, by its parameter names: rows for each family, recorded from vLLM's own loader (`recorded`). In
+a run, the loader says again where it puts the weights of mixtures and of families that have no
+table of tensors here (`rollout.vllm_derived`). Typical for a dense family:
 
 - qkv_proj: this rank's query heads, then its key heads, then its value heads. With fewer kv heads
   than t each is held by t / num_kv_heads neighbours.
 - gate_up_proj: this rank's rows of gate, then those of up; o_proj and down_proj: columns.
-- Experts: w13_weight has the same rows of each expert, w2_weight its columns. This is for plans: in
-  a run, vLLM's loader says where it puts the weights of a mixture (`rollout.vllm_derived`).
 - embed_tokens and lm_head: rows of the vocabulary padded to a multiple of 64.
-- Layers keep their number; stages as `table.stage_layers`. A tied model has the embedding on the
-  first and on the last stage, and no lm_head.
+- Layers keep their number; stages as `table.stage_layers`. A tied model has no lm_head.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
-from spmdflow.kind.generator import generator_names
+from spmdflow.kind.generator import GeneratorKind
 from spmdflow.kind.registry import Reference, resolve
 from spmdflow.parallel.layout import Layout, divisors
 from spmdflow.weights.adapter import Adapters, adapter_names
 from spmdflow.weights.architecture import Architecture
+from spmdflow.weights.recorded import rows_of_family
 from spmdflow.weights.table import (
     EMBEDDING,
     Cut,
@@ -96,44 +96,32 @@ _MEGATRON_EXPERT: tuple[tuple[str, ExpertWay, str], ...] = (
     ("linear_fc2.weight", Cut.expert_columns, "mlp.experts.down_proj"),
 )
 """(name below an expert, way, name of the fused tensor below the layer)."""
-_VLLM_LAYER: tuple[LayerRow, ...] = (
-    ("self_attn.qkv_proj.weight", Cut.heads, _each(_QKV, "weight")),
-    ("self_attn.qkv_proj.bias", Cut.heads, _each(_QKV, "bias")),
-    ("self_attn.o_proj.weight", Cut.columns, ("self_attn.o_proj.weight",)),
-    ("self_attn.o_proj.bias", Cut.full_tensor, ("self_attn.o_proj.bias",)),
-    ("self_attn.q_norm.weight", Cut.full_tensor, ("self_attn.q_norm.weight",)),
-    ("self_attn.k_norm.weight", Cut.full_tensor, ("self_attn.k_norm.weight",)),
-    ("mlp.gate_up_proj.weight", Cut.rows, _each(_GATE_UP, "weight")),
-    ("mlp.gate_up_proj.bias", Cut.rows, _each(_GATE_UP, "bias")),
-    ("mlp.down_proj.weight", Cut.columns, ("mlp.down_proj.weight",)),
-    ("mlp.down_proj.bias", Cut.full_tensor, ("mlp.down_proj.bias",)),
-    ("mlp.gate.weight", Cut.full_tensor, ("mlp.gate.weight",)),
-    (
-        "mlp.experts.routed_experts.w13_weight",
-        Cut.rows_of_experts,
-        ("mlp.experts.gate_up_proj",),
-    ),
-    (
-        "mlp.experts.routed_experts.w2_weight",
-        Cut.columns_of_experts,
-        ("mlp.experts.down_proj",),
-    ),
-    ("input_layernorm.weight", Cut.full_tensor, ("input_layernorm.weight",)),
-    ("post_attention_layernorm.weight", Cut.full_tensor, ("post_attention_layernorm.weight",)),
-)
 
 
 def tables_of(reference: Reference, architecture: Architecture, layout: Layout) -> RankTables:
     """Return the tables that an engine's or a generator's `weight_table` makes.
 
     ConfigError for a model without a table, unless that function needs only its shapes
-    (`Architecture.tensors`).
+    (`Architecture.tensors`) or has rows for its family.
     """
     make = resolve(reference)
-    if architecture.obstacle and make not in (row_tables, whole_tables):
+    if architecture.obstacle and make not in (row_tables, whole_tables, vllm_tables):
         raise ConfigError(architecture.obstacle)
     tables: RankTables = make(architecture, layout)
     return tables
+
+
+def is_derived(kind: GeneratorKind, architecture: Architecture) -> bool:
+    """Whether only the generator's own loader knows where it has the architecture's tensors.
+
+    They must have been read if the architecture has no table (`folder.with_tensors`). Of a dense
+    model with a table nothing is derived.
+    """
+    if kind.derived_table is None or architecture.is_dense_with_table:
+        return False
+    if kind.has_table is None:
+        return bool(architecture.obstacle)
+    return not resolve(kind.has_table)(architecture)
 
 
 def row_tables(arch: Architecture, layout: Layout) -> RankTables:
@@ -398,32 +386,18 @@ def vllm_shards(
 
     divides_experts: the ranks of tp_size have equal numbers of whole experts (vLLM's expert
     parallelism), not a slice of each.
-    ConfigError if vLLM cannot shard the architecture this way, has no such biases, or cannot
-    generate with its head. A tied model has the embedding on the first and on the last stage.
+    ConfigError if vLLM cannot shard the architecture this way, cannot generate with its head, or if
+    its family or one of its tensors was not recorded (`recorded.rows_of_family`).
     """
     if arch.head != "causal_lm":
         expected = "one that generates"
         do = "give rollout a causal language model"
         raise ConfigError.of("vllm", "a model with a scalar head", expected, do)
-    if arch.family == "qwen3" and arch.o_bias:
-        got = "a qwen3 model with attention_bias"
-        do = f"set actor.rollout.engine={generator_names()[0]} or choose another model"
-        raise ConfigError.of("vllm", got, "none, as vLLM's Qwen3 has no bias on o_proj", do)
     check_cut("vllm", arch, tp_size=tp_size, pp_size=pp_size)
     cut = Cut("vllm", arch, tp_size, tp_rank, VLLM_VOCAB_MULTIPLE)
-    rows = _with_whole_experts(_VLLM_LAYER) if divides_experts else _VLLM_LAYER
-    table: dict[str, LocalTensor] = {}
-    if pp_rank == 0 or (pp_rank == pp_size - 1 and arch.tied):
-        table[EMBEDDING] = cut.vocabulary([EMBEDDING])
-    for layer in stage_layers(arch.num_layers, pp_size=pp_size, pp_rank=pp_rank):
-        for name, tensor in cut.layer(rows, layer):
-            if arch.family == "mixtral":
-                name = name.replace("mlp.", "block_sparse_moe.", 1)
-            table[f"model.layers.{layer}.{name}"] = tensor
-    if pp_rank == pp_size - 1:
-        table["model.norm.weight"] = cut.full_tensor(["model.norm.weight"])
-        if not arch.tied:
-            table["lm_head.weight"] = cut.vocabulary(["lm_head.weight"])
+    table = rows_of_family(arch).table(
+        cut, pp_size=pp_size, pp_rank=pp_rank, divides_experts=divides_experts
+    )
     if arch.adapters is not None:
         pieces = []
         for tensor in table.values():
@@ -435,14 +409,6 @@ def vllm_shards(
                 boxes.append(x)
         table |= {name: stack([(name, box)]) for name, box in boxes}
     return table
-
-
-def _with_whole_experts(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """These rows of a layer, with an equal number of whole experts on each rank."""
-    result = []
-    for name, way, suffixes in rows:
-        result.append((name, Cut.experts if ".experts." in name else way, suffixes))
-    return result
 
 
 def adapter_boxes(piece: Piece, adapters: Adapters) -> dict[str, Box]:

@@ -132,10 +132,19 @@ class Piece:
     both have the same axes."""
 
     def __post_init__(self) -> None:
-        if self.axes == tuple(range(len(self.local.bounds))) == tuple(range(len(self.box.bounds))):
+        if self.axes and self._has_axes_of_local():
             object.__setattr__(self, "axes", ())
         assert self.box.size == self.local.size, self
         assert self.axes or self.box.shape == self.local.shape, self
+
+    def _has_axes_of_local(self) -> bool:
+        """Whether box and `local` have the same axes; one of a single element fits any."""
+        if self.box.shape != self.local.shape:
+            return False
+        return all(
+            axis == own or (axis is None and self.box.shape[own] == 1)
+            for own, axis in enumerate(self.axes)
+        )
 
     def view(self, local: Tensor) -> Tensor:
         """The piece's elements of the local tensor, a view with the shape of `box`."""
@@ -244,6 +253,14 @@ LayerRow = tuple[str, Way, tuple[str, ...]]
 """(engine's name below its layer, way, Hugging Face names below the layer)."""
 
 
+class _Run(NamedTuple):
+    """Elements start .. stop - 1 along an axis of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Cut:
     """One rank's share of an architecture. `engine` is for errors."""
@@ -254,6 +271,8 @@ class Cut:
     """Tensor-parallel size."""
     rank: int
     vocab_multiple: int
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    """Of the tensors, if they are not to be cut in the shapes of the architecture."""
 
     def layer(self, rows: Sequence[LayerRow], layer: int) -> Iterator[tuple[str, LocalTensor]]:
         """Yield (engine's name below its layer, tensor) of each row that the architecture has.
@@ -273,22 +292,38 @@ class Cut:
         (name,) = names
         return stack([(name, Box.of_shape(self._shape(name)))])
 
+    def first_rank_only(self, names: Sequence[str]) -> LocalTensor:
+        """The complete tensor on the first rank, padding of its size on the others.
+
+        A bias that is added once, as the results of all ranks are summed.
+        """
+        local = self.full_tensor(names)
+        return local if self.rank == 0 else LocalTensor(local.shape, ())
+
     def rows(self, names: Sequence[str]) -> LocalTensor:
         """Return an equal part of the rows of each tensor, the tensors stacked in order.
 
         ConfigError if the tensor-parallel size does not divide the rows.
         """
-        parts = []
-        for name in names:
-            start, stop = self._chunk(f"rows of {name}", self._shape(name)[0])
-            parts.append((name, row_box(self._shape(name), start, stop)))
-        return stack(parts)
+        return self.divide(names, axis=0)
 
     def columns(self, names: Sequence[str]) -> LocalTensor:
         """An equal part of the columns."""
-        (name,) = names
-        start, stop = self._chunk(f"columns of {name}", self._shape(name)[1])
-        return stack([(name, Box(((0, self._shape(name)[0]), (start, stop))))])
+        return self.divide(names, axis=1)
+
+    def divide(self, names: Sequence[str], *, axis: int, num_parts: int = 1) -> LocalTensor:
+        """Return an equal part of an axis of each tensor, stacked along that axis in order.
+
+        num_parts: the axis has so many parts of equal size, such as gate and up, and the rank has
+        an equal part of each. ConfigError if the tensor-parallel size does not divide a part.
+        """
+        runs = []
+        for name in names:
+            size = self._shape(name)[axis] // num_parts
+            start, stop = self._chunk(f"{_elements_along(axis)} of {name}", size)
+            for part in range(num_parts):
+                runs.append(_Run(name, part * size + start, part * size + stop))
+        return self._stack(runs, axis)
 
     def vocabulary(self, names: Sequence[str]) -> LocalTensor:
         """Return an equal part of the vocabulary's rows, padded to a multiple of vocab_multiple.
@@ -297,47 +332,9 @@ class Cut:
         """
         (name,) = names
         multiple = self.vocab_multiple
-        padded = -(-self.arch.vocab_size // multiple) * multiple
+        padded = -(-self._shape(name)[0] // multiple) * multiple
         start, stop = self._chunk("padded vocabulary", padded)
         return stack([(name, row_box(self._shape(name), start, stop))], num_rows=stop - start)
-
-    def experts(self, names: Sequence[str]) -> LocalTensor:
-        """Return an equal number of whole experts.
-
-        names: of the fused tensor (experts, rows, columns). ConfigError if the size does not divide
-        the experts.
-        """
-        (name,) = names
-        start, stop = self._chunk(f"experts of {name}", self._shape(name)[0])
-        return stack([(name, row_box(self._shape(name), start, stop))])
-
-    def rows_of_experts(self, names: Sequence[str]) -> LocalTensor:
-        """Return an equal part of the rows of gate, then of up, of every expert.
-
-        names: of the fused tensor (experts, gate and up, hidden).
-        """
-        (name,) = names
-        experts, both, width = self._shape(name)
-        start, stop = self._chunk(f"rows of gate in {name}", both // 2)
-        rows = stop - start
-        if 2 * rows == both:
-            return self.full_tensor(names)
-        pieces = []
-        for number, origin in enumerate((0, both // 2)):
-            box = Box(((0, experts), (origin + start, origin + stop), (0, width)))
-            local = Box(((0, experts), (number * rows, (number + 1) * rows), (0, width)))
-            pieces.append(Piece(name, box, local))
-        return LocalTensor((experts, 2 * rows, width), tuple(pieces))
-
-    def columns_of_experts(self, names: Sequence[str]) -> LocalTensor:
-        """Return an equal part of the columns of every expert.
-
-        names: of the fused tensor (experts, hidden, columns).
-        """
-        (name,) = names
-        experts, height, width = self._shape(name)
-        start, stop = self._chunk(f"columns of {name}", width)
-        return stack([(name, Box(((0, experts), (0, height), (start, stop))))])
 
     def expert_rows(self, name: str, expert: int) -> LocalTensor:
         """Return an equal part of the rows of gate, then of up, of one expert.
@@ -369,18 +366,25 @@ class Cut:
     def heads(self, names: Sequence[str]) -> LocalTensor:
         """Return an equal part of the heads of q, k and v, stacked in this order.
 
-        Neighbouring ranks share a kv head if there are fewer kv heads than ranks. ConfigError if
-        the tensor-parallel size does not divide the attention heads.
+        names: of the three tensors, or of one that has their rows one after another. Neighbouring
+        ranks share a kv head if there are fewer kv heads than ranks. ConfigError if the
+        tensor-parallel size does not divide the attention heads, or if the tensors have another
+        number of heads than config.json.
         """
         groups = self.arch.num_kv_heads
-        head_dim = self.arch.head_dim
-        query = self._chunk("attention heads", self.arch.num_heads)
+        num_heads = self.arch.num_heads
+        rows = self._rows_of_head(names)
+        query = self._chunk("attention heads", num_heads)
         first = self.rank * groups // self.size
         group = (first, first + max(1, groups // self.size))
-        return stack(
-            (name, row_box(self._shape(name), low * head_dim, high * head_dim))
-            for name, (low, high) in zip(names, (query, group, group), strict=True)
-        )
+        origins = (0, 0, 0)
+        if len(names) == 1:
+            names = [*names] * 3
+            origins = (0, num_heads, num_heads + groups)
+        runs = []
+        for name, origin, (low, high) in zip(names, origins, (query, group, group), strict=True):
+            runs.append(_Run(name, (origin + low) * rows, (origin + high) * rows))
+        return self._stack(runs, axis=0)
 
     def groups(self, names: Sequence[str]) -> LocalTensor:
         """Return an equal part of the rows of q, k and v, arranged group by group.
@@ -406,7 +410,37 @@ class Cut:
         return stack(parts)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return shapes_by_name(self.arch)[name]
+        return (self.shapes or shapes_by_name(self.arch))[name]
+
+    def _rows_of_head(self, names: Sequence[str]) -> int:
+        """Rows of one head in tensors with all of q, k and v; ConfigError if heads do not fit."""
+        heads = [self.arch.num_heads, self.arch.num_kv_heads, self.arch.num_kv_heads]
+        if len(names) == 1:
+            heads = [sum(heads)]
+        rows = [self._shape(name)[0] for name in names]
+        each = rows[0] // max(heads[0], 1)
+        if rows != [count * each for count in heads]:
+            got = f"{rows} rows of q, k and v in {', '.join(names)}"
+            expected = f"equally many for each of {heads} heads"
+            raise ConfigError.of(self.engine, got, expected, "state the heads in config.json")
+        return each
+
+    def _stack(self, runs: Sequence[_Run], axis: int) -> LocalTensor:
+        """Stack runs of an axis in order; neighbours of one tensor become one piece."""
+        shape = list(self._shape(runs[0].name))
+        pieces = []
+        position = 0
+        for run in _join_neighbours(runs):
+            end = position + run.stop - run.start
+            box = [(0, size) for size in self._shape(run.name)]
+            local = list(box)
+            box[axis] = (run.start, run.stop)
+            local[axis] = (position, end)
+            if run.start < run.stop:
+                pieces.append(Piece(run.name, Box(tuple(box)), Box(tuple(local))))
+            position = end
+        shape[axis] = position
+        return LocalTensor(tuple(shape), tuple(pieces))
 
     def _chunk(self, what: str, size: int) -> tuple[int, int]:
         """Return (start, stop) of this rank's equal part of `size` elements.
@@ -419,6 +453,22 @@ class Cut:
             raise ConfigError.of(self.engine, got, "a multiple of it", do)
         each = size // self.size
         return self.rank * each, (self.rank + 1) * each
+
+
+def _elements_along(axis: int) -> str:
+    """What one index of an axis selects, for errors."""
+    names = ("rows", "columns")
+    return names[axis] if axis < len(names) else f"elements along axis {axis}"
+
+
+def _join_neighbours(runs: Sequence[_Run]) -> list[_Run]:
+    """The same runs, in which one that begins where the run before it ends continues it."""
+    joined: list[_Run] = []
+    for run in runs:
+        if joined and joined[-1].name == run.name and joined[-1].stop == run.start:
+            run = _Run(run.name, joined.pop().start, run.stop)
+        joined.append(run)
+    return joined
 
 
 def check_cut(engine: str, arch: Architecture, *, tp_size: int, pp_size: int) -> None:

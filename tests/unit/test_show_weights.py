@@ -60,13 +60,33 @@ def test_experts_of_each_rank_under_megatron_and_vllm(
     assert f"experts.routed_experts.w13_weight (8, 32, 64) = {half}" in out
 
 
+def test_recorded_table_of_a_family_on_several_ranks_is_shown_without_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model("gpt_oss", tmp_path)
+    capsys.readouterr()
+    words = ["--ranks", "4", "--rank", "3", "--match", "experts", "--generator", "vllm"]
+
+    assert main([str(folder), *words, "--generation", "t2p2"]) == FINISHED
+
+    out = capsys.readouterr().out
+    assert out.count("the ranks together have every element") == 2
+    half = "model.layers.1.mlp.experts.down_proj[0:8, 48:96, 0:64] along axes (0, 2, 1)"
+    assert f"routed_experts.w2_weight (8, 64, 48) = {half}" in out
+    assert "routed_experts.w2_bias (8, 64) = padding" in out  # added on the first rank
+
+
 @pytest.mark.parametrize(
     ("family", "words", "message"),
     [
         ("llama", ["--layout", "t2p"], "--layout: got 't2p'"),
         ("llama", ["--ranks", "4", "--layout", "d2"], "got d2 with t1p1 on a pool of 4"),
         ("qwen2_moe", ["--engine", "megatron"], "model_type 'qwen2_moe'"),
-        ("qwen2_moe", ["--ranks", "2", "--generator", "vllm", "--generation", "t2"], "expected t1"),
+        (
+            "minimax_m2",
+            ["--ranks", "2", "--generator", "vllm", "--generation", "t2"],
+            "expected t1",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_refused(

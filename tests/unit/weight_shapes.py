@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
+import transformers
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,6 +40,16 @@ SIZES = (1, 2, 4, 8)
 def architecture(variant="llama", head="causal_lm", **changes):
     """A tiny architecture of a variant, with changes to its config."""
     return Architecture.from_config({**TINY, **VARIANTS[variant], **changes}, head=head)
+
+
+def family_architecture(family: str, facts: Mapping[str, Any]) -> Architecture:
+    """The sizes of a model of any family, with the tensors of transformers' module."""
+    config = transformers.AutoConfig.for_model(family, **facts)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    tensors = [(name, tuple(each.shape)) for name, each in module.named_parameters()]
+    arch = Architecture.sizes_from_config(config.to_dict())
+    return replace(arch, obstacle="tensors of transformers", tensors=tuple(tensors))
 
 
 def values_of(arch):

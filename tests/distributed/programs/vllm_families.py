@@ -30,7 +30,7 @@ from spmdflow.rollout.vllm_derived import derive_tables
 from spmdflow.rollout.vllm_weights import stock_table
 from spmdflow.router import Routers
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.folder import attention_of
+from spmdflow.weights.folder import attention_of, with_tensors
 from spmdflow.weights.table import ShardTable
 from tests.vllm_routes import routes_found
 
@@ -80,7 +80,7 @@ def measure(model: Path, replica: Replica) -> dict[str, Any]:
         result = {
             "gap": largest_gap(plain, rows_of(drawn["responses"]), drawn["rollout_log_probs"]),
             "hashes": generator.hashes(),
-            "table": equals_written_table(generator, model, replica),
+            "table": equals_recorded_table(generator, model, replica),
             "loads_again": loads_of_second_derivation(generator, model, replica),
         }
         if routers is not None:
@@ -103,14 +103,14 @@ def largest_gap(plain: Any, responses: list[Tensor], log_probs: Tensor) -> float
     return gap
 
 
-def equals_written_table(generator: VllmGenerator, model: Path, replica: Replica) -> bool | None:
-    """Whether the derived table is the written one, box by box; None without a written one."""
+def equals_recorded_table(generator: VllmGenerator, model: Path, replica: Replica) -> bool:
+    """Whether the derived table is the one that plans use, box by box."""
     architecture = Architecture.sizes_from_folder(model)
     if architecture.obstacle:
-        return None
+        architecture = with_tensors(architecture, model)
     derived = derive_tables(generator.model, str(model), replica)
-    written = stock_table(architecture, replica, replica.replica_rank)
-    return boxes_of(derived.tables[replica.replica_rank]) == boxes_of(written)
+    recorded = stock_table(architecture, replica, replica.replica_rank)
+    return boxes_of(derived.tables[replica.replica_rank]) == boxes_of(recorded)
 
 
 def loads_of_second_derivation(generator: VllmGenerator, model: Path, replica: Replica) -> int:
@@ -124,8 +124,8 @@ def loads_of_second_derivation(generator: VllmGenerator, model: Path, replica: R
 
 
 def boxes_of(table: ShardTable) -> dict[str, list[Any]]:
-    """Pieces of each tensor of the engine, sorted."""
-    return {name: sorted(map(str, local.pieces)) for name, local in table.items()}
+    """Shape and pieces, sorted, of each tensor of the engine."""
+    return {name: [local.shape, *sorted(map(str, local.pieces))] for name, local in table.items()}
 
 
 def names_after_swap(generator: VllmGenerator, before: dict[str, int]) -> list[str]:

@@ -205,6 +205,32 @@ def test_a_giant_model_is_planned_and_proved_in_seconds(
     assert found.edges and found.inter_bytes >= 0
 
 
+MIXTURE = SIZES | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("gen", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "phi3"])
+def test_weights_of_a_recorded_family_are_proved_where_ranks_divide_it(
+    tmp_path: Path, family: str, gen: tuple[int, int]
+) -> None:
+    sizes = MIXTURE | {"model_type": family, "pad_token_id": 2, "eos_token_id": 2}
+
+    found = planned(tmp_path, grid(1, 1, 4, gen=gen), kind="fsdp", sizes=sizes)
+
+    assert not found.is_derived and proved(found)
+    assert set(found.received) == set(range(4)) and min(found.received.values()) > 0
+
+
+def test_weights_of_a_family_that_is_not_recorded_are_left_to_the_start(tmp_path: Path) -> None:
+    sizes = MIXTURE | {"model_type": "minimax_m2"}
+
+    found = planned(tmp_path, grid(1, 1, 4, gen=(2, 1)), kind="fsdp", sizes=sizes)
+
+    assert found.is_derived and "not recorded" in found.note
+    alone = planned(tmp_path, grid(1, 1, 4), kind="fsdp", sizes=sizes)
+    assert not alone.is_derived and proved(alone)
+
+
 @pytest.mark.parametrize("gen_tp_size", [2, 4])
 def test_what_several_ranks_of_a_node_lack_enters_it_once(tmp_path: Path, gen_tp_size: int) -> None:
     far = planned(tmp_path, grid(1, 1, 8, gen=(gen_tp_size, 1)), kind="fsdp", node_size=4)

@@ -76,25 +76,40 @@ def test_weights_of_70b_on_1024_ranks_are_proved_in_a_minute_and_2_gb(
     assert seconds < 60 and kilobytes < 2e6
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+GPT_NEOX = {
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
+
+
 @pytest.mark.parametrize(
-    ("layout", "checked"),
+    ("config", "layout", "checked"),
     [
-        ("t1", "ok weights 2 ranks get each element that they lack once, over 2 edges"),
-        ("t2", "over 0 edges; the start checks the weights of actor to actor"),
+        (GPT2, "t1", "ok weights 2 ranks get each element that they lack once, over 2 edges"),
+        (GPT2, "t2", "ok weights 2 ranks get each element that they lack once, over 2 edges"),
+        (GPT_NEOX, "t1", "ok weights 2 ranks get each element that they lack once, over 2 edges"),
+        (GPT_NEOX, "t2", "over 0 edges; the start checks the weights of actor to actor"),
     ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else value[:2],
 )
-def test_weights_of_a_family_without_a_table_are_planned_unless_ranks_divide_them_as_vllm_says(
-    layout: str, checked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_weights_are_planned_unless_ranks_divide_a_family_that_is_not_recorded(
+    config: dict[str, object],
+    layout: str,
+    checked: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"architectures": ["GPT2LMHeadModel"]})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
     words = [PPO, *SMALL, f"actor.model.path={tmp_path}", "--world=2", "--hardware=h100"]
 
     status = main([*words, f"actor.rollout.layout={layout}", "--no-data"])
 
     text = " ".join(capsys.readouterr().out.split())
     assert checked in text
-    assert ("their own loader says at the start" in text) == (layout == "t2")
+    assert ("their own loader says at the start" in text) == ("the start checks" in checked)
     assert status == FINE

@@ -217,7 +217,7 @@ def test_biases_that_megatron_cannot_hold_are_refused():
 def test_scalar_head_and_qwen3_output_bias_are_refused_for_vllm():
     for arch, message in [
         (architecture(head="scalar"), "got a model with a scalar head"),
-        (architecture("qwen3, tied", attention_bias=True), "no bias on o_proj"),
+        (architecture("qwen3, tied", attention_bias=True), "q_proj.bias, expected one whose"),
     ]:
         with pytest.raises(ConfigError, match=message):
             vllm_shards(arch, tp_size=1, tp_rank=0, pp_size=1, pp_rank=0)
