@@ -17,10 +17,11 @@ from spmdflow.config.placement import resolve_placement
 from spmdflow.errors import ConfigError
 from spmdflow.mapping.dataflow import Dataflow, Strategy, Workload
 from spmdflow.mapping.hardware import Hardware, load_hardware
-from spmdflow.mapping.memory import pool_memory
+from spmdflow.mapping.memory import pool_memory, resident_bytes, weights_at_start
 from spmdflow.mapping.partition_search import find_mapping
 from spmdflow.mapping.placed import Placed, Ranking, explain
 from spmdflow.mapping.search import Options, model_sets
+from spmdflow.mapping.seconds import total
 from spmdflow.mapping.table import CostTable
 from tests.unit.mapping_reference import algorithm_1, strategies
 
@@ -67,9 +68,18 @@ def _tried_out(dataflow: Dataflow, hardware: Hardware, names: list[str], size: i
 
 
 def _fits(part: Dataflow, hardware: Hardware, chosen: dict[str, Strategy]) -> bool:
-    """Residents and each call's own bytes within memory, with cache for 8 sequences a replica."""
+    """Residents and each call's own bytes within memory, with cache for 8 sequences a replica.
+
+    A generator with a cache of fixed size is built beside all residents, with weights of its own.
+    """
     members = [(model, chosen[model.name]) for model in part.models]
     memory = pool_memory(members, part, hardware)
+    resident = sum(float(total(resident_bytes(model, cut))) for model, cut in members)
+    for model, cut in members:
+        if model.rollout is not None and model.rollout.kv_cache_bytes is not None:
+            start = float(weights_at_start(model, cut)) + model.rollout.kv_cache_bytes
+            if resident + start > hardware.usable_bytes:
+                return False
     for call in part.calls:
         model = part.model(call.model)
         strategy = chosen[call.model]
