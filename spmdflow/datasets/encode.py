@@ -245,18 +245,11 @@ class AnswerEncoder(PromptEncoder):
 
         An answer is a sequence from its first learnt token on.
         """
-        encoded = self._encode_segments(
-            [segments for sequences, _ in texts for segments in sequences]
-        )
-        per_row = 2 if self._kind == "pairs" else 1
         result = []
-        for start in range(0, len(encoded), per_row):
-            size = answered = 0
-            for ids, mask in encoded[start : start + per_row]:
-                size += len(ids)
-                if True in mask:
-                    answered += len(mask) - mask.index(True)
-            result.append((size, answered))
+        for (ids, mask), (first, _) in zip(*self._encode_rows(texts), strict=True):
+            masks = (mask[: len(first)], mask[len(first) :])
+            answered = sum(len(each) - each.index(True) for each in masks if True in each)
+            result.append((len(ids), answered))
         return result
 
     def columns(self, texts: list[Any]) -> dict[str, Tensor | list[str]]:

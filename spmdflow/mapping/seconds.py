@@ -105,9 +105,9 @@ def pass_parts(
     adds call_seconds.
     """
     micro, num_micro = mean_micro_batch(model, workload, cut, trains=trains)
-    parts = update_parts(model, micro, num_micro, cut, hw, trains=trains)
+    forwards = workload.num_forwards
+    parts = update_parts(model, micro, num_micro, cut, hw, trains=trains, num_forwards=forwards)
     if trains:
-        parts = with_forwards(parts, model, micro, num_micro, cut, hw, workload.num_forwards)
         parts = {name: seconds * workload.num_updates for name, seconds in parts.items()}
     return add_parts(parts, {"host": hw.call_seconds})
 
@@ -128,7 +128,14 @@ def mean_micro_batch(
 
 
 def update_parts(
-    model: Model, micro: PassTokens, num_micro: Array, cut: Strategy, hw: Hardware, *, trains: bool
+    model: Model,
+    micro: PassTokens,
+    num_micro: Array,
+    cut: Strategy,
+    hw: Hardware,
+    *,
+    trains: bool,
+    num_forwards: int = 0,
 ) -> Parts:
     """Return the seconds of one optimizer step, or of a forward over the same rows, by cause.
 
@@ -136,6 +143,7 @@ def update_parts(
     engine does for each) is counted num_micro times, and the bubble (pp - 1) / virtual_size times.
     An update adds once: other gathers and reductions, the optimizer and host time. With `overlap`,
     a micro-batch's forward (a third of it) hides the gather and its backward the reduction.
+    num_forwards: forwards over the same rows before an update.
     """
     sharding = model.engine.sharding
     parts = _micro_batch_parts(model, micro, cut, hw, trains=trains)
@@ -163,23 +171,10 @@ def update_parts(
     # weight and moments are read and written, the gradient is read, in float32
     size = 4 * (3 + 2 * model.engine.moments)
     parts["optimizer"] = stepped_parameters(model, cut) * size / hw.memory_rate
-    return parts | {"host": hw.update_seconds}
-
-
-def with_forwards(
-    parts: Parts,
-    model: Model,
-    micro: PassTokens,
-    num_micro: Array,
-    cut: Strategy,
-    hw: Hardware,
-    num_forwards: int,
-) -> Parts:
-    """Return the seconds `parts` of an optimizer step with its forwards over the same rows."""
     for _ in range(num_forwards):
         forward = update_parts(model, micro, num_micro, cut, hw, trains=False)
         parts = add_parts(parts, forward)
-    return parts
+    return parts | {"host": hw.update_seconds}
 
 
 def micro_batches(

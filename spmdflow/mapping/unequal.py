@@ -33,7 +33,6 @@ from spmdflow.mapping.seconds import (
     prefill_seconds,
     total,
     update_parts,
-    with_forwards,
 )
 from spmdflow.mapping.shared_prompt import count_packed
 
@@ -108,8 +107,8 @@ def pass_parts_by_row(
     parts: Parts = {}
     for one in steps:
         micro = busiest_tokens(model, one)
-        more = update_parts(model, micro, one.num_micro, cut, hw, trains=trains)
-        more = with_forwards(more, model, micro, one.num_micro, cut, hw, num_forwards)
+        size = one.num_micro
+        more = update_parts(model, micro, size, cut, hw, trains=trains, num_forwards=num_forwards)
         parts = add_parts(parts, more)
     return add_parts(parts, {"host": hw.call_seconds})
 
