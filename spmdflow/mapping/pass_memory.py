@@ -364,8 +364,8 @@ def _update_of_units(
             "activations": layer.stack(1, cut) + layer.backward(cut),
         },
         {
-            "gradients": shard + size * trained.root,
-            "gather": size * root + GRADIENT_BYTES * (trained.root + trained.layer),
+            "gradients": shard + size * trained.root,  # its gathered weights are freed before
+            "gather": GRADIENT_BYTES * (trained.root + trained.layer),
         },
         {"gradients": shard, "optimizer": model.engine.step_copies * shard},
     ]

@@ -158,6 +158,7 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
         traced = recorded_trace(replay)
     except SpmdflowError as err:
         return Comparison("", _stages(None, measured), notes=(f"nothing is predicted: {err}",))
+    measured = _median_seconds(run_dir, since=min((n for n in replay.steps if n), default=1))
     weights = weight_plans(traced)
     notes = []
     try:  # with as many ranks a node as the run had
@@ -191,15 +192,16 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
     )
 
 
-def _median_seconds(run_dir: Path) -> dict[str, float]:
+def _median_seconds(run_dir: Path, *, since: int = 1) -> dict[str, float]:
     """Return the median seconds of each method and of the whole step ("step"), from metrics.jsonl.
 
     They are the metrics time/<name>_seconds, without the first step if there are more, and without
     missing values. Raises DataError if there is no step after 0.
+    since: the first step that counts. Earlier starts of a run may have had another layout.
     """
     steps = []
     for line in read_lines(run_dir / "metrics.jsonl"):
-        if line["step"] > 0:
+        if line["step"] >= since:
             steps.append(line)
     if not steps:
         raise DataError(f"{run_dir}: got no step in metrics.jsonl, expected a run with steps")

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +93,30 @@ def test_every_stage_has_predicted_and_measured_seconds(run: Loaded) -> None:
         assert stages[name].measured and stages[name].predicted
     text = comparison_text(found)
     assert "predicted / measured" in text and "equal on every edge" in text
+
+
+def test_steps_of_an_earlier_start_do_not_count_in_what_was_measured(
+    run: Loaded, tmp_path: Path
+) -> None:
+    """As after a resume on another layout: what it recorded begins with its own first step."""
+    source = Path(run.cfg.run.dir)
+    for name in (TRANSCRIPT_FILE, "calls.jsonl"):
+        shutil.copy(source / name, tmp_path / name)
+    lines = [json.loads(line) for line in (source / "metrics.jsonl").read_text().splitlines()]
+    slow = {name: 1000.0 for name in lines[-1] if name.startswith("time/")}
+    first = Replay.of_run(tmp_path)
+    assert first.steps == (0, 1, 2)
+    first._steps.pop(0)
+    first._steps.pop(1)
+    before = [{**lines[-1], **slow, "step": 1}, lines[-1]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in before))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replay, "of_run", lambda _: first)
+        found = compare(run.cfg, tmp_path, hardware=load_hardware("h100"))
+
+    measured = {stage.stage: stage.measured for stage in found.stages}
+    assert measured["step"] == lines[-1]["time/step_seconds"]
 
 
 def test_every_phase_has_planned_and_measured_memory(run: Loaded) -> None:
