@@ -108,21 +108,16 @@ def check_rows(rows: FamilyRows, observations: Iterable[Observation]) -> None:
         )
         for name in table.keys() | each.table.keys():
             if name not in table or name not in each.table:
-                raise NoRowError(f"{name} is not in both tables of {_place(each)}")
-            if not is_equal(table[name], each.table[name]):
-                raise NoRowError(f"{name} has other boxes in {_place(each)}")
+                raise NoRowError(f"{name} is not in both tables of {_describe(each)}")
+            if not table[name].has_elements_of(each.table[name]):
+                raise NoRowError(f"{name} has other boxes in {_describe(each)}")
 
 
-def is_equal(one: LocalTensor, other: LocalTensor) -> bool:
-    """Whether two local tensors have the same boxes at the same places."""
-    return one.shape == other.shape and set(one.pieces) == set(other.pieces)
-
-
-def _place(each: Observation) -> str:
+def _describe(each: Observation) -> str:
     """Rank and layout of an observation, for messages."""
     experts = "e" if each.divides_experts else ""
-    place = f"t{each.tp_size}{experts}p{each.pp_size}, rank {each.tp_rank} of stage {each.pp_rank}"
-    return f"{each.arch.family} on {place}"
+    layout = f"t{each.tp_size}{experts}p{each.pp_size}"
+    return f"{each.arch.family} on {layout}, rank {each.tp_rank} of stage {each.pp_rank}"
 
 
 def _prefixes(table: ShardTable) -> set[str]:
@@ -154,7 +149,7 @@ def _way_of(row: Row, examples: Sequence[Example]) -> str:
                 made = way(each.cut, [prefix + tensor for tensor in row[1:]])
             except (ConfigError, IndexError, ValueError):
                 break
-            if not is_equal(made, local):
+            if not made.has_elements_of(local):
                 break
         else:
             return name
@@ -176,8 +171,8 @@ def _stages_of(row: Row, observations: Sequence[Observation]) -> Stages:
         "every": (True, True, True, True, True, True),
     }
     for stages, expected in kinds.items():
-        places = [(is_tied, rank) for is_tied in (False, True) for rank in range(3)]
-        wanted = dict(zip(places, expected, strict=True))
-        if all(wanted[place] == has for place, has in having.items()):
+        models_and_stages = [(is_tied, rank) for is_tied in (False, True) for rank in range(3)]
+        wanted = dict(zip(models_and_stages, expected, strict=True))
+        if all(wanted[one] == has for one, has in having.items()):
             return stages
     raise NoRowError(f"{name} is on stages {having}")

@@ -405,7 +405,7 @@ def _assign_rows(
     if possible. ProtocolError for an update whose settings have no `update`.
     """
     if spec.draws or spec.finishes:
-        return _assign_generated_rows(target, rules, batch)
+        return _assign_generated_rows(target, rules, spec, batch)
     lengths = _token_lengths(batch, target, spec)
     if not spec.minibatches:
         rows = (rules, target.layout, len(batch.ids), target.limit)
@@ -424,16 +424,18 @@ def _assign_rows(
     )
 
 
-def _assign_generated_rows(target: Target, rules: Protocol, batch: Batch) -> Assignment:
+def _assign_generated_rows(
+    target: Target, rules: Protocol, spec: MethodSpec, batch: Batch
+) -> Assignment:
     """Assign rows whose responses are generated; waits for the lengths of their prompts.
 
-    Depends on the prompts and on the settings alone, so that a later call for the same rows goes to
-    the ranks that have them.
+    A method that reads no prompts gets even chunks. The assignment depends on the prompts and on
+    the settings alone, so that a later call for the same rows goes to the ranks that have them.
     """
     rows = (rules, target.layout, len(batch.ids), target.limit)
     rollout = getattr(target.settings, "rollout", None)
     num_shares = rules.num_shares(target.layout)
-    if rollout is None or num_shares == 1 or "prompts" not in batch.refs:
+    if rollout is None or num_shares == 1 or "prompts" not in spec.reads:
         return assign_again(*rows)
     shares = generation_shares(
         batch.lengths("prompts"), batch.parents, num_shares, target.limit, rollout.max_new_tokens

@@ -74,7 +74,7 @@ def transposed_product(left: Tensor, right: Tensor) -> Tensor:
     Uses oneDNN on the CPU and sums the products of pieces of rows in float32; otherwise, and for
     float32 on Intel's processors, PyTorch's product.
     """
-    if not _can_use_onednn(left, right) or _is_faster_with_mkl(left):
+    if not _sums_rows_with_onednn(left, right):
         return left.T @ right
     result = None
     for piece, missing in _split_rows(len(left)):  # rows of zeros add nothing
@@ -94,10 +94,15 @@ def write_transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
     Without a copy where PyTorch multiplies.
     """
-    if not _can_use_onednn(left, right) or _is_faster_with_mkl(left):
-        torch.mm(left.T, right, out=out)
-    else:
+    if _sums_rows_with_onednn(left, right):
         out.copy_(transposed_product(left, right))
+    else:
+        torch.mm(left.T, right, out=out)
+
+
+def _sums_rows_with_onednn(left: Tensor, right: Tensor) -> bool:
+    """Whether oneDNN computes `transposed_product`: where it can, unless MKL is faster."""
+    return _can_use_onednn(left, right) and not _is_faster_with_mkl(left)
 
 
 def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
@@ -253,8 +258,8 @@ class _Linear(torch.autograd.Function):
         grad = grad.to(x.dtype)
         to_weight = None
         if of_weight:
-            few_rows_first = len(weight) > x.shape[1] and not _is_faster_with_mkl(grad)
-            if few_rows_first:  # oneDNN is faster with few rows in the result
+            has_more_rows = len(weight) > x.shape[1]
+            if has_more_rows and _sums_rows_with_onednn(grad, x):  # it is faster with few rows
                 to_weight = transposed_product(x, grad).T
             else:
                 to_weight = transposed_product(grad, x)

@@ -160,18 +160,18 @@ def build_moments(
         if model.rollout.facts.fixed_cache and model.rollout.kv_cache_bytes is not None:
             generator["kv_cache"] = model.rollout.kv_cache_bytes + 0.0 * cut.dp
         moments.append(add_parts(resident_bytes(model, cut), generator))
-    there: Parts = {}
+    of_earlier: Parts = {}
     for one, strategy in earlier:
-        there = add_parts(there, resident_bytes(one, strategy))
+        of_earlier = add_parts(of_earlier, resident_bytes(one, strategy))
         kept = generator_weights(one, strategy, "train")
-        there = add_parts(there, {"generation_weights": kept})
-    return [add_parts(moment, there) for moment in moments]
+        of_earlier = add_parts(of_earlier, {"generation_weights": kept})
+    return [add_parts(moment, of_earlier) for moment in moments]
 
 
 def weights_at_start(model: Model, cut: Strategy) -> Array:
-    """Return the bytes of a generator's weights at the end of its start.
+    """Return the bytes of a generator's weights when it has just been built.
 
-    One that shares the trainer's storage also has those that it was built with, until it is built.
+    One that will share the trainer's storage still has the weights that it was built with.
     """
     return generator_weights(model, cut, "infer") + _replaced_weights(model, cut)
 

@@ -152,13 +152,14 @@ def compare(cfg: Any, run_dir: Path, *, hardware: Hardware | None = None) -> Com
     settings.
     hardware: instead of run.hardware, or of this node, with the run's number of ranks per node.
     """
-    measured = _median_seconds(run_dir)
     try:
         replay = Replay.of_run(run_dir)
         traced = recorded_trace(replay)
     except SpmdflowError as err:
+        measured = _median_seconds(run_dir)
         return Comparison("", _stages(None, measured), notes=(f"nothing is predicted: {err}",))
-    measured = _median_seconds(run_dir, since=min((n for n in replay.steps if n), default=1))
+    first_step = min((step for step in replay.steps if step > 0), default=1)
+    measured = _median_seconds(run_dir, since=first_step)
     weights = weight_plans(traced)
     notes = []
     try:  # with as many ranks a node as the run had

@@ -204,6 +204,10 @@ class LocalTensor:
         """Number of elements that belong to no Hugging Face tensor."""
         return self.size - sum(piece.local.size for piece in self.pieces)
 
+    def has_elements_of(self, other: LocalTensor) -> bool:
+        """Whether both have the same elements in the same positions."""
+        return self.shape == other.shape and set(self.pieces) == set(other.pieces)
+
 
 ShardTable = Mapping[str, LocalTensor]
 """Local tensors by the engine's own parameter names, in the order of the model."""

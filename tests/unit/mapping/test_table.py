@@ -70,7 +70,7 @@ def _tried_out(dataflow: Dataflow, hardware: Hardware, names: list[str], size: i
 def _fits(part: Dataflow, hardware: Hardware, chosen: dict[str, Strategy]) -> bool:
     """Residents and each call's own bytes within memory, with cache for 8 sequences a replica.
 
-    A generator with a cache of fixed size is built beside all residents, with weights of its own.
+    A generator with a cache of fixed size is built next to all residents, with weights of its own.
     """
     members = [(model, chosen[model.name]) for model in part.models]
     memory = pool_memory(members, part, hardware)
