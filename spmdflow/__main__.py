@@ -26,6 +26,7 @@ COMMANDS = {
         "spmdflow.show_weights",
         "show which elements of a model each rank has, for any layout",
     ),
+    "serve": ("spmdflow.serving.start", "start a vLLM server that runs can generate with"),
     "report": ("spmdflow.report", "print curves and metrics of a RUN_DIR"),
     "view": ("spmdflow.view.__main__", "write an HTML page: curves, samples, timeline, settings"),
     "status": (

@@ -339,6 +339,54 @@ class OptimizerConfig:
 
 
 @dataclass
+class ServerConfig:
+    """Generation servers (rollout.engine=served), and the limits of what a run waits for."""
+
+    addresses: list[str] = setting(
+        "Servers that run already, as http://host:port, started with spmdflow serve; empty: each "
+        "rank that generates starts its own.",
+        [],
+    )
+    key_file: str = setting("File with the key of servers that run already; empty: none.", "")
+    count: int = setting("Servers that each rank starts.", 1, at_least=1)
+    devices: list[str] = setting(
+        "Devices of each server that a rank starts, such as '0,1' for one on two GPUs; empty: the "
+        "rank's own.",
+        [],
+    )
+    tp_size: int = setting("Tensor-parallel size of a server that a rank starts.", 1, at_least=1)
+    arguments: list[str] = setting(
+        "Further arguments of vLLM's server, where a rank starts it.", []
+    )
+    exact: bool = setting(
+        "Exact mode: a server computes one row at a time, and a weight sync waits for the rows "
+        "under way, so a run gives the same bits whatever happens to servers. Needs "
+        "max_batch_size=1.",
+        False,
+    )
+    transport: str = setting(
+        "How weights travel to servers: messages of torch.distributed (gloo), or one-sided writes "
+        "(nixl).",
+        "gloo",
+        one_of=("gloo", "nixl"),
+    )
+    health_seconds: float = setting(
+        "Time between two questions to a server whether it is well, and limit of its answer.",
+        2.0,
+        above=0,
+    )
+    stall_seconds: float = setting(
+        "A row without a new token for so long goes to another server.", 30.0, above=0
+    )
+    transfer_seconds: float = setting(
+        "Limit of each message of a weight sync to a server, and of its switch.", 10.0, above=0
+    )
+    wait_seconds: float = setting(
+        "Longest time that a run waits without any server.", 3600.0, above=0
+    )
+
+
+@dataclass
 class RolloutConfig(Precise):
     """Generation: which engine, how to sample, how the weights are checked."""
 
@@ -386,6 +434,13 @@ class RolloutConfig(Precise):
     verify_every: int = setting(
         "Weight syncs between checksum comparisons (0: never).", 1, at_least=0
     )
+    sampler: str = setting(
+        "Who draws tokens where servers generate. row: each row's own random numbers, the same on "
+        "every server; server: also servers that cannot do that are used.",
+        "row",
+        one_of=("row", "server"),
+    )
+    server: ServerConfig = part(ServerConfig)
     tokenizer_path: str = follows("data.tokenizer_path", "")  # to find stop strings
     max_prompt_tokens: int = follows("data.max_prompt_tokens", 0)
     # Any: a dict; none if the script has no such setting

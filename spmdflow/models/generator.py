@@ -275,7 +275,9 @@ class GeneratorWorker(SamplingWorker):
         """Builds this rank's part of the generator, and starts the environments."""
         super().__init__(cfg, context)
         replica = Replica.of(context.layout, context.rank, context.groups)
-        self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica)
+        self.generator = generator_of(
+            cfg.rollout, cfg.model.path, context.device, replica, run_dir=context.run_dir
+        )
         self.prepare_routes()
         self.sampling = Sampling.from_config(cfg.rollout)
         self._receiver: WeightReceiver | None = None

@@ -275,7 +275,9 @@ class ActorWorker(SamplingWorker, PolicyWorker):
         super().__init__(cfg, context)
         replica = Replica.of(context.layout, context.rank, context.groups)
         rollout = replace(cfg.rollout, weights=self._mode)
-        self.generator = generator_of(rollout, cfg.model.path, context.device, replica)
+        self.generator = generator_of(
+            rollout, cfg.model.path, context.device, replica, run_dir=context.run_dir
+        )
         self.hybrid = hybrid_of(
             self.engine, self.generator, context, self.cfg, storage=self._storage
         )

@@ -20,6 +20,12 @@ import signal
 import time
 from pathlib import Path
 
+# Not multiprocessing: its spawn imports the main module again, and torch with it.
+BOOT = (
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module('spmdflow.rewards.keeper').main(sys.argv[2], *map(int, sys.argv[3:]))"
+)
+"""Program of a keeper for `python -c`: sys.path as JSON, then the arguments of `main`."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_MILLISECONDS = 1000

@@ -23,15 +23,10 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from spmdflow.rewards.keeper import kill_marked
+from spmdflow.rewards.keeper import BOOT, kill_marked
 
 _BETWEEN = ("/spmdflow/source_file.py", "/spmdflow/rewards/calling.py")
 """Files between a worker process's own and the user's: they import and call a function."""
-# Not multiprocessing: its spawn imports the main module again, and torch with it.
-_BOOT = (
-    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "importlib.import_module('spmdflow.rewards.keeper').main(sys.argv[2], *map(int, sys.argv[3:]))"
-)
 _READ_BYTES = 1 << 16
 _MOST_READ_BYTES = 1 << 26
 """Limit of one `read`, so that a process that writes endlessly does not block the rank."""
@@ -378,7 +373,7 @@ def _start_keeper(child: str, mark: str) -> tuple[subprocess.Popen[bytes], socke
     descriptors = (theirs.fileno(), watched, shown)
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, path, child, *map(str, descriptors)],
+            [sys.executable, "-c", BOOT, path, child, *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             env=environment,

@@ -13,7 +13,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -370,11 +371,17 @@ class RequestGenerator(ABC):
 
 
 def generator_of(
-    cfg: RolloutConfig, model_path: str, device: torch.device, replica: Replica | None = None
+    cfg: RolloutConfig,
+    model_path: str,
+    device: torch.device,
+    replica: Replica | None = None,
+    *,
+    run_dir: Path | None = None,
 ) -> Generator:
     """Builds this rank's part of the generator that cfg.generator selects, for a model folder.
 
-    replica: the ranks that generate together and their groups; None: this rank only. All of its
+    replica: the ranks that generate together and their groups; None: this rank only. run_dir:
+    RUN_DIR, in which generation servers keep their output; None: a temporary folder. All of its
     ranks build the generator together. ConfigError if it has several ranks and this generator
     cannot cut a model over ranks. weights_version is NEVER: the generator must be synced before the
     first generation. It takes no seed, because each response depends on the seed of its row.
@@ -388,8 +395,12 @@ def generator_of(
             f"set actor.rollout.layout=t1 or actor.rollout.engine="
             f"{' or '.join(generators_that_cut())}"
         )
-    replica_arguments = (replica,) if kind.cuts_model else ()
-    generator: Generator = resolve(kind.implementation)(cfg, model_path, device, *replica_arguments)
+    arguments: list[Any] = [cfg, model_path, device]
+    if kind.cuts_model:
+        arguments.append(replica)
+    if kind.is_served:
+        arguments.append(run_dir)
+    generator: Generator = resolve(kind.implementation)(*arguments)
     return generator
 
 

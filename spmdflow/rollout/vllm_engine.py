@@ -297,14 +297,31 @@ def _run_without_compiling() -> None:
 @contextmanager
 def _replace_if_present(name: str, method: str, value: Any) -> Iterator[None]:
     """Sets a method of a class of vllm.model_executor inside the block, if this version has it."""
-    module, _, class_name = name.rpartition(".")
-    try:
-        owner = getattr(import_module(f"vllm.model_executor.{module}"), class_name)
-    except (ImportError, AttributeError):
+    owner = _class_or_none(name)
+    if owner is None:
         yield
         return
     with replace_attribute(owner, method, value):
         yield
+
+
+def _class_or_none(name: str) -> Any:
+    """A class of vllm.model_executor; None if this version does not have it."""
+    module, _, class_name = name.rpartition(".")
+    try:
+        return getattr(import_module(f"vllm.model_executor.{module}"), class_name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def install_plain_layers() -> None:
+    """Let layers of this process keep plain weights from now on (vLLM on a CPU, as a server)."""
+    _run_without_compiling()
+    utils = import_module("vllm.model_executor.layers.utils")
+    utils.__dict__["dispatch_cpu_unquantized_gemm"] = _keep_plain
+    experts = _class_or_none("layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts")
+    if experts is not None:
+        experts.process_weights_after_loading = keep_plain_experts
 
 
 def _leave_class_alone(model: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from spmdflow.errors import ConfigError
 from spmdflow.hybrid_engine.sync import compare_hashes
+from spmdflow.serving import row_noise
 from spmdflow.serving.backend import ServedModel, check_reload, register_backend
 from spmdflow.serving.connection import (
     BACKEND,
@@ -27,16 +28,19 @@ from spmdflow.serving.connection import (
     pack_hashes,
     unpack_hashes,
 )
+from spmdflow.serving.settings import is_served
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the backend with vLLM in this process.
+    """Register the backend with vLLM in this process, and row noise in a server of this package.
 
     A vLLM without the interface gets only a warning, because it may serve a model that is never
     updated.
     """
+    if is_served():
+        row_noise.install()
     try:
         register_backend(BACKEND, ConnectionReceiver)
     except ConfigError as err:
