@@ -111,7 +111,9 @@ def start_llm(
             skip_tokenizer_init=True,
             generation_config="vllm",
             async_scheduling=not on_cpu and replica.pp_size == 1,  # of no use on CPU
-            enable_prefix_caching=True,  # dropped whenever the weights change
+            # dropped whenever the weights change; none where rows are computed one at a time, so
+            # that no bit of a row depends on the rows before it
+            enable_prefix_caching=cfg.max_batch_size > 1,
             use_tqdm_on_load=False,
             load_format="auto" if keeps_folder(cfg, model_path) else "dummy",
             **_adapter_arguments(cfg, model_path, replica),

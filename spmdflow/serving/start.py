@@ -54,6 +54,8 @@ class ServerOptions:
         words = ["--model", self.model, "--host", self.host, "--port", str(self.port)]
         words += ["--dtype", self.dtype, "--max-num-seqs", str(self.max_batch_size)]
         words += ["--tensor-parallel-size", str(self.tp_size)]
+        if self.tp_size == 1:
+            words += ["--distributed-executor-backend", "uni"]  # no process for the worker alone
         words += ["--middleware", "spmdflow.serving.door.Door"]
         words += ["--worker-extension-cls", "spmdflow.serving.worker.WeightTaker"]
         words += ["--generation-config", "vllm", "--stream-interval", str(_STREAM_TOKENS)]
