@@ -347,6 +347,11 @@ class ServerConfig:
         "rank that generates starts its own.",
         [],
     )
+    dialect: str = setting(
+        "Program of these servers; sglang draws with its own random numbers (sampler=server).",
+        "vllm",
+        one_of=("vllm", "sglang"),
+    )
     key_file: str = setting("File with the key of servers that run already; empty: none.", "")
     count: int = setting("Servers that each rank starts.", 1, at_least=1)
     devices: list[str] = setting(

@@ -36,7 +36,7 @@ from spmdflow.serving.client import (
     WrongAnswer,
     WrongVersion,
 )
-from spmdflow.serving.link import ServerLink, UpdateReport
+from spmdflow.serving.link import OpenLink, UpdateReport, WeightLink
 from spmdflow.serving.mirror import WeightMirror
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Server:
     """In a row."""
     until: float = 0.0
     """Time (monotonic) before which it is not asked again."""
-    link: ServerLink | None = None
+    link: WeightLink | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -207,12 +207,14 @@ class Fleet:
         mirror: WeightMirror,
         settings: FleetSettings,
         *,
+        open_link: OpenLink,
         epoch: str,
         ends: Sequence[int],
         on_change: Callable[[list[Server]], None] = lambda servers: None,
     ) -> None:
-        """clients: makes the servers' clients, in the fleet's thread. epoch: random id of the run.
+        """clients: makes the servers' clients, in the fleet's thread. open_link: connects to one.
 
+        epoch: random id of the run.
         ends: token ids that end a response. on_change: called in the fleet's thread, at least each
         second, with all servers.
         """
@@ -220,6 +222,7 @@ class Fleet:
         self._identity = identity
         self._mirror = mirror
         self._settings = settings
+        self._open_link = open_link
         self._epoch = epoch
         self._ends = tuple(ends)
         self._on_change = on_change
@@ -478,8 +481,8 @@ class Fleet:
         If its hashes differ afterwards, this is reported with the tensor, and it gets all weights.
         """
         if server.link is None:
-            server.link = await ServerLink.open(
-                server.client, self._settings.transport, seconds=self._settings.transfer_seconds
+            server.link = await self._open_link(
+                server.client, self._settings.transport, self._settings.transfer_seconds
             )
         for since in dict.fromkeys((server.version, NEVER)):
             try:

@@ -32,7 +32,7 @@ from spmdflow.rollout.generator import (
     RequestGenerator,
     WakePart,
 )
-from spmdflow.serving.client import ServerClient
+from spmdflow.serving.dialect import DIALECTS
 from spmdflow.serving.fleet import Fleet, FleetCounters, FleetSettings, Identity
 from spmdflow.serving.identity import model_hash, tokenizer_hash
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
@@ -99,11 +99,13 @@ class ServedGenerator(RequestGenerator):
             longest_row=self._max_positions,
         )
         vocab_size = arch.vocab_size
+        dialect = DIALECTS[server.dialect]
         self._fleet = Fleet(
-            lambda: [ServerClient(url, key=key, vocab_size=vocab_size) for url in urls],
+            lambda: [dialect.client(url, key=key, vocab_size=vocab_size) for url in urls],
             identity,
             self._mirror,
             settings,
+            open_link=dialect.open_link,
             epoch=secrets.token_hex(8),
             ends=end_tokens(model_path),
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import MODULUS
@@ -45,8 +45,30 @@ class UpdateReport:
     """The first tensor that differs on the server, in words; None if none does."""
 
 
+class WeightLink(Protocol):
+    """How one server gets weights."""
+
+    async def bring(
+        self,
+        mirror: WeightMirror,
+        lock: threading.Lock,
+        *,
+        since: int,
+        epoch: str,
+        waits: bool,
+    ) -> UpdateReport:
+        """Bring the server from version `since` to the mirror's; see `ServerLink.bring`."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+
+OpenLink = Callable[[ServerClient, str, float], Awaitable[WeightLink]]
+"""(client, transport, limit of each wait in seconds) -> the open link."""
+
+
 class ServerLink:
-    """The connection to one server."""
+    """The connection to one server of this package."""
 
     def __init__(
         self, client: ServerClient, senders: Sequence[UpdateSender], *, seconds: float
@@ -59,7 +81,7 @@ class ServerLink:
         """Boxes of each worker."""
 
     @classmethod
-    async def open(cls, client: ServerClient, transport: str, *, seconds: float) -> ServerLink:
+    async def open(cls, client: ServerClient, transport: str, seconds: float) -> ServerLink:
         """Connect to all workers of a server. ServerFault or WeightSyncError if that fails."""
         facts = await client.facts(seconds=seconds)
         senders = []
