@@ -55,6 +55,7 @@ from spmdflow.config.schema import (
     RunConfig,
     UpdateConfig,
 )
+from spmdflow.config.server import check_servers
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.kind.generator import generator_kind
@@ -175,8 +176,10 @@ def _rules(cfg: Any, world_size: int | None, *, here: bool, is_open: bool) -> It
         yield partial(_check_optimizer, cfg, role)
         if hasattr(section, "model"):
             yield partial(check_adapters, role, section)
-        if is_known(getattr(section, "rollout", None)):
+        rollout = getattr(section, "rollout", None)
+        if is_known(rollout):
             yield partial(check_adapter_sync, role, section)
+            yield partial(check_servers, f"{role}.rollout", rollout, here=here)
     yield partial(_check_kl, cfg, roles)
     yield partial(_check_correction, cfg)
     for key, reward in parts_of(cfg, RewardConfig):
@@ -229,7 +232,8 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             _check_installed(f"{key}.view", "plotly", extra="view")
     for key, rollout in parts_of(cfg, RolloutConfig):
         generator = generator_kind(rollout.generator, key=f"{key}.engine")
-        if generator.package and here:
+        is_elsewhere = generator.is_served and rollout.server.addresses
+        if generator.package and here and not is_elsewhere:
             _check_installed(f"{key}.engine", generator.package, extra=generator.extra)
     for key, engine in parts_of(cfg, EngineConfig):
         kind_of_engine = engine_kind(engine.kind, key=f"{key}.kind")

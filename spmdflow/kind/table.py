@@ -183,6 +183,7 @@ register_generator(
     GeneratorKind(
         "served",
         "vLLM servers that come, go and die",
+        fixed_cache=True,
         cache_block_tokens=CPU_BLOCK_TOKENS,
         least_head_dim=_VLLM.least_head_dim,
         refused_families=_VLLM.refused_families,

@@ -198,6 +198,8 @@ class SamplingWorker(EpisodeWorker):
         sampled tokens, and the latter per row. num_rows: rows that the mean counts.
         """
         tokens = len(sampled["responses"].values())
+        if isinstance(self.generator, RequestGenerator):
+            self.report(self.generator.take_metrics())
         self.report(
             {
                 "rollout/prompt_tokens": Sum(len(read_ids.values())),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -42,6 +42,7 @@ from spmdflow.router import ROUTES
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
 from spmdflow.weights.move import Block, copy_box
+from spmdflow.worker_api.metric import Metric
 
 NEVER = -1
 WakePart = Literal["weights", "kv_cache"]
@@ -254,6 +255,10 @@ class RequestGenerator(ABC):
         """A column of routes for tokens that the generator did not read: the trainer's routers
         select for them. None: it returns no routes."""
         return None
+
+    def take_metrics(self) -> Mapping[str, Metric]:
+        """Metrics of the generator itself since the last call, such as those of its servers."""
+        return {}
 
     @property
     @abstractmethod

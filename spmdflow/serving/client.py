@@ -77,7 +77,7 @@ class ServerFacts:
                 raise WrongAnswer(f"{name} is {_show(value)}, not of type {kind}")
             if isinstance(value, str) and _WORD.fullmatch(value) is None:
                 raise WrongAnswer(f"{name} is {_show(value)}, not a short word")
-            if expected is int and not -1 <= value < 2**40:
+            if isinstance(value, int) and not -1 <= value < 2**40:
                 raise WrongAnswer(f"{name} is {_show(value)}, out of range")
             values[name] = value
         return cls(**values)

@@ -248,6 +248,11 @@ class Fleet:
         if error is not None:
             raise error
 
+    @property
+    def num_ready(self) -> int:
+        """Servers that are ready now."""
+        return sum(server.state == READY for server in self._servers)
+
     # For the rank's threads
 
     def add(self, request: Request, stop: StopStrings | None) -> int:

@@ -15,13 +15,13 @@ import os
 import secrets
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from spmdflow.config.schema import RolloutConfig
-from spmdflow.datasets.tokenizer import StopStrings
+from spmdflow.config.schema import RolloutConfig, ServerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import (
@@ -42,12 +42,25 @@ from spmdflow.serving.supervisor import OwnServer
 from spmdflow.serving.transport import check_transport
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block
+from spmdflow.worker_api.metric import Max, Metric, Sum
 
 logger = logging.getLogger(__name__)
 
 SERVERS_FOLDER = "servers"
 """Folder in RUN_DIR with the servers' output and key."""
-_STEP_SECONDS = 0.1
+_SUMS = (
+    "moved_rows",
+    "recomputed_tokens",
+    "wrong_answers",
+    "deaths",
+    "updates",
+    "full_updates",
+    "lost_updates",
+    "update_bytes",
+    "waiting_seconds",
+)
+"""Counters that are reported as what was added since the last report."""
+_STEP_SECONDS = 0.02
 """Longest wait of a `step` in which no row ends, so that a halt is seen."""
 
 
@@ -73,11 +86,11 @@ class ServedGenerator(RequestGenerator):
         self._max_positions = int(cfg.longest_row or arch.max_positions or 0)
         self._on_device = device.type != "cpu"
         self._is_asleep = False
-        self._stop_of: StopStrings | None = None
         self._live: dict[int, Request] = {}
         folder = Path(tempfile.mkdtemp()) if run_dir is None else run_dir / SERVERS_FOLDER
         self._mirror = WeightMirror(trained_shapes(model_path), self.dtype)
         self._own: list[OwnServer] = []
+        self._reported = FleetCounters()
         key = read_key(server.key_file) if server.key_file else ""
         if not server.addresses:
             key = secrets.token_hex(32)
@@ -120,6 +133,21 @@ class ServedGenerator(RequestGenerator):
         """See RequestGenerator.max_positions."""
         return self._max_positions
 
+    def take_metrics(self) -> dict[str, Metric]:
+        """See RequestGenerator.take_metrics: what the counters gained, and the servers' state."""
+        now = self._fleet.counters
+        before = self._reported
+        self._reported = replace(now)
+        result: dict[str, Metric] = {
+            "servers/ready": Sum(float(self._fleet.num_ready)),
+            "servers/changed_fraction": Max(self._mirror.changed_fraction),
+            "servers/update_seconds": Max(now.update_seconds),
+            "servers/switch_seconds": Max(now.switch_seconds),
+        }
+        for name in _SUMS:
+            result[f"servers/{name}"] = Sum(float(getattr(now, name) - getattr(before, name)))
+        return result
+
     def add(self, request: Request) -> int:
         """See RequestGenerator.add. The row waits until a server has a free slot."""
         self.admit(request, list(self._live.values())[:1])
@@ -133,7 +161,7 @@ class ServedGenerator(RequestGenerator):
         return self._fleet.abort(request_id)
 
     def step(self) -> list[Finished]:
-        """Return the responses that have ended; waits at most 0.1 s for one."""
+        """Return the responses that have ended; waits at most 20 ms for one."""
         self.wake()
         finished = self._fleet.take_finished(_STEP_SECONDS)
         for row in finished:
@@ -197,25 +225,28 @@ def _start_servers(
             others=tuple(server.arguments),
         )
         log_path = folder / f"server-{rank}-{index}.log"
-        variables = _device_variables(server.devices, index, device)
+        variables = _device_variables(server, index, device)
         result.append(OwnServer(options, log_path=log_path, variables=variables))
     return result
 
 
-def _device_variables(devices: Sequence[str], index: int, device: torch.device) -> dict[str, str]:
-    """The environment that shows a server its devices. ConfigError if there are too few entries."""
+def _device_variables(server: ServerConfig, index: int, device: torch.device) -> dict[str, str]:
+    """The environment that shows a server its devices.
+
+    ConfigError if a rank's own device is not enough for its servers, and no others are named.
+    """
     if device.type == "cpu":
         return {}
-    if not devices:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        own = visible.split(",") if visible else []
-        number = device.index or 0
-        return {"CUDA_VISIBLE_DEVICES": own[number] if number < len(own) else str(number)}
-    if index >= len(devices):
+    if server.devices:
+        return {"CUDA_VISIBLE_DEVICES": server.devices[index]}
+    if server.count * server.tp_size > 1:
         raise ConfigError.of(
             "actor.rollout.server.devices",
-            f"{len(devices)} entries for server {index + 1}",
-            "one for each server",
-            "add one, or lower actor.rollout.server.count",
+            f"none for {server.count} servers of {server.tp_size} devices",
+            "the devices of each server, as a rank has one",
+            "set actor.rollout.server.devices=['0,1','2,3'], or one server of one device",
         )
-    return {"CUDA_VISIBLE_DEVICES": devices[index]}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    own = visible.split(",") if visible else []
+    number = device.index or 0
+    return {"CUDA_VISIBLE_DEVICES": own[number] if number < len(own) else str(number)}

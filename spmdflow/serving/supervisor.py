@@ -90,11 +90,10 @@ class OwnServer:
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE)
             with self._lock:
-                if not self._is_wanted:
-                    return
-                self._end()
-                began = time.monotonic()
-                self._start()
+                if self._is_wanted:
+                    self._end()
+                    began = time.monotonic()
+                    self._start()
 
     def _start(self) -> None:
         """Start the keeper, which starts the server."""
