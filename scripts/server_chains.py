@@ -6,7 +6,7 @@ Two trainer ranks, one generating rank and three vLLM servers (and one that join
 sums with flow.queue. In each chain, servers are killed, stopped, restarted, given old weights, made
 slow, half-closed or made to answer garbage, one disturbance after each step. Half of the chains run
 in exact mode and are compared with an undisturbed run; in the others every token is drawn again by
-transformers. A finished chain is a file in --state, so the script goes on where it was ended.
+vLLM in process. A finished chain is a file in --state, so the script goes on where it was ended.
 Exit code 1 if a promise was broken. docs/lab/SERVERS.md holds the table.
 """
 
@@ -35,8 +35,8 @@ from chains.verify import Verdict, check_each_once, verify_exact, verify_fast
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "algos" / "arithmetic" / "model"
 SCRIPT = Path(__file__).parent / "chains" / "recording.py"
-PROMPTS = 8
-SAMPLES = 4
+PROMPTS = 16
+SAMPLES = 8
 MAX_STALENESS = 2
 STEP_LIMIT = 300.0
 """Longest time without a new step, in seconds."""
@@ -81,7 +81,7 @@ def start_run(chain: Chain, run_dir: Path, urls: list[str], key_file: Path) -> A
         f"data.samples_per_prompt={SAMPLES}",
         f"actor.update.mini_batch_size={PROMPTS * SAMPLES}",
         "actor.update.old_log_probs=recompute",
-        "actor.optimizer.lr=1e-3",
+        "actor.optimizer.lr=3e-4",
         "actor.rollout.engine=served",
         f"actor.rollout.server.addresses=[{','.join(urls)}]",
         f"actor.rollout.server.key_file={key_file}",

@@ -354,6 +354,11 @@ class ServerConfig:
     )
     key_file: str = setting("File with the key of servers that run already; empty: none.", "")
     count: int = setting("Servers that each rank starts.", 1, at_least=1)
+    host: str = setting(
+        "Address on which these listen; one that the other ranks reach, if they are on several "
+        "nodes.",
+        "127.0.0.1",
+    )
     devices: list[str] = setting(
         "Devices of each server that a rank starts, such as '0,1' for one on two GPUs; empty: the "
         "rank's own.",

@@ -47,10 +47,13 @@ class _Refusal(Exception):
 class Door:
     """ASGI middleware of the server."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        """app: vLLM's application."""
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str | None = None
+    ) -> None:
+        """app: vLLM's application. key: that every request must carry, "" for none; None: that of
+        this process (serving.settings)."""
         self._app = app
-        self._key = server_key().encode()
+        self._key = (server_key() if key is None else key).encode()
         self._instance = secrets.token_hex(8)
         self._version = NEVER
         self._epoch = ""

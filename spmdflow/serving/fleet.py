@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from spmdflow.config.schema import RolloutConfig
 from spmdflow.datasets.tokenizer import StopStrings
-from spmdflow.errors import SpmdflowError, WeightSyncError
+from spmdflow.errors import ConfigError, SpmdflowError, WeightSyncError
 from spmdflow.rollout.generator import NEVER, Finished, Request
 from spmdflow.serving.client import (
     ResponsePart,
@@ -38,6 +39,7 @@ from spmdflow.serving.client import (
 )
 from spmdflow.serving.link import OpenLink, UpdateReport, WeightLink
 from spmdflow.serving.mirror import WeightMirror
+from spmdflow.serving.roster import RosterEntry
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,6 +54,8 @@ _SAY_SECONDS = 10.0
 """Between two log lines about a fleet without servers."""
 _FIRST_PAUSE = 0.5
 """Seconds until a server that failed is asked again; doubled with each failure in a row."""
+_SYNCING_PAUSE = 0.2
+"""Seconds between two questions to another rank's server that has old weights."""
 _MOST_WRONG_ANSWERS = 3
 """Wrong answers in a row after which a server is left out for `_REFUSED_SECONDS`."""
 _REFUSED_SECONDS = 30.0
@@ -76,6 +80,20 @@ class FleetSettings:
     """Rows that move begin again; otherwise they go on after the tokens that have arrived."""
     takes_any_sampler: bool
     """Servers without row noise are used too (rollout.sampler=server)."""
+
+    @classmethod
+    def from_config(cls, cfg: RolloutConfig) -> FleetSettings:
+        """The limits that the settings of a rollout give."""
+        server = cfg.server
+        return cls(
+            health_seconds=server.health_seconds,
+            stall_seconds=server.stall_seconds,
+            transfer_seconds=server.transfer_seconds,
+            wait_seconds=server.wait_seconds,
+            transport=server.transport,
+            is_exact=server.exact,
+            takes_any_sampler=cfg.sampler == "server",
+        )
 
 
 @dataclass(frozen=True)
@@ -173,6 +191,9 @@ class Server:
     """A server as this rank sees it."""
 
     client: ServerClient
+    entry: RosterEntry
+    is_own: bool
+    """Whether this rank brings it its weights."""
     state: str = STARTING
     reason: str = ""
     instance: str = ""
@@ -189,6 +210,8 @@ class Server:
     until: float = 0.0
     """Time (monotonic) before which it is not asked again."""
     link: WeightLink | None = None
+    task: asyncio.Task[None] | None = None
+    """It looks after the server."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -202,19 +225,20 @@ class Fleet:
 
     def __init__(
         self,
-        clients: Callable[[], Sequence[ServerClient]],
+        own: Sequence[RosterEntry],
         identity: Identity,
         mirror: WeightMirror,
         settings: FleetSettings,
         *,
+        find_others: Callable[[], Sequence[RosterEntry]],
+        make_client: Callable[[RosterEntry], ServerClient],
         open_link: OpenLink,
-        epoch: str,
         ends: Sequence[int],
         on_change: Callable[[list[Server]], None] = lambda servers: None,
     ) -> None:
-        """clients: makes the servers' clients, in the fleet's thread. open_link: connects to one.
+        """own: servers that this rank brings weights. find_others: those of other ranks, at the
+        moment. make_client: called in the fleet's thread. open_link: connects to a server.
 
-        epoch: random id of the run.
         ends: token ids that end a response. on_change: called in the fleet's thread, at least each
         second, with all servers.
         """
@@ -222,12 +246,14 @@ class Fleet:
         self._identity = identity
         self._mirror = mirror
         self._settings = settings
+        self._find_others = find_others
+        self._make_client = make_client
         self._open_link = open_link
-        self._epoch = epoch
         self._ends = tuple(ends)
         self._on_change = on_change
         self._numbers = count()
         self._servers: list[Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: list[_Row] = []
         self._rows: dict[int, _Row] = {}
         self._lengths: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -236,12 +262,13 @@ class Fleet:
         self._no_server_since: float | None = time.monotonic()
         self._said = 0.0
         self._is_open = True
+        self._is_suspended = False
         self._mirror_lock = threading.Lock()
         """Held while the mirror's current version is read, and while it changes."""
         self._loop = asyncio.new_event_loop()
         started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=self._run, args=(clients, started), name="spmdflow-fleet", daemon=True
+            target=self._run, args=(own, started), name="spmdflow-fleet", daemon=True
         )
         self._thread.start()
         error = started.get()
@@ -278,13 +305,20 @@ class Fleet:
             return result
 
     def abort(self, row_id: int) -> Finished | None:
-        """Take a row back with its tokens so far; None if it has ended or was never there.
-
-        In exact mode waits until the row has ended, and returns all of it.
-        """
-        if self._settings.is_exact:
-            return self._wait_for(row_id)
+        """Take a row back with its tokens so far; None if it has ended or was never there."""
         return self._call(self._abort(row_id))
+
+    def suspend(self) -> list[Finished]:
+        """Generate nothing until the next `add`; return the rows that have ended by now.
+
+        The others keep their tokens for `abort`. In exact mode waits until all rows have ended, as
+        they would be drawn with other weights otherwise. Raises errors as `take_finished`.
+        """
+        result = self.take_finished(0.0)
+        while self._settings.is_exact and self._call(self._count_rows()):
+            result += self.take_finished(_SAY_SECONDS)
+        self._call(self._suspend())
+        return result + self.take_finished(0.0)
 
     def commit(self, version: int) -> None:
         """Make what the mirror has received the current weights, and bring them to all servers.
@@ -310,48 +344,77 @@ class Fleet:
         """Run work in the fleet's thread, and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _wait_for(self, row_id: int) -> Finished | None:
-        """Wait until a row has ended, keep the others that end, and return it."""
-        others: list[Finished] = []
-        found: Finished | None = None
-        while found is None and (self._call(self._has_row(row_id)) or not self._done.empty()):
-            for finished in self.take_finished(_SAY_SECONDS):
-                if finished.id == row_id:
-                    found = finished
-                else:
-                    others.append(finished)
-        for each in others:
-            self._done.put(each)
-        return found
+    async def _suspend(self) -> None:
+        self._is_suspended = True
+        tasks = []
+        for server in self._servers:
+            for row in server.rows.values():
+                if row.task is not None:
+                    row.task.cancel()
+                    tasks.append(row.task)
+            server.rows.clear()
+        self._waiting.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _has_row(self, row_id: int) -> bool:
-        return row_id in self._rows
+    async def _count_rows(self) -> int:
+        return len(self._rows)
 
     # In the fleet's thread
 
     def _run(
         self,
-        clients: Callable[[], Sequence[ServerClient]],
+        own: Sequence[RosterEntry],
         started: queue.SimpleQueue[Exception | None],
     ) -> None:
         """The thread: make the clients, then run the event loop until `close`."""
         asyncio.set_event_loop(self._loop)
         try:
-            self._servers = [Server(client) for client in clients()]
+            for entry in own:
+                self._take_in(entry, is_own=True)
         except SpmdflowError as err:
             started.put(err)
             return
-        tasks = [self._loop.create_task(self._attend(server)) for server in self._servers]
-        tasks.append(self._loop.create_task(self._watch()))
+        self._tasks.add(self._loop.create_task(self._watch()))
         started.put(None)
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(self._close_all(tasks))
+        self._loop.run_until_complete(self._close_all())
         self._loop.close()
 
-    async def _close_all(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+    def _take_in(self, entry: RosterEntry, *, is_own: bool) -> None:
+        """Begin to look after a server. ConfigError if its address is none."""
+        server = Server(self._make_client(entry), entry, is_own)
+        self._servers.append(server)
+        server.task = self._loop.create_task(self._attend(server))
+        self._tasks.add(server.task)
+
+    async def _drop(self, server: Server) -> None:
+        """Forget a server."""
+        self._servers.remove(server)
+        self._release_rows(server)
+        if server.task is not None:
+            server.task.cancel()
+            self._tasks.discard(server.task)
+        self._drop_link(server)
+        await server.client.close()
+
+    async def _follow_others(self) -> None:
+        """Take in servers of other ranks, and forget those that their ranks no longer have."""
+        entries = set(await asyncio.to_thread(self._find_others))
+        for server in list(self._servers):
+            if not server.is_own and server.entry not in entries:
+                await self._drop(server)
+        known = {server.entry for server in self._servers}
+        for entry in entries - known:
+            try:
+                self._take_in(entry, is_own=False)
+            except ConfigError as err:
+                logger.warning("warning: rank %d names no server: %s", entry.owner, err)
+
+    async def _close_all(self) -> None:
         """End all tasks and connections."""
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for server in self._servers:
             if server.link is not None:
@@ -359,6 +422,7 @@ class Fleet:
             await server.client.close()
 
     async def _add(self, row: _Row) -> None:
+        self._is_suspended = False
         self._rows[row.id] = row
         self._waiting.append(row)
         self._dispatch()
@@ -394,6 +458,7 @@ class Fleet:
     async def _watch(self) -> None:
         """Each second: report the servers, count the time without any, and say so."""
         while True:
+            await self._follow_others()
             self._on_change(self._servers)
             self._check_servers()
             await asyncio.sleep(1.0)
@@ -439,6 +504,8 @@ class Fleet:
             if pause <= 0:
                 await self._renew(server)
                 pause = self._settings.health_seconds
+                if server.state == SYNCING:  # its owner is bringing it weights
+                    pause = min(pause, _SYNCING_PAUSE)
                 if server.failures:
                     pause = min(pause, _FIRST_PAUSE * 2 ** min(server.failures - 1, 6))
             try:
@@ -455,7 +522,8 @@ class Fleet:
                 return
             if self._mirror.version != NEVER and server.version != self._mirror.version:
                 server.state = SYNCING
-                await self._bring_weights(server)
+                if server.is_own:
+                    await self._bring_weights(server)
             server.failures = 0
             if self._mirror.version in (NEVER, server.version):
                 self._be_ready(server)
@@ -471,8 +539,12 @@ class Fleet:
             server.instance = facts.instance
             server.version = NEVER
             self._drop_link(server)
-        if (facts.epoch, facts.weights_version) != (self._epoch, server.version):
+        if facts.epoch != server.entry.epoch:
             server.version = NEVER  # another run, or nobody, gave it its weights
+        elif not server.is_own:
+            server.version = facts.weights_version
+        elif facts.weights_version != server.version:
+            server.version = NEVER
         server.capacity = 1 if self._settings.is_exact else facts.max_num_seqs
         difference = self._identity.difference(facts, self._settings)
         if difference is not None:
@@ -495,7 +567,7 @@ class Fleet:
                     self._mirror,
                     self._mirror_lock,
                     since=since,
-                    epoch=self._epoch,
+                    epoch=server.entry.epoch,
                     waits=self._settings.is_exact,
                 )
             except (ServerFault, WeightSyncError):
@@ -586,15 +658,15 @@ class Fleet:
         self._waiting.append(row)
 
     def _dispatch(self) -> None:
-        """Give waiting rows to ready servers: the longest expected first, the emptiest first."""
-        if not self._waiting:
+        """Give waiting rows to ready servers: the longest expected first, the emptiest first.
+
+        Servers of other ranks get rows only while none of this rank's own is ready.
+        """
+        if not self._waiting or self._is_suspended:
             return
-        free = []
-        for server in self._servers:
-            if server.state == READY and len(server.rows) < server.capacity:
-                free.append(server)
-        if not free:
-            return
+        ready = [server for server in self._servers if server.state == READY]
+        own = [server for server in ready if server.is_own]
+        free = [server for server in own or ready if len(server.rows) < server.capacity]
         self._waiting.sort(key=self._expected_tokens)
         while self._waiting and free:
             server = min(free, key=lambda each: len(each.rows) / each.capacity)
@@ -617,7 +689,7 @@ class Fleet:
         stream = server.client.generate(
             request,
             ends=self._ends,
-            version=f"{self._epoch}:{server.version}",
+            version=f"{server.entry.epoch}:{server.version}",
             stall_seconds=self._settings.stall_seconds,
         )
         try:

@@ -16,10 +16,10 @@ import secrets
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from spmdflow.config.schema import RolloutConfig, ServerConfig
 from spmdflow.errors import ConfigError
@@ -30,12 +30,15 @@ from spmdflow.rollout.generator import (
     Replica,
     Request,
     RequestGenerator,
+    RunPlace,
     WakePart,
 )
+from spmdflow.serving.client import ServerClient
 from spmdflow.serving.dialect import DIALECTS
 from spmdflow.serving.fleet import Fleet, FleetCounters, FleetSettings, Identity
 from spmdflow.serving.identity import model_hash, tokenizer_hash
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
+from spmdflow.serving.roster import Roster, RosterEntry
 from spmdflow.serving.settings import read_key
 from spmdflow.serving.start import ServerOptions
 from spmdflow.serving.supervisor import OwnServer
@@ -68,7 +71,7 @@ class ServedGenerator(RequestGenerator):
     """One rank's servers and rows. rollout.generator.Generator documents its guarantees."""
 
     def __init__(
-        self, cfg: RolloutConfig, model_path: str, device: torch.device, run_dir: Path | None
+        self, cfg: RolloutConfig, model_path: str, device: torch.device, place: RunPlace
     ) -> None:
         """Start this rank's servers, or find those at the given addresses.
 
@@ -87,39 +90,37 @@ class ServedGenerator(RequestGenerator):
         self._on_device = device.type != "cpu"
         self._is_asleep = False
         self._live: dict[int, Request] = {}
-        folder = Path(tempfile.mkdtemp()) if run_dir is None else run_dir / SERVERS_FOLDER
+        folder = Path(tempfile.mkdtemp())
+        if place.run_dir is not None:
+            folder = place.run_dir / SERVERS_FOLDER
+            folder.mkdir(exist_ok=True)
         self._mirror = WeightMirror(trained_shapes(model_path), self.dtype)
         self._own: list[OwnServer] = []
         self._reported = FleetCounters()
         key = read_key(server.key_file) if server.key_file else ""
-        if not server.addresses:
+        if server.addresses:
+            urls = server.addresses[place.ranks.index(place.rank) :: len(place.ranks)]
+        else:
             key = secrets.token_hex(32)
-            self._own = _start_servers(cfg, model_path, device, folder, key)
-        urls = list(server.addresses) or [each.url for each in self._own]
-        settings = FleetSettings(
-            health_seconds=server.health_seconds,
-            stall_seconds=server.stall_seconds,
-            transfer_seconds=server.transfer_seconds,
-            wait_seconds=server.wait_seconds,
-            transport=server.transport,
-            is_exact=server.exact,
-            takes_any_sampler=cfg.sampler == "server",
-        )
-        identity = Identity(
-            model=model_hash(model_path),
-            tokenizer=tokenizer_hash(model_path),
-            dtype=cfg.precision,
-            longest_row=self._max_positions,
-        )
-        vocab_size = arch.vocab_size
+            self._own = _start_servers(cfg, model_path, device, folder, key=key, rank=place.rank)
+            urls = [each.url for each in self._own]
+        epoch = secrets.token_hex(8)
+        self._roster = Roster(folder, rank=place.rank, ranks=place.ranks)
+        self._roster.write(urls, key=key, epoch=epoch)
         dialect = DIALECTS[server.dialect]
         self._fleet = Fleet(
-            lambda: [dialect.client(url, key=key, vocab_size=vocab_size) for url in urls],
-            identity,
+            [RosterEntry(url=url, key=key, epoch=epoch, owner=place.rank) for url in urls],
+            Identity(
+                model=model_hash(model_path),
+                tokenizer=tokenizer_hash(model_path),
+                dtype=cfg.precision,
+                longest_row=self._max_positions,
+            ),
             self._mirror,
-            settings,
+            FleetSettings.from_config(cfg),
+            find_others=self._roster.read_others,
+            make_client=partial(_make_client, dialect.client, arch.vocab_size),
             open_link=dialect.open_link,
-            epoch=secrets.token_hex(8),
             ends=end_tokens(model_path),
         )
 
@@ -156,17 +157,26 @@ class ServedGenerator(RequestGenerator):
         return number
 
     def abort(self, request_id: int) -> Finished | None:
-        """See RequestGenerator.abort. In exact mode the row is generated to its end first."""
+        """See RequestGenerator.abort."""
         self._live.pop(request_id, None)
         return self._fleet.abort(request_id)
+
+    def settle(self) -> list[Finished]:
+        """See RequestGenerator.settle. In exact mode waits for all rows."""
+        return self._take_live(self._fleet.suspend())
 
     def step(self) -> list[Finished]:
         """Return the responses that have ended; waits at most 20 ms for one."""
         self.wake()
-        finished = self._fleet.take_finished(_STEP_SECONDS)
+        return self._take_live(self._fleet.take_finished(_STEP_SECONDS))
+
+    def _take_live(self, finished: Sequence[Finished]) -> list[Finished]:
+        """Those of some rows that were not aborted; they are no longer live."""
+        result = []
         for row in finished:
-            self._live.pop(row.id, None)
-        return finished
+            if self._live.pop(row.id, None) is not None:
+                result.append(row)
+        return result
 
     def blocks(self) -> Sequence[Block]:
         """See Generator.blocks: of the copy that the next weights are received into."""
@@ -198,17 +208,27 @@ class ServedGenerator(RequestGenerator):
     def close(self) -> None:
         """End the servers that this rank has started. Others go on."""
         self._fleet.close()
+        self._roster.remove()
         for server in self._own:
             server.close()
 
 
+def _make_client(client: type[ServerClient], vocab_size: int, entry: RosterEntry) -> ServerClient:
+    """The client of a server."""
+    return client(entry.url, key=entry.key, vocab_size=vocab_size)
+
+
 def _start_servers(
-    cfg: RolloutConfig, model_path: str, device: torch.device, folder: Path, key: str
+    cfg: RolloutConfig,
+    model_path: str,
+    device: torch.device,
+    folder: Path,
+    *,
+    key: str,
+    rank: int,
 ) -> list[OwnServer]:
     """Start the servers of this rank; return at once."""
     server = cfg.server
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    folder.mkdir(parents=True, exist_ok=True)
     key_file = folder / f"key-{rank}"
     key_file.touch(mode=0o600)
     key_file.write_text(key, encoding="ascii")
@@ -219,6 +239,7 @@ def _start_servers(
             key_file=str(key_file),
             dtype=cfg.precision,
             tp_size=server.tp_size,
+            host=server.host,
             max_batch_size=cfg.max_batch_size,
             max_model_len=cfg.longest_row,
             cache_bytes=cfg.cache_bytes,
