@@ -218,8 +218,7 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
 
     Raises ConfigError if they cannot work, if there is no script, or if the ranks do not fit the
     flags: --inproc on several ranks, or neither torchrun nor --inproc. On rank 0 also if it cannot
-    listen on run.metrics_port, unless torchrun has restarted the ranks: a run that is under way
-    goes on without its page.
+    listen on run.metrics_port. A run that is under way goes on without its page instead.
     """
     if arguments.script is None:
         expected = "one such as algos/ppo.py"
@@ -246,7 +245,7 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
             loaded,
             environment.world_size,
             node_size=node_size,
-            serves_page=environment.rank == 0 and not environment.restarts,
+            serves_page=environment.rank == 0 and not _is_under_way(loaded, environment),
         )
     warnings = check_versions(loaded.cfg)
     _say(environment, "\n".join([*warnings, *loaded.warnings, settings_text(loaded)]))
@@ -256,6 +255,14 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
         _say(environment, own_code)
     _say(environment, batch_algebra(loaded.cfg, environment.world_size))
     return loaded
+
+
+def _is_under_way(loaded: Loaded, environment: RankEnvironment) -> bool:
+    """Whether torchrun has restarted the ranks of a run that had begun: it has its config.yaml.
+
+    torchrun also restarts ranks that have refused to start.
+    """
+    return environment.restarts > 0 and (run_dir_of(loaded.cfg.run) / "config.yaml").exists()
 
 
 def _say(environment: RankEnvironment, text: str) -> None:

@@ -83,17 +83,29 @@ def test_metrics_port_in_use_is_refused_by_rank_0_before_ranks_meet(
     assert "; set run.metrics_port to a free port" in said
 
 
+def test_metrics_port_in_use_is_refused_again_if_torchrun_restarts_ranks_that_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        assert run.main(["ppo.py", f"run.metrics_port={port}"]) == 2
+
+
 @pytest.mark.parametrize(
     ("variable", "value"), [("RANK", "3"), ("TORCHELASTIC_RESTART_COUNT", "1")]
 )
-def test_metrics_port_in_use_is_no_matter_on_other_ranks_and_after_a_restart(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+def test_metrics_port_in_use_is_no_matter_on_other_ranks_and_to_a_run_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     environment = run.RankEnvironment.from_environment()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        words = ["ppo.py", f"run.metrics_port={port}", "critic.model.path=actor"]
+        words = ["ppo.py", f"run.metrics_port={port}", "run.dir=begun"]
 
         loaded = run.prepare_rank(run.parse_arguments(words), environment)
 
