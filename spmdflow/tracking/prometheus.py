@@ -18,6 +18,7 @@ from spmdflow.checkpoint.lock import STATUS_FILE
 from spmdflow.tracking.servers import (
     STATES,
     ServerRecord,
+    encodable,
     is_number,
     read_servers,
     read_small_json,
@@ -125,7 +126,7 @@ def write_families(families: Iterator[MetricFamily], *, run: str) -> bytes:
             for each in families:
                 metric = classes[each.kind](each.name, each.text, labels=("run", *each.labels))
                 for labels, value in each.samples:
-                    metric.add_metric((run, *labels), value)
+                    metric.add_metric([encodable(label) for label in (run, *labels)], value)
                 yield metric
 
     registry = CollectorRegistry()

@@ -28,10 +28,13 @@ from spmdflow.tracking.progress import printable, shorten_text
 
 SERVERS_FOLDER = "servers"
 STATES = ("ready", "starting", "slow", "dead", "refused")
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 16 << 20
+"""More than the largest report that `write_servers` writes."""
+MAX_BYTES = 32 << 20
+"""Of all reports together: later ranks are omitted."""
 MAX_FILES = 4096
 MAX_SERVERS_OF_A_RANK = 1024
-MAX_TEXT = 2000
+MAX_TEXT = 500
 """Characters of a url or a reason."""
 _MAX_COUNT = 1 << 62
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.json")
@@ -94,8 +97,8 @@ _OF_THE_REPORT = {"rank", "time"}
 def read_servers(run_dir: Path) -> list[ServerRecord]:
     """Return the servers in RUN_DIR/servers, by rank, in the order in which a rank reports them.
 
-    [] without the folder. A file is skipped if it has more than 1 MiB, more than 1,024 servers, or
-    a field that is missing or of a wrong type.
+    [] without the folder. A file is skipped if it has more than 16 MiB, more than 1,024 servers, or
+    a field that is missing or of a wrong type; so are further ranks after 32 MiB.
     """
     paths: dict[int, Path] = {}
     try:
@@ -106,7 +109,12 @@ def read_servers(run_dir: Path) -> list[ServerRecord]:
     except OSError:
         return []
     records = []
+    left = MAX_BYTES
     for rank, path in sorted(paths.items()):
+        with contextlib.suppress(OSError):
+            left -= path.stat().st_size
+        if left < 0:
+            break
         records += _records_of(read_small_json(path, max_bytes=MAX_FILE_BYTES), rank)
     return records
 
@@ -115,17 +123,18 @@ def write_servers(run_dir: Path, rank: int, records: Sequence[ServerRecord]) -> 
     """Replace RUN_DIR/servers/rank-<rank>.json atomically with these records and the current time.
 
     The file is not fsynced. Disk errors are ignored, because the next report replaces the file, and
-    a report must not end a run. Texts are cut to 2,000 characters. RUN_DIR is not made if it is
-    gone.
+    a report must not end a run. Texts are cut to 500 characters, and records to the first 1,024.
+    RUN_DIR is not made if it is gone.
     """
     servers = []
-    for record in records:
+    for record in records[:MAX_SERVERS_OF_A_RANK]:
         assert record.state in STATES, (record.state, STATES)
         plain = asdict(record)
         for name in _OF_THE_REPORT:
             del plain[name]
-        plain["url"] = record.url[:MAX_TEXT]
-        plain["reason"] = record.reason[:MAX_TEXT]
+        plain["url"] = encodable(record.url)[:MAX_TEXT]
+        plain["reason"] = encodable(record.reason)[:MAX_TEXT]
+        assert _is_server(plain), plain
         servers.append(plain)
     report = {"rank": rank, "time": time.time(), "servers": servers}
     path = run_dir / SERVERS_FOLDER / f"rank-{rank}.json"
@@ -156,6 +165,11 @@ def read_small_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     return {}
+
+
+def encodable(text: str) -> str:
+    """Return a text with "?" for each character that UTF-8 cannot encode (half a surrogate)."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def is_number(value: object) -> bool:
@@ -197,7 +211,7 @@ def _is_server(server: object) -> bool:
         return False
     for name in ("url", "reason"):
         text = server.get(name)
-        if not isinstance(text, str) or len(text) > MAX_TEXT:
+        if not isinstance(text, str) or len(text) > MAX_TEXT or encodable(text) != text:
             return False
     for name in _COUNTS:
         count = server.get(name)

@@ -175,6 +175,20 @@ def test_servers_have_their_state_versions_and_counters_by_rank(tmp_path: Path) 
     assert samples[sample("spmdflow_server_report_timestamp_seconds", **at_b)] > 1.7e9
 
 
+def test_names_that_utf8_cannot_encode_are_on_the_page_with_a_question_mark(
+    tmp_path: Path,
+) -> None:
+    step = LastStep.of(1, {"half \ud800": 1.0}, ended_at=0.0, queue_rows=None)
+    facts = replace(BARE, last_step=step)
+    (tmp_path / "status.json").write_text('{"open": [["a.\\udfff", "train", 1.0, 1]]}')
+
+    samples = read_page(tmp_path, facts)
+
+    assert samples[sample("spmdflow_metric", key="half ?")] == 1.0
+    assert samples[sample("spmdflow_open_call_seconds", call="a.?", phase="train")] == 1.0
+    assert b'run="odd ?"' in page_text(tmp_path, replace(BARE, run="odd \udc80"))
+
+
 def test_server_that_a_rank_reports_twice_is_on_the_page_once(tmp_path: Path) -> None:
     record = ServerRecord("http://a:1", "ready", 1)
     write_servers(tmp_path, 0, [record, replace(record, weights_version=2)])

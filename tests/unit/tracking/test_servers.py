@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from spmdflow.tracking import servers
 from spmdflow.tracking.servers import (
     MAX_FILE_BYTES,
     MAX_SERVERS_OF_A_RANK,
@@ -119,6 +120,7 @@ def test_whole_report_is_read(tmp_path: Path) -> None:
         report_of(PLAIN | {"state": ["ready"]}),
         report_of(PLAIN | {"url": None}),
         report_of(PLAIN | {"url": "x" * (MAX_TEXT + 1)}),
+        report_of(PLAIN | {"url": "half a surrogate \ud800"}),
         report_of(PLAIN | {"tokens": -1}),
         report_of(PLAIN | {"tokens": 1.5}),
         report_of(PLAIN | {"tokens": True}),
@@ -147,10 +149,31 @@ def test_files_of_other_names_and_kinds_are_skipped(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_cut_so_that_readers_take_them(tmp_path: Path) -> None:
-    write_servers(tmp_path, 0, [replace(DEAD, reason="x" * 10_000)])
+    write_servers(tmp_path, 0, [replace(DEAD, reason="x" * 10_000, url="a\udfff")])
 
     (found,) = read_servers(tmp_path)
-    assert found.reason == "x" * MAX_TEXT
+    assert (found.reason, found.url) == ("x" * MAX_TEXT, "a?")
+
+
+def test_largest_report_that_is_written_is_read(tmp_path: Path) -> None:
+    widest = "\U0001f600" * MAX_TEXT  # 12 bytes each, as JSON escapes it
+    record = ServerRecord(widest, "refused", *[1 << 62] * 5, reason=widest)
+
+    write_servers(tmp_path, 0, [record] * (MAX_SERVERS_OF_A_RANK + 5))
+
+    assert len(read_servers(tmp_path)) == MAX_SERVERS_OF_A_RANK
+
+
+def test_ranks_after_the_limit_of_all_reports_are_omitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(3):
+        write_servers(tmp_path, rank, [READY])
+    size = (tmp_path / "servers" / "rank-0.json").stat().st_size
+
+    monkeypatch.setattr(servers, "MAX_BYTES", 2 * size + 8)
+
+    assert [each.rank for each in read_servers(tmp_path)] == [0, 1]
 
 
 def test_report_into_a_folder_that_is_gone_is_dropped_and_makes_nothing(tmp_path: Path) -> None:
