@@ -83,6 +83,16 @@ class RunConfig:
     trackers: list[str] = setting(
         "Besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab or your own.", []
     )
+    metrics_port: int | None = setting(
+        "Port of the page for Prometheus that rank 0 serves, http://ADDRESS:PORT/metrics; 0: the "
+        "system chooses one (RUN_DIR/metrics-url has it); null: no page.",
+        None,
+        at_least=0,
+        at_most=65535,
+    )
+    metrics_address: str = setting(
+        "IP address on which the page listens; 0.0.0.0: all of rank 0's node.", "127.0.0.1"
+    )
     sample_every: int = setting("Steps between samples, also of step 1 (0: none).", 10, at_least=0)
     view: bool = setting("Write view.html at the end, a page to look at (spmdflow view).", False)
     profile_steps: list[int] = setting("Steps to record with torch.profiler.", [], at_least=1)

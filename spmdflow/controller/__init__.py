@@ -30,6 +30,7 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | joining | rows of several calls as rows of one result |
 | step, evaluation, saving | what a step measures, evaluation, checkpoints |
 | observer, transcript, capsule | what reads the records of calls; a step that is kept |
+| metrics_page | hands records to the page for Prometheus |
 | queue | rollouts that begin steps before they are learnt from |
 | sample | a few scored rows of a step, for people |
 | ending | when a run ends before its last step |

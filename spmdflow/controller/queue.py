@@ -77,6 +77,14 @@ class RolloutQueue(Iterator[Batch]):
             self._link.go_on()
         return batch
 
+    @property
+    def num_begun_rows(self) -> int:
+        """Rows of later steps whose generation has begun."""
+        rows = 0
+        for offset in range(len(self._start_versions)):
+            rows += len(self._ahead[offset])
+        return rows
+
     def state_dict(self) -> dict[str, Any]:
         """Return the prompts that are drawn for later steps, and weight versions, as plain data.
 

@@ -8,6 +8,7 @@ Files in RUN_DIR. Each can be read at any moment, even after the run was killed:
     calls.jsonl     one object per call: what was called where, on which rows, when it ran
     trace.json      Chrome trace format (open in ui.perfetto.dev): process = rank, thread = lane
     profile/        torch.profiler's traces, one for each step and rank of run.profile_steps
+    servers/        what ranks report about generation servers, one file for each such rank
     evaluation.jsonl   by algos/evaluate.py: one object per held-out prompt, with scored responses
 
 Metric prefixes: reward/ eval/ actor/ critic/ rollout/ time/ (seconds) perf/ transfer/ (bytes)
@@ -18,6 +19,9 @@ controller/ (bytes). docs/METRICS.md lists all metrics.
 | `tracker` | `Tracker`: writes metrics.jsonl and samples.jsonl; `Sink`: a further destination |
 | `summary_table` | a table of runs: state, settings that differ, last metrics |
 | `sink` | sinks: TensorBoard, W&B, MLflow, Trackio, SwanLab |
+| `prometheus` | the families of metrics of the page for Prometheus, and their text |
+| `scrape` | `ScrapeServer`: a thread that serves this page |
+| `servers` | reads and writes RUN_DIR/servers |
 | `metric` | `merge`: Mean, Sum, Max and Min of many ranks and calls become numbers |
 | `trace` | writes trace.json and profile/ |
 | `call_log` | writes calls.jsonl |

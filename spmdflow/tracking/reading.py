@@ -19,6 +19,7 @@ import yaml
 from spmdflow.checkpoint.lock import is_run_live, read_record
 from spmdflow.config.leaf import flat
 from spmdflow.errors import DataError
+from spmdflow.tracking.servers import ServerRecord, read_servers
 from spmdflow.tracking.trace import Span
 from spmdflow.tracking.tracker import read_lines
 
@@ -144,6 +145,11 @@ class RunFiles:
         for path in self._matching_files("failure*.json"):
             result[path.name] = read_json(path)
         return result
+
+    @cached_property
+    def servers(self) -> Sequence[ServerRecord]:
+        """The generation servers that ranks of the last start have reported."""
+        return read_servers(self.path)
 
     @cached_property
     def stacks(self) -> Mapping[str, str]:

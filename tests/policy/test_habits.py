@@ -31,6 +31,7 @@ ENVIRONMENT = {
 
 HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
 HEAVY |= {"mlflow", "trackio", "swanlab", "plotly", "math_verify", "huggingface_hub", "datasets"}
+HEAVY |= {"prometheus_client"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {
     "spmdflow/start.py": "a refusal needs no torch",
@@ -65,6 +66,7 @@ SEAMS = {
     "swanlab": 1,
     "matplotlib": 1,
     "plotly": 1,
+    "prometheus_client": 1,
 }
 """Library -> the files, or the number of files, that import it."""
 
