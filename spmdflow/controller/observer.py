@@ -42,6 +42,7 @@ class ObservedFlow(Protocol):
 
     caller: Caller
     groups: dict[str, WorkerGroup]
+    spawned: dict[str, WorkerGroup]
 
     def state(self, number: int) -> dict[str, Any]:
         """What a run that continues after a step needs besides the models."""
