@@ -48,7 +48,7 @@ from spmdflow.controller.result import (
     ignore_reads,
     nothing,
 )
-from spmdflow.controller.row_use import RowUse, row_use_of
+from spmdflow.controller.row_use import RowUses
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
@@ -100,10 +100,8 @@ class Caller:
         """The step's last rows with texts and a score, by phase; sample tables show them."""
         self.learnt: Batch | None = None
         """The last rows that an update of the running step was given."""
-        self.uses: list[RowUse] = []
+        self.uses = RowUses()
         """Which rows the calls of the running step were given; tokens are counted afterwards."""
-        self.ages: list[tuple[Ids, int]] = []
-        """Rows of the running step, and how many versions ago their generation began."""
         self.num_updates: Counter[str] = Counter()
         """Updates of this launch by model."""
         self.busy: AbstractSet[int] = frozenset()
@@ -278,9 +276,7 @@ class Caller:
             assert isinstance(source, RowResult), source.label
             self.transfers.need(source, required.columns, required.rows, step=call.step)
         pending = self._submit(call, result, batch)
-        use = row_use_of(call, batch, result)
-        if use is not None:
-            self.uses.append(use)
+        self.uses.add(call, batch, result)
         if result is None:
             return Result(call.label, pending, call.reply_ranks, self._on_read)
         columns: dict[str, Ref] = {}

@@ -502,8 +502,7 @@ class Flow:
             self._guarding.end_step(step.number, metrics)
         caller.scored = {}
         caller.calls = []
-        caller.uses = []
-        caller.ages = []
+        caller.uses.clear()
         self._saving.finish(wait=False)
         is_last = 0 < step.number == caller.last_step
         if self._saving.due or (is_last and self._saves_last()):

@@ -73,7 +73,7 @@ class RolloutQueue(Iterator[Batch]):
             raise ProtocolError.of("flow.queue", got, expected, do)
         finish = generator.finish_episodes if plays else generator.finish_sequences
         batch: Batch = finish(self._ahead.popleft(), version=self._link.version)
-        self._caller.ages.append((batch.ids, age))
+        self._caller.uses.ages.append((batch.ids, age))
         if self._start_versions:
             self._link.go_on()
         return batch

@@ -1,4 +1,4 @@
-"""`RowUse`: which rows a call was given, with what is needed to count their tokens afterwards.
+"""`RowUse`: the rows that a call was given, with what is needed to count their tokens afterwards.
 
 The lengths of rows are known once the call that made them has replied. A `RowUse` keeps that call's
 replies and row ids, but not its result, so it keeps no rows alive on the ranks. Integers only.
@@ -90,6 +90,27 @@ class RowUse:
         return frozenset()
 
 
+class RowUses:
+    """The rows of the calls of the running step."""
+
+    def __init__(self) -> None:
+        self.calls: list[RowUse] = []
+        """In the order of the script."""
+        self.ages: list[tuple[Ids, int]] = []
+        """Rows of a queue, and how many weight versions ago their generation began."""
+
+    def add(self, call: Call, batch: Batch, result: RowResult | None) -> None:
+        """Remember a call on a batch that was sent, unless its tokens do not count."""
+        use = row_use_of(call, batch, result)
+        if use is not None:
+            self.calls.append(use)
+
+    def clear(self) -> None:
+        """Forget all of them: the step is over."""
+        self.calls.clear()
+        self.ages.clear()
+
+
 def row_use_of(call: Call, batch: Batch, result: RowResult | None) -> RowUse | None:
     """Return what to remember of a call on a batch; None if its tokens do not count.
 
@@ -137,4 +158,6 @@ def _use_of(name: str, ref: Ref) -> np.ndarray | ColumnUse | None:
             return known.result.lengths_of(name, known.ids)
         except ColumnError:  # the controller does not know the lengths of all columns
             return None
+    if known.result.pending is None:
+        return None
     return ColumnUse.of(known.result, known.stored, known.ids)

@@ -122,7 +122,7 @@ class ThroughputLog(Observer):
         caller = self._flow.caller
         has_failed = _has_failed_rows(step.metrics)
         counted = []
-        for use in caller.uses:
+        for use in caller.uses.calls:
             valid = None
             if has_failed and use.marks:
                 valid = self._fetch_valid(use)
@@ -136,7 +136,7 @@ class ThroughputLog(Observer):
         record["seconds"] = step.metrics["time/step_seconds"]
         record["evaluates"] = any(call.call.phase == "eval" for call in step.calls)
         record["saves"] = any(call.call.operation == "save" for call in step.calls)
-        record |= count_tokens(counted, caller.ages, windows=windows, epochs=self._epochs_of)
+        record |= count_tokens(counted, caller.uses.ages, windows=windows, epochs=self._epochs_of)
         append_lines(self._steps, [record])
 
     def _fetch_valid(self, use: RowUse) -> np.ndarray:

@@ -7,7 +7,7 @@ versions, which lack the first two files: then it says what is not known, and wh
 | file | what |
 |---|---|
 | `measured_step` | the steps of a run, which of them count, and why the others do not |
-| `spread` | medians, quartiles and percentiles |
+| `distribution` | medians, quartiles and percentiles |
 | `flops` | the FLOP formula, peaks of devices, model FLOPs utilization |
 | `summary` | all numbers of the block |
 | `text` | the block as text |

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from spmdflow.throughput.distribution import Lengths, Quartiles
 from spmdflow.throughput.flops import FORMULA, SOURCE, Compute, compute_of
 from spmdflow.throughput.measured_step import MeasuredStep, Selection, select_steps
-from spmdflow.throughput.spread import Lengths, Spread
 from spmdflow.tracking.reading import Record, RunFiles
 
 _WINDOW = 10
@@ -47,7 +47,7 @@ class Rates:
     """Trained tokens of rows whose generation began with older weights; None: no queue."""
     generated: float | None
     """By rollout/prompt_tokens and rollout/response_tokens: trained or not."""
-    by_step: Spread | None
+    by_step: Quartiles | None
     """Trained tokens per second of each step."""
 
 
@@ -75,10 +75,10 @@ class Summary:
     num_warm_up: int
     num_other_setup: int
     num_measured: int
-    plain_seconds: Spread | None
+    plain_seconds: Quartiles | None
     """Whole seconds of the measured steps that only train."""
-    evaluating_seconds: Spread | None
-    saving_seconds: Spread | None
+    evaluating_seconds: Quartiles | None
+    saving_seconds: Quartiles | None
     counts_all: bool
     """Whether `rates` has all measured steps, as none of them only trains."""
     rates: Rates
@@ -176,7 +176,7 @@ def rates_of(steps: Sequence[MeasuredStep]) -> Rates:
         dropped_responses=_rate(_tokens(steps, "dropped", _BOTH[1:]), seconds),
         stale=_rate(_tokens(steps, "stale", _BOTH), seconds),
         generated=generated,
-        by_step=Spread.of(_step_rates(steps)),
+        by_step=Quartiles.of(_step_rates(steps)),
     )
 
 
@@ -219,8 +219,8 @@ def _rate(tokens: float | None, seconds: float) -> float | None:
     return tokens / seconds
 
 
-def _seconds_of(steps: Sequence[MeasuredStep]) -> Spread | None:
-    return Spread.of([step.seconds for step in steps])
+def _seconds_of(steps: Sequence[MeasuredStep]) -> Quartiles | None:
+    return Quartiles.of([step.seconds for step in steps])
 
 
 def _values(steps: Sequence[MeasuredStep], metric: str) -> list[float]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmdflow.config.parallel import count_of
+from spmdflow.throughput.distribution import Lengths, Quartiles
 from spmdflow.throughput.flops import KINDS
-from spmdflow.throughput.spread import Lengths, Spread
 from spmdflow.throughput.summary import Rates, Summary
 
 _LABEL = 12
@@ -57,7 +57,9 @@ def _step_entries(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "measured", f"{measured}, without {' and '.join(omitted)}"
     seconds_text = "no measured step only trains"
     if summary.plain_seconds is not None:
-        seconds_text = f"whole steps, weight sync included: {_spread_text(summary.plain_seconds)}"
+        seconds_text = (
+            f"whole steps, weight sync included: {_quartiles_text(summary.plain_seconds)}"
+        )
     yield "seconds", seconds_text
     for what, seconds in (
         ("evaluation", summary.evaluating_seconds),
@@ -67,7 +69,7 @@ def _step_entries(summary: Summary) -> Iterator[tuple[str, str]]:
             apart = "not counted above"
             if summary.counts_all:
                 apart = "counted below"
-            yield "", f"steps with {what} ({apart}): {_spread_text(seconds)}"
+            yield "", f"steps with {what} ({apart}): {_quartiles_text(seconds)}"
 
 
 def _token_entries(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -83,7 +85,7 @@ def _token_entries(summary: Summary) -> Iterator[tuple[str, str]]:
         each = rates.trained / summary.num_ranks
         yield "", f"{_rate_text(each)} per device ({count_of(summary.num_ranks, 'rank')})"
     if rates.by_step is not None:
-        yield "", f"of single steps: {_spread_text(rates.by_step)}"
+        yield "", f"of single steps: {_quartiles_text(rates.by_step)}"
     every = summary.all_rates
     if every.num_steps > rates.num_steps:
         yield "", f"{_rate_text(every.trained)} with evaluation and saving, {_steps_text(every)}"
@@ -184,8 +186,6 @@ def _origin_entries(launch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, number in launch["versions"].items():
         if name != "spmdflow":
             versions.append(f"{name} {number}")
-    if not any(name.startswith("vllm") for name in launch["versions"]):
-        versions.append("vllm not installed")
     yield "versions", ", ".join(versions)
     yield "command", launch["command"]
 
@@ -198,11 +198,11 @@ def _commit_text(state: Mapping[str, Any]) -> str:
     return f"commit {state['commit']}"
 
 
-def _spread_text(spread: Spread) -> str:
+def _quartiles_text(quartiles: Quartiles) -> str:
     return (
-        f"median {_number(spread.median)}, middle half {_number(spread.lower_quartile)} to "
-        f"{_number(spread.upper_quartile)}, least {_number(spread.least)}, most "
-        f"{_number(spread.most)} ({count_of(spread.count, 'step')})"
+        f"median {_number(quartiles.median)}, middle half {_number(quartiles.lower_quartile)} to "
+        f"{_number(quartiles.upper_quartile)}, least {_number(quartiles.least)}, most "
+        f"{_number(quartiles.most)} ({count_of(quartiles.count, 'step')})"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quartiles:
     """How some numbers are spread; quartiles are interpolated linearly."""
 
     count: int
@@ -21,7 +21,7 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Spread | None:
+    def of(cls, numbers: Sequence[float]) -> Quartiles | None:
         """Of these numbers, in any order; None if there are none."""
         if not numbers:
             return None
