@@ -205,14 +205,15 @@ def _weights_of(group: WorkerGroup) -> dict[str, Any] | None:
     if path is None:
         return None
     own_head = getattr(group.target.worker_class, "head", "causal_lm")  # generators declare none
+    is_scalar = own_head != "causal_lm"
     try:
-        shape = Architecture.sizes_from_folder(path)
+        shape = Architecture.sizes_from_folder(path, head="scalar" if is_scalar else "causal_lm")
     except ConfigError:
         return None
     attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
     network = (2 + shape.gated) * shape.hidden_size * shape.activated_size
     head = shape.hidden_size
-    if own_head == "causal_lm":
+    if not is_scalar:
         head *= shape.vocab_size
     if not shape.num_layers or not network or not shape.q_size:
         return None

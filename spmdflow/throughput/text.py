@@ -110,9 +110,7 @@ def _setup_entries(launch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield label, f"{name}: {_model_text(model)}"
         label = ""
     sizes = launch["sizes"]
-    group = sizes.get("data.samples_per_prompt", 1)
-    prompts = sizes.get("data.prompts_per_step", _NOT_RECORDED)
-    yield "batch", f"{prompts} prompts a step, group size {group}; {_limits_text(sizes)}"
+    yield "batch", _batch_text(sizes)
     bound = "none recorded, as the script has no max_staleness"
     if "max_staleness" in sizes:
         bound = f"max_staleness {sizes['max_staleness']}"
@@ -139,10 +137,18 @@ def _model_text(model: Mapping[str, Any]) -> str:
     return text
 
 
-def _limits_text(sizes: Mapping[str, Any]) -> str:
-    prompt = sizes.get("data.max_prompt_tokens", _NOT_RECORDED)
-    response = sizes.get("actor.rollout.max_new_tokens", _NOT_RECORDED)
-    return f"longest prompt {prompt}, longest response {response} tokens"
+def _batch_text(sizes: Mapping[str, Any]) -> str:
+    """Return prompts of a step, group size, their product, and the limits of lengths."""
+    group = sizes.get("data.samples_per_prompt", 1)
+    prompts = sizes.get("data.prompts_per_step")
+    longest = []
+    for key in ("data.max_prompt_tokens", "actor.rollout.max_new_tokens"):
+        if key in sizes:
+            longest.append(f"{key} {sizes[key]}")
+    if prompts is None:
+        return "; ".join([_NOT_RECORDED, *longest])
+    rows = f"{prompts} prompts a step, group size {group}: {prompts * group:,} rows"
+    return "; ".join([rows, *longest])
 
 
 def _compute_entries(summary: Summary) -> Iterator[tuple[str, str]]:
