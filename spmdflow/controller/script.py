@@ -26,9 +26,10 @@ from spmdflow.controller.metrics_page import MetricsPage
 from spmdflow.controller.observer import CallList, Observer, Timeline
 from spmdflow.controller.saving import Saving, find_unseen_folders, verify_on_ranks
 from spmdflow.controller.step import Show
+from spmdflow.controller.throughput_log import ThroughputLog
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.errors import ConfigError
-from spmdflow.parallel.device import backend_of, own_device
+from spmdflow.parallel.device import backend_of, device_name, own_device
 from spmdflow.runtime import launch as runtime
 from spmdflow.runtime.call import Transport
 from spmdflow.runtime.launch import Outcome
@@ -177,10 +178,10 @@ def _observers_of(
     *,
     restarts: int,
 ) -> list[Observer]:
-    """Return the observers that write transcript, trace.json and calls.jsonl into RUN_DIR.
+    """Return the observers that write transcript, trace.json, calls.jsonl and the tokens of steps.
 
-    With run.capture_step, also the one that keeps that step; with run.metrics_port, the one that
-    serves the page for Prometheus.
+    They write into RUN_DIR. With run.capture_step, also the one that keeps that step; with
+    run.metrics_port, the one that serves the page for Prometheus.
     """
     nodes = [transport.node_of(rank) for rank in ranks]
     observers: list[Observer] = [
@@ -192,4 +193,14 @@ def _observers_of(
         observers.append(Capsule(cfg.run, run_dir.path, settings, script))
     if cfg.run.metrics_port is not None:
         observers.append(MetricsPage(cfg.run, run_dir.path, restarts=restarts))
+    observers.append(  # the last one: it may fetch values, which the others do not record
+        ThroughputLog(
+            run_dir.path,
+            cfg,
+            nodes=nodes,
+            device=device_name(),
+            script=script,
+            last_step=run_dir.last_step,
+        )
+    )
     return observers

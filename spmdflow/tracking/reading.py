@@ -1,4 +1,4 @@
-"""`RunFiles`: reads the files of a RUN_DIR for `spmdflow.view`, `report` and `status`.
+"""`RunFiles`: reads the files of a RUN_DIR for `view`, `report`, `throughput` and `status`.
 
 Every file is optional, because a run may be live, killed, or of an earlier version. `missing` lists
 files that do not exist or cannot be read. Each file is read on first access.
@@ -34,6 +34,10 @@ FILES = {
 """File -> the property that reads it; a failed run has no prediction."""
 FINISHED_FILE = "finished"
 """In RUN_DIR after the last step (`checkpoint.run_dir` writes it)."""
+THROUGHPUT_FILE = "throughput.jsonl"
+"""In RUN_DIR: one object for each step, with its tokens (`controller.throughput_log` writes it)."""
+LAUNCHES_FILE = "launches.jsonl"
+"""In RUN_DIR: one object for each start: command, versions, devices, models (the same writer)."""
 _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
@@ -106,6 +110,16 @@ class RunFiles:
     def samples(self) -> Sequence[Record]:
         """Logged samples; earlier versions wrote only prompt, response, score and terms."""
         return read_lines(self.path / "samples.jsonl")
+
+    @cached_property
+    def throughput(self) -> Sequence[Record]:
+        """Tokens and passes of each finished step; [] in runs of earlier versions."""
+        return read_lines(self.path / THROUGHPUT_FILE)
+
+    @cached_property
+    def launches(self) -> Sequence[Record]:
+        """Facts of each start of the run, in order; [] in runs of earlier versions."""
+        return read_lines(self.path / LAUNCHES_FILE)
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:

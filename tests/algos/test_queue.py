@@ -20,6 +20,7 @@ from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.replay import replay_folder
+from spmdflow.tracking.reading import RunFiles
 from spmdflow.tracking.servers import ServerRecord, write_servers
 from tests.algos.runs import (
     ROOT,
@@ -126,6 +127,7 @@ def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
     run_ranks(dirs[1], *words, num_ranks=1, script=SYNC, small=())
 
     check_prediction(dirs[0])
+    assert [tokens["stale"]["rows"] for tokens in RunFiles(dirs[0]).throughput] == [0, 0, 0]
     prefixes = ("actor/", "reward/", "eval/", "rollout/drift", "rollout/response")
     for step, other in zip(*map(steps_of, dirs), strict=True):  # first: they name the step
         names = {name for name in other if name.startswith(prefixes)}
@@ -201,6 +203,9 @@ def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
 
     assert finish(process) == 0, log_of(run_dir).read_text()[-3000:]
     check_trained(run_dir, words, steps, bound=2)
+    for step, tokens in zip(trained_of(run_dir), RunFiles(run_dir).throughput, strict=True):
+        num_old = sum(versions[0] < step["step"] - 1 for versions in step["versions"])
+        assert num_old <= tokens["stale"]["rows"] <= tokens["trained"]["rows"] == 32
     rows = [row for step in trained_of(run_dir) for row in step["versions"]]
     assert any(len(set(row)) > 1 for row in rows), "no row went on over a sync"
 
