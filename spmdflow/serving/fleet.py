@@ -202,6 +202,9 @@ class Server:
     rows: dict[int, _Row] = field(default_factory=dict)
     """Rows that it generates for this rank, by id."""
     num_tokens: int = 0
+    """Drawn for this rank."""
+    recomputed_tokens: int = 0
+    """Of rows that it lost, which others computed again."""
     restarts: int = 0
     failures: int = 0
     """In a row."""
@@ -650,7 +653,9 @@ class Fleet:
         if server.rows.pop(row.id, None) is None or row.id not in self._rows:
             return
         self.counters.moved_rows += 1
-        self.counters.recomputed_tokens += len(row.request.prompt) + len(row.tokens)
+        lost = len(row.request.prompt) + len(row.tokens)
+        self.counters.recomputed_tokens += lost
+        server.recomputed_tokens += lost
         if self._settings.is_exact:
             row.tokens = []
             row.log_probs = []

@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ from spmdflow.rollout.generator import (
 )
 from spmdflow.serving.client import ServerClient
 from spmdflow.serving.dialect import DIALECTS
-from spmdflow.serving.fleet import Fleet, FleetCounters, FleetSettings, Identity
+from spmdflow.serving.fleet import Fleet, FleetCounters, FleetSettings, Identity, Server
 from spmdflow.serving.identity import model_hash, tokenizer_hash
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
 from spmdflow.serving.roster import Roster, RosterEntry
@@ -43,14 +44,15 @@ from spmdflow.serving.settings import read_key
 from spmdflow.serving.start import ServerOptions
 from spmdflow.serving.supervisor import OwnServer
 from spmdflow.serving.transport import check_transport
+from spmdflow.tracking.servers import SERVERS_FOLDER, ServerRecord, write_servers
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block
 from spmdflow.worker_api.metric import Max, Metric, Sum
 
 logger = logging.getLogger(__name__)
 
-SERVERS_FOLDER = "servers"
-"""Folder in RUN_DIR with the servers' output and key."""
+_REPORT_SECONDS = 10.0
+"""Longest time between two reports about the servers."""
 _SUMS = (
     "moved_rows",
     "recomputed_tokens",
@@ -122,6 +124,7 @@ class ServedGenerator(RequestGenerator):
             make_client=partial(_make_client, dialect.client, arch.vocab_size),
             open_link=dialect.open_link,
             ends=end_tokens(model_path),
+            on_change=_Reporter(place),
         )
 
     @property
@@ -211,6 +214,40 @@ class ServedGenerator(RequestGenerator):
         self._roster.remove()
         for server in self._own:
             server.close()
+
+
+class _Reporter:
+    """Writes what a rank knows about its servers into RUN_DIR, when something has changed."""
+
+    def __init__(self, place: RunPlace) -> None:
+        self._place = place
+        self._written: list[ServerRecord] = []
+        self._time = 0.0
+
+    def __call__(self, servers: Sequence[Server]) -> None:
+        """Write a report, unless the last one is the same and younger than 10 s."""
+        if self._place.run_dir is None:
+            return
+        records = []
+        for server in servers:
+            if server.is_own:
+                records.append(
+                    ServerRecord(
+                        url=server.url,
+                        state=server.state,
+                        weights_version=max(0, server.version),
+                        restarts=server.restarts,
+                        running_rows=len(server.rows),
+                        tokens=server.num_tokens,
+                        recomputed_tokens=server.recomputed_tokens,
+                        reason=server.reason,
+                    )
+                )
+        now = time.monotonic()
+        if records != self._written or now - self._time > _REPORT_SECONDS:
+            self._written = records
+            self._time = now
+            write_servers(self._place.run_dir, self._place.rank, records)
 
 
 def _make_client(client: type[ServerClient], vocab_size: int, entry: RosterEntry) -> ServerClient:

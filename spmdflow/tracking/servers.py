@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -27,7 +26,7 @@ from typing import Any
 from spmdflow.tracking.progress import printable, shorten_text
 
 SERVERS_FOLDER = "servers"
-STATES = ("ready", "starting", "slow", "dead", "refused")
+STATES = ("ready", "starting", "syncing", "slow", "dead", "refused")
 MAX_FILE_BYTES = 16 << 20
 """More than the largest report that `write_servers` writes."""
 MAX_BYTES = 32 << 20
@@ -146,8 +145,11 @@ def write_servers(run_dir: Path, rank: int, records: Sequence[ServerRecord]) -> 
 
 
 def remove_servers(run_dir: Path) -> None:
-    """Remove RUN_DIR/servers, the reports of an earlier start. Disk errors are ignored."""
-    shutil.rmtree(run_dir / SERVERS_FOLDER, ignore_errors=True)
+    """Remove the reports of an earlier start; logs of servers stay. Disk errors are ignored."""
+    with contextlib.suppress(OSError):
+        for path in (run_dir / SERVERS_FOLDER).iterdir():
+            if _FILE.fullmatch(path.name):
+                path.unlink()
 
 
 def read_small_json(path: Path, *, max_bytes: int) -> dict[str, Any]:

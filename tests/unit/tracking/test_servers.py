@@ -191,7 +191,7 @@ def test_reports_of_an_earlier_start_are_removed(tmp_path: Path) -> None:
     remove_servers(tmp_path)
 
     assert read_servers(tmp_path) == []
-    assert not (tmp_path / "servers").exists()
+    assert list((tmp_path / "servers").iterdir()) == []
 
 
 def test_text_for_a_terminal_has_no_control_characters(tmp_path: Path) -> None:
