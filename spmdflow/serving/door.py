@@ -171,6 +171,8 @@ class Door:
         version = int(body["version"])
         epoch = str(body["epoch"])
         self._version = NEVER
+        if await engine.is_sleeping():
+            await engine.wake_up()
         await engine.pause_generation(mode=mode)
         try:
             hashes = await _call_workers(engine, "spmdflow_switch", arguments, seconds)
