@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,13 @@ class Chain:
         return f"{mode}-{self.number}-{self.num_disturbances}"
 
 
-def start_run(chain: Chain, run_dir: Path, urls: list[str], key_file: Path) -> Any:
-    """Start the run of a chain; return its process."""
+def start_run(
+    chain: Chain, run_dir: Path, urls: list[str], key_file: Path, others: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start the run of a chain; return its process, which leads a session of its own.
+
+    urls: of servers that run already; the run starts its own without any. others: further words.
+    """
     words = [
         "placement={a: {roles: [actor, reference, reward], ranks: [0, 1]}, "
         "b: {roles: [generator], ranks: [2]}}",
@@ -83,8 +89,6 @@ def start_run(chain: Chain, run_dir: Path, urls: list[str], key_file: Path) -> A
         "actor.update.old_log_probs=recompute",
         "actor.optimizer.lr=3e-4",
         "actor.rollout.engine=served",
-        f"actor.rollout.server.addresses=[{','.join(urls)}]",
-        f"actor.rollout.server.key_file={key_file}",
         f"actor.rollout.server.exact={str(chain.is_exact).lower()}",
         f"actor.rollout.max_batch_size={1 if chain.is_exact else 16}",
         "actor.rollout.server.stall_seconds=4",
@@ -94,20 +98,25 @@ def start_run(chain: Chain, run_dir: Path, urls: list[str], key_file: Path) -> A
         f"save_every={0 if chain.is_exact else 1}",
         "run.keep_checkpoints=1000",
     ]
+    if urls:
+        words.append(f"actor.rollout.server.addresses=[{','.join(urls)}]")
+        words.append(f"actor.rollout.server.key_file={key_file}")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
     command += ["--master-port", str(port), "-m", "spmdflow.run", str(SCRIPT)]
-    command += [str(ROOT / "algos" / "grpo_async.yaml"), *words]
-    with (run_dir.parent / f"{run_dir.name}.log").open("wb") as log:
+    command += [str(ROOT / "algos" / "grpo_async.yaml"), *words, *others]
+    with (run_dir.parent / f"{run_dir.name}.log").open("ab") as log:
         return subprocess.Popen(
             command,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
         )
 
 
@@ -134,7 +143,9 @@ def run_chain(chain: Chain, folder: Path) -> Path:
     return run_dir
 
 
-def _disturb_steps(chain: Chain, fleet: ChainFleet, run_dir: Path, process: Any) -> None:
+def _disturb_steps(
+    chain: Chain, fleet: ChainFleet, run_dir: Path, process: subprocess.Popen[bytes]
+) -> None:
     """Disturb a server some time after each new step, until all disturbances are done."""
     chooser = random.Random(f"{chain.number} {chain.is_exact}")
     names: list[str] = []
@@ -142,16 +153,16 @@ def _disturb_steps(chain: Chain, fleet: ChainFleet, run_dir: Path, process: Any)
         names += chooser.sample(NAMES, len(NAMES))  # each kind before any comes again
     step = 0
     for name in names[: chain.num_disturbances]:
-        step = _wait_for_step(run_dir, step + 1, process)
+        step = wait_for_step(run_dir, step + 1, process)
         time.sleep(chooser.uniform(0, 1.0))
         text = fleet.disturb(name)
         chain.done.append(f"step {step}: {text}")
         sys.stdout.write(f"{chain.name} {chain.done[-1]}\n")
         sys.stdout.flush()
-    _wait_for_step(run_dir, chain.steps, process)
+    wait_for_step(run_dir, chain.steps, process)
 
 
-def _wait_for_step(run_dir: Path, step: int, process: Any) -> int:
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> int:
     """Wait until a step is recorded; return the newest. RuntimeError if the run ends or hangs."""
     path = run_dir / "metrics.jsonl"
     newest = -1

@@ -230,10 +230,13 @@ def _read_boxes(value: object) -> list[BoxOf]:
     for entry in value:
         try:
             name, bounds = entry
-            box = Box(tuple((int(start), int(stop)) for start, stop in bounds))
-        except (TypeError, ValueError, AssertionError) as err:
+            pairs = tuple((start, stop) for start, stop in bounds)
+        except (TypeError, ValueError) as err:
             raise WrongAnswer(f"a box {str(entry)[:60]}") from err
         if not isinstance(name, str):
             raise WrongAnswer("a box without a name")
-        result.append((name, box))
+        for start, stop in pairs:
+            if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+                raise WrongAnswer(f"a box with the bounds {str(bounds)[:60]}")
+        result.append((name, Box(pairs)))
     return result
