@@ -110,7 +110,7 @@ class _Agent:
             self._agent = self._nixl.nixlAgent(self.name, config)
         except self._errors as err:
             raise _native_error("an agent of NIXL", err) from err
-        self.call("UCX", "createBackend", "UCX", {})
+        self.call("NIXL's backend UCX", "createBackend", "UCX", {})
 
     def call(self, what: str, method: str, *arguments: object) -> Any:
         """Call a method of the agent. WeightSyncError, which says for what, if it fails."""

@@ -173,7 +173,7 @@ def test_connection_fails_when_the_worker_was_killed_before_it(workers: list[Any
     workers[0].join()
 
     with pytest.raises(WeightSyncError, match="got .*, expected both ends .* alive .*; look at"):
-        sender.connect(reply)  # over shared memory alone, the first message would notice it
+        sender.connect(reply)  # refuses it already where UCX connects at once
         sender.send([message_of(0, 7)], update=1)
 
     sender.close()
