@@ -14,5 +14,6 @@
 | `sender` | the trainer's side |
 | `receiver`, `backend` | the side of a vLLM worker, for vLLM's weight-transfer interface |
 | `server` | the HTTP routes of a vLLM server |
+| `nixl` | one-sided writes into a worker's memory: a transport of updates |
 | `nccl` | to a server that has vLLM's own NCCL backend instead (never run) |
 """
