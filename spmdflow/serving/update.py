@@ -107,8 +107,8 @@ def find_changes(old: Tensor, new: Tensor) -> TensorChanges:
 def join_changes(changes: Iterable[TensorChanges], num_elements: int) -> TensorChanges:
     """Return the elements of a tensor that changed in any of some versions.
 
-    Takes a byte for each element of the tensor, about 2 ns each, and as long for each that changed.
-    An element that has its old value again counts too.
+    Takes a byte and 2 ns for each element of the tensor, and 5 to 20 ns for each that changed. An
+    element that has its old value again counts too.
     """
     is_changed = np.zeros(num_elements, dtype=np.bool_)
     for each in changes:
@@ -127,7 +127,7 @@ def positions_in_box(positions: Tensor, shape: Sequence[int], box: Box) -> tuple
 
     positions: (k,), flat in the tensor of this shape, ascending. Both results are ascending, (j,),
     of the same dtype. Costs two binary searches for a box of consecutive elements, such as rows,
-    and about 10 ns per position and dimension for another one, such as columns.
+    and about 16 ns for each position of a matrix for another one, such as columns.
     """
     if box.shape == tuple(shape):
         return positions, positions
@@ -144,15 +144,15 @@ def positions_in_box(positions: Tensor, shape: Sequence[int], box: Box) -> tuple
     near = positions[low:high]
     if last - first + 1 == box.size:
         return near, near - first
-    is_inside = torch.ones_like(near, dtype=torch.bool)
-    result = torch.zeros_like(near)
-    remainder = near
-    for stride, (start, stop) in zip(strides, box.bounds, strict=True):
-        coordinate = remainder.div(stride, rounding_mode="floor")
-        remainder = remainder - coordinate * stride
-        is_inside &= (coordinate >= start) & (coordinate < stop)
-        result = result * (stop - start) + (coordinate - start)
-    return near[is_inside], result[is_inside]
+    found = [near[:0].numpy()]
+    flat = [near[:0].numpy()]
+    for begin in range(0, len(near), _SLICE):
+        part = near[begin : begin + _SLICE].numpy()
+        is_inside, own = _locate_in_box(part, shape, box)
+        chosen = np.flatnonzero(is_inside)
+        found.append(part.take(chosen))
+        flat.append(own.take(chosen))
+    return torch.from_numpy(np.concatenate(found)), torch.from_numpy(np.concatenate(flat))
 
 
 def is_too_many(num_changed: int, num_elements: int) -> bool:
@@ -309,6 +309,29 @@ def _compare_slices(old: Tensor, new: Tensor) -> Iterator[tuple[int, npt.NDArray
     for start in range(0, len(ours), _SLICE):
         part = slice(start, start + _SLICE)
         yield start, ours[part] != theirs[part]
+
+
+def _locate_in_box(
+    positions: npt.NDArray[Any], shape: Sequence[int], box: Box
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[Any]]:
+    """Return which positions of a tensor lie in a box, and the flat positions of these inside it.
+
+    The second result has any value where the first is False.
+    """
+    remainder = positions
+    is_inside = np.ones(len(positions), dtype=np.bool_)
+    result = np.zeros_like(positions)
+    stride = math.prod(shape)
+    for size, (start, stop) in zip(shape, box.bounds, strict=True):
+        stride //= size
+        coordinate = remainder
+        if stride > 1:
+            coordinate = remainder // stride
+            remainder = remainder - coordinate * stride
+        if (start, stop) != (0, size):
+            is_inside &= (coordinate >= start) & (coordinate < stop)
+        result = result * (stop - start) + (coordinate - start)  # may wrap around outside the box
+    return is_inside, result
 
 
 def _position_type(num_elements: int) -> type[np.int32 | np.int64]:

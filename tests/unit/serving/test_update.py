@@ -158,6 +158,21 @@ def test_positions_in_a_box_are_those_that_numpy_finds_there(case: Case) -> None
     assert inside.tolist() == everywhere[in_box.numpy()].tolist()
 
 
+@given(cases(), st.integers(1, 5))
+def test_positions_in_a_box_do_not_depend_on_how_many_are_looked_at_together(
+    case: Case, number: int
+) -> None:
+    shape = case.old.shape
+    expected = positions_in_box(case.positions, shape, case.box)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SLICE", number)
+        found = positions_in_box(case.positions, shape, case.box)
+
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
 def test_positions_in_a_box_of_a_tensor_without_elements_are_none() -> None:
     nothing = torch.zeros(0, dtype=torch.int32)
 
