@@ -181,13 +181,15 @@ def test_version_that_does_not_follow_gives_everything_to_everybody(next_version
     assert trainer.mirror.changed_fraction == 1.0
 
 
-def test_first_version_is_compared_with_nothing() -> None:
-    trainer = Trainer(torch.bfloat16, seed=2)
+def test_first_version_is_compared_with_nothing_also_if_it_is_zero_like_new_memory() -> None:
+    mirror = WeightMirror({"one": (8,)}, torch.bfloat16)
 
-    trainer.commit(0, share=0.0)
+    mirror.commit(0)
 
-    assert trainer.mirror.changed_fraction == 1.0
-    assert not trainer.mirror.has_changes_since(NEVER)
+    assert mirror.changed_fraction == 1.0
+    assert not mirror.has_changes_since(NEVER)
+    (update,) = mirror.updates([("one", Box(((0, 8),)))], since=NEVER)
+    assert update.positions is None
 
 
 def test_changes_are_kept_for_the_last_versions_and_no_longer() -> None:
