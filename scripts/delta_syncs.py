@@ -2,7 +2,7 @@
 
     python scripts/delta_syncs.py                            # the bundled model, 500 syncs a case
     python scripts/delta_syncs.py --model models/SmolLM2-135M-Instruct \\
-        --data gsm8k/train.jsonl --syncs 20 --lr 1e-6 1e-5   # text of $SPMDFLOW_DATA
+        --data gsm8k/train.jsonl --syncs 20 --lr 1e-6 1e-5 --tp-sizes 1 3   # $SPMDFLOW_DATA
     python scripts/delta_syncs.py --json                     # the same as JSON
 
 A train engine (FSDP on one process, float32 weights, AdamW) takes a step on real rows; its weights
@@ -13,8 +13,8 @@ messages, as a server does. After each sync:
 - the bytes of the messages equal the formula of `serving.update`, computed from copies of the
   weights by plain comparison.
 
-Receivers: one and two tensor-parallel ranks that follow each version, one that skips up to ten
-versions, and newcomers. A difference ends the script with an error.
+Receivers: one of each tensor-parallel size that follows each version, one of the last size that
+skips up to ten versions, and newcomers. A difference ends the script with an error.
 """
 
 from __future__ import annotations
@@ -74,11 +74,13 @@ class Case:
     precision: str
     num_syncs: int
     most_tokens: int
+    tp_sizes: Sequence[int] = (1, 2)
+    """Of the receivers."""
 
 
 @dataclass
 class Result:
-    """What was measured in a case, of the receiver with one rank that follows each version."""
+    """What was measured in a case, of the first receiver that follows each version."""
 
     case: Case
     shares: list[float] = field(default_factory=list)
@@ -234,8 +236,8 @@ def run_case(case: Case) -> Result:
     engine = make_engine(case)
     mirror = WeightMirror(trained_shapes(case.model), dtype)
     history = History(mirror)
-    followers = [Receiver(case.model, tp_size, dtype) for tp_size in (1, 2)]
-    slow = Receiver(case.model, 2, dtype)
+    followers = [Receiver(case.model, tp_size, dtype) for tp_size in case.tp_sizes]
+    slow = Receiver(case.model, case.tp_sizes[-1], dtype)
     chooser = random.Random(1)
     result = Result(case)
     rows = batches(case)
@@ -258,7 +260,7 @@ def run_case(case: Case) -> Result:
             receivers.append(slow)
             next_turn = number + 1 + chooser.randint(0, MOST_LAG)
         if number in (case.num_syncs // 2, case.num_syncs):
-            receivers.append(Receiver(case.model, 2, dtype))
+            receivers.append(Receiver(case.model, case.tp_sizes[-1], dtype))
         byte_counts = [check_receiver(each, mirror, history) for each in receivers]
         result.num_checks += len(receivers)
         if number == 0:
@@ -324,6 +326,7 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["bfloat16"])
     parser.add_argument("--syncs", type=int, default=500, help="of each case")
     parser.add_argument("--most-tokens", type=int, default=64, help="of a row")
+    parser.add_argument("--tp-sizes", type=int, nargs="+", default=[1, 2], help="of receivers")
     parser.add_argument("--json", action="store_true", help="print JSON, with each sync")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -339,6 +342,7 @@ def main() -> None:
                 precision=precision,
                 num_syncs=args.syncs,
                 most_tokens=args.most_tokens,
+                tp_sizes=args.tp_sizes,
             )
             results.append(run_case(case))
             if not args.json:
