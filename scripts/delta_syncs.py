@@ -223,6 +223,12 @@ def batches(case: Case) -> Iterator[TensorDict]:
         yield TensorDict(columns, batch_size=[ROWS])
 
 
+def take_step(engine: TrainEngine, batch: TensorDict) -> None:
+    """Train on rows."""
+    parts = engine.count_micro_batches(batch)
+    engine.train_step(batch, SupervisedLoss(), num_micro_batches=parts)
+
+
 def bring_weights(engine: TrainEngine, mirror: WeightMirror) -> None:
     """Copy the engine's weights to where the mirror receives, rounded to its precision."""
     trained = Blocks(engine.blocks())
@@ -242,12 +248,9 @@ def run_case(case: Case) -> Result:
     result = Result(case)
     rows = batches(case)
     next_turn = 0
-    loss = SupervisedLoss()
     for number in range(case.num_syncs + 1):
         if number:
-            batch = next(rows)
-            parts = engine.count_micro_batches(batch)
-            engine.train_step(batch, loss, num_micro_batches=parts)
+            take_step(engine, next(rows))
         bring_weights(engine, mirror)
         weights = mirror.next_blocks()
         began = time.perf_counter()
