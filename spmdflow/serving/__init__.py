@@ -14,5 +14,7 @@
 | `sender` | the trainer's side |
 | `receiver`, `backend` | the side of a vLLM worker, for vLLM's weight-transfer interface |
 | `server` | the HTTP routes of a vLLM server |
+| `sglang`, `sglang_link` | the client of SGLang's servers, and how they get weights |
+| `broadcast` | the group over which they get them |
 | `nccl` | to a server that has vLLM's own NCCL backend instead (never run) |
 """
