@@ -21,6 +21,8 @@ def check_servers(key: str, rollout: Any, *, here: bool) -> None:
     if not generator_kind(rollout.generator).is_served:
         return
     server = rollout.server
+    if server.dialect == "sglang":
+        _check_sglang(key, rollout)
     if server.exact and rollout.max_batch_size != 1:
         raise ConfigError.of(
             f"{key}.server.exact",
@@ -43,6 +45,39 @@ def check_servers(key: str, rollout: Any, *, here: bool) -> None:
             "nixl, which is not installed",
             "NIXL for one-sided writes",
             f"{install_command('nixl')}, or set {key}.server.transport=gloo",
+        )
+
+
+def _check_sglang(key: str, rollout: Any) -> None:
+    """Raise ConfigError for what servers of SGLang cannot do: spmdflow is not installed in them."""
+    server = rollout.server
+    if server.exact:
+        raise ConfigError.of(
+            f"{key}.server.exact",
+            f"true with {key}.server.dialect=sglang",
+            "false, because SGLang draws tokens with random numbers of its own",
+            f"set {key}.server.exact=false, or use servers of spmdflow serve",
+        )
+    if not server.addresses:
+        raise ConfigError.of(
+            f"{key}.server.addresses",
+            f"none with {key}.server.dialect=sglang",
+            "servers that run already, because a run starts none of SGLang",
+            f"start them, and set {key}.server.addresses=['http://host:30000']",
+        )
+    if rollout.sampler != "server":
+        raise ConfigError.of(
+            f"{key}.sampler",
+            f"{rollout.sampler} with {key}.server.dialect=sglang",
+            "server, because SGLang draws tokens with random numbers of its own",
+            f"set {key}.sampler=server",
+        )
+    if server.transport != "gloo":
+        raise ConfigError.of(
+            f"{key}.server.transport",
+            f"{server.transport} with {key}.server.dialect=sglang",
+            "gloo, the one that both have",
+            f"set {key}.server.transport=gloo",
         )
 
 

@@ -12,7 +12,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,11 +75,11 @@ class ServerFacts:
             value = answer.get(name)
             expected = {"str": str, "bool": bool, "int": int}[kind]
             if type(value) is not expected:
-                raise WrongAnswer(f"{name} is {_show(value)}, not of type {kind}")
+                raise WrongAnswer(f"{name} is {show_value(value)}, not of type {kind}")
             if isinstance(value, str) and _WORD.fullmatch(value) is None:
-                raise WrongAnswer(f"{name} is {_show(value)}, not a short word")
+                raise WrongAnswer(f"{name} is {show_value(value)}, not a short word")
             if isinstance(value, int) and not -1 <= value < 2**40:
-                raise WrongAnswer(f"{name} is {_show(value)}, out of range")
+                raise WrongAnswer(f"{name} is {show_value(value)}, out of range")
             values[name] = value
         return cls(**values)
 
@@ -134,24 +135,30 @@ class ServerClient:
 
         ServerFault if there is no answer within the limit, or another one.
         """
+        return parse_object(await self.fetch(method, route, body, seconds=seconds))
+
+    async def fetch(
+        self, method: str, route: str, body: Mapping[str, Any] | None, *, seconds: float
+    ) -> bytes:
+        """Make a request and return the body of its answer. ServerFault as in `call`."""
         try:
-            return await asyncio.wait_for(self._call(method, route, body, seconds), seconds)
+            return await asyncio.wait_for(self._fetch(method, route, body, seconds), seconds)
         except (httpx.HTTPError, OSError) as err:
             raise ServerFault(f"/{route}: {type(err).__name__} {err}".strip()) from err
         except TimeoutError as err:
             raise ServerFault(f"/{route}: no answer within {seconds:g} s") from err
 
-    async def _call(
+    async def _fetch(
         self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float
-    ) -> dict[str, Any]:
+    ) -> bytes:
         timeout = httpx.Timeout(seconds)
         async with self._http.stream(method, f"/{route}", json=body, timeout=timeout) as answer:
             data = await _read_body(answer, _MOST_REPLY_BYTES)
         if answer.status_code == 409:
-            raise WrongVersion(f"/{route}: {_show(data)}")
+            raise WrongVersion(f"/{route}: {show_value(data)}")
         if answer.status_code != 200:
-            raise ServerFault(f"/{route}: status {answer.status_code}, {_show(data)}")
-        return _parse_object(data)
+            raise ServerFault(f"/{route}: status {answer.status_code}, {show_value(data)}")
+        return data
 
     async def generate(
         self, request: Request, *, ends: Sequence[int], version: str, stall_seconds: float
@@ -176,23 +183,37 @@ class ServerClient:
         }
         headers = {VERSION_HEADER: version}
         left = request.sampling.max_new_tokens
+        stream = self.lines(GENERATE, body, headers, stall_seconds=stall_seconds)
+        async with aclosing(stream) as lines:
+            async for line in lines:
+                part = parse_part(line, vocab_size=self._vocab_size, left=left)
+                if part is None:
+                    continue
+                left -= len(part.tokens)
+                yield part
+                if part.finish is not None:
+                    return
+        raise ServerFault("the stream ended before the response")
+
+    async def lines(
+        self,
+        route: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        *,
+        stall_seconds: float,
+    ) -> AsyncGenerator[bytes, None]:
+        """The lines of a stream. ServerFault if none begins, or it stalls or breaks."""
         timeout = httpx.Timeout(stall_seconds, pool=None)
         try:
             async with self._http.stream(
-                "POST", f"/{GENERATE}", json=body, headers=headers, timeout=timeout
+                "POST", f"/{route}", json=body, headers=headers, timeout=timeout
             ) as answer:
                 await _check_status(answer)
                 async for line in _lines_of(answer):
-                    part = parse_part(line, vocab_size=self._vocab_size, left=left)
-                    if part is None:
-                        continue
-                    left -= len(part.tokens)
-                    yield part
-                    if part.finish is not None:
-                        return
+                    yield line
         except (httpx.HTTPError, OSError) as err:
             raise ServerFault(f"{type(err).__name__} {err}".strip()) from err
-        raise ServerFault("the stream ended before the response")
 
     def _choice(self, request: Request) -> dict[str, Any]:
         """What decides the tokens: the row's facts. vLLM does nothing to the logits."""
@@ -209,8 +230,8 @@ async def _check_status(answer: httpx.Response) -> None:
         return
     data = await _read_body(answer, _MOST_LINE_BYTES)
     if answer.status_code == 409:
-        raise WrongVersion(_show(data))
-    raise ServerFault(f"status {answer.status_code}, {_show(data)}")
+        raise WrongVersion(show_value(data))
+    raise ServerFault(f"status {answer.status_code}, {show_value(data)}")
 
 
 async def _read_body(answer: httpx.Response, most: int) -> bytes:
@@ -241,32 +262,51 @@ def parse_part(line: bytes, *, vocab_size: int, left: int) -> ResponsePart | Non
     sends: no JSON, tokens outside of the vocabulary, other numbers of log-probabilities than of
     tokens, a response that is too long, an unknown reason to finish.
     """
-    line = line.strip()
-    if not line or line.startswith(b":"):
+    answer = parse_event(line)
+    if answer is None:
         return None
-    if not line.startswith(b"data:"):
-        raise WrongAnswer(f"a line {_show(line)}")
-    data = line.removeprefix(b"data:").strip()
-    if data == b"[DONE]":
-        return None
-    answer = _parse_object(data)
     choices = answer.get("choices")
     if choices == []:
         return None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise WrongAnswer(f"choices {_show(choices)} in {_show(data)}")
+        raise WrongAnswer(f"choices {show_value(choices)} in {show_value(line)}")
     choice = choices[0]
-    tokens = choice.get("token_ids") or []
-    if not isinstance(tokens, list) or len(tokens) > left:
-        raise WrongAnswer(f"tokens {_show(tokens)}, at most {left} are left")
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise WrongAnswer(f"token {_show(token)} of a vocabulary of {vocab_size}")
+    tokens = parse_tokens(choice.get("token_ids") or [], vocab_size=vocab_size, left=left)
     finish = choice.get("finish_reason")
     if finish not in (None, "stop", "length", "abort"):
-        raise WrongAnswer(f"finish_reason {_show(finish)}")
+        raise WrongAnswer(f"finish_reason {show_value(finish)}")
     log_probs = _log_probs_of(choice.get("logprobs"), tokens)
     return ResponsePart(tuple(tokens), log_probs, finish)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of one line of server-sent events; None for a line without one."""
+    line = line.strip()
+    if not line or line.startswith(b":"):
+        return None
+    if not line.startswith(b"data:"):
+        raise WrongAnswer(f"a line {show_value(line)}")
+    data = line.removeprefix(b"data:").strip()
+    return None if data == b"[DONE]" else parse_object(data)
+
+
+def parse_tokens(value: object, *, vocab_size: int, left: int) -> list[int]:
+    """The token ids in an answer, at most `left` of them. WrongAnswer for anything else."""
+    if not isinstance(value, list) or len(value) > left:
+        raise WrongAnswer(f"tokens {show_value(value)}, at most {left} are left")
+    for token in value:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise WrongAnswer(f"token {show_value(token)} of a vocabulary of {vocab_size}")
+    return value
+
+
+def parse_log_prob(value: object) -> float:
+    """A log-probability in an answer; null is nan in JSON. WrongAnswer for anything else."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or value > _LOG_PROB_SLACK:
+        raise WrongAnswer(f"log-probability {show_value(value)}")
+    return float(value)
 
 
 def _log_probs_of(table: object, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -275,33 +315,27 @@ def _log_probs_of(table: object, tokens: Sequence[int]) -> tuple[float, ...]:
         return ()
     entries = table.get("content") if isinstance(table, dict) else None
     if not isinstance(entries, list) or len(entries) != len(tokens):
-        raise WrongAnswer(f"log-probabilities {_show(table)} of {len(tokens)} tokens")
-    result = []
+        raise WrongAnswer(f"log-probabilities {show_value(table)} of {len(tokens)} tokens")
+    result: list[float] = []
     for entry, token in zip(entries, tokens, strict=True):
         if not isinstance(entry, dict) or entry.get("token_id", token) != token:
-            raise WrongAnswer(f"log-probability {_show(entry)} of token {token}")
-        value = entry.get("logprob")
-        if value is None:  # nan as JSON
-            result.append(math.nan)
-        elif type(value) in (int, float) and value <= _LOG_PROB_SLACK:
-            result.append(float(value))
-        else:
-            raise WrongAnswer(f"log-probability {_show(value)}")
+            raise WrongAnswer(f"log-probability {show_value(entry)} of token {token}")
+        result.append(parse_log_prob(entry.get("logprob")))
     return tuple(result)
 
 
-def _parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes) -> dict[str, Any]:
     """A JSON object. WrongAnswer for anything else."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as err:
-        raise WrongAnswer(f"no JSON: {_show(data)}") from err
+        raise WrongAnswer(f"no JSON: {show_value(data)}") from err
     if not isinstance(value, dict):
-        raise WrongAnswer(f"no JSON object: {_show(data)}")
+        raise WrongAnswer(f"no JSON object: {show_value(data)}")
     return value
 
 
-def _show(value: object) -> str:
+def show_value(value: object) -> str:
     """At most 200 printable characters of a value of another program."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
     return "".join(each if each.isprintable() else "?" for each in text[:_SHOWN])

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from spmdflow.serving.client import ServerClient
 from spmdflow.serving.link import OpenLink, ServerLink
+from spmdflow.serving.sglang import SglangClient
+from spmdflow.serving.sglang_link import SglangLink
 
 
 @dataclass(frozen=True)
@@ -16,5 +18,8 @@ class Dialect:
     open_link: OpenLink
 
 
-DIALECTS = {"vllm": Dialect(ServerClient, ServerLink.open)}
+DIALECTS = {
+    "vllm": Dialect(ServerClient, ServerLink.open),
+    "sglang": Dialect(SglangClient, SglangLink.open),
+}
 """By the value of actor.rollout.server.dialect."""
