@@ -38,7 +38,7 @@ from spmdflow.kind.engine import (
     options_doc,
 )
 from spmdflow.kind.generator import generator_names, generators_doc, generators_with_adapters
-from spmdflow.kind.table import optimizers_doc
+from spmdflow.kind.table import SERVER_DIALECTS, optimizers_doc
 
 NO_LIMIT = 1 << 30
 ALWAYS = "always"
@@ -359,8 +359,8 @@ class ServerConfig:
     )
     dialect: str = setting(
         "Program of these servers; sglang draws with its own random numbers (sampler=server).",
-        "vllm",
-        one_of=("vllm", "sglang"),
+        SERVER_DIALECTS[0],
+        one_of=SERVER_DIALECTS,
     )
     key_file: str = setting("File with the key of servers that run already; empty: none.", "")
     count: int = setting("Servers that each rank starts.", 1, at_least=1)

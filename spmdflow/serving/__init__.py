@@ -8,8 +8,10 @@
 | file | what |
 |---|---|
 | `generator` | the generator of a rank: its mirror, its fleet, the servers that it has started |
-| `fleet` | who is alive and has which weights; hands out rows, and takes them back |
-| `client`, `dialect` | the HTTP side of a server, with checks of its answers; one for each program |
+| `fleet` | hands rows out to servers, and takes them back |
+| `care` | who is alive, and has which weights |
+| `member` | a server and a row as a rank sees them |
+| `client`, `dialect` | the HTTP side of a server, and checks of its answers; one a program |
 | `mirror`, `update` | the weights on the host, and what of them changed: positions and values |
 | `link`, `transport` | brings them to one server; messages of torch.distributed |
 | `nixl` | one-sided writes into a worker's memory: the other transport |
@@ -18,9 +20,9 @@
 | `start`, `settings` | `spmdflow serve`; what a server's process is told |
 | `door`, `identity` | inside the server: key, weights version and routes; hashes of the model |
 | `row_noise`, `worker` | inside its worker: draws tokens as in process; takes weights |
-| `sglang`, `sglang_link`, `broadcast` | SGLang's servers, and the group over which they get weights |
+| `sglang`, `sglang_link`, `broadcast` | SGLang: its client, and how it gets weights |
 
-**Sending weights to one vLLM server** that other programs use (`connect_server`, docs/lab/HYBRID.md):
+**Sending weights to a vLLM server** that others use (`connect_server`, docs/lab/HYBRID.md):
 
     connect     the trainer's first rank asks the server; every rank connects to every vLLM worker
     publish     the server pauses; each rank sends its boxes; the workers load them as a checkpoint

@@ -17,9 +17,9 @@ import hmac
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version as package_version
 from typing import Any
 
-from spmdflow import __version__
 from spmdflow.rollout.generator import NEVER
 from spmdflow.serving.identity import model_hash, tokenizer_hash
 from spmdflow.serving.settings import server_key
@@ -130,7 +130,7 @@ class Door:
         workers = await self._describe(engine)
         return {
             "protocol": PROTOCOL,
-            "package": __version__,
+            "package": package_version("spmdflow"),
             "instance": self._instance,
             "model": await asyncio.to_thread(model_hash, model.model),
             "tokenizer": await asyncio.to_thread(tokenizer_hash, model.model),

@@ -11,7 +11,6 @@ the servers from there, while the policy trains. The controller takes no part.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import tempfile
 import time
@@ -22,8 +21,7 @@ from pathlib import Path
 
 import torch
 
-from spmdflow.config.schema import RolloutConfig, ServerConfig
-from spmdflow.errors import ConfigError
+from spmdflow.config.schema import RolloutConfig
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import (
     NEVER,
@@ -36,13 +34,14 @@ from spmdflow.rollout.generator import (
 )
 from spmdflow.serving.client import ServerClient
 from spmdflow.serving.dialect import DIALECTS
-from spmdflow.serving.fleet import Fleet, FleetCounters, FleetSettings, Identity, Server
+from spmdflow.serving.fleet import Fleet
 from spmdflow.serving.identity import model_hash, tokenizer_hash
+from spmdflow.serving.member import FleetCounters, FleetSettings, Identity, Server
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
 from spmdflow.serving.roster import Roster, RosterEntry
 from spmdflow.serving.settings import read_key
 from spmdflow.serving.start import ServerOptions
-from spmdflow.serving.supervisor import OwnServer
+from spmdflow.serving.supervisor import OwnServer, device_variables
 from spmdflow.serving.transport import check_transport
 from spmdflow.tracking.servers import SERVERS_FOLDER, ServerRecord, write_servers
 from spmdflow.weights.architecture import Architecture
@@ -283,28 +282,6 @@ def _start_servers(
             others=tuple(server.arguments),
         )
         log_path = folder / f"server-{rank}-{index}.log"
-        variables = _device_variables(server, index, device)
+        variables = device_variables(server, index, device)
         result.append(OwnServer(options, log_path=log_path, variables=variables))
     return result
-
-
-def _device_variables(server: ServerConfig, index: int, device: torch.device) -> dict[str, str]:
-    """The environment that shows a server its devices.
-
-    ConfigError if a rank's own device is not enough for its servers, and no others are named.
-    """
-    if device.type == "cpu":
-        return {}
-    if server.devices:
-        return {"CUDA_VISIBLE_DEVICES": server.devices[index]}
-    if server.count * server.tp_size > 1:
-        raise ConfigError.of(
-            "actor.rollout.server.devices",
-            f"none for {server.count} servers of {server.tp_size} devices",
-            "the devices of each server, as a rank has one",
-            "set actor.rollout.server.devices=['0,1','2,3'], or one server of one device",
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    own = visible.split(",") if visible else []
-    number = device.index or 0
-    return {"CUDA_VISIBLE_DEVICES": own[number] if number < len(own) else str(number)}

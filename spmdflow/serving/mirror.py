@@ -14,7 +14,9 @@ earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -183,3 +185,27 @@ class WeightMirror:
 
     def _allocate(self) -> dict[str, Tensor]:
         return {name: torch.zeros(shape, dtype=self.dtype) for name, shape in self.shapes.items()}
+
+
+class SharedMirror:
+    """A mirror that one thread commits while others read it."""
+
+    def __init__(self, mirror: WeightMirror) -> None:
+        self._mirror = mirror
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """The current version; NEVER before the first."""
+        return self._mirror.version
+
+    def commit(self, version: int) -> None:
+        """See WeightMirror.commit. Waits until nobody reads."""
+        with self._lock:
+            self._mirror.commit(version)
+
+    @contextmanager
+    def reading(self) -> Iterator[WeightMirror]:
+        """The mirror, which does not change inside the block."""
+        with self._lock:
+            yield self._mirror

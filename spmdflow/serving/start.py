@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+import torch
+
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import CPU_BLOCK_TOKENS, PREFILL_TOKENS
 from spmdflow.requirement import install_command
@@ -84,8 +86,6 @@ class ServerOptions:
 
 def serve(options: ServerOptions) -> int:
     """Run a server in this process until it ends; return its exit code."""
-    import torch
-
     on_cpu = not torch.accelerator.is_available()
     for name, value in options.to_environment(on_cpu=on_cpu).items():
         os.environ[name] = value

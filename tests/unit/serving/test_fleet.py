@@ -91,7 +91,9 @@ class Rank:
         rows: list[Finished] = []
         end = time.monotonic() + LIMIT
         while len(rows) < count:
-            assert time.monotonic() < end, f"{len(rows)} of {count} rows; {self.fleet._describe()}"
+            assert time.monotonic() < end, (
+                f"{len(rows)} of {count} rows; {self.fleet._care.describe()}"
+            )
             rows += self.fleet.take_finished(0.2)
         return rows
 
@@ -99,13 +101,13 @@ class Rank:
         """Wait for a state."""
         end = time.monotonic() + LIMIT
         while not is_over():
-            assert time.monotonic() < end, self.fleet._describe()
+            assert time.monotonic() < end, self.fleet._care.describe()
             time.sleep(0.02)
 
     @property
     def states(self) -> list[str]:
         """Of the servers."""
-        return [server.state for server in self.fleet._servers]
+        return [server.state for server in self.fleet.servers]
 
 
 @pytest.fixture
