@@ -34,7 +34,7 @@ from tests.sglang_server import StandIn
 MODEL = str(ROOT / "algos" / "arithmetic" / "model")
 VOCABULARY = 16
 END = 2
-PROMPT = torch.tensor([3, 7, 5, 11])
+PROMPT = torch.tensor([1, 4, 5, 13, 6, 7, 14])  # 12+34=, whose answer has two digits
 
 
 @pytest.fixture(scope="module")
