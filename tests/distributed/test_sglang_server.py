@@ -205,9 +205,9 @@ def test_run_trains_on_rows_of_an_sglang_server(tmp_path: Path, remote: Remote) 
         assert step["servers/lost_updates"] == step["servers/wrong_answers"] == 0
         assert step["servers/moved_rows"] == 0
     events = remote.events_since(3)
-    for version in (0, 2):  # two optimizer steps a step; the run's end may cut the last one off
+    for version in (0, 2):  # two optimizer steps a step; two more syncs, or fewer, follow
         switch = [*PAUSED, *SENT, *CHECKED, f"update_weight_version {version}"]
         expected = [*switch, "continue_generation", "generate"]
         assert events[: len(expected)] == expected
         events = events[len(expected) :]
-    assert events.count("pause_generation") == events.count("continue_generation") <= 1
+    assert events.count("pause_generation") == events.count("continue_generation") <= 2

@@ -1,13 +1,13 @@
 """Generates on a server, lets it sleep and wake, and generates again. Usage: served_sleep.py FOLDER
 
-The last line is JSON: whether the responses are equal, and the device memory that the server's
-processes hold before, during and after its sleep.
+The last line is JSON: the responses before and after, and what the server says of its state.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -19,6 +19,16 @@ from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.generator import ServedGenerator
 
 MODEL = str(Path(__file__).parents[3] / "algos" / "arithmetic" / "model")
+
+
+def is_sleeping(generator: ServedGenerator) -> bool:
+    """What vLLM's own route says."""
+    url = generator._own[0].url
+    key = Path(sys.argv[1], "servers", "key-0").read_text(encoding="ascii")
+    headers = {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/is_sleeping", headers=headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return bool(json.loads(answer.read())["is_sleeping"])
 
 
 def main() -> None:
@@ -38,14 +48,16 @@ def main() -> None:
     take_folder_weights(generator, MODEL, verify=True)
     prompts = ragged_from_rows([torch.tensor([1, 5, 6, 13, 7]), torch.tensor([1, 9, 13, 4])])
     responses = []
-    free = [torch.cuda.mem_get_info()[0]]
-    for _ in range(2):
+    asleep = []
+    awake = []
+    for number in range(2):
         columns = generator.generate(prompts, Sampling(max_new_tokens=8), [3, 4])
         responses.append([row.tolist() for row in rows_of(columns["responses"])])
-        free.append(torch.cuda.mem_get_info()[0])
+        if number:
+            awake.append(not is_sleeping(generator))
         generator.sleep()
-        free.append(torch.cuda.mem_get_info()[0])
-    print(json.dumps({"responses": responses, "free": free}))
+        asleep.append(is_sleeping(generator))
+    print(json.dumps({"responses": responses, "asleep": asleep, "awake": awake}))
     generator.close()
 
 
