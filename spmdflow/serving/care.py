@@ -56,10 +56,12 @@ class ServerCare:
         open_link: OpenLink,
         on_ready: Callable[[], None],
         on_lost: Callable[[Server], None],
+        on_end: Callable[[asyncio.Task[None]], None],
     ) -> None:
         """counters: what happens is added to them. find_others: servers of other ranks, now.
 
         on_ready: called when a server is ready. on_lost: called with one that no longer is.
+        on_end: called with the task that looks after a server, when it ends.
         """
         self.servers: list[Server] = []
         self._identity = identity
@@ -71,6 +73,7 @@ class ServerCare:
         self._open_link = open_link
         self._on_ready = on_ready
         self._on_lost = on_lost
+        self._on_end = on_end
 
     @property
     def ready(self) -> list[Server]:
@@ -82,6 +85,7 @@ class ServerCare:
         server = Server(self._make_client(entry), entry, is_own)
         self.servers.append(server)
         server.task = asyncio.get_running_loop().create_task(self._attend(server))
+        server.task.add_done_callback(self._on_end)
 
     async def follow_others(self) -> None:
         """Take in servers of other ranks, and forget those that their ranks no longer have."""

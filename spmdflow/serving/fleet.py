@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from spmdflow.datasets.tokenizer import StopStrings
 from spmdflow.errors import SpmdflowError
-from spmdflow.rollout.generator import Finished, Request
+from spmdflow.rollout.generator import NEVER, Finished, Request
 from spmdflow.serving.care import ServerCare
 from spmdflow.serving.client import (
     ResponsePart,
@@ -88,6 +88,7 @@ class Fleet:
             open_link=open_link,
             on_ready=self._dispatch,
             on_lost=self._release_rows,
+            on_end=self._pass_on_error,
         )
         self._ends = tuple(ends)
         self._on_change = on_change
@@ -173,6 +174,10 @@ class Fleet:
         """Make a request without a body to all servers that are ready; wait for their answers."""
         self._call(self._call_all(method, route))
 
+    def forget_versions(self) -> None:
+        """Bring all weights to all servers of this rank again, whatever they had."""
+        self._call(self._forget_versions())
+
     def close(self) -> None:
         """End the thread. Servers stay as they are."""
         if self._is_open:
@@ -223,6 +228,7 @@ class Fleet:
         for entry in own:
             self._care.take_in(entry, is_own=True)
         self._watching = self._loop.create_task(self._watch())
+        self._watching.add_done_callback(self._pass_on_error)
 
     async def _end(self) -> None:
         """End all tasks and connections."""
@@ -249,6 +255,12 @@ class Fleet:
             await asyncio.gather(row.task, return_exceptions=True)
         self._dispatch()
         return row.to_finished()
+
+    async def _forget_versions(self) -> None:
+        for server in self._care.servers:
+            if server.is_own:
+                server.version = NEVER
+        self._care.announce_version()
 
     async def _announce_version(self) -> None:
         self._lengths = {(): self._lengths.get((), (0, 0))}
@@ -315,10 +327,13 @@ class Fleet:
         lost = len(row.request.prompt) + len(row.tokens)
         self.counters.recomputed_tokens += lost
         server.recomputed_tokens += lost
+        row.task = None
         if self._settings.is_exact:
             row.tokens = []
             row.log_probs = []
-        row.task = None
+        elif row.is_complete(self._ends):  # only the end of its stream is missing
+            self._hand_over(row)
+            return
         self._waiting.append(row)
 
     def _dispatch(self) -> None:
@@ -337,8 +352,15 @@ class Fleet:
             row = self._waiting.pop()
             server.rows[row.id] = row
             row.task = self._loop.create_task(self._generate(server, row))
+            row.task.add_done_callback(self._pass_on_error)
             if len(server.rows) >= server.capacity:
                 free.remove(server)
+
+    def _pass_on_error(self, task: asyncio.Task[None]) -> None:
+        """Raise an unexpected error of a task in the rank's thread, which waits for rows."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._done.put(error)
 
     def _expected_tokens(self, row: FleetRow) -> float:
         """Tokens that a row still needs, as other responses to its prompt, or all, had."""
@@ -399,9 +421,14 @@ class Fleet:
         """Hand a row that has ended to the rank."""
         server.rows.pop(row.id, None)
         server.wrong_answers = 0
-        if self._rows.pop(row.id, None) is not None:
-            for group in (row.group, ()):
-                number, total = self._lengths.get(group, (0, 0))
-                self._lengths[group] = (number + 1, total + len(row.tokens))
-            self._done.put(row.to_finished())
+        self._hand_over(row)
         self._dispatch()
+
+    def _hand_over(self, row: FleetRow) -> None:
+        """Give a row to the rank, unless it was aborted; note its length."""
+        if self._rows.pop(row.id, None) is None:
+            return
+        for group in (row.group, ()):
+            number, total = self._lengths.get(group, (0, 0))
+            self._lengths[group] = (number + 1, total + len(row.tokens))
+        self._done.put(row.to_finished())

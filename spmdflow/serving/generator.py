@@ -196,15 +196,16 @@ class ServedGenerator(RequestGenerator):
         return self._mirror.hashes()
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Let servers on devices free their cache, and move their weights to the host."""
+        """Let servers on devices free their cache and their weights."""
         if self._on_device and not self._is_asleep:
             self._fleet.call_all("POST", "sleep?level=1&mode=wait")
         self._is_asleep = True
 
     def wake(self, part: WakePart | None = None) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`: servers get all weights from the mirror, and their hashes are compared."""
         if self._on_device and self._is_asleep:
             self._fleet.call_all("POST", "wake_up")
+            self._fleet.forget_versions()
         self._is_asleep = False
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -138,6 +139,11 @@ class FleetRow:
             sampling=replace(request.sampling, max_new_tokens=left),
             num_drawn=request.num_drawn + len(self.tokens),
         )
+
+    def is_complete(self, ends: Collection[int]) -> bool:
+        """Whether its last token has arrived. ends: token ids that end a response."""
+        is_long = len(self.tokens) >= self.request.sampling.max_new_tokens
+        return is_long or (len(self.tokens) > 0 and self.tokens[-1] in ends)
 
     def to_finished(self) -> Finished:
         """Its tokens so far."""

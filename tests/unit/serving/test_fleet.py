@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -227,6 +228,23 @@ def test_garbage_of_one_server_costs_no_row(start: Callable[..., Any], garbage: 
 
     assert responses == {seed: expected_tokens(seed) for seed in SEEDS}
     assert liar.num_requests > 0
+
+
+def test_a_row_whose_last_token_has_arrived_is_not_drawn_again_if_its_stream_breaks(
+    start: Callable[..., Any],
+) -> None:
+    (server,) = servers_of(start, 1)
+    rank = start(Rank, [server])
+    rank.sync()
+    rank.wait(lambda: rank.states == ["ready"])
+    choice = {"token_ids": [7, END], "finish_reason": None}
+    choice["logprobs"] = {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
+    server.misbehaves = lambda body: f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+    responses = rank.generate([1])
+
+    assert responses == {1: [7, END]}
+    assert server.num_requests == 1
 
 
 def test_a_server_without_tokens_for_the_limit_loses_its_rows(start: Callable[..., Any]) -> None:
