@@ -28,6 +28,7 @@ PROTOCOL = 1
 """Version of the door's routes."""
 VERSION_HEADER = b"x-spmdflow-version"
 GENERATE = "/inference/v1/generate"
+SLEEP = "/sleep"
 _PREFIX = "/spmdflow/"
 _MOST_BODY_BYTES = 64 << 20
 _RPC_SECONDS = 120.0
@@ -59,6 +60,8 @@ class Door:
         self._epoch = ""
         """Random id of the run whose version it is."""
         self._running = 0
+        self._has_slept = False
+        """Whether the server was told to sleep since its last switch."""
         self._workers: list[dict[str, Any]] = []
         """What the workers have (`WeightTaker.spmdflow_describe`)."""
         self._lock = asyncio.Lock()
@@ -85,6 +88,7 @@ class Door:
             else:
                 await _send_json(send, err.status, {"error": str(err)})
             return
+        self._has_slept = self._has_slept or path == SLEEP
         is_generation = path == GENERATE
         self._running += is_generation
         try:
@@ -175,6 +179,9 @@ class Door:
             await engine.wake_up()
         await engine.pause_generation(mode=mode)
         try:
+            if self._has_slept:
+                await _call_workers(engine, "spmdflow_clear_cache", ())
+                self._has_slept = False
             hashes = await _call_workers(engine, "spmdflow_switch", arguments, seconds)
             await engine.reset_prefix_cache()
             self._version = version
