@@ -264,12 +264,13 @@ def print_table(records: list[dict[str, Any]]) -> None:
         verdict = record["verdict"]
         lost += record["seconds_lost"]
         text = "kept" if not verdict["problems"] else f"BROKEN: {verdict['problems'][:3]}"
+        counters = record["counters"]
         sys.stdout.write(
             f"{record['chain']}: {text}; {verdict['num_rows']} rows, {verdict['num_tokens']} "
             f"tokens, {verdict['num_near_ties']} near ties, log-probs within "
-            f"{verdict['largest_gap']:.1e} ({verdict.get('num_above', 0)} rows above 1e-5), age at most {verdict['largest_age']}; "
-            f"{record['counters'].get('moved_rows', 0)} rows moved, "
-            f"{record['counters'].get('recomputed_tokens', 0)} tokens computed again\n"
+            f"{verdict['largest_gap']:.1e} ({verdict.get('num_above', 0)} rows above 1e-5), "
+            f"age at most {verdict['largest_age']}; {counters.get('moved_rows', 0)} rows moved, "
+            f"{counters.get('recomputed_tokens', 0)} tokens computed again\n"
         )
     if lost:
         sys.stdout.write(

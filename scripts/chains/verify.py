@@ -4,8 +4,8 @@ Exact mode: rows, metrics but times, and weights equal those of an undisturbed r
 
 Fast mode: rows go on over weight syncs, so which weights draw a token depends on the time. Each
 token is drawn again here, by vLLM in process, with the weights of its recorded version and the
-row's noise: it must be the same but for near ties, and its log-probability within 1e-5, or within what
-float32 rounds (such tokens are counted). Whether two tokens tie is decided by transformers.
+row's noise: it must be the same but for near ties, and its log-probability within 1e-5, or within
+what float32 rounds (such rows are counted). Whether two tokens tie is decided by transformers.
 
 Both: every row is trained exactly once, in its step, and no token is older than the bound.
 """
@@ -34,8 +34,8 @@ from spmdflow.rollout.vllm import VllmGenerator
 LOG_PROB_LIMIT = 1e-5
 """Larger differences of log-probabilities are counted."""
 ROUNDING_LIMIT = 3e-5
-"""Larger ones break the promise. Two correct forwards in float32 differ by so much: at logits of 21,
-as the bundled model has them, transformers' differ from float64 by up to 1.6e-5."""
+"""Larger ones break the promise. Two correct forwards in float32 differ by so much: at logits of
+21, as the bundled model has them, transformers' differ from float64 by up to 1.6e-5."""
 NEAR_TIE = 1e-5
 """A draw whose random number is so close to the border between two tokens may give the other."""
 _TIMES = ("time/", "perf/", "servers/", "transfer/", "memory/", "rollout/synced_bytes")
