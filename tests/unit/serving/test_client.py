@@ -132,6 +132,20 @@ def test_a_correct_part_is_read_with_float32_log_probs_bit_for_bit() -> None:
     assert part == ResponsePart((3, 4), (-1.25, -1.25), "length")
 
 
+@pytest.mark.parametrize(("value", "is_read"), [(1e-6, True), (6.9e-5, False), (0.5, False)])
+def test_a_log_prob_above_zero_is_read_only_if_rounding_explains_it(
+    value: float, is_read: bool
+) -> None:
+    line = part_line([3]).replace(b"-1.25", str(value).encode())
+
+    if is_read:
+        part = parse_part(line, vocab_size=VOCABULARY, left=1)
+        assert part is not None and part.log_probs == (value,)
+    else:
+        with pytest.raises(WrongAnswer, match="log-probability"):
+            parse_part(line, vocab_size=VOCABULARY, left=1)
+
+
 def test_more_tokens_than_were_asked_for_are_a_wrong_answer() -> None:
     with pytest.raises(WrongAnswer, match="at most 1 are left"):
         parse_part(part_line([3, 4]), vocab_size=VOCABULARY, left=1)
