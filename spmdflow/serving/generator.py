@@ -91,8 +91,9 @@ class ServedGenerator(RequestGenerator):
         self._on_device = device.type != "cpu"
         self._is_asleep = False
         self._live: dict[int, Request] = {}
-        folder = Path(tempfile.mkdtemp())
-        if place.run_dir is not None:
+        if place.run_dir is None:
+            folder = Path(tempfile.mkdtemp())
+        else:
             folder = place.run_dir / SERVERS_FOLDER
             folder.mkdir(exist_ok=True)
         self._mirror = WeightMirror(trained_shapes(model_path), self.dtype)
