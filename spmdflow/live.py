@@ -1,13 +1,14 @@
 """`spmdflow status RUN_DIR --live`: a panel in another terminal, redrawn every second.
 
 It reads the same files as `spmdflow status`. A bar shows the seconds of a call relative to its
-median so far. The ranks of a call that takes long are listed below it. The panel ends with the run.
+median so far. The ranks of a call that takes long are listed below it. A table shows the generation
+servers, if the run has any. The panel ends with the run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,11 +22,13 @@ from rich.text import Text
 from spmdflow.checkpoint.lock import STATUS_FILE
 from spmdflow.tracking.progress import progress_line
 from spmdflow.tracking.reading import RunFiles, read_json
+from spmdflow.tracking.servers import TITLES, ServerRecord
 
 _EVERY = 1.0
 _START_SECONDS = 60.0
 _BAR = 24
 _RECENT = 20
+_MOST_SERVERS = 20
 _STEP = "time/step_seconds"
 
 
@@ -49,7 +52,7 @@ def watch(run_dir: Path, console: Console) -> None:
 
 
 def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableType:
-    """Return the panel: step and time left, the calls with their bars, metrics, slow, failed.
+    """Return the panel: step and time left, calls with their bars, metrics, slow, failed, servers.
 
     The time left is the remaining steps times the median of the last 20 steps' seconds.
     state: content of status.json, {} without a live run. now: Unix time.
@@ -80,7 +83,26 @@ def panel(files: RunFiles, state: Mapping[str, Any], now: float) -> RenderableTy
     lines = [progress_line(step, total or step, records[-1])] if records else []
     lines += [f"slow: {text}" for text in state.get("slow", ())]
     lines += [f"failed: {name}" for name in files.failures]
-    return Group(grid, *(Text(line, "dim") for line in lines))
+    parts: list[RenderableType] = [grid]
+    for line in lines:
+        parts.append(Text(line, "dim"))
+    if state and files.servers:
+        parts.append(_server_table(files.servers))
+    return Group(*parts)
+
+
+def _server_table(servers: Sequence[ServerRecord]) -> Table:
+    """Return a table of generation servers, those first that are not ready; at most 20 rows."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in TITLES:
+        table.add_column(title)
+    ordered = sorted(servers, key=lambda server: server.state == "ready")
+    for server in ordered[:_MOST_SERVERS]:
+        style = "" if server.state == "ready" else "bold"
+        table.add_row(*(Text(cell, style) for cell in server.row()))
+    if len(servers) > _MOST_SERVERS:
+        table.add_row(Text(f"{len(servers) - _MOST_SERVERS} more", "dim"))
+    return table
 
 
 def _calls(

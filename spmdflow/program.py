@@ -35,6 +35,7 @@ from spmdflow.requirement import (
     refuse_untested_versions,
     untested_versions,
 )
+from spmdflow.tracking.scrape import check_address
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +70,23 @@ def load_settings(
 
 
 def prepare(
-    loaded: Loaded, world_size: int, *, node_size: int | None = None
+    loaded: Loaded,
+    world_size: int,
+    *,
+    node_size: int | None = None,
+    serves_page: bool = False,
 ) -> tuple[Loaded, str | None]:
     """Choose all `auto` values and check settings for a run on world_size ranks.
 
     Returns the completed settings, and a text that says what each `auto` setting became, and why
     (None if there was none). Every rank computes the same result, without communication.
     ConfigError if something does not fit.
-    node_size: ranks of one node; all ranks by default.
+    node_size: ranks of one node; all ranks by default. serves_page: whether this process is going
+    to serve the page of run.metrics_port, and so must be able to listen there.
     """
     check_open(loaded.cfg, world_size)
+    if serves_page:
+        check_metrics_port(loaded.cfg.run)
     hardware_name = loaded.cfg.run.hardware
     if hardware_name is not None:
         load_hardware(hardware_name)
@@ -118,6 +126,12 @@ def check_versions(cfg: Any) -> list[str]:
         refuse_untested_versions(extras)
         return []
     return [f"warning: {sentence}" for sentence in untested_versions(extras)]
+
+
+def check_metrics_port(run: RunConfig) -> None:
+    """ConfigError if this process, as rank 0, could not serve the page of run.metrics_port now."""
+    if run.metrics_port is not None:
+        check_address(run.metrics_address, run.metrics_port)
 
 
 def _previous_run(run: RunConfig) -> PreviousRun | None:
@@ -207,7 +221,12 @@ def launch(
     members = tuple(range(world_size)) if ranks is None or inproc else tuple(ranks)
     check_ranks(members, world_size)
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    ready, _ = prepare(loaded, len(members), node_size=min(node_size, len(members)))
+    ready, _ = prepare(
+        loaded,
+        len(members),
+        node_size=min(node_size, len(members)),
+        serves_page=inproc,  # of several ranks only the first could refuse: it warns later
+    )
     for warning in check_versions(ready.cfg):
         logger.warning("%s", warning)
     outcome = run_prepared(ready.script, ready.cfg, ranks=members, inproc=inproc)

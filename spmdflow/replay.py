@@ -54,6 +54,7 @@ _OWN = (
     "run.resume=auto",
     "run.guards=[]",
     "run.trackers=[]",
+    "run.metrics_port=null",
     "run.sample_every=0",
     "run.save_last=false",
 )

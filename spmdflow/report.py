@@ -3,12 +3,15 @@
 It prints the curve of each chosen metric, a table of first, lowest, highest and last values,
 seconds by stage, predicted seconds, failures, and settings that differ between the runs. It reads
 the same files as `spmdflow view`, also while a run is live or after it was killed.
+
+--throughput prints what a claim of tokens per second needs instead (spmdflow/throughput).
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,6 +20,9 @@ from typing import Any
 
 from spmdflow.errors import DataError
 from spmdflow.requirement import install_command
+from spmdflow.throughput.measured_step import WARM_UP
+from spmdflow.throughput.summary import summarize
+from spmdflow.throughput.text import joined_blocks
 from spmdflow.tracking.progress import Point, Sample, print_samples, stage_seconds, text_curve
 from spmdflow.tracking.reading import RunFiles, failure_text, setting_differences
 
@@ -43,28 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report of each run, and draw its curves into RUN_DIR/curve.png.
 
     Then print the settings that differ between the runs. --png sets the picture of the last run.
-    Returns 0, or 2 (with the reason on stderr) if a run has no metrics or lacks a requested one.
+    With --throughput it prints a block for each run instead, and draws nothing. Returns 0, or 2
+    (with the reason on stderr) if a run has no metrics or lacks a requested one, or if options do
+    not go together.
     arguments: default: sys.argv.
     """
-    parser = argparse.ArgumentParser(prog="python -m spmdflow.report", description=__doc__)
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument(
-        "--keys",
-        help=f"metrics to draw, separated by commas (default: {','.join(DEFAULT_KEYS)}); "
-        "docs/METRICS.md lists all of them",
-    )
-    parser.add_argument(
-        "--png",
-        type=Path,
-        help="where to write the picture of the last run (default: RUN_DIR/curve.png)",
-    )
-    parser.add_argument(
-        "--samples",
-        action="store_true",
-        help="also print samples of the first and of the last step that has them, held-out ones if "
-        "there are any",
-    )
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
+    try:
+        check_options(options)
+        if options.throughput:
+            sys.stdout.write(throughput_text(options))
+            return 0
+    except DataError as err:
+        sys.stderr.write(f"{err}\n")
+        return 2
     runs = list(map(RunFiles, options.run_dirs))
     wanted = options.keys and options.keys.split(",")
     try:
@@ -89,6 +87,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_samples(step, samples, file=sys.stdout)
     sys.stdout.writelines(f"{line}\n" for line in _settings_table(runs))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m spmdflow.report", description=__doc__)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument(
+        "--keys",
+        help=f"metrics to draw, separated by commas (default: {','.join(DEFAULT_KEYS)}); "
+        "docs/METRICS.md lists all of them",
+    )
+    parser.add_argument(
+        "--png",
+        type=Path,
+        help="where to write the picture of the last run (default: RUN_DIR/curve.png)",
+    )
+    parser.add_argument(
+        "--samples",
+        action="store_true",
+        help="also print samples of the first and of the last step that has them, held-out ones if "
+        "there are any",
+    )
+    parser.add_argument(
+        "--throughput",
+        action="store_true",
+        help="print tokens per second of whole steps, with everything that such a claim needs",
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        metavar="N",
+        help=f"with --throughput: do not measure the first N steps of each start ({WARM_UP})",
+    )
+    parser.add_argument("--json", action="store_true", help="with --throughput: print JSON")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise DataError for options that do not go together, or a negative warm-up."""
+    if options.throughput:
+        for name in ("keys", "png", "samples"):
+            if getattr(options, name):
+                got = f"--{name} with --throughput"
+                do = f"omit --{name}, or call the report once without --throughput"
+                raise DataError.of("report", got, "one of the two", do)
+        if options.warm_up is not None and options.warm_up < 0:
+            do = "write --warm-up 0 to measure all steps"
+            raise DataError.of("report", f"--warm-up {options.warm_up}", "at least 0", do)
+        return
+    for name, is_given in (("--json", options.json), ("--warm-up", options.warm_up is not None)):
+        if is_given:
+            got = f"{name} without --throughput"
+            raise DataError.of("report", got, "both", f"add --throughput, or omit {name}")
+
+
+def throughput_text(options: argparse.Namespace) -> str:
+    """Return the blocks of all runs or, with --json, a JSON list with an object for each.
+
+    Raises DataError if one of them has no finished step.
+    """
+    warm_up = WARM_UP if options.warm_up is None else options.warm_up
+    summaries = []
+    for run_dir in options.run_dirs:
+        summaries.append(summarize(RunFiles(run_dir), warm_up=warm_up))
+    if options.json:
+        return json.dumps([summary.to_plain() for summary in summaries], indent=1) + "\n"
+    return joined_blocks(summaries)
 
 
 def drawn_keys(records: Records, wanted: Sequence[str] | None) -> list[str]:

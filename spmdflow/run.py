@@ -103,6 +103,8 @@ class RankEnvironment:
     rank: int
     local_rank: int
     world_size: int
+    restarts: int = 0
+    """How often torchrun has restarted its ranks."""
 
     @classmethod
     def from_environment(cls) -> RankEnvironment:
@@ -111,6 +113,7 @@ class RankEnvironment:
             rank=int(os.environ.get("RANK", 0)),
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
 
@@ -214,7 +217,8 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
     """Load and check script and settings, choose their `auto` values, and print them on rank 0.
 
     Raises ConfigError if they cannot work, if there is no script, or if the ranks do not fit the
-    flags: --inproc on several ranks, or neither torchrun nor --inproc.
+    flags: --inproc on several ranks, or neither torchrun nor --inproc. On rank 0 also if it cannot
+    listen on run.metrics_port. A run that is under way goes on without its page instead.
     """
     if arguments.script is None:
         expected = "one such as algos/ppo.py"
@@ -237,7 +241,12 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
         _say(environment, f"script: {loaded.script.__file__}, bundled with spmdflow")
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
     with show_planning(run_dir_of(loaded.cfg.run)) if environment.rank == 0 else nullcontext():
-        loaded, placed = prepare(loaded, environment.world_size, node_size=node_size)
+        loaded, placed = prepare(
+            loaded,
+            environment.world_size,
+            node_size=node_size,
+            serves_page=environment.rank == 0 and not _is_under_way(loaded, environment),
+        )
     warnings = check_versions(loaded.cfg)
     _say(environment, "\n".join([*warnings, *loaded.warnings, settings_text(loaded)]))
     if placed:
@@ -246,6 +255,14 @@ def prepare_rank(arguments: Arguments, environment: RankEnvironment) -> Loaded:
         _say(environment, own_code)
     _say(environment, batch_algebra(loaded.cfg, environment.world_size))
     return loaded
+
+
+def _is_under_way(loaded: Loaded, environment: RankEnvironment) -> bool:
+    """Whether torchrun has restarted the ranks of a run that had begun: it has its config.yaml.
+
+    torchrun also restarts ranks that have refused to start.
+    """
+    return environment.restarts > 0 and (run_dir_of(loaded.cfg.run) / "config.yaml").exists()
 
 
 def _say(environment: RankEnvironment, text: str) -> None:
@@ -323,7 +340,13 @@ def _launch(
         secret = os.environ.get("SPMDFLOW_SECRET")
         on_met = watch.end if watch else lambda: None
         launcher = watch.launcher if watch else None
-        surroundings = Surroundings(secret, launcher, owns_process=True, on_met=on_met)
+        surroundings = Surroundings(
+            secret,
+            launcher,
+            owns_process=True,
+            on_met=on_met,
+            restarts=environment.restarts,
+        )
         ranks = tuple(range(environment.world_size))
         outcome = run_prepared(loaded.script, loaded.cfg, ranks=ranks, surroundings=surroundings)
         dist.destroy_process_group()

@@ -22,6 +22,7 @@ from spmdflow.config.load import Loaded, load
 from spmdflow.config.location import run_dir_of
 from spmdflow.deferred_name import deferring
 from spmdflow.errors import CheckpointError, ConfigError
+from spmdflow.program import check_metrics_port
 
 REFUSED = run.REFUSED
 
@@ -147,6 +148,8 @@ def check_command(command: CommandLine) -> Loaded:
     except ConfigError as err:
         raise with_problems(err, world_size) from err
     check_open(loaded.cfg, world_size)
+    if command.nodes == "1":  # otherwise rank 0 may be on another node
+        check_metrics_port(loaded.cfg.run)
     return loaded
 
 

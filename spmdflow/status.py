@@ -1,9 +1,9 @@
 """Show what a live run is doing: `python -m spmdflow.status RUN_DIR`, from another terminal.
 
 It reads only files in RUN_DIR, so it works on any node that shares the folder: status.json, which
-rank 0 rewrites every few seconds, metrics.jsonl, failure.json and the stacks. On a node of the run
-it also asks the kernel for the state of the processes, to distinguish a stuck rank 0 from a slow
-disk.
+rank 0 rewrites every few seconds, metrics.jsonl, failure.json, the stacks, and what ranks report
+about generation servers. On a node of the run it also asks the kernel for the state of the
+processes, to distinguish a stuck rank 0 from a slow disk.
 
 A run is live while its rank 0 holds the lock of RUN_DIR. Exit codes:
 
@@ -32,6 +32,7 @@ from spmdflow.failure.status_file import WANTED_FILE
 from spmdflow.live import watch
 from spmdflow.tracking.progress import stage_seconds
 from spmdflow.tracking.reading import RunFiles, RunState, failure_text, read_json
+from spmdflow.tracking.servers import ServerRecord
 
 LIVE, FAILED, NOTHING, STOPPED, FINISHED = range(5)
 EXIT_CODES = {
@@ -46,6 +47,7 @@ _PARTS = {"ranks", "controller", "calls", "slow", "medians"}
 _OLD_SECONDS = 20.0
 _STACK_SECONDS = 12.0
 _MOST_MEDIANS = 5
+_MOST_SERVERS = 64
 Status = Mapping[str, Any]
 """The content of status.json (`StallWatch.status` in failure/stall.py)."""
 
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def status_text(run_dir: Path, run_state: RunState, status: Status, now: float) -> Iterator[str]:
-    """Yield the lines to print: last step, failures, then the live run, and files of stacks.
+    """Yield the lines to print: last step, failures, the live run, its servers, files of stacks.
 
     status: content of status.json, {} without one. now: Unix time.
     """
@@ -96,6 +98,8 @@ def status_text(run_dir: Path, run_state: RunState, status: Status, now: float) 
         yield f"a run is live, but {run_dir / STATUS_FILE} has no valid content (yet)"
     else:
         yield from _live(status, now)
+    if run_state is RunState.LIVE:
+        yield from _servers(files.servers, now)
     if files.stacks:
         yield f"stacks: {', '.join(files.stacks)}"
 
@@ -136,6 +140,20 @@ def _live(state: Status, now: float) -> Iterator[str]:
     yield from (f"slow: {text}" for text in state["slow"])
     longest = sorted(state["medians"].items(), key=lambda median: -median[1])[:_MOST_MEDIANS]
     yield "longest calls: " + ", ".join(f"{name} {s:.2g} s" for name, s in longest)
+
+
+def _servers(servers: Sequence[ServerRecord], now: float) -> Iterator[str]:
+    """Yield a line for each generation server that a rank has reported, at most 64."""
+    for server in servers[:_MOST_SERVERS]:
+        reason = f"; {server.reason_text}" if server.reason else ""
+        yield (
+            f"server {server.url_text}: {server.state}, weights version {server.weights_version}, "
+            f"{server.running_rows} rows running, {server.restarts} restarts, "
+            f"{server.recomputed_tokens} tokens recomputed "
+            f"(rank {server.rank}, {now - server.time:.0f} s ago){reason}"
+        )
+    if len(servers) > _MOST_SERVERS:
+        yield f"{len(servers) - _MOST_SERVERS} more servers"
 
 
 def _last_step(run_dir: Path, now: float) -> str:

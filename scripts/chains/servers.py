@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 _CHUNK = 1 << 16
 _END_SECONDS = 20.0
 
@@ -64,7 +65,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | variables,
+                env=os.environ | variables | {"PYTHONPATH": str(ROOT)},
                 start_new_session=True,
             )
 

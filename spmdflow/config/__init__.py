@@ -28,6 +28,7 @@ or the bundled files. A bundled script or YAML is found by its name.
 | data_source, reward | settings with a grammar: sources of data, terms of a reward |
 | model_folder | what a model's folder says about it; models inside checkpoints |
 | check | everything that is an error before a process group exists |
+| server | the part of it about generation servers |
 | data_check | the part of it about how rows are read, also for tools that only look at rows |
 
 Types and bounds are checked here, on plain dataclasses, and not by a second schema library next to

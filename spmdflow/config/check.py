@@ -7,6 +7,7 @@ there. Messages say got, expected, do; the first error of every rule is raised, 
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -216,7 +217,7 @@ def _check_run(cfg: Any, *, here: bool) -> None:
 
     run.name is a plain folder name; guards parse; betas are two numbers; total_steps, unless 0,
     exceed the warm-up; weight decay needs an optimizer that has it. With `here`, packages of
-    trackers, of the view and of generators must be installed.
+    trackers, of the view, of the page for Prometheus and of generators must be installed.
     """
     for key, run in parts_of(cfg, RunConfig):
         if run.name in ("", "..") or Path(run.name).name != run.name:
@@ -230,6 +231,7 @@ def _check_run(cfg: Any, *, here: bool) -> None:
                 _check_installed(f"{key}.trackers", tracker, extra=tracker)
         if run.view and here:
             _check_installed(f"{key}.view", "plotly", extra="view")
+        _check_metrics_page(key, run, here=here)
     for key, rollout in parts_of(cfg, RolloutConfig):
         generator = generator_kind(rollout.generator, key=f"{key}.engine")
         is_elsewhere = generator.is_served and rollout.server.addresses
@@ -254,14 +256,34 @@ def _check_run(cfg: Any, *, here: bool) -> None:
             raise ConfigError.of(f"{key}.weight_decay", got, "0", do)
 
 
-def _check_installed(key: str, package: str, *, extra: str) -> None:
+def _check_metrics_page(key: str, run: RunConfig, *, here: bool) -> None:
+    """Raise ConfigError if metrics_address is no IP address, or its page cannot be written here.
+
+    Whether the port is free is known on rank 0 alone (`tracking.scrape.check_address`).
+    """
+    try:
+        ipaddress.ip_address(run.metrics_address)
+    except ValueError as err:
+        got = repr(run.metrics_address)
+        do = f"set {key}.metrics_address=127.0.0.1, or 0.0.0.0 for all addresses of the node"
+        raise ConfigError.of(f"{key}.metrics_address", got, "an IP address", do) from err
+    if run.metrics_port is not None and here:
+        otherwise = f"set {key}.metrics_port=null"
+        package = "prometheus_client"
+        _check_installed(f"{key}.metrics_port", package, extra="prometheus", otherwise=otherwise)
+
+
+def _check_installed(
+    key: str, package: str, *, extra: str, otherwise: str = "choose another"
+) -> None:
     """Raise ConfigError if Python finds no package of this name; it is not imported.
 
-    extra: our extras that install it, separated by commas, for the message.
+    extra: our extras that install it, separated by commas, for the message. otherwise: what to do
+    instead of an installation.
     """
     if importlib.util.find_spec(package) is None:
         commands = " or ".join(map(install_command, extra.split(",")))
-        do = f"{commands}, or choose another"
+        do = f"{commands}, or {otherwise}"
         raise ConfigError.of(key, package, "an installed package", do)
 
 

@@ -38,7 +38,7 @@ from spmdflow.kind.engine import (
     options_doc,
 )
 from spmdflow.kind.generator import generator_names, generators_doc, generators_with_adapters
-from spmdflow.kind.table import optimizers_doc
+from spmdflow.kind.table import SERVER_DIALECTS, optimizers_doc
 
 NO_LIMIT = 1 << 30
 ALWAYS = "always"
@@ -82,6 +82,16 @@ class RunConfig:
     max_seconds: float | None = setting("Limit of a launch; the run saves before.", None, above=0)
     trackers: list[str] = setting(
         "Besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab or your own.", []
+    )
+    metrics_port: int | None = setting(
+        "Port of the page for Prometheus that rank 0 serves, http://ADDRESS:PORT/metrics; 0: the "
+        "system chooses one (RUN_DIR/metrics-url has it); null: no page.",
+        None,
+        at_least=0,
+        at_most=65535,
+    )
+    metrics_address: str = setting(
+        "IP address on which the page listens; 0.0.0.0: all of rank 0's node.", "127.0.0.1"
     )
     sample_every: int = setting("Steps between samples, also of step 1 (0: none).", 10, at_least=0)
     view: bool = setting("Write view.html at the end, a page to look at (spmdflow view).", False)
@@ -349,11 +359,16 @@ class ServerConfig:
     )
     dialect: str = setting(
         "Program of these servers; sglang draws with its own random numbers (sampler=server).",
-        "vllm",
-        one_of=("vllm", "sglang"),
+        SERVER_DIALECTS[0],
+        one_of=SERVER_DIALECTS,
     )
     key_file: str = setting("File with the key of servers that run already; empty: none.", "")
     count: int = setting("Servers that each rank starts.", 1, at_least=1)
+    host: str = setting(
+        "Address on which these listen; one that the other ranks reach, if they are on several "
+        "nodes.",
+        "127.0.0.1",
+    )
     devices: list[str] = setting(
         "Devices of each server that a rank starts, such as '0,1' for one on two GPUs; empty: the "
         "rank's own.",

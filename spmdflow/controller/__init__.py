@@ -30,6 +30,9 @@ The life of a call, `batch |= actor.compute_log_prob(batch)`:
 | joining | rows of several calls as rows of one result |
 | step, evaluation, saving | what a step measures, evaluation, checkpoints |
 | observer, transcript, capsule | what reads the records of calls; a step that is kept |
+| metrics_page | hands records to the page for Prometheus |
+| row_use, token_count | tokens of a step: trained, dropped, stale |
+| throughput_log | writes them, and facts of each start |
 | queue | rollouts that begin steps before they are learnt from |
 | sample | a few scored rows of a step, for people |
 | ending | when a run ends before its last step |

@@ -48,6 +48,7 @@ from spmdflow.controller.result import (
     ignore_reads,
     nothing,
 )
+from spmdflow.controller.row_use import RowUses
 from spmdflow.controller.transfers import Transfers
 from spmdflow.data.column import Column, join, read_message
 from spmdflow.data.row_id import Ids, RowIds
@@ -99,6 +100,8 @@ class Caller:
         """The step's last rows with texts and a score, by phase; sample tables show them."""
         self.learnt: Batch | None = None
         """The last rows that an update of the running step was given."""
+        self.uses = RowUses()
+        """Which rows the calls of the running step were given; tokens are counted afterwards."""
         self.num_updates: Counter[str] = Counter()
         """Updates of this launch by model."""
         self.busy: AbstractSet[int] = frozenset()
@@ -273,6 +276,7 @@ class Caller:
             assert isinstance(source, RowResult), source.label
             self.transfers.need(source, required.columns, required.rows, step=call.step)
         pending = self._submit(call, result, batch)
+        self.uses.add(call, batch, result)
         if result is None:
             return Result(call.label, pending, call.reply_ranks, self._on_read)
         columns: dict[str, Ref] = {}

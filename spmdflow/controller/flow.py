@@ -86,7 +86,7 @@ class Flow:
         self._has_outside = has_outside
         self.groups: dict[str, WorkerGroup] = {}
         """Models that were built, by name."""
-        self._spawned: dict[str, WorkerGroup] = {}
+        self.spawned: dict[str, WorkerGroup] = {}
         """All models, also those that are built when something needs them."""
         self._links: list[WeightLink] = []
         self.kept: dict[str, Any] = {}
@@ -146,10 +146,10 @@ class Flow:
                 f"before the first step; spawn every model at the top of main"
             )
         name = name or worker_class.role
-        if name in self._spawned:
+        if name in self.spawned:
             raise ProtocolError(
                 f"spawn {worker_class.__name__}: got the name {name!r}, expected one that is not "
-                f"taken by {self._spawned[name]}; give name=... for a second one"
+                f"taken by {self.spawned[name]}; give name=... for a second one"
             )
         pool = pool or self.pool(pool_name_of(self._pools, name, worker_class.role, cfg))
         layout = worker_class.layout_of(cfg, pool.ranks)
@@ -170,7 +170,7 @@ class Flow:
         for rank in pool.ranks:
             commands[rank] = dict(command)
         group = WorkerGroup(self.caller, Target(name, worker_class, layout, cfg))
-        self._spawned[name] = group
+        self.spawned[name] = group
 
         def build() -> None:
             """Have the pool's ranks build the model; do not wait for them."""
@@ -502,6 +502,7 @@ class Flow:
             self._guarding.end_step(step.number, metrics)
         caller.scored = {}
         caller.calls = []
+        caller.uses.clear()
         self._saving.finish(wait=False)
         is_last = 0 < step.number == caller.last_step
         if self._saving.due or (is_last and self._saves_last()):

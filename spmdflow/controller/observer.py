@@ -42,6 +42,8 @@ class ObservedFlow(Protocol):
 
     caller: Caller
     groups: dict[str, WorkerGroup]
+    kept: dict[str, Any]
+    spawned: dict[str, WorkerGroup]
 
     def state(self, number: int) -> dict[str, Any]:
         """What a run that continues after a step needs besides the models."""

@@ -48,6 +48,8 @@ class RolloutQueue(Iterator[Batch]):
         """Prompts of future steps, in their order."""
         self._start_versions: deque[int] = deque()
         """Weight versions with which the first of them were started."""
+        self._saved_versions: deque[int] = deque()
+        """The same of rows that a checkpoint has begun: their saved tokens are as old."""
         rollout = getattr(link.generator.target.settings, "rollout", None)
         self._plays = getattr(rollout, "episode", None) is not None
         link.generator.open_queue()
@@ -65,7 +67,8 @@ class RolloutQueue(Iterator[Batch]):
         for offset in range(len(self._start_versions), wanted):
             begin(self._ahead[offset], step=self._caller.step + offset)
             self._start_versions.append(self._link.version)
-        age = self._link.version - self._start_versions.popleft()
+        started = self._start_versions.popleft()
+        age = self._link.version - started
         if age > self._max_staleness:
             got = f"weights {age} versions newer than those that started the step's rows"
             expected = f"at most max_staleness={self._max_staleness}"
@@ -73,9 +76,20 @@ class RolloutQueue(Iterator[Batch]):
             raise ProtocolError.of("flow.queue", got, expected, do)
         finish = generator.finish_episodes if plays else generator.finish_sequences
         batch: Batch = finish(self._ahead.popleft(), version=self._link.version)
+        if self._saved_versions:
+            started = min(started, self._saved_versions.popleft())
+        self._caller.uses.ages.append((batch.ids, self._link.version - started))
         if self._start_versions:
             self._link.go_on()
         return batch
+
+    @property
+    def num_begun_rows(self) -> int:
+        """Rows of later steps whose generation has begun."""
+        rows = 0
+        for offset in range(len(self._start_versions)):
+            rows += len(self._ahead[offset])
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the prompts that are drawn for later steps, and weight versions, as plain data.
@@ -100,6 +114,9 @@ class RolloutQueue(Iterator[Batch]):
         """
         self._ahead = deque(self._prompts.restore(batch) for batch in state["ahead"])
         self._start_versions.clear()
+        self._saved_versions = deque()
+        if not self._plays:  # episodes are not saved
+            self._saved_versions.extend(state.get("begun", ()))
         self._link.version = int(state["version"])
         ages = []
         for offset, version in enumerate(state.get("begun", ())):

@@ -22,15 +22,18 @@ from spmdflow.controller.caller import Caller
 from spmdflow.controller.capsule import Capsule
 from spmdflow.controller.flow import Flow, Stopped
 from spmdflow.controller.guarding import Guarding
+from spmdflow.controller.metrics_page import MetricsPage
 from spmdflow.controller.observer import CallList, Observer, Timeline
 from spmdflow.controller.saving import Saving, find_unseen_folders, verify_on_ranks
 from spmdflow.controller.step import Show
+from spmdflow.controller.throughput_log import ThroughputLog
 from spmdflow.controller.transcript import TRANSCRIPT_FILE, Transcript
 from spmdflow.errors import ConfigError
-from spmdflow.parallel.device import backend_of, own_device
+from spmdflow.parallel.device import backend_of, device_name, own_device
 from spmdflow.runtime import launch as runtime
 from spmdflow.runtime.call import Transport
 from spmdflow.runtime.launch import Outcome
+from spmdflow.tracking.servers import remove_servers
 from spmdflow.tracking.tracker import sync_records
 
 logger = logging.getLogger(__name__)
@@ -68,15 +71,17 @@ def start_flow(
 
     ConfigError if the script has no main; other errors as of `runtime.launch.start_run`.
     """
-    return runtime.start_run(_control(script, cfg), cfg, ranks=ranks, surroundings=surroundings)
+    restarts = surroundings.restarts if surroundings is not None else 0
+    control = _control(script, cfg, restarts=restarts)
+    return runtime.start_run(control, cfg, ranks=ranks, surroundings=surroundings)
 
 
-def _control(script: ModuleType, cfg: Any) -> runtime.Control:
+def _control(script: ModuleType, cfg: Any, *, restarts: int = 0) -> runtime.Control:
     if not callable(getattr(script, "main", None)):
         raise ConfigError(
             f"{script.__name__}: defines no main, expected main(flow, cfg); add it to the script"
         )
-    return partial(run_script, script, cfg)
+    return partial(run_script, script, cfg, restarts=restarts)
 
 
 def run_script(
@@ -86,6 +91,8 @@ def run_script(
     ranks: tuple[int, ...],
     has_outside: bool,
     lock: RunDirLock,
+    *,
+    restarts: int = 0,
 ) -> int:
     """Run script.main on the controller; return the exit status: 0 finished, 3 stopped.
 
@@ -93,6 +100,7 @@ def run_script(
     for the last checkpoint. Then uploads the models if run.push_to_hub is set, and marks the run as
     finished. At the end closes the workers of all ranks. A stop by run.max_seconds also returns 0.
     An error of the script is raised after the checkpoint that is being written is finished.
+    restarts: by torchrun, in this launch.
     """
     settings = to_yaml(cfg)
     repository = cfg.run.push_to_hub
@@ -105,6 +113,7 @@ def run_script(
         verify=partial(verify_on_ranks, transport, ranks, seconds=cfg.run.call_seconds),
     )
     run_dir.mark_unfinished()
+    remove_servers(run_dir.path)
     folders = ModelFolders()
     if run_dir.checkpoint:
         before = run_dir.checkpoint.meta.get("models", {})
@@ -125,7 +134,7 @@ def run_script(
         models=folders.resolved_links,
         lock=lock,
     )
-    observers = _observers_of(cfg, run_dir, settings, file, transport, ranks)
+    observers = _observers_of(cfg, run_dir, settings, file, transport, ranks, restarts=restarts)
     flow = Flow(
         caller,
         cfg,
@@ -166,10 +175,13 @@ def _observers_of(
     script: Path,
     transport: Transport,
     ranks: tuple[int, ...],
+    *,
+    restarts: int,
 ) -> list[Observer]:
-    """Return the observers that write transcript, trace.json and calls.jsonl into RUN_DIR.
+    """Return the observers that write transcript, trace.json, calls.jsonl and the tokens of steps.
 
-    With run.capture_step, also the one that keeps that step.
+    They write into RUN_DIR. With run.capture_step, also the one that keeps that step; with
+    run.metrics_port, the one that serves the page for Prometheus.
     """
     nodes = [transport.node_of(rank) for rank in ranks]
     observers: list[Observer] = [
@@ -179,4 +191,16 @@ def _observers_of(
     ]
     if cfg.run.capture_step:
         observers.append(Capsule(cfg.run, run_dir.path, settings, script))
+    if cfg.run.metrics_port is not None:
+        observers.append(MetricsPage(cfg.run, run_dir.path, restarts=restarts))
+    observers.append(  # the last one: it may fetch values, which the others do not record
+        ThroughputLog(
+            run_dir.path,
+            cfg,
+            nodes=nodes,
+            device=device_name(),
+            script=script,
+            last_step=run_dir.last_step,
+        )
+    )
     return observers

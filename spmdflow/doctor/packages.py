@@ -27,6 +27,7 @@ NEEDED_FOR = {
     "mlflow": "metrics in MLflow",
     "trackio": "metrics in Trackio",
     "swanlab": "metrics in SwanLab",
+    "prometheus": "the page of run.metrics_port",
     "reasoning": "tasks of reasoning-gym (rewards.reasoning, envs.reasoning)",
 }
 """Extra -> which runs need it."""

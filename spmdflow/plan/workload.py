@@ -6,7 +6,6 @@ functions are not.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -30,7 +29,7 @@ from spmdflow.mapping.dataflow import (
     Strategy,
     Workload,
 )
-from spmdflow.mapping.hardware import Hardware, load_hardware
+from spmdflow.mapping.hardware import BY_DEVICE, Hardware, load_hardware, packaged_hardware
 from spmdflow.mapping.shared_prompt import cached_tokens
 from spmdflow.mapping.unequal import SharedRows
 from spmdflow.models.preference import PairWorker
@@ -39,13 +38,6 @@ from spmdflow.plan.record import Key, Tokens, Trace, TracedModel
 from spmdflow.runtime.call import Call
 from spmdflow.weights.architecture import Architecture, Head
 from spmdflow.weights.table import shapes_by_name
-
-_BY_DEVICE = {
-    r"\bA100\b.*\b80GB\b": "a100_80gb",
-    r"\bH100\b(?!.*\b(PCIe|NVL|MIG)\b)": "h100",
-    r"\bH200\b(?!.*\b(NVL|MIG)\b)": "h200",
-}
-"""Packaged files by CUDA's device name. Variants with other memory or links do not match."""
 
 
 def hardware_of(
@@ -84,12 +76,12 @@ def _local_hardware() -> str:
     if kind == CPU:
         return "cpu"
     device = torch.get_device_module(kind).get_device_name()
-    for pattern, name in _BY_DEVICE.items():
-        if re.search(pattern, device):
-            return name
+    name = packaged_hardware(device)
+    if name is not None:
+        return name
     raise ConfigError(
         f"hardware: got {device}, expected a device that a packaged file describes "
-        f"({', '.join(_BY_DEVICE.values())}); measure it with scripts/calibrate.py --device "
+        f"({', '.join(BY_DEVICE.values())}); measure it with scripts/calibrate.py --device "
         f"{kind.type} and set run.hardware (of a plan: --hardware) to that file, or to the nearest "
         f"of these"
     )

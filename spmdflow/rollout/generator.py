@@ -154,6 +154,18 @@ class Replica:
 
 
 @dataclass(frozen=True)
+class RunPlace:
+    """Where a generator is in its run."""
+
+    run_dir: Path | None = None
+    """RUN_DIR; None: the generator belongs to no run."""
+    rank: int = 0
+    """Global rank."""
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks of its pool."""
+
+
+@dataclass(frozen=True)
 class Request:
     """One response to draw."""
 
@@ -275,6 +287,14 @@ class RequestGenerator(ABC):
         """Drops a request, so that `step` never returns it. Returns its tokens so far, or None if
         it has ended."""
 
+    def settle(self) -> list[Finished]:
+        """Returns responses that have ended and that `step` has not returned yet.
+
+        Called before requests are taken out of the generator. One that must not interrupt a
+        response waits here until all of them have ended.
+        """
+        return []
+
     def forget(self, conversations: Collection[int]) -> None:  # noqa: B027 not all keep something
         """Frees the keys and values that were retained for these conversations, which have
         ended."""
@@ -380,16 +400,15 @@ def generator_of(
     model_path: str,
     device: torch.device,
     replica: Replica | None = None,
-    *,
-    run_dir: Path | None = None,
+    place: RunPlace | None = None,
 ) -> Generator:
     """Builds this rank's part of the generator that cfg.generator selects, for a model folder.
 
-    replica: the ranks that generate together and their groups; None: this rank only. run_dir:
-    RUN_DIR, in which generation servers keep their output; None: a temporary folder. All of its
-    ranks build the generator together. ConfigError if it has several ranks and this generator
-    cannot cut a model over ranks. weights_version is NEVER: the generator must be synced before the
-    first generation. It takes no seed, because each response depends on the seed of its row.
+    replica: the ranks that generate together and their groups; None: this rank only. place: where
+    the rank is in its run; only generators on servers need it. All ranks of a replica build the
+    generator together. ConfigError if it has several ranks and this generator cannot cut a model
+    over ranks. weights_version is NEVER: the generator must be synced before the first generation.
+    It takes no seed, because each response depends on the seed of its row.
     """
     kind = generator_kind(cfg.generator)
     replica = replica or Replica.alone()
@@ -404,7 +423,7 @@ def generator_of(
     if kind.cuts_model:
         arguments.append(replica)
     if kind.is_served:
-        arguments.append(run_dir)
+        arguments.append(place or RunPlace())
     generator: Generator = resolve(kind.implementation)(*arguments)
     return generator
 

@@ -98,6 +98,8 @@ class ResumableRequests:
         self._is_greedy = False
         self._suspended: list[int] = []
         """Requests that are not in the generator, oldest first."""
+        self._settled: list[int] = []
+        """Requests that ended while all were suspended; the next `step` returns them."""
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -123,7 +125,9 @@ class ResumableRequests:
         row = self._rows.pop(number, None)
         if row is None:
             return
-        if row.live is None:
+        if number in self._settled:
+            self._settled.remove(number)
+        elif row.live is None:
             self._suspended.remove(number)
         else:
             self._generator.abort(row.live)
@@ -151,7 +155,7 @@ class ResumableRequests:
             self._is_greedy = greedy
         if self._suspended:
             self._generator.wake()
-        ended = []
+        ended = self._take_settled(greedy=greedy)
         waiting = []
         for number in self._suspended:
             row = self._rows[number]
@@ -172,8 +176,13 @@ class ResumableRequests:
     def suspend_all(self) -> None:
         """Takes all requests out of the generator, because its weights or its cache will change.
 
-        Stores their tokens so far, with the current version. The next `step` adds them again.
+        Stores their tokens so far, with the current version. The next `step` adds them again, but
+        for those that have ended by now.
         """
+        for ended in self._generator.settle() if self._live else ():
+            number = self._live.pop(ended.id)
+            self._rows[number].extend(ended, self.version)
+            self._settled.append(number)
         for live, number in self._live.items():
             part = self._generator.abort(live)
             assert part is not None, (live, number)
@@ -186,6 +195,15 @@ class ResumableRequests:
         (n,)."""
         assert not self._live, "call suspend_all first"
         return self._rows[number].drawn
+
+    def _take_settled(self, *, greedy: bool) -> list[VersionedResponse]:
+        """Returns the settled responses of one kind."""
+        numbers = []
+        for number in self._settled:
+            if self._rows[number].request.sampling.greedy == greedy:
+                numbers.append(number)
+        self._settled = [number for number in self._settled if number not in numbers]
+        return [self._end(number) for number in numbers]
 
     def _has_ended(self, row: _Row) -> bool:
         """Whether its last token is drawn. An engine may be a step ahead of what `step` has

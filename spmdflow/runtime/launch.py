@@ -63,6 +63,8 @@ class Surroundings:
     """Called once all ranks have met, when the session begins to watch them."""
     show_failure: Callable[[], None] = lambda: None
     """As in `SessionSettings`."""
+    restarts: int = 0
+    """How often torchrun has restarted the ranks in this launch."""
 
 
 def start_run(

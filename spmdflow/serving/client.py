@@ -28,7 +28,7 @@ _MOST_LINE_BYTES = 4 << 20
 _MOST_REPLY_BYTES = 64 << 20
 _SHOWN = 200
 _WORD = re.compile(r"[\w.:+-]{0,100}")
-_LOG_PROB_SLACK = 1e-4
+_LOG_PROB_SLACK = 2e-6
 """How far above 0 a log-probability may be because of rounding."""
 GENERATE = "inference/v1/generate"
 VERSION_HEADER = "x-spmdflow-version"

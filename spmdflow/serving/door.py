@@ -17,9 +17,9 @@ import hmac
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version as package_version
 from typing import Any
 
-from spmdflow import __version__
 from spmdflow.rollout.generator import NEVER
 from spmdflow.serving.identity import model_hash, tokenizer_hash
 from spmdflow.serving.settings import server_key
@@ -28,6 +28,7 @@ PROTOCOL = 1
 """Version of the door's routes."""
 VERSION_HEADER = b"x-spmdflow-version"
 GENERATE = "/inference/v1/generate"
+SLEEP = "/sleep"
 _PREFIX = "/spmdflow/"
 _MOST_BODY_BYTES = 64 << 20
 _RPC_SECONDS = 120.0
@@ -47,15 +48,20 @@ class _Refusal(Exception):
 class Door:
     """ASGI middleware of the server."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        """app: vLLM's application."""
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str | None = None
+    ) -> None:
+        """app: vLLM's application. key: that every request must carry, "" for none; None: that of
+        this process (serving.settings)."""
         self._app = app
-        self._key = server_key().encode()
+        self._key = (server_key() if key is None else key).encode()
         self._instance = secrets.token_hex(8)
         self._version = NEVER
         self._epoch = ""
         """Random id of the run whose version it is."""
         self._running = 0
+        self._has_slept = False
+        """Whether the server was told to sleep since its last switch."""
         self._workers: list[dict[str, Any]] = []
         """What the workers have (`WeightTaker.spmdflow_describe`)."""
         self._lock = asyncio.Lock()
@@ -82,6 +88,7 @@ class Door:
             else:
                 await _send_json(send, err.status, {"error": str(err)})
             return
+        self._has_slept = self._has_slept or path == SLEEP
         is_generation = path == GENERATE
         self._running += is_generation
         try:
@@ -127,7 +134,7 @@ class Door:
         workers = await self._describe(engine)
         return {
             "protocol": PROTOCOL,
-            "package": __version__,
+            "package": package_version("spmdflow"),
             "instance": self._instance,
             "model": await asyncio.to_thread(model_hash, model.model),
             "tokenizer": await asyncio.to_thread(tokenizer_hash, model.model),
@@ -168,8 +175,13 @@ class Door:
         version = int(body["version"])
         epoch = str(body["epoch"])
         self._version = NEVER
+        if await engine.is_sleeping():
+            await engine.wake_up()
         await engine.pause_generation(mode=mode)
         try:
+            if self._has_slept:
+                await _call_workers(engine, "spmdflow_clear_cache", ())
+                self._has_slept = False
             hashes = await _call_workers(engine, "spmdflow_switch", arguments, seconds)
             await engine.reset_prefix_cache()
             self._version = version

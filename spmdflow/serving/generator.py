@@ -11,18 +11,17 @@ the servers from there, while the policy trains. The controller takes no part.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from spmdflow.config.schema import RolloutConfig, ServerConfig
-from spmdflow.errors import ConfigError
+from spmdflow.config.schema import RolloutConfig
 from spmdflow.rollout.forward import end_tokens
 from spmdflow.rollout.generator import (
     NEVER,
@@ -30,24 +29,29 @@ from spmdflow.rollout.generator import (
     Replica,
     Request,
     RequestGenerator,
+    RunPlace,
     WakePart,
 )
+from spmdflow.serving.client import ServerClient
 from spmdflow.serving.dialect import DIALECTS
-from spmdflow.serving.fleet import Fleet, FleetCounters, FleetSettings, Identity
+from spmdflow.serving.fleet import Fleet
 from spmdflow.serving.identity import model_hash, tokenizer_hash
+from spmdflow.serving.member import FleetCounters, FleetSettings, Identity, Server
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
+from spmdflow.serving.roster import Roster, RosterEntry
 from spmdflow.serving.settings import read_key
 from spmdflow.serving.start import ServerOptions
-from spmdflow.serving.supervisor import OwnServer
+from spmdflow.serving.supervisor import OwnServer, device_variables
 from spmdflow.serving.transport import check_transport
+from spmdflow.tracking.servers import SERVERS_FOLDER, ServerRecord, write_servers
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block
 from spmdflow.worker_api.metric import Max, Metric, Sum
 
 logger = logging.getLogger(__name__)
 
-SERVERS_FOLDER = "servers"
-"""Folder in RUN_DIR with the servers' output and key."""
+_REPORT_SECONDS = 10.0
+"""Longest time between two reports about the servers."""
 _SUMS = (
     "moved_rows",
     "recomputed_tokens",
@@ -68,7 +72,7 @@ class ServedGenerator(RequestGenerator):
     """One rank's servers and rows. rollout.generator.Generator documents its guarantees."""
 
     def __init__(
-        self, cfg: RolloutConfig, model_path: str, device: torch.device, run_dir: Path | None
+        self, cfg: RolloutConfig, model_path: str, device: torch.device, place: RunPlace
     ) -> None:
         """Start this rank's servers, or find those at the given addresses.
 
@@ -87,40 +91,39 @@ class ServedGenerator(RequestGenerator):
         self._on_device = device.type != "cpu"
         self._is_asleep = False
         self._live: dict[int, Request] = {}
-        folder = Path(tempfile.mkdtemp()) if run_dir is None else run_dir / SERVERS_FOLDER
+        folder = Path(tempfile.mkdtemp())
+        if place.run_dir is not None:
+            folder = place.run_dir / SERVERS_FOLDER
+            folder.mkdir(exist_ok=True)
         self._mirror = WeightMirror(trained_shapes(model_path), self.dtype)
         self._own: list[OwnServer] = []
         self._reported = FleetCounters()
         key = read_key(server.key_file) if server.key_file else ""
-        if not server.addresses:
+        if server.addresses:
+            urls = server.addresses[place.ranks.index(place.rank) :: len(place.ranks)]
+        else:
             key = secrets.token_hex(32)
-            self._own = _start_servers(cfg, model_path, device, folder, key)
-        urls = list(server.addresses) or [each.url for each in self._own]
-        settings = FleetSettings(
-            health_seconds=server.health_seconds,
-            stall_seconds=server.stall_seconds,
-            transfer_seconds=server.transfer_seconds,
-            wait_seconds=server.wait_seconds,
-            transport=server.transport,
-            is_exact=server.exact,
-            takes_any_sampler=cfg.sampler == "server",
-        )
-        identity = Identity(
-            model=model_hash(model_path),
-            tokenizer=tokenizer_hash(model_path),
-            dtype=cfg.precision,
-            longest_row=self._max_positions,
-        )
-        vocab_size = arch.vocab_size
+            self._own = _start_servers(cfg, model_path, device, folder, key=key, rank=place.rank)
+            urls = [each.url for each in self._own]
+        epoch = secrets.token_hex(8)
+        self._roster = Roster(folder, rank=place.rank, ranks=place.ranks)
+        self._roster.write(urls, key=key, epoch=epoch)
         dialect = DIALECTS[server.dialect]
         self._fleet = Fleet(
-            lambda: [dialect.client(url, key=key, vocab_size=vocab_size) for url in urls],
-            identity,
+            [RosterEntry(url=url, key=key, epoch=epoch, owner=place.rank) for url in urls],
+            Identity(
+                model=model_hash(model_path),
+                tokenizer=tokenizer_hash(model_path),
+                dtype=cfg.precision,
+                longest_row=self._max_positions,
+            ),
             self._mirror,
-            settings,
+            FleetSettings.from_config(cfg),
+            find_others=self._roster.read_others,
+            make_client=partial(_make_client, dialect.client, arch.vocab_size),
             open_link=dialect.open_link,
-            epoch=secrets.token_hex(8),
             ends=end_tokens(model_path),
+            on_change=_Reporter(place),
         )
 
     @property
@@ -156,17 +159,26 @@ class ServedGenerator(RequestGenerator):
         return number
 
     def abort(self, request_id: int) -> Finished | None:
-        """See RequestGenerator.abort. In exact mode the row is generated to its end first."""
+        """See RequestGenerator.abort."""
         self._live.pop(request_id, None)
         return self._fleet.abort(request_id)
+
+    def settle(self) -> list[Finished]:
+        """See RequestGenerator.settle. In exact mode waits for all rows."""
+        return self._take_live(self._fleet.suspend())
 
     def step(self) -> list[Finished]:
         """Return the responses that have ended; waits at most 20 ms for one."""
         self.wake()
-        finished = self._fleet.take_finished(_STEP_SECONDS)
+        return self._take_live(self._fleet.take_finished(_STEP_SECONDS))
+
+    def _take_live(self, finished: Sequence[Finished]) -> list[Finished]:
+        """Those of some rows that were not aborted; they are no longer live."""
+        result = []
         for row in finished:
-            self._live.pop(row.id, None)
-        return finished
+            if self._live.pop(row.id, None) is not None:
+                result.append(row)
+        return result
 
     def blocks(self) -> Sequence[Block]:
         """See Generator.blocks: of the copy that the next weights are received into."""
@@ -184,31 +196,76 @@ class ServedGenerator(RequestGenerator):
         return self._mirror.hashes()
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Let servers on devices free their cache, and move their weights to the host."""
+        """Let servers on devices free their cache and their weights."""
         if self._on_device and not self._is_asleep:
             self._fleet.call_all("POST", "sleep?level=1&mode=wait")
         self._is_asleep = True
 
     def wake(self, part: WakePart | None = None) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`: servers get all weights from the mirror, and their hashes are compared."""
         if self._on_device and self._is_asleep:
             self._fleet.call_all("POST", "wake_up")
+            self._fleet.forget_versions()
         self._is_asleep = False
 
     def close(self) -> None:
         """End the servers that this rank has started. Others go on."""
         self._fleet.close()
+        self._roster.remove()
         for server in self._own:
             server.close()
 
 
+class _Reporter:
+    """Writes what a rank knows about its servers into RUN_DIR, when something has changed."""
+
+    def __init__(self, place: RunPlace) -> None:
+        self._place = place
+        self._written: list[ServerRecord] = []
+        self._time = 0.0
+
+    def __call__(self, servers: Sequence[Server]) -> None:
+        """Write a report, unless the last one is the same and younger than 10 s."""
+        if self._place.run_dir is None:
+            return
+        records = []
+        for server in servers:
+            if server.is_own:
+                records.append(
+                    ServerRecord(
+                        url=server.url,
+                        state=server.state,
+                        weights_version=max(0, server.version),
+                        restarts=server.restarts,
+                        running_rows=len(server.rows),
+                        tokens=server.num_tokens,
+                        recomputed_tokens=server.recomputed_tokens,
+                        reason=server.reason,
+                    )
+                )
+        now = time.monotonic()
+        if records != self._written or now - self._time > _REPORT_SECONDS:
+            self._written = records
+            self._time = now
+            write_servers(self._place.run_dir, self._place.rank, records)
+
+
+def _make_client(client: type[ServerClient], vocab_size: int, entry: RosterEntry) -> ServerClient:
+    """The client of a server."""
+    return client(entry.url, key=entry.key, vocab_size=vocab_size)
+
+
 def _start_servers(
-    cfg: RolloutConfig, model_path: str, device: torch.device, folder: Path, key: str
+    cfg: RolloutConfig,
+    model_path: str,
+    device: torch.device,
+    folder: Path,
+    *,
+    key: str,
+    rank: int,
 ) -> list[OwnServer]:
     """Start the servers of this rank; return at once."""
     server = cfg.server
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    folder.mkdir(parents=True, exist_ok=True)
     key_file = folder / f"key-{rank}"
     key_file.touch(mode=0o600)
     key_file.write_text(key, encoding="ascii")
@@ -219,34 +276,13 @@ def _start_servers(
             key_file=str(key_file),
             dtype=cfg.precision,
             tp_size=server.tp_size,
+            host=server.host,
             max_batch_size=cfg.max_batch_size,
             max_model_len=cfg.longest_row,
             cache_bytes=cfg.cache_bytes,
             others=tuple(server.arguments),
         )
         log_path = folder / f"server-{rank}-{index}.log"
-        variables = _device_variables(server, index, device)
+        variables = device_variables(server, index, device)
         result.append(OwnServer(options, log_path=log_path, variables=variables))
     return result
-
-
-def _device_variables(server: ServerConfig, index: int, device: torch.device) -> dict[str, str]:
-    """The environment that shows a server its devices.
-
-    ConfigError if a rank's own device is not enough for its servers, and no others are named.
-    """
-    if device.type == "cpu":
-        return {}
-    if server.devices:
-        return {"CUDA_VISIBLE_DEVICES": server.devices[index]}
-    if server.count * server.tp_size > 1:
-        raise ConfigError.of(
-            "actor.rollout.server.devices",
-            f"none for {server.count} servers of {server.tp_size} devices",
-            "the devices of each server, as a rank has one",
-            "set actor.rollout.server.devices=['0,1','2,3'], or one server of one device",
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    own = visible.split(",") if visible else []
-    number = device.index or 0
-    return {"CUDA_VISIBLE_DEVICES": own[number] if number < len(own) else str(number)}

@@ -8,7 +8,6 @@ switch     it pauses, puts them into use, and answers with the hashes of what it
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from spmdflow.errors import WeightSyncError
 from spmdflow.hybrid_engine.sync import compare_hashes
 from spmdflow.rollout.generator import NEVER
 from spmdflow.serving.client import ServerClient, WrongAnswer
-from spmdflow.serving.mirror import BoxOf, WeightMirror
+from spmdflow.serving.mirror import BoxOf, SharedMirror
 from spmdflow.serving.transport import UpdateSender, open_sender
 from spmdflow.serving.update import BoxUpdate, PackedMessage, cut_into_messages
 
@@ -45,13 +44,12 @@ class UpdateReport:
     """The first tensor that differs on the server, in words; None if none does."""
 
 
-class WeightLink(Protocol):
+class UpdateLink(Protocol):
     """How one server gets weights."""
 
     async def bring(
         self,
-        mirror: WeightMirror,
-        lock: threading.Lock,
+        shared: SharedMirror,
         *,
         since: int,
         epoch: str,
@@ -63,7 +61,7 @@ class WeightLink(Protocol):
         """Close the connections."""
 
 
-OpenLink = Callable[[ServerClient, str, float], Awaitable[WeightLink]]
+OpenLink = Callable[[ServerClient, str, float], Awaitable[UpdateLink]]
 """(client, transport, limit of each wait in seconds) -> the open link."""
 
 
@@ -116,21 +114,20 @@ class ServerLink:
 
     async def bring(
         self,
-        mirror: WeightMirror,
-        lock: threading.Lock,
+        shared: SharedMirror,
         *,
         since: int,
         epoch: str,
         waits: bool,
     ) -> UpdateReport:
-        """Bring the server from version `since` to the mirror's. lock: of the mirror.
+        """Bring the server from version `since` to the mirror's.
 
         since: NEVER if it is unknown what the server has. waits: requests that it runs end first;
         otherwise they are aborted. ServerFault or WeightSyncError if it fails; what the server has
         is unknown then. Hashes that differ are in the report.
         """
         began = time.perf_counter()
-        version, packed, facts = await asyncio.to_thread(self._pack, mirror, lock, since)
+        version, is_full, packed, facts = await asyncio.to_thread(self._pack, shared, since)
         number = next(_NUMBERS)
         await self._announce(number, facts)
         await asyncio.gather(
@@ -150,11 +147,11 @@ class ServerLink:
         }
         answer = await self._client.call("POST", "spmdflow/switch", body, seconds=4 * self._seconds)
         ended = time.perf_counter()
-        expected = await asyncio.to_thread(_hashes_of, mirror, lock, version)
+        expected = await asyncio.to_thread(_hashes_of, shared, version)
         num_bytes = sum(message.num_bytes for messages in packed for message in messages)
         return UpdateReport(
             version=version,
-            is_full=since == NEVER or not mirror.has_changes_since(since),
+            is_full=is_full,
             num_bytes=num_bytes,
             seconds=ended - began,
             switch_seconds=ended - switched,
@@ -162,20 +159,24 @@ class ServerLink:
         )
 
     def _pack(
-        self, mirror: WeightMirror, lock: threading.Lock, since: int
-    ) -> tuple[int, list[list[PackedMessage]], list[list[Any]]]:
-        """Return the version, and for each worker its messages and their facts. Copies values."""
+        self, shared: SharedMirror, since: int
+    ) -> tuple[int, bool, list[list[PackedMessage]], list[list[Any]]]:
+        """Return the version, whether all of it is sent, and each worker's messages and facts.
+
+        Copies the values.
+        """
         packed = []
         facts = []
-        with lock:
+        with shared.reading() as mirror:
             version = mirror.version
+            is_full = since == NEVER or not mirror.has_changes_since(since)
             for boxes in self._boxes:
                 messages: list[list[BoxUpdate]] = cut_into_messages(
                     mirror.updates(boxes, since=since)
                 )
                 packed.append([PackedMessage.of(each, mirror.dtype) for each in messages])
                 facts.append([[list(one.facts) for one in each] for each in messages])
-        return version, packed, facts
+        return version, is_full, packed, facts
 
     async def _announce(self, number: int, facts: Sequence[Any]) -> None:
         """Tell the workers what arrives."""
@@ -188,9 +189,9 @@ class ServerLink:
             sender.close()
 
 
-def _hashes_of(mirror: WeightMirror, lock: threading.Lock, version: int) -> dict[str, int] | None:
+def _hashes_of(shared: SharedMirror, version: int) -> dict[str, int] | None:
     """The hashes of a version; None if the mirror has a newer one by now."""
-    with lock:
+    with shared.reading() as mirror:
         if mirror.version != version:
             return None
         return mirror.hashes()
@@ -230,10 +231,13 @@ def _read_boxes(value: object) -> list[BoxOf]:
     for entry in value:
         try:
             name, bounds = entry
-            box = Box(tuple((int(start), int(stop)) for start, stop in bounds))
-        except (TypeError, ValueError, AssertionError) as err:
+            pairs = tuple((start, stop) for start, stop in bounds)
+        except (TypeError, ValueError) as err:
             raise WrongAnswer(f"a box {str(entry)[:60]}") from err
         if not isinstance(name, str):
             raise WrongAnswer("a box without a name")
-        result.append((name, box))
+        for start, stop in pairs:
+            if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+                raise WrongAnswer(f"a box with the bounds {str(bounds)[:60]}")
+        result.append((name, Box(pairs)))
     return result

@@ -4,13 +4,19 @@ A rank of the generator's pool receives the policy's weights by the plan that ex
 (`hybrid_engine`), into complete Hugging Face tensors in the generator's precision. So a server can
 get them at any time, also while the policy trains, and a newcomer does not disturb the policy.
 
-There are two copies: the next version is received into one of them while the other is compared.
-What changed is kept for the last `KEPT_VERSIONS` versions. Knows no servers.
+There are two copies: the next version is received into one of them, and then compared with the
+other. What changed is kept for the last `KEPT_VERSIONS` versions. Knows no servers.
+
+Memory for n elements of b bytes: 2 n b for the copies. What changed takes 4 bytes an element: at
+most 4 n / 3 for the last version, and as long as all versions together take at most n b, for
+earlier ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,7 +25,13 @@ from spmdflow.blocks.box import Box
 from spmdflow.blocks.hash import positional_hash
 from spmdflow.errors import WeightSyncError
 from spmdflow.rollout.generator import NEVER
-from spmdflow.serving.update import BoxUpdate, changed_positions, is_sent_whole, update_of_box
+from spmdflow.serving.update import (
+    BoxUpdate,
+    TensorChanges,
+    find_changes,
+    join_changes,
+    update_of_box,
+)
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.folder import causal_lm_on_meta
 from spmdflow.weights.move import Block
@@ -27,8 +39,8 @@ from spmdflow.weights.table import parameters
 
 KEPT_VERSIONS = 8
 """A server that is further behind gets all weights."""
-_Changes = Mapping[str, Tensor | None]
-"""Tensor name -> flat positions (k,) int64 that changed; None: too many, it is sent as a whole."""
+_Changes = Mapping[str, TensorChanges]
+"""What changed with one version, by the tensor's name."""
 BoxOf = tuple[str, Box]
 """A box of a server's worker: the tensor's Hugging Face name, and the box inside it."""
 
@@ -82,14 +94,15 @@ class WeightMirror:
         """Make the received copy the current one, under this version.
 
         Finds out what changed. A version that does not follow the current one, such as the first
-        one of a resumed run, makes all servers get all weights.
+        one of a resumed run, makes all servers get all weights. Two commits under one version must
+        have the same weights.
         """
-        if version == self.version + 1:
+        if self.version != NEVER and version == self.version + 1:
             self._changes[version] = self._compare()
+            self._forget_old_changes(version)
         else:
             self._changes = {}
             self.changed_fraction = 1.0
-        self._changes.pop(version - KEPT_VERSIONS, None)
         front = self._front
         self._front = self._back
         self._back = front
@@ -103,60 +116,96 @@ class WeightMirror:
         return self._hashes
 
     def has_changes_since(self, version: int) -> bool:
-        """Whether a server with this version can get a delta."""
+        """Whether a server with this version can get a delta, or has the current version."""
+        if not NEVER < version <= self.version:
+            return False
         return all(each in self._changes for each in range(version + 1, self.version + 1))
 
     def updates(self, boxes: Sequence[BoxOf], *, since: int) -> list[BoxUpdate]:
         """Return the updates that bring some boxes from version `since` to the current one.
 
-        since: NEVER if the boxes have unknown values. Boxes without a change are omitted.
+        since: NEVER if the boxes have unknown values. Boxes without a change are omitted. The
+        result may share memory with the current copy: use it before the next commit.
         WeightSyncError for a box that is not inside one of the tensors.
         """
-        is_delta = since != NEVER and self.has_changes_since(since)
+        is_delta = self.has_changes_since(since)
         changed: dict[str, Tensor | None] = {}
         result = []
         for index, (name, box) in enumerate(boxes):
-            tensor = self._front.get(name)
-            if tensor is None or not Box.of_shape(tensor.shape).contains(box):
-                raise WeightSyncError.of(
-                    "weights of a generation server",
-                    f"box {box.bounds} of {name}",
-                    "boxes of the policy's tensors",
-                    "serve the folder that is actor.model.path, with this package's version",
-                )
-            if not is_delta:
-                result.append(update_of_box(index, tensor, box, None))
-                continue
+            tensor = self._tensor_of(name, box)
             if name not in changed:
-                changed[name] = self._changed_since(name, since)
+                changed[name] = self._changed_since(name, since) if is_delta else None
             update = update_of_box(index, tensor, box, changed[name])
             if len(update.values):
                 result.append(update)
         return result
 
+    def _tensor_of(self, name: str, box: Box) -> Tensor:
+        """The tensor that has a box. WeightSyncError if none does."""
+        tensor = self._front.get(name)
+        if tensor is not None and tensor.ndim == len(box.bounds):
+            if Box.of_shape(tensor.shape).contains(box):
+                return tensor
+        raise WeightSyncError.of(
+            "weights of a generation server",
+            f"box {box.bounds} of {name}",
+            "boxes of the policy's tensors",
+            "serve the folder that is actor.model.path, with this package's version",
+        )
+
     def _changed_since(self, name: str, version: int) -> Tensor | None:
         """Positions of a tensor that changed after a version; None: it is sent as a whole."""
-        parts = []
-        for each in range(version + 1, self.version + 1):
-            positions = self._changes[each][name]
-            if positions is None:
-                return None
-            parts.append(positions)
-        if len(parts) == 1:
-            return parts[0]
-        joined = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-        return joined.unique()
+        versions = range(version + 1, self.version + 1)
+        changes = [self._changes[each][name] for each in versions]
+        if len(changes) == 1:
+            return changes[0].positions
+        return join_changes(changes, self.shapes[name].numel()).positions
 
     def _compare(self) -> _Changes:
         """Return what differs between the two copies, and set `changed_fraction`."""
-        result: dict[str, Tensor | None] = {}
+        result = {}
         count = 0
         for name, old in self._front.items():
-            positions = changed_positions(old, self._back[name])
-            count += len(positions)
-            result[name] = None if is_sent_whole(len(positions), old.numel()) else positions
+            result[name] = find_changes(old, self._back[name])
+            count += result[name].count
         self.changed_fraction = count / max(1, self.num_elements)
         return result
 
+    def _forget_old_changes(self, version: int) -> None:
+        """Forget what changed in versions too far before this one, and in more that need memory."""
+        most_bytes = self.num_elements * self.dtype.itemsize
+        num_bytes = 0
+        for each in sorted(self._changes, reverse=True):
+            for changes in self._changes[each].values():
+                if changes.positions is not None:
+                    num_bytes += changes.positions.nbytes
+            is_old = each <= version - KEPT_VERSIONS
+            if is_old or (each < version and num_bytes > most_bytes):
+                del self._changes[each]
+
     def _allocate(self) -> dict[str, Tensor]:
         return {name: torch.zeros(shape, dtype=self.dtype) for name, shape in self.shapes.items()}
+
+
+class SharedMirror:
+    """A mirror that one thread commits while others read it."""
+
+    def __init__(self, mirror: WeightMirror) -> None:
+        self._mirror = mirror
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """The current version; NEVER before the first."""
+        return self._mirror.version
+
+    def commit(self, version: int) -> None:
+        """See WeightMirror.commit. Waits until nobody reads."""
+        with self._lock:
+            self._mirror.commit(version)
+
+    @contextmanager
+    def reading(self) -> Iterator[WeightMirror]:
+        """The mirror, which does not change inside the block."""
+        with self._lock:
+            yield self._mirror

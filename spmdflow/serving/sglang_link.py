@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from spmdflow.serving.broadcast import BroadcastGroup
 from spmdflow.serving.client import ServerClient, ServerFault, WrongAnswer, show_value
 from spmdflow.serving.connection import address_towards
 from spmdflow.serving.link import UpdateReport
-from spmdflow.serving.mirror import BoxOf, WeightMirror
+from spmdflow.serving.mirror import BoxOf, SharedMirror, WeightMirror
 from spmdflow.serving.update import PackedMessage, cut_into_messages
 
 logger = logging.getLogger(__name__)
@@ -132,8 +131,7 @@ class SglangLink:
 
     async def bring(
         self,
-        mirror: WeightMirror,
-        lock: threading.Lock,
+        shared: SharedMirror,
         *,
         since: int,
         epoch: str,
@@ -145,7 +143,7 @@ class SglangLink:
         """
         assert not waits, "exact mode"
         began = time.perf_counter()
-        version, buckets = await asyncio.to_thread(_pack, mirror, lock, since)
+        version, is_full, buckets = await asyncio.to_thread(_pack, shared, since)
         paused = time.perf_counter()
         await self._post("pause_generation", {"mode": "abort"})
         try:
@@ -153,7 +151,7 @@ class SglangLink:
             if buckets:
                 await self._send(buckets)
             await self._flush()
-            difference = await self._compare(mirror, lock, version)
+            difference = await self._compare(shared, version)
             if difference is None:
                 await self._set_version(f"{epoch}:{version}")
         finally:
@@ -161,7 +159,7 @@ class SglangLink:
         ended = time.perf_counter()
         return UpdateReport(
             version=version,
-            is_full=since == NEVER or not mirror.has_changes_since(since),
+            is_full=is_full,
             num_bytes=self._num_workers * sum(each.values.nbytes for each in buckets),
             seconds=ended - began,
             switch_seconds=ended - paused,
@@ -193,9 +191,7 @@ class SglangLink:
         route = f"flush_cache?timeout={self._seconds:g}"
         await self._client.fetch("POST", route, None, seconds=4 * self._seconds)
 
-    async def _compare(
-        self, mirror: WeightMirror, lock: threading.Lock, version: int
-    ) -> str | None:
+    async def _compare(self, shared: SharedMirror, version: int) -> str | None:
         """Compare the server's checksums with the mirror's; return the first that differs.
 
         Only those of one worker in host memory can be compared: several have parts of tensors, and
@@ -205,7 +201,7 @@ class SglangLink:
             return None
         body = {"action": "checksum", "selector": "target"}
         checksums = read_checksums(await self._post("weights_checker", body))
-        expected = await asyncio.to_thread(_expected, mirror, lock, version, list(checksums))
+        expected = await asyncio.to_thread(_expected, shared, version, list(checksums))
         for name, allowed in expected.items():
             if checksums[name] not in allowed:
                 got = show_value(checksums[name])
@@ -263,18 +259,16 @@ def allowed_checksums(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     return [checksum_of(whole), checksum_of(padded)]
 
 
-def _expected(
-    mirror: WeightMirror, lock: threading.Lock, version: int, names: Sequence[str]
-) -> dict[str, list[str]]:
+def _expected(shared: SharedMirror, version: int, names: Sequence[str]) -> dict[str, list[str]]:
     """The checksums that a server with this version may have, by its names of tensors.
 
     {} if the mirror has a newer version by now. Tensors that the run does not send are left out.
     WrongAnswer if there is none that it sends.
     """
-    boxes = _boxes_of(mirror)
-    with lock:
+    with shared.reading() as mirror:
         if mirror.version != version:
             return {}
+        boxes = _boxes_of(mirror)
         tensors = {}
         for update in mirror.updates(boxes, since=NEVER):
             name, box = boxes[update.index]
@@ -289,11 +283,12 @@ def _expected(
     return result
 
 
-def _pack(mirror: WeightMirror, lock: threading.Lock, since: int) -> tuple[int, list[TensorBucket]]:
-    """Return the mirror's version, and copies of all tensors that changed after `since`."""
-    boxes = _boxes_of(mirror)
+def _pack(shared: SharedMirror, since: int) -> tuple[int, bool, list[TensorBucket]]:
+    """Return the version, whether all is sent, and copies of what changed after `since`."""
     result = []
-    with lock:
+    with shared.reading() as mirror:
+        boxes = _boxes_of(mirror)
+        is_full = since == NEVER or not mirror.has_changes_since(since)
         changed = {update.index for update in mirror.updates(boxes, since=since)}
         whole = [each for each in mirror.updates(boxes, since=NEVER) if each.index in changed]
         for updates in cut_into_messages(whole):
@@ -301,7 +296,7 @@ def _pack(mirror: WeightMirror, lock: threading.Lock, since: int) -> tuple[int, 
             shapes = [list(boxes[each.index][1].shape) for each in updates]
             values = PackedMessage.of(updates, mirror.dtype).values
             result.append(TensorBucket(names, shapes, values))
-        return mirror.version, result
+        return mirror.version, is_full, result
 
 
 def _boxes_of(mirror: WeightMirror) -> list[BoxOf]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+import torch
+
 from spmdflow.errors import ConfigError
 from spmdflow.kind.generator import CPU_BLOCK_TOKENS, PREFILL_TOKENS
 from spmdflow.requirement import install_command
@@ -28,7 +30,10 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is a process all the same, its worker none
+}
 _STREAM_TOKENS = 16
 """Tokens of a part of a response as it is streamed."""
 
@@ -81,8 +86,6 @@ class ServerOptions:
 
 def serve(options: ServerOptions) -> int:
     """Run a server in this process until it ends; return its exit code."""
-    import torch
-
     on_cpu = not torch.accelerator.is_available()
     for name, value in options.to_environment(on_cpu=on_cpu).items():
         os.environ[name] = value
@@ -109,7 +112,29 @@ def _words_for_generation() -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Start a server; see the module. Returns its exit code, or 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(prog="spmdflow serve", description=__doc__)
+    options = read_options(sys.argv[1:] if words is None else words)
+    try:
+        if options.key_file:
+            read_key(options.key_file)
+        return serve(options)
+    except ConfigError as err:
+        sys.stderr.write(f"{err}\n")
+        return 2
+
+
+def read_options(words: Sequence[str]) -> ServerOptions:
+    """Read a command line. Ends the process with a message if it is wrong."""
+    own = list(words)
+    others: list[str] = []
+    if "--" in own:  # by hand: argparse gives words behind options to no positional argument
+        index = own.index("--")
+        others = own[index + 1 :]
+        own = own[:index]
+    parser = argparse.ArgumentParser(
+        prog="spmdflow serve",
+        usage="%(prog)s MODEL (--key-file FILE | --no-key) [options] [-- words for vLLM's server]",
+        description=__doc__,
+    )
     parser.add_argument("model", help="Hugging Face folder of the policy (actor.model.path)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000)
@@ -121,28 +146,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-batch-size", type=int, default=128, help="1: exact mode")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
-    parser.add_argument("others", nargs="*", help="behind --: words for vLLM's server")
-    given = parser.parse_args(words)
-    try:
-        if given.key_file:
-            read_key(given.key_file)
-        return serve(
-            ServerOptions(
-                model=given.model,
-                host=given.host,
-                port=given.port,
-                key_file=given.key_file or "",
-                dtype=given.dtype,
-                tp_size=given.tensor_parallel_size,
-                max_batch_size=given.max_batch_size,
-                max_model_len=given.max_model_len,
-                cache_bytes=given.kv_cache_memory_bytes,
-                others=tuple(given.others),
-            )
-        )
-    except ConfigError as err:
-        sys.stderr.write(f"{err}\n")
-        return 2
+    given = parser.parse_args(own)
+    return ServerOptions(
+        model=given.model,
+        host=given.host,
+        port=given.port,
+        key_file=given.key_file or "",
+        dtype=given.dtype,
+        tp_size=given.tensor_parallel_size,
+        max_batch_size=given.max_batch_size,
+        max_model_len=given.max_model_len,
+        cache_bytes=given.kv_cache_memory_bytes,
+        others=tuple(others),
+    )
 
 
 if __name__ == "__main__":

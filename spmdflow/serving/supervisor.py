@@ -21,6 +21,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from spmdflow.config.schema import ServerConfig
+from spmdflow.errors import ConfigError
 from spmdflow.rewards.keeper import BOOT
 from spmdflow.serving.start import ServerOptions
 
@@ -140,3 +144,25 @@ class OwnServer:
             except subprocess.TimeoutExpired:
                 os.killpg(self._popen.pid, signal.SIGKILL)
                 self._popen.wait()
+
+
+def device_variables(server: ServerConfig, index: int, device: torch.device) -> dict[str, str]:
+    """The environment that shows a server its devices.
+
+    ConfigError if a rank's own device is not enough for its servers, and no others are named.
+    """
+    if device.type == "cpu":
+        return {}
+    if server.devices:
+        return {"CUDA_VISIBLE_DEVICES": server.devices[index]}
+    if server.count * server.tp_size > 1:
+        raise ConfigError.of(
+            "actor.rollout.server.devices",
+            f"none for {server.count} servers of {server.tp_size} devices",
+            "the devices of each server, as a rank has one",
+            "set actor.rollout.server.devices=['0,1','2,3'], or one server of one device",
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    own = visible.split(",") if visible else []
+    number = device.index or 0
+    return {"CUDA_VISIBLE_DEVICES": own[number] if number < len(own) else str(number)}

@@ -180,7 +180,7 @@ def _open_group(store: dist.Store, rank: int, address: str, seconds: float) -> A
     try:
         return gloo(store, rank, 2, options)
     except RuntimeError as err:
-        raise _transport_error(f"no connection within {seconds:g} s") from err
+        raise transport_error(f"no connection within {seconds:g} s") from err
 
 
 def _wait(work: dist.Work, what: str, seconds: float) -> None:
@@ -189,10 +189,11 @@ def _wait(work: dist.Work, what: str, seconds: float) -> None:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError as err:
         text = str(err).strip() or "no reason given"
-        raise _transport_error(f"{what}, which ended with: {text[:200]}") from err
+        raise transport_error(f"{what}, which ended with: {text[:200]}") from err
 
 
-def _transport_error(what: str) -> WeightSyncError:
+def transport_error(what: str) -> WeightSyncError:
+    """Return the error of a connection. what: happened, after "got"."""
     got = what
     expected = "both ends of the connection alive and on time"
     do = "look at the server's log, or raise actor.rollout.server.transfer_seconds"

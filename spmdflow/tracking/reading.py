@@ -1,4 +1,4 @@
-"""`RunFiles`: reads the files of a RUN_DIR for `spmdflow.view`, `report` and `status`.
+"""`RunFiles`: reads the files of a RUN_DIR for `view`, `report`, `throughput` and `status`.
 
 Every file is optional, because a run may be live, killed, or of an earlier version. `missing` lists
 files that do not exist or cannot be read. Each file is read on first access.
@@ -19,6 +19,7 @@ import yaml
 from spmdflow.checkpoint.lock import is_run_live, read_record
 from spmdflow.config.leaf import flat
 from spmdflow.errors import DataError
+from spmdflow.tracking.servers import ServerRecord, read_servers
 from spmdflow.tracking.trace import Span
 from spmdflow.tracking.tracker import read_lines
 
@@ -33,6 +34,10 @@ FILES = {
 """File -> the property that reads it; a failed run has no prediction."""
 FINISHED_FILE = "finished"
 """In RUN_DIR after the last step (`checkpoint.run_dir` writes it)."""
+THROUGHPUT_FILE = "throughput.jsonl"
+"""In RUN_DIR: one object for each step, with its tokens (`controller.throughput_log` writes it)."""
+LAUNCHES_FILE = "launches.jsonl"
+"""In RUN_DIR: one object for each start: command, versions, devices, models (the same writer)."""
 _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
@@ -107,6 +112,16 @@ class RunFiles:
         return read_lines(self.path / "samples.jsonl")
 
     @cached_property
+    def throughput(self) -> Sequence[Record]:
+        """Tokens and passes of each finished step; [] in runs of earlier versions."""
+        return read_lines(self.path / THROUGHPUT_FILE)
+
+    @cached_property
+    def launches(self) -> Sequence[Record]:
+        """Facts of each start of the run, in order; [] in runs of earlier versions."""
+        return read_lines(self.path / LAUNCHES_FILE)
+
+    @cached_property
     def settings(self) -> Mapping[str, Any]:
         """All settings by dotted key."""
         return _read_settings(self.path / "config.yaml")
@@ -144,6 +159,11 @@ class RunFiles:
         for path in self._matching_files("failure*.json"):
             result[path.name] = read_json(path)
         return result
+
+    @cached_property
+    def servers(self) -> Sequence[ServerRecord]:
+        """The generation servers that ranks of the last start have reported."""
+        return read_servers(self.path)
 
     @cached_property
     def stacks(self) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from spmdflow.tracking.reading import Record, RunFiles
+from spmdflow.tracking.servers import ServerRecord
 from spmdflow.tracking.summary_table import STATE_NAMES
 from spmdflow.tracking.trace import Span
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 MOST_STEPS = 4000
 MOST_SPANS = 60_000
 MOST_SAMPLES = 20_000
+MOST_SERVERS = 1000
 _PART_SAMPLES = 256
 _PART_SPANS = 8000
 """Items in one part of the page, unless a single step has more."""
@@ -71,6 +73,7 @@ def content_of(files: RunFiles, number: int) -> RunContent:
         "prediction": files.prediction,
         "failures": files.failures,
         "stacks": files.stacks,
+        "servers": _server_rows(files.servers, notes),
         "notes": notes,
     }
     for kind, run_parts in parts.items():
@@ -93,6 +96,22 @@ def _metric_columns(records: Sequence[Record], notes: list[str]) -> dict[str, An
         "steps": [record["step"] for record in records],
         "metrics": {name: [_round_float(record.get(name)) for record in records] for name in names},
     }
+
+
+def _server_rows(servers: Sequence[ServerRecord], notes: list[str]) -> list[list[Any]]:
+    """Return [url, state, weights version, rows running, restarts, recomputed tokens, reason, rank,
+    Unix time of the report] of each generation server.
+
+    Of more than MOST_SERVERS, the first are taken, and a note is added to `notes`.
+    """
+    if len(servers) > MOST_SERVERS:
+        notes.append(f"servers: {MOST_SERVERS} of {len(servers)} are shown")
+    rows: list[list[Any]] = []
+    for each in servers[:MOST_SERVERS]:
+        row: list[Any] = [each.url, each.state, each.weights_version, each.running_rows]
+        row += [each.restarts, each.recomputed_tokens, each.reason, each.rank, each.time]
+        rows.append(row)
+    return rows
 
 
 def _round_float(value: Any) -> Any:

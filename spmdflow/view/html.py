@@ -34,6 +34,7 @@ SCRIPTS = (
     "samples",
     "timeline",
     "comparison",
+    "servers",
     "failures",
     "settings",
     "start",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RowError
+from spmdflow.report import main
 from tests.algos.runs import FEW_SUMS, ROOT, check_same_numbers, run_ranks, steps_of
 
 DAPO = ROOT / "algos" / "dapo.py"
@@ -48,8 +50,15 @@ def run(run_dir: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("one") / "run")
+def dir_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    run(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def in_one_process(dir_of_one_process: Path) -> list[dict[str, Any]]:
+    return steps_of(dir_of_one_process)
 
 
 def test_batches_are_refilled_with_prompts_whose_samples_differ(
@@ -122,3 +131,35 @@ def test_dapo_learns_the_bundled_task(tmp_path: Path) -> None:
     assert accuracy[max(accuracy)] >= 0.9 > accuracy[0] + 0.2
     kept = [step["sampling/kept"] for step in steps[1:]]
     assert sum(kept[-5:]) < sum(kept[:5])  # the more it knows, the fewer prompts teach
+
+
+def test_throughput_of_a_run_with_dropped_groups_when_reported_counts_them_apart(
+    dir_of_one_process: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = (step for step in steps_of(dir_of_one_process) if step["step"] > 0)
+    generated = last["rollout/prompt_tokens"] + last["rollout/response_tokens"]
+
+    assert main([str(dir_of_one_process), "--throughput", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+
+    assert first["sampling/kept"] < 1 and last["sampling/kept"] < 1, "rows were dropped"
+    assert report["num_measured"] == 1 and report["evaluating_seconds"]["count"] == 1
+    rates = report["rates"]
+    assert rates["seconds"] == last["time/step_seconds"], "the last step has no next one"
+    trained = rates["trained"] * rates["seconds"]
+    dropped = rates["dropped"] * rates["seconds"]
+    assert report["prompt_lengths"]["rows"] == ROWS
+    assert trained + dropped == pytest.approx(generated)
+    lengths = report["prompt_lengths"]["mean"] + report["response_lengths"]["mean"]
+    assert trained == pytest.approx(ROWS * lengths)
+    launch = report["launch"]
+    assert launch["device"].startswith("CPU") and launch["ranks"] == launch["nodes"] == 1
+    assert launch["models"]["actor"]["generator"] == "builtin"
+    assert {"python", "torch", "transformers"} <= launch["versions"].keys()
+    assert report["compute"]["mfu"] is None and "no peak of CPU" in report["compute"]["unknown"]
+    assert report["compute"]["by_kind"]["train"] > 0
+
+    assert main([str(dir_of_one_process), "--throughput"]) == 0
+    text = capsys.readouterr().out
+    assert "warning: warm-up (10 steps) is longer than the run (2)" in text
+    assert max(map(len, text.splitlines())) <= 140

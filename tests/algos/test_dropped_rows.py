@@ -12,6 +12,7 @@ from spmdflow.config.check import check
 from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import RewardError
+from spmdflow.tracking.reading import RunFiles
 from tests.algos.runs import (
     FEW_SUMS,
     ROOT,
@@ -79,6 +80,18 @@ def test_failed_rows_are_counted_and_in_no_mean(in_one_process: Path) -> None:
         assert "reward/errors" not in step
     assert 0 < start["eval/dropped"] < 12 and start["eval/mean"] == 1.0
     assert start["eval/pass@2"] == 1.0, "prompts with a failed row are left out"
+
+
+def test_tokens_of_failed_rows_are_counted_apart_from_trained_ones(in_one_process: Path) -> None:
+    _, *steps = steps_of(in_one_process)
+
+    for step, tokens in zip(steps, RunFiles(in_one_process).throughput, strict=True):
+        assert tokens["failed"]["rows"] == step["reward/dropped"]
+        assert tokens["trained"]["rows"] == 32 - step["reward/dropped"]
+        assert tokens["dropped"]["rows"] == 0, "all rows were given to the update"
+        for name in ("prompt_tokens", "response_tokens"):
+            both = tokens["trained"][name] + tokens["failed"][name]
+            assert both == step[f"rollout/{name}"]
 
 
 def test_a_sample_that_failed_has_no_score(in_one_process: Path) -> None:

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import parser
 
 from spmdflow.config.load import load
 from spmdflow.datasets.scan import PromptSource, scan
 from spmdflow.datasets.stream import PromptOrder
 from spmdflow.datasets.tokenizer import load_tokenizer
 from spmdflow.replay import replay_folder
+from spmdflow.tracking.reading import RunFiles
+from spmdflow.tracking.servers import ServerRecord, write_servers
 from tests.algos.runs import (
     ROOT,
     check_prediction,
@@ -124,6 +127,7 @@ def test_without_staleness_every_bit_is_that_of_grpo(tmp_path: Path) -> None:
     run_ranks(dirs[1], *words, num_ranks=1, script=SYNC, small=())
 
     check_prediction(dirs[0])
+    assert [tokens["stale"]["rows"] for tokens in RunFiles(dirs[0]).throughput] == [0, 0, 0]
     prefixes = ("actor/", "reward/", "eval/", "rollout/drift", "rollout/response")
     for step, other in zip(*map(steps_of, dirs), strict=True):  # first: they name the step
         names = {name for name in other if name.startswith(prefixes)}
@@ -199,20 +203,63 @@ def test_a_killed_run_trains_every_prompt_once_and_no_token_that_is_too_old(
 
     assert finish(process) == 0, log_of(run_dir).read_text()[-3000:]
     check_trained(run_dir, words, steps, bound=2)
+    for step, tokens in zip(trained_of(run_dir), RunFiles(run_dir).throughput, strict=True):
+        num_old = sum(versions[0] < step["step"] - 1 for versions in step["versions"])
+        assert num_old <= tokens["stale"]["rows"] <= tokens["trained"]["rows"] == 32
     rows = [row for step in trained_of(run_dir) for row in step["versions"]]
     assert any(len(set(row)) > 1 for row in rows), "no row went on over a sync"
 
 
-def test_steps_end_and_are_saved_while_rows_of_later_steps_have_no_end(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = (*TAIL, "total_steps=3", "save_every=1", "run.keep_checkpoints=3")
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RUN_DIR of three steps, during which the generator never ends by itself.
 
+    It has a page for Prometheus, and reports of servers that an earlier start has left.
+    """
+    run_dir = tmp_path_factory.mktemp("endless") / "run"
+    run_dir.mkdir()
+    write_servers(run_dir, 1, [ServerRecord("http://gone:1", "ready")])
+    words = (*TAIL, "total_steps=3", "save_every=1", "run.keep_checkpoints=3", "run.metrics_port=0")
     run_ranks(run_dir, *words, num_ranks=2, script=UNSYNCED, small=())
+    return run_dir
 
-    assert [step["step"] for step in steps_of(run_dir)] == [1, 2, 3]
-    sealed = sorted(path.parent.name for path in run_dir.glob("checkpoints/*/manifest.json"))
+
+def test_steps_end_and_are_saved_while_rows_of_later_steps_have_no_end(endless: Path) -> None:
+    assert [step["step"] for step in steps_of(endless)] == [1, 2, 3]
+    sealed = sorted(path.parent.name for path in endless.glob("checkpoints/*/manifest.json"))
     assert sealed == ["step-1", "step-2", "step-3"]
-    assert list(run_dir.glob("checkpoints/step-1/generator/ahead-*.safetensors")) != []
+    assert list(endless.glob("checkpoints/step-1/generator/ahead-*.safetensors")) != []
+
+
+def test_page_of_a_live_run_has_the_records_of_its_last_finished_step(endless: Path) -> None:
+    first, second, _ = steps_of(endless)
+    text = (endless / "scraped.txt").read_text()
+    samples: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["run"] == "run"
+            if sample.name == "spmdflow_metric":
+                metrics[sample.labels["key"]] = sample.value
+            else:
+                samples[sample.name] = sample.value
+
+    assert metrics == {name: x for name, x in second.items() if name != "step" and x is not None}
+    assert (samples["spmdflow_step"], samples["spmdflow_steps"]) == (2, 3)
+    assert samples["spmdflow_step_seconds"] == second["time/step_seconds"]
+    assert samples["spmdflow_token_age_max"] == second["rollout/age_max"]
+    assert samples["spmdflow_weights_version"] == second["rollout/weights_version"]
+    names = ("rollout/prompt_tokens", "rollout/response_tokens")
+    tokens = sum(step[name] for step in (first, second) for name in names)
+    assert samples["spmdflow_trained_tokens_total"] == tokens > 0
+    assert samples["spmdflow_queue_rows"] == 8 * 4, "step 3 is the only later one"
+    assert samples["spmdflow_restarts_total"] == 0
+    assert not any("server" in name for name in samples), "of an earlier start"
+
+
+def test_page_ends_with_its_run(endless: Path) -> None:
+    assert "metrics page: http://127.0.0.1:" in log_of(endless).read_text()
+    assert not (endless / "metrics-url").exists()
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from spmdflow.config.load import load
 from spmdflow.controller.script import run_flow
 from spmdflow.errors import ConfigError
 from spmdflow.runtime.call import InprocTransport
+from spmdflow.tracking.reading import RunFiles
 from spmdflow.tracking.tracker import read_lines
 from tests.algos.runs import (
     ROOT,
@@ -167,6 +168,18 @@ def test_each_call_is_one_line_of_the_list_also_in_a_run_that_was_interrupted(
     assert times and all(line["start"] <= line["end"] for line in times)
     lines = [line["line"] for line in times if line["label"] == "actor.update_actor"]
     assert all("ppo.py:" in line and "update_actor" in line for line in lines)
+    # so are the tokens of its steps, and each start has a line of its own
+    assert tokens_of(run_dir) == tokens_of(whole)
+    assert [step for step, *_ in tokens_of(run_dir)] == list(range(1, STEPS + 1))
+    starts = read_lines(run_dir / "launches.jsonl")
+    assert [start["launch"] for start in starts] == list(range(1, len(starts) + 1))
+    assert starts[-1]["step"] > 1, "the last start continued"
+
+
+def tokens_of(run_dir):
+    """The tokens and lengths of each step, which do not depend on interruptions either."""
+    names = ("step", "trained", "dropped", "prompt_lengths", "response_lengths", "passes")
+    return [tuple(line[name] for name in names) for line in RunFiles(run_dir).throughput]
 
 
 def calls_of(run_dir):

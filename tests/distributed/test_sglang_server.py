@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import torch
 from spmdflow.rollout.generator import NEVER
 from spmdflow.serving.client import ServerFault
 from spmdflow.serving.link import UpdateReport
-from spmdflow.serving.mirror import WeightMirror, trained_shapes
+from spmdflow.serving.mirror import SharedMirror, WeightMirror, trained_shapes
 from spmdflow.serving.sglang import SglangClient
 from spmdflow.serving.sglang_link import SglangLink
 from tests.algos.runs import FEW_SUMS, ROOT, check_prediction, run_ranks, steps_of
@@ -84,11 +83,8 @@ def write(mirror: WeightMirror, draws: torch.Generator, only: str = "") -> None:
             tensor.normal_(generator=draws)
 
 
-async def bring(
-    link: SglangLink, mirror: WeightMirror, since: int, lock: threading.Lock | None = None
-) -> UpdateReport:
-    lock = lock or threading.Lock()
-    return await link.bring(mirror, lock, since=since, epoch=EPOCH, waits=False)
+async def bring(link: SglangLink, shared: SharedMirror, since: int) -> UpdateReport:
+    return await link.bring(shared, since=since, epoch=EPOCH, waits=False)
 
 
 def test_servers_weights_are_the_runs_after_each_sync_and_what_changed_is_sent(
@@ -100,11 +96,11 @@ def test_servers_weights_are_the_runs_after_each_sync_and_what_changed_is_sent(
     async def sync() -> None:
         client = SglangClient(remote.url, key="", vocab_size=16)
         link = await SglangLink.open(client, "gloo", SECONDS)
-        reports.append(await bring(link, mirror, NEVER))
+        reports.append(await bring(link, SharedMirror(mirror), NEVER))
         write(mirror, torch.Generator().manual_seed(2), only="lm_head.weight")
         mirror.commit(1)
-        reports.append(await bring(link, mirror, 0))
-        reports.append(await bring(link, mirror, 1))
+        reports.append(await bring(link, SharedMirror(mirror), 0))
+        reports.append(await bring(link, SharedMirror(mirror), 1))
         link.close()
         await client.close()
 
@@ -131,7 +127,7 @@ def test_weights_that_differ_are_reported_and_get_no_version(remote: Remote) -> 
     async def sync() -> UpdateReport:
         client = SglangClient(remote.url, key="", vocab_size=16)
         link = await SglangLink.open(client, "gloo", SECONDS)
-        report = await bring(link, mirror, NEVER)
+        report = await bring(link, SharedMirror(mirror), NEVER)
         link.close()
         await client.close()
         return report
@@ -152,13 +148,13 @@ def test_update_that_fails_leaves_no_version_and_the_next_connection_ends_it(
         client = SglangClient(remote.url, key="", vocab_size=16)
         link = await SglangLink.open(client, "gloo", 3.0)
         with pytest.raises(ServerFault, match="out of memory"):
-            await bring(link, mirror, NEVER)
+            await bring(link, SharedMirror(mirror), NEVER)
         link.close()
         assert remote.events_since(3) == [*PAUSED, *SENT[:2], "continue_generation"]
         assert (await client.facts(seconds=SECONDS)).weights_version == NEVER
         remote.ask(fault="")
         again = await SglangLink.open(client, "gloo", SECONDS)
-        report = await bring(again, mirror, NEVER)
+        report = await bring(again, SharedMirror(mirror), NEVER)
         again.close()
         await client.close()
         return report

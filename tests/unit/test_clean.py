@@ -14,6 +14,8 @@ STAYS = (
     "metrics.jsonl",
     "samples.jsonl",
     "calls.jsonl",
+    "throughput.jsonl",
+    "launches.jsonl",
     "trace.json",
     "finished",
     "failure.json",
@@ -26,6 +28,8 @@ GOES = (
     "profile/step_3_rank_0.json.gz",
     "metrics.1.jsonl",
     "samples.2.jsonl",
+    "throughput.1.jsonl",
+    "launches.1.jsonl",
     "config.until-step-3.yaml",
     "stacks-rank0.txt",
 )
@@ -53,7 +57,7 @@ def test_weights_and_records_stay_and_the_rest_goes(
     assert files_of(run_dir) == {*STAYS}
     assert (run_dir / "export").is_symlink()
     assert not (run_dir / "capsules").exists()
-    assert "records of earlier starts: 3" in capsys.readouterr().out
+    assert "records of earlier starts: 5" in capsys.readouterr().out
 
 
 def test_dry_run_removes_nothing_and_says_the_same(

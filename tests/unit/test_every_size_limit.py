@@ -47,6 +47,9 @@ are no part of the table. Neither are limits that are settings (max_prompt_token
 | 16 and at least 4 samples, 16,384 tokens | controller/sample.py | here |
 | 512 values of a guarded metric | tracking/guard.py | here |
 | bytes of trace.json | tracking/trace.py | here |
+| 8 KiB, a request for metrics; 32 connections | tracking/scrape.py | test_scrape.py |
+| 8 MiB, a status.json on that page | tracking/prometheus.py | test_prometheus.py |
+| 16 and 32 MiB, 1024 servers, 500 letters in reports | tracking/servers.py | test_servers.py |
 | 100 parameters, 1000 metrics | tracking/sink.py | test_sinks.py: mlflow |
 | steps, spans, samples of a page | view/content.py | test_page.py |
 | 64 MiB, a box | checkpoint/tensors.py | here |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_it_becomes_torchrun_with_the_ranks_that_run_the_script() -> None:
     launcher = program[4:ranks]
     assert "--standalone" in launcher
     assert launcher[-4:] == ["--nnodes", "1", "--nproc-per-node", "2"]
+
+
+def test_metrics_port_in_use_is_refused_before_torchrun_unless_there_may_be_other_nodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        words = ("-n", "2", "ppo.py", f"run.metrics_port={port}")
+
+        assert start.main(words, become=lambda _, program: None) == run.REFUSED
+        assert f"run.metrics_port: got {port} on 127.0.0.1" in capsys.readouterr().err
+        assert program_of(*words, "--nnodes", "2", "--", "--rdzv-endpoint", "a:1")
 
 
 def test_words_after_two_dashes_are_torchruns() -> None:

@@ -1,10 +1,13 @@
 """Trains from a queue, and leaves it to the queue to sync: the script does not.
 
-The generator is busy with rows of later steps until it is halted, as if they had no end.
+The generator is busy with rows of later steps until it is halted, as if they had no end. With
+run.metrics_port the last step begins with a scrape of the run's own page: RUN_DIR/scraped.txt.
 """
 
 from __future__ import annotations
 
+import urllib.request
+from pathlib import Path
 from queue import SimpleQueue
 
 from spmdflow import (
@@ -43,6 +46,14 @@ class Tireless(GeneratorWorker):
         self._halted_turns.put(turn)
 
 
+def scrape(run_dir: Path) -> None:
+    """Ask the page for Prometheus, as its server does, and keep what it says."""
+    url = (run_dir / "metrics-url").read_text().strip()
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(url, timeout=LIMIT_SECONDS) as reply:
+        (run_dir / "scraped.txt").write_bytes(reply.read())
+
+
 def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
     actor = flow.spawn(PolicyWorker, cfg.actor)
     generator = flow.spawn(Tireless, cfg.actor)
@@ -52,6 +63,8 @@ def main(flow: Flow, cfg: GRPOAsyncConfig) -> None:
     queue = flow.queue(prompts, weights, max_staleness=cfg.max_staleness)
 
     for step in flow.steps(cfg.total_steps):
+        if step.number == cfg.total_steps and cfg.run.metrics_port is not None:
+            scrape(Path(cfg.run.dir))
         batch = next(queue)
         batch |= actor.compute_log_prob(batch)
         batch |= reward.compute_reward(batch)

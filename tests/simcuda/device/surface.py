@@ -162,6 +162,8 @@ def _install_devices() -> None:
         "synchronize": synchronize,
     }
     _replace([torch.cuda], cuda)
+    accelerator = {"device_count": native.num_devices, "is_available": lambda: True}
+    _replace([torch.accelerator], accelerator)
     _replace([torch.cuda.nvtx], dict.fromkeys(("range_push", "range_pop", "mark"), _ignore))
     torch.backends.cuda.is_built = lambda: True
     torch.version.cuda = "12.9"

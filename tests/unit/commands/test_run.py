@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,48 @@ def test_refusal_is_printed_by_the_first_rank_of_a_node_and_exits_with_2(
         "spmdflow: actor.rollout.top_p: got 2.0, expected at most 1; "
         "change it (Nucleus sampling; 1 keeps every token)\n"
     )
+
+
+def test_metrics_port_in_use_is_refused_by_rank_0_before_ranks_meet(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        assert run.main(["ppo.py", f"run.metrics_port={port}"]) == 2
+
+    said = capsys.readouterr().err
+    assert said.startswith(f"spmdflow: run.metrics_port: got {port} on 127.0.0.1 (Address already")
+    assert "; set run.metrics_port to a free port" in said
+
+
+def test_metrics_port_in_use_is_refused_again_if_torchrun_restarts_ranks_that_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        assert run.main(["ppo.py", f"run.metrics_port={port}"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("RANK", "3"), ("TORCHELASTIC_RESTART_COUNT", "1")]
+)
+def test_metrics_port_in_use_is_no_matter_on_other_ranks_and_to_a_run_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    environment = run.RankEnvironment.from_environment()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        words = ["ppo.py", f"run.metrics_port={port}", "run.dir=begun"]
+
+        loaded = run.prepare_rank(run.parse_arguments(words), environment)
+
+    assert loaded.cfg.run.metrics_port == port
 
 
 def test_refusal_is_written_where_torchrun_looks_for_the_cause(

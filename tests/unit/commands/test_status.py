@@ -19,6 +19,7 @@ from spmdflow.failure.lane_state import CODE, PEERS
 from spmdflow.failure.status_file import StatusFile
 from spmdflow.live import panel
 from spmdflow.tracking.reading import RunFiles, RunState
+from spmdflow.tracking.servers import ServerRecord, write_servers
 from tests.unit.failure.stalled import HERE, Session
 from tests.unit.lock_holder import forked_holder
 
@@ -71,6 +72,68 @@ def test_panel_has_the_steps_the_call_that_runs_and_those_that_are_done(tmp_path
     assert re.search(r"actor\.update +\S+ +32\.0 s of about 0\.1 +2 ranks at work", text)
     assert re.search(r"critic\.update +\S+ +5 s", text)
     assert "spawn" not in text  # of long ago
+
+
+def _report_servers(run_dir: Path, *more: ServerRecord) -> None:
+    ready = ServerRecord("http://a:1", "ready", 12, 1, 5, 91000, 17)
+    dead = ServerRecord("http://b:1", "dead", 11, reason="no answer\x1b[2J")
+    write_servers(run_dir, 2, [ready, dead, *more])
+
+
+def test_servers_of_a_live_run_are_lines_with_their_state_and_reason(tmp_path: Path) -> None:
+    _report_servers(tmp_path)
+    state = _stalled(tmp_path)
+
+    lines = list(status.status_text(tmp_path, RunState.LIVE, state, time.time()))
+
+    shown = [line for line in lines if line.startswith("server")]
+    assert shown == [
+        "server http://a:1: ready, weights version 12, 5 rows running, 1 restarts, "
+        "17 tokens recomputed (rank 2, 0 s ago)",
+        "server http://b:1: dead, weights version 11, 0 rows running, 0 restarts, "
+        "0 tokens recomputed (rank 2, 0 s ago); no answer\\x1b[2J",
+    ]
+
+
+def test_servers_of_a_run_that_is_over_are_no_lines(tmp_path: Path) -> None:
+    _report_servers(tmp_path)
+
+    lines = list(status.status_text(tmp_path, RunState.FINISHED, {}, time.time()))
+
+    assert not any(line.startswith("server") for line in lines)
+
+
+def test_many_servers_are_counted_after_the_first_64(tmp_path: Path) -> None:
+    _report_servers(tmp_path, *(ServerRecord(f"http://c:{i}", "slow") for i in range(70)))
+    state = _stalled(tmp_path)
+
+    lines = list(status.status_text(tmp_path, RunState.LIVE, state, time.time()))
+
+    assert sum(line.startswith("server ") for line in lines) == 64
+    assert "8 more servers" in lines
+
+
+def test_panel_has_a_table_of_servers_those_first_that_are_not_ready(tmp_path: Path) -> None:
+    _report_servers(tmp_path)
+    state = _stalled(tmp_path)
+    console = Console(width=120, record=True, file=io.StringIO())
+
+    console.print(panel(RunFiles(tmp_path), state, state["written"] + 2.0))
+
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    (head,) = (number for number, line in enumerate(lines) if line.startswith("server"))
+    title = r"server +state +weights version +rows running +restarts +recomputed tokens +reason"
+    assert re.fullmatch(title, lines[head])
+    assert re.fullmatch(r"http://b:1 +dead +11 +0 +0 +0 +no answer\\x1b\[2J", lines[head + 1])
+    assert re.fullmatch(r"http://a:1 +ready +12 +5 +1 +17", lines[head + 2])
+
+
+def test_panel_of_a_run_without_servers_has_no_table_of_them(tmp_path: Path) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+
+    console.print(panel(RunFiles(tmp_path), _stalled(tmp_path), time.time()))
+
+    assert "weights version" not in console.export_text()
 
 
 def test_live_panel_in_a_log_is_the_plain_lines(

@@ -8,6 +8,7 @@ and without a process group.
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,20 @@ def test_package_that_is_not_installed_is_refused_with_its_extra(
 
     with pytest.raises(ConfigError, match=r"expected an installed package; pip install 'wandb"):
         accept("run.trackers=[wandb]")
+
+
+def test_metrics_page_without_its_library_is_refused_only_if_a_port_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    with pytest.raises(ConfigError) as caught:
+        accept("run.metrics_port=9400")
+
+    said = str(caught.value)
+    assert "run.metrics_port: got prometheus_client, expected an installed package; " in said
+    assert "prometheus" in said.partition("; ")[2] and "run.metrics_port=null" in said
+    assert accept().run.metrics_port is None
 
 
 def test_engine_whose_package_is_not_installed_is_refused_before_ranks_meet(

@@ -314,6 +314,11 @@ PARTS: dict[str, dict[str, Parts]] = {
         "pp0.py --inproc": ("script", "pp0.py", "ppo.py", "path"),
         "no_main.py --inproc": ("script", "no_main.py", "main(flow, cfg)", ""),
         "ppo.py none.yaml --inproc": ("config", "none.yaml", ""),
+        "ppo.py --inproc run.metrics_port=9400 run.metrics_address=203.0.113.1": (
+            "run.metrics_port",
+            "9400 on 203.0.113.1",
+            "run.metrics_port",
+        ),
     },
     "Settings": {
         "actor.lr=1": ("command line", "actor.lr", "actor.optimizer.lr", "--help"),
@@ -355,6 +360,12 @@ PARTS: dict[str, dict[str, Parts]] = {
         "run.name=a/b": ("run.name", "'a/b'", "run.dir"),
         "run.name=[1": ("command line", "run.name=[1", ""),
         "run.resume=maybe": ("run.resume", "'maybe'", "run.resume=auto"),
+        "run.metrics_port=70000": ("run.metrics_port", "70000", "at most 65535", ""),
+        "run.metrics_port=9400 run.metrics_address=localhost": (
+            "run.metrics_address",
+            "'localhost'",
+            "run.metrics_address=127.0.0.1",
+        ),
         "run.trackers=[comet]": ("run.trackers", "'comet'", "wandb", "@register_tracker('comet')"),
         "actor.engine.kind=gpipe": ("actor.engine.kind", "'gpipe'", "actor.engine.kind=fsdp"),
         "actor.rollout.temperature=0": ("actor.rollout.temperature", "0.0", "more than 0", ""),

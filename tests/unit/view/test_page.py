@@ -17,6 +17,7 @@ import pytest
 
 from spmdflow.checkpoint.lock import claim_run_dir
 from spmdflow.tracking.progress import Sample
+from spmdflow.tracking.servers import ServerRecord, write_servers
 from spmdflow.tracking.trace import Span, TraceWriter
 from spmdflow.tracking.tracker import Tracker
 from spmdflow.view import content
@@ -73,6 +74,26 @@ def test_page_holds_curves_samples_timeline_settings_and_prediction(run_dir: Pat
     ]
     assert run["settings"] == {"run.seed": "0", "actor.optimizer.lr": "0.1"}
     assert run["prediction"]["stages"][0]["measured"] == 2.0
+
+
+def test_page_holds_the_servers_that_ranks_report(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert page_of(run_dir).runs[0]["servers"] == []
+    one = ServerRecord("http://a:1", "ready", 12, 1, 5, 91000, 17)
+    other = ServerRecord(EVIL, "dead", 11, reason=EVIL)
+    write_servers(run_dir, 2, [one, other])
+
+    (run,) = page_of(run_dir).runs
+
+    reported_at = run["servers"][0][-1]
+    assert run["servers"] == [
+        ["http://a:1", "ready", 12, 5, 1, 17, "", 2, reported_at],
+        [EVIL, "dead", 11, 0, 0, 0, EVIL, 2, reported_at],
+    ]
+    monkeypatch.setattr(content, "MOST_SERVERS", 1)
+    (run,) = page_of(run_dir).runs
+    assert len(run["servers"]) == 1 and run["notes"] == ["servers: 1 of 2 are shown"]
 
 
 def test_text_of_a_model_is_data_and_never_markup(run_dir: Path) -> None:
@@ -209,6 +230,7 @@ def shown_by_browser(page: Path, view: str, folder: Path) -> str:
         ),
         ("timeline", ["rank 1 transfer", "4.1 kB", "actor.update_actor", "main-svg"]),
         ("prediction", ["predicted / measured", "0.5"]),
+        ("servers", ["http://a:1", "&lt;img src=x", ">dead<", "recomputed tokens"]),
         ("failures", ["no judge", "the stacks of rank 0"]),
         ("", ["no judge"]),  # where a failed run's page opens
         ("settings", ["actor.optimizer.lr", "0.1"]),
@@ -219,6 +241,7 @@ def test_browser_shows_what_the_run_wrote(
 ) -> None:
     (run_dir / "failure.json").write_text('{"rank": 0, "cause": "no judge"}')
     (run_dir / "stacks-rank0.txt").write_text("the stacks of rank 0")
+    write_servers(run_dir, 0, [ServerRecord("http://a:1", "dead", reason=EVIL)])
     page_of(run_dir)
 
     shown = shown_by_browser(run_dir / "view.html", view, tmp_path)

@@ -21,16 +21,20 @@ def _load(library: str, torch_folder: Path) -> None:
 class _AfterTorch:
     """Finds torch as ever, and installs the device when torch has been imported."""
 
+    _is_looking = False
+
     def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
-        if name != "torch":
+        if name != "torch" or self._is_looking:
             return None
-        sys.meta_path.remove(self)
+        self._is_looking = True
         spec = util.find_spec("torch")
+        self._is_looking = False
         assert spec is not None and spec.loader is not None and spec.origin is not None
         stock = spec.loader.exec_module
         library = os.environ["SIMCUDA_LIBRARY"]
 
         def exec_module(module):  # type: ignore[no-untyped-def]
+            sys.meta_path.remove(self)  # not before: others may look for torch without importing it
             _load(library, Path(spec.origin).parent)
             stock(module)
             sys.path.insert(0, str(Path(__file__).parents[1]))

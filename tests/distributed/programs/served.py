@@ -1,0 +1,59 @@
+"""Generates the same rows with vLLM in process or on servers, and writes them to a file.
+
+Usage: served.py in-process|served OUTPUT.pt TP_SIZE MAX_BATCH_SIZE [TRANSPORT]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from spmdflow.config.schema import RolloutConfig, ServerConfig
+from spmdflow.data.ragged import ragged_from_rows, rows_of
+from spmdflow.rollout.generator import Replica, RunPlace, take_folder_weights
+from spmdflow.rollout.sampling import Sampling
+
+ROOT = Path(__file__).parents[3]
+MODEL = str(ROOT / "algos" / "arithmetic" / "model")
+NUM_ROWS = 40
+
+
+def main() -> None:
+    """Generate, and write responses and log-probabilities."""
+    kind, output, tp_size, max_batch_size = sys.argv[1:5]
+    is_exact = max_batch_size == "1"
+    server = ServerConfig(exact=is_exact, tp_size=int(tp_size), transfer_seconds=60.0)
+    if sys.argv[5:]:
+        server.transport = sys.argv[5]
+    cfg = RolloutConfig(
+        engine="served" if kind == "served" else "vllm",
+        dtype="float32",
+        max_new_tokens=24,
+        max_batch_size=int(max_batch_size),
+        kv_cache_gib=1 / 64,
+        server=server,
+    )
+    device = torch.device("cpu")
+    if kind == "served":
+        from spmdflow.serving.generator import ServedGenerator
+
+        generator = ServedGenerator(cfg, MODEL, device, RunPlace(Path(output).parent))
+    else:
+        from spmdflow.rollout.vllm import VllmGenerator
+
+        generator = VllmGenerator(cfg, MODEL, device, Replica.alone())
+    take_folder_weights(generator, MODEL, verify=True)
+    torch.manual_seed(0)
+    sizes = torch.randint(2, 12, (NUM_ROWS,)).tolist()
+    prompts = ragged_from_rows([torch.randint(3, 16, (size,)) for size in sizes])
+    seeds = list(range(1000, 1000 + NUM_ROWS))
+    columns = generator.generate(prompts, Sampling(max_new_tokens=24, temperature=1.3), seeds)
+    rows = {name: rows_of(columns[name]) for name in ("responses", "rollout_log_probs")}
+    torch.save(rows, output)
+    generator.close()
+
+
+if __name__ == "__main__":
+    main()
