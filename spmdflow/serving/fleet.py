@@ -253,6 +253,8 @@ class Fleet:
         if row.task is not None:
             row.task.cancel()
             await asyncio.gather(row.task, return_exceptions=True)
+        for server in self._care.servers:
+            server.rows.pop(row_id, None)
         self._dispatch()
         return row.to_finished()
 

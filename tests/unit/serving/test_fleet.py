@@ -384,3 +384,16 @@ def test_a_server_with_the_weights_of_another_run_gets_everything(
 
     assert resumed.fleet.counters.full_updates == 1
     assert torch.equal(server.worker.weight, resumed.mirror._front[NAME])
+
+
+def test_slot_of_an_aborted_row_is_free_for_the_next(start: Callable[..., Any]) -> None:
+    (server,) = servers_of(start, 1)
+    rank = start(Rank, [server])
+    rank.sync()
+    rank.wait(lambda: rank.states == ["ready"])
+
+    for seed in range(2 * rank.fleet.servers[0].capacity):
+        rank.fleet.abort(rank.add(seed))
+
+    assert rank.fleet.servers[0].rows == {}
+    assert rank.generate([100]) == {100: expected_tokens(100)}
