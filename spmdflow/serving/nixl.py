@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.errors import WeightSyncError
+from spmdflow.requirement import install_command
 from spmdflow.serving.transport import Sizes, transport_error
 from spmdflow.serving.update import POSITION_BYTES, PackedMessage
 
@@ -311,7 +312,7 @@ def _installed_package() -> str:
         "weights of a generation server",
         "actor.rollout.server.transport=nixl without the package nixl",
         "NIXL beside the server and beside the trainer",
-        "install it with pip install 'spmdflow[nixl]', or set actor.rollout.server.transport=gloo",
+        f"{install_command('nixl')}, or set actor.rollout.server.transport=gloo",
     )
 
 

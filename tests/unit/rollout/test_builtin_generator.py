@@ -391,7 +391,7 @@ def test_responses_can_take_part_in_a_backward_pass(folder: Path) -> None:
 
 
 def test_unknown_engine_is_refused_with_the_choices() -> None:
-    message = r"rollout.engine: got 'sglang', expected one of builtin, vllm"
+    message = r"rollout.engine: got 'sglang', expected one of builtin, served, vllm"
     with pytest.raises(ConfigError, match=message):
         generator_of(RolloutConfig(engine="sglang"), "nowhere", CPU)
 

@@ -165,7 +165,7 @@ def test_servers_have_their_state_versions_and_counters_by_rank(tmp_path: Path) 
         ("http://a:1", "ready"),
         ("http://b:1", "dead"),
     ]
-    assert len(states) == 10 and sum(states.values()) == 2.0
+    assert len(states) == 12 and sum(states.values()) == 2.0
     assert samples[sample("spmdflow_server_weights_version", **at_a)] == 12.0
     assert samples[sample("spmdflow_server_weights_version", **at_b)] == 11.0
     assert samples[sample("spmdflow_server_running_rows", **at_a)] == 5.0
