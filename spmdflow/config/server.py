@@ -84,12 +84,7 @@ def _check_sglang(key: str, rollout: Any) -> None:
 def _check_addresses(key: str, server: Any, *, here: bool) -> None:
     """Raise ConfigError for addresses that no server can have, or a key file that is missing."""
     for address in server.addresses:
-        parts = urlsplit(address)
-        is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-            raise ConfigError.of(
-                f"{key}.addresses", repr(address), "http://host:port", "correct the address"
-            )
+        check_address(f"{key}.addresses", address)
     if len(set(server.addresses)) < len(server.addresses):
         raise ConfigError.of(
             f"{key}.addresses", server.addresses, "each server once", "remove the others"
@@ -108,3 +103,12 @@ def _check_addresses(key: str, server: Any, *, here: bool) -> None:
             "the key of the servers",
             "check the path",
         )
+
+
+def check_address(key: str, address: str) -> None:
+    """Raise ConfigError unless an address is http://host:port or https://host:port, and no more."""
+    parts = urlsplit(address)
+    has_more = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username
+    if parts.scheme not in ("http", "https") or not parts.hostname or has_more:
+        do = "write the address of a generation server"
+        raise ConfigError.of(key, repr(address), "http://host:port", do)

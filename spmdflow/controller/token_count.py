@@ -34,7 +34,7 @@ class CountedRows:
     responses: np.ndarray | None
     """(B,) tokens; None: the rows have no responses."""
     valid: np.ndarray | None = None
-    """(B,) bool: False for rows that an update leaves out; None: it leaves out none."""
+    """(B,) bool: False for rows that an update skips; None: it skips none."""
 
     @classmethod
     def of(cls, use: RowUse, valid: np.ndarray | None) -> CountedRows:
@@ -87,7 +87,7 @@ def count_tokens(
     """Return the counts of one step, as data for JSON.
 
     trained: rows that an update got and did not leave out as failed; each counts once, in however
-    many updates and epochs it was. failed: the rows that updates left out. dropped: rows that were
+    many updates and epochs it was. failed: the rows that updates skipped. dropped: rows that were
     generated in this step and that no update of it got. stale: trained rows whose generation began
     with older weights than the step's; null without a queue. prompt_lengths and response_lengths:
     [tokens, rows] of the trained rows, ascending. passes: what models computed (`_pass_of`).

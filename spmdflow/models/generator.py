@@ -42,7 +42,7 @@ from spmdflow.rollout.generator import (
     Replica,
     Request,
     RequestGenerator,
-    RunPlace,
+    RunContext,
     generator_of,
     no_routes_error,
     response_columns,
@@ -278,8 +278,8 @@ class GeneratorWorker(SamplingWorker):
         """Builds this rank's part of the generator, and starts the environments."""
         super().__init__(cfg, context)
         replica = Replica.of(context.layout, context.rank, context.groups)
-        place = RunPlace(context.run_dir, context.rank, context.layout.ranks)
-        self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica, place)
+        run = RunContext(context.run_dir, context.rank, context.layout.ranks)
+        self.generator = generator_of(cfg.rollout, cfg.model.path, context.device, replica, run)
         self.prepare_routes()
         self.sampling = Sampling.from_config(cfg.rollout)
         self._receiver: WeightReceiver | None = None

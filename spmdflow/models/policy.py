@@ -30,7 +30,7 @@ from spmdflow.objectives.loss import Loss
 from spmdflow.objectives.policy import PolicyLoss, PreUpdateMetrics
 from spmdflow.objectives.supervised import PretrainedPolicyLoss, SupervisedLoss, row_losses
 from spmdflow.parallel.layout import Layout
-from spmdflow.rollout.generator import NEVER, Generator, Replica, RunPlace, generator_of
+from spmdflow.rollout.generator import NEVER, Generator, Replica, RunContext, generator_of
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.router import ROUTES
 from spmdflow.serving.publisher import Publisher, publisher_of
@@ -274,9 +274,9 @@ class ActorWorker(SamplingWorker, PolicyWorker):
     def __init__(self, cfg: ActorConfig, context: WorkerContext) -> None:
         super().__init__(cfg, context)
         replica = Replica.of(context.layout, context.rank, context.groups)
-        place = RunPlace(context.run_dir, context.rank, context.layout.ranks)
+        run = RunContext(context.run_dir, context.rank, context.layout.ranks)
         rollout = replace(cfg.rollout, weights=self._mode)
-        self.generator = generator_of(rollout, cfg.model.path, context.device, replica, place)
+        self.generator = generator_of(rollout, cfg.model.path, context.device, replica, run)
         self.hybrid = hybrid_of(
             self.engine, self.generator, context, self.cfg, storage=self._storage
         )

@@ -154,7 +154,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class RunPlace:
+class RunContext:
     """Where a generator is in its run."""
 
     run_dir: Path | None = None
@@ -400,11 +400,11 @@ def generator_of(
     model_path: str,
     device: torch.device,
     replica: Replica | None = None,
-    place: RunPlace | None = None,
+    run: RunContext | None = None,
 ) -> Generator:
     """Builds this rank's part of the generator that cfg.generator selects, for a model folder.
 
-    replica: the ranks that generate together and their groups; None: this rank only. place: where
+    replica: the ranks that generate together and their groups; None: this rank only. run: where
     the rank is in its run; only generators on servers need it. All ranks of a replica build the
     generator together. ConfigError if it has several ranks and this generator cannot cut a model
     over ranks. weights_version is NEVER: the generator must be synced before the first generation.
@@ -423,7 +423,7 @@ def generator_of(
     if kind.cuts_model:
         arguments.append(replica)
     if kind.is_served:
-        arguments.append(place or RunPlace())
+        arguments.append(run or RunContext())
     generator: Generator = resolve(kind.implementation)(*arguments)
     return generator
 

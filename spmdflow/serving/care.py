@@ -8,6 +8,7 @@ of other ranks get theirs from their owner. All of it runs in the fleet's thread
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -33,11 +34,13 @@ from spmdflow.serving.roster import RosterEntry
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE = 0.5
-"""Seconds until a server that failed is asked again; doubled with each failure in a row."""
+"""Seconds until a server that failed is asked again; doubled with each failure in a row, up to
+health_seconds."""
+_LEAST_PAUSE = 0.05
 _SYNCING_PAUSE = 0.2
 """Seconds between two questions to another rank's server that has old weights."""
 _MOST_WRONG_ANSWERS = 3
-"""Wrong answers in a row after which a server is left out for `_REFUSED_SECONDS`."""
+"""Wrong answers in a row after which a server is not used for `_REFUSED_SECONDS`."""
 _REFUSED_SECONDS = 30.0
 
 
@@ -166,10 +169,8 @@ class ServerCare:
                     pause = min(pause, _SYNCING_PAUSE)
                 if server.failures:
                     pause = min(pause, _FIRST_PAUSE * 2 ** min(server.failures - 1, 6))
-            try:
-                await asyncio.wait_for(server.wake.wait(), max(pause, 0.05))
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.wake.wait(), max(pause, _LEAST_PAUSE))
 
     async def _renew(self, server: Server) -> None:
         """Ask a server who it is, and bring it to the current weights."""
@@ -188,7 +189,16 @@ class ServerCare:
         except WrongAnswer as err:
             self.count_wrong_answer(server, str(err))
         except (ServerFault, WeightSyncError) as err:
-            self.fail(server, DEAD, str(err))
+            if not self._makes_progress(server):
+                self.fail(server, DEAD, str(err))
+
+    def _makes_progress(self, server: Server) -> bool:
+        """Whether a server has sent a token so lately that it is alive, however slowly it answers.
+
+        A busy server may miss the limit of a question while it generates; its rows stay.
+        """
+        is_recent = time.monotonic() - server.last_token < self._settings.health_seconds
+        return server.state == READY and is_recent
 
     def _check_identity(self, server: Server, facts: ServerFacts) -> None:
         """Note what a server says of itself; REFUSED if it must not be used."""
@@ -256,11 +266,13 @@ class ServerCare:
         self._on_ready()
 
     def _refuse(self, server: Server, reason: str) -> None:
-        """Leave a server out, with a warning that names it and the reason."""
+        """Use a server no longer, with a warning that names it and the reason."""
         if (server.state, server.reason) != (REFUSED, reason):
             logger.warning("warning: generation server %s is not used: %s", server.url, reason)
         server.state = REFUSED
         server.reason = reason
+        server.version = NEVER
+        self._drop_link(server)
         self._on_lost(server)
 
     def _drop_link(self, server: Server) -> None:

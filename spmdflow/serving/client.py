@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from spmdflow.errors import ConfigError
+from spmdflow.config.server import check_address
 from spmdflow.rollout.generator import Request
 from spmdflow.serving.row_noise import ROW, row_facts
+from spmdflow.serving.settings import GENERATE, VERSION_HEADER
 
 _MOST_LINE_BYTES = 4 << 20
 _MOST_REPLY_BYTES = 64 << 20
@@ -30,8 +31,6 @@ _SHOWN = 200
 _WORD = re.compile(r"[\w.:+-]{0,100}")
 _LOG_PROB_SLACK = 2e-6
 """How far above 0 a log-probability may be because of rounding."""
-GENERATE = "inference/v1/generate"
-VERSION_HEADER = "x-spmdflow-version"
 
 
 class ServerFault(Exception):
@@ -100,17 +99,10 @@ class ServerClient:
 
     def __init__(self, url: str, *, key: str, vocab_size: int) -> None:
         """url: http://host:port; ConfigError otherwise. key: "" for a server without one."""
+        check_address("actor.rollout.server.addresses", url)
         parts = urlsplit(url)
-        is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-            raise ConfigError.of(
-                "actor.rollout.server.addresses",
-                repr(url),
-                "http://host:port",
-                "write the address of a generation server",
-            )
         self.url = url.rstrip("/")
-        self.host = parts.hostname
+        self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._vocab_size = vocab_size
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -183,7 +175,7 @@ class ServerClient:
         }
         headers = {VERSION_HEADER: version}
         left = request.sampling.max_new_tokens
-        stream = self.lines(GENERATE, body, headers, stall_seconds=stall_seconds)
+        stream = self.lines(GENERATE.removeprefix("/"), body, headers, stall_seconds=stall_seconds)
         async with aclosing(stream) as lines:
             async for line in lines:
                 part = parse_part(line, vocab_size=self._vocab_size, left=left)

@@ -21,13 +21,11 @@ from importlib.metadata import version as package_version
 from typing import Any
 
 from spmdflow.rollout.generator import NEVER
-from spmdflow.serving.identity import model_hash, tokenizer_hash
-from spmdflow.serving.settings import server_key
+from spmdflow.serving.identity import config_hash, tokenizer_hash
+from spmdflow.serving.settings import GENERATE, VERSION_HEADER, server_key
 
 PROTOCOL = 1
 """Version of the door's routes."""
-VERSION_HEADER = b"x-spmdflow-version"
-GENERATE = "/inference/v1/generate"
 SLEEP = "/sleep"
 _PREFIX = "/spmdflow/"
 _MOST_BODY_BYTES = 64 << 20
@@ -64,6 +62,8 @@ class Door:
         """Whether the server was told to sleep since its last switch."""
         self._workers: list[dict[str, Any]] = []
         """What the workers have (`WeightTaker.spmdflow_describe`)."""
+        self._describing = asyncio.Lock()
+        """Held while they are asked for it, which may take minutes for some families."""
         self._lock = asyncio.Lock()
         """Held while the workers are asked, so that two trainers do not mix."""
 
@@ -104,7 +104,7 @@ class Door:
 
     def _check_version(self, headers: Mapping[bytes, bytes]) -> None:
         """_Refusal if the request asks for other weights than the server has."""
-        wanted = headers.get(VERSION_HEADER)
+        wanted = headers.get(VERSION_HEADER.encode())
         own = f"{self._epoch}:{self._version}"
         if wanted is not None and wanted.decode(errors="replace") != own:
             raise _Refusal(409, f"weights {own}, not {wanted.decode(errors='replace')[:80]}")
@@ -136,7 +136,7 @@ class Door:
             "protocol": PROTOCOL,
             "package": package_version("spmdflow"),
             "instance": self._instance,
-            "model": await asyncio.to_thread(model_hash, model.model),
+            "model": await asyncio.to_thread(config_hash, model.model),
             "tokenizer": await asyncio.to_thread(tokenizer_hash, model.model),
             "dtype": workers[0]["dtype"],
             "row_noise": all(worker["row_noise"] for worker in workers),
@@ -192,8 +192,9 @@ class Door:
 
     async def _describe(self, engine: Any) -> list[dict[str, Any]]:
         """What each worker has, in their order."""
-        if not self._workers:
-            self._workers = await _call_workers(engine, "spmdflow_describe", ())
+        async with self._describing:
+            if not self._workers:
+                self._workers = await _call_workers(engine, "spmdflow_describe", ())
         return self._workers
 
 

@@ -50,7 +50,8 @@ T = TypeVar("T")
 _SAY_SECONDS = 10.0
 """Between two log lines about a fleet without servers."""
 _MOST_NAN = 2
-"""Servers that must say that the logits of a row are not finite, until it is believed."""
+"""Answers with a log-probability of nan after which a row is handed over with it: the weights are
+then the cause, not a server."""
 
 
 class Fleet:
@@ -325,17 +326,17 @@ class Fleet:
         """Let a row that a server has not finished wait for another one, and count the loss."""
         if server.rows.pop(row.id, None) is None or row.id not in self._rows:
             return
-        self.counters.moved_rows += 1
+        row.task = None
+        if row.is_complete(self._ends):  # only the end of its stream is missing
+            self._hand_over(row)
+            return
         lost = len(row.request.prompt) + len(row.tokens)
+        self.counters.moved_rows += 1
         self.counters.recomputed_tokens += lost
         server.recomputed_tokens += lost
-        row.task = None
         if self._settings.is_exact:
             row.tokens = []
             row.log_probs = []
-        elif row.is_complete(self._ends):  # only the end of its stream is missing
-            self._hand_over(row)
-            return
         self._waiting.append(row)
 
     def _dispatch(self) -> None:
@@ -348,6 +349,8 @@ class Fleet:
         ready = self._care.ready
         own = [server for server in ready if server.is_own]
         free = [server for server in own or ready if len(server.rows) < server.capacity]
+        if not free:
+            return
         self._waiting.sort(key=self._expected_tokens)
         while self._waiting and free:
             server = min(free, key=lambda each: len(each.rows) / each.capacity)
@@ -410,6 +413,7 @@ class Fleet:
         row.tokens += part.tokens
         row.log_probs += part.log_probs
         server.num_tokens += len(part.tokens)
+        server.last_token = time.monotonic()
         if row.stop is not None and part.tokens:
             prompt = row.request.prompt.tolist()
             (end,) = row.stop.first_ends([(prompt, row.tokens, num_before)])

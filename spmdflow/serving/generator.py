@@ -29,20 +29,19 @@ from spmdflow.rollout.generator import (
     Replica,
     Request,
     RequestGenerator,
-    RunPlace,
+    RunContext,
     WakePart,
 )
 from spmdflow.serving.client import ServerClient
 from spmdflow.serving.dialect import DIALECTS
 from spmdflow.serving.fleet import Fleet
-from spmdflow.serving.identity import model_hash, tokenizer_hash
+from spmdflow.serving.identity import config_hash, tokenizer_hash
 from spmdflow.serving.member import FleetCounters, FleetSettings, Identity, Server
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
 from spmdflow.serving.roster import Roster, RosterEntry
 from spmdflow.serving.settings import read_key
 from spmdflow.serving.start import ServerOptions
 from spmdflow.serving.supervisor import OwnServer, device_variables
-from spmdflow.serving.transport import check_transport
 from spmdflow.tracking.servers import SERVERS_FOLDER, ServerRecord, write_servers
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.move import Block
@@ -72,7 +71,7 @@ class ServedGenerator(RequestGenerator):
     """One rank's servers and rows. rollout.generator.Generator documents its guarantees."""
 
     def __init__(
-        self, cfg: RolloutConfig, model_path: str, device: torch.device, place: RunPlace
+        self, cfg: RolloutConfig, model_path: str, device: torch.device, run: RunContext
     ) -> None:
         """Start this rank's servers, or find those at the given addresses.
 
@@ -85,35 +84,34 @@ class ServedGenerator(RequestGenerator):
         self.device = torch.device("cpu")
         self.replica = Replica.alone()
         server = cfg.server
-        check_transport(server.transport)
         arch = Architecture.sizes_from_folder(model_path)
         self._max_positions = int(cfg.longest_row or arch.max_positions or 0)
         self._on_device = device.type != "cpu"
         self._is_asleep = False
         self._live: dict[int, Request] = {}
-        if place.run_dir is None:
+        if run.run_dir is None:
             folder = Path(tempfile.mkdtemp())
         else:
-            folder = place.run_dir / SERVERS_FOLDER
+            folder = run.run_dir / SERVERS_FOLDER
             folder.mkdir(exist_ok=True)
         self._mirror = WeightMirror(trained_shapes(model_path), self.dtype)
         self._own: list[OwnServer] = []
         self._reported = FleetCounters()
         key = read_key(server.key_file) if server.key_file else ""
         if server.addresses:
-            urls = server.addresses[place.ranks.index(place.rank) :: len(place.ranks)]
+            urls = server.addresses[run.ranks.index(run.rank) :: len(run.ranks)]
         else:
             key = secrets.token_hex(32)
-            self._own = _start_servers(cfg, model_path, device, folder, key=key, rank=place.rank)
+            self._own = _start_servers(cfg, model_path, device, folder, key=key, rank=run.rank)
             urls = [each.url for each in self._own]
         epoch = secrets.token_hex(8)
-        self._roster = Roster(folder, rank=place.rank, ranks=place.ranks)
+        self._roster = Roster(folder, rank=run.rank, ranks=run.ranks)
         self._roster.write(urls, key=key, epoch=epoch)
         dialect = DIALECTS[server.dialect]
         self._fleet = Fleet(
-            [RosterEntry(url=url, key=key, epoch=epoch, owner=place.rank) for url in urls],
+            [RosterEntry(url=url, key=key, epoch=epoch, owner=run.rank) for url in urls],
             Identity(
-                model=model_hash(model_path),
+                model=config_hash(model_path),
                 tokenizer=tokenizer_hash(model_path),
                 dtype=cfg.precision,
                 longest_row=self._max_positions,
@@ -124,7 +122,7 @@ class ServedGenerator(RequestGenerator):
             make_client=partial(_make_client, dialect.client, arch.vocab_size),
             open_link=dialect.open_link,
             ends=end_tokens(model_path),
-            on_change=_Reporter(place),
+            on_change=_Reporter(run),
         )
 
     @property
@@ -220,14 +218,14 @@ class ServedGenerator(RequestGenerator):
 class _Reporter:
     """Writes what a rank knows about its servers into RUN_DIR, when something has changed."""
 
-    def __init__(self, place: RunPlace) -> None:
-        self._place = place
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
         self._written: list[ServerRecord] = []
         self._time = 0.0
 
     def __call__(self, servers: Sequence[Server]) -> None:
         """Write a report, unless the last one is the same and younger than 10 s."""
-        if self._place.run_dir is None:
+        if self._run.run_dir is None:
             return
         records = []
         for server in servers:
@@ -248,7 +246,7 @@ class _Reporter:
         if records != self._written or now - self._time > _REPORT_SECONDS:
             self._written = records
             self._time = now
-            write_servers(self._place.run_dir, self._place.rank, records)
+            write_servers(self._run.run_dir, self._run.rank, records)
 
 
 def _make_client(client: type[ServerClient], vocab_size: int, entry: RosterEntry) -> ServerClient:

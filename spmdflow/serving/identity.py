@@ -18,7 +18,7 @@ _DIGEST_BYTES = 16
 
 
 @lru_cache(maxsize=8)
-def model_hash(path: str) -> str:
+def config_hash(path: str) -> str:
     """Hash of what config.json of a model folder says about tensors and forward pass."""
     facts = {name: value for name, value in read_config(path).items() if name not in _IGNORED}
     text = json.dumps(facts, sort_keys=True, default=str)

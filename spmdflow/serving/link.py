@@ -167,7 +167,7 @@ class ServerLink:
         """
         packed = []
         facts = []
-        with shared.reading() as mirror:
+        with shared.lock_mirror() as mirror:
             version = mirror.version
             is_full = since == NEVER or not mirror.has_changes_since(since)
             for boxes in self._boxes:
@@ -191,7 +191,7 @@ class ServerLink:
 
 def _hashes_of(shared: SharedMirror, version: int) -> dict[str, int] | None:
     """The hashes of a version; None if the mirror has a newer one by now."""
-    with shared.reading() as mirror:
+    with shared.lock_mirror() as mirror:
         if mirror.version != version:
             return None
         return mirror.hashes()

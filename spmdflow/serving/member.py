@@ -168,6 +168,8 @@ class Server:
     """Rows that it generates for this rank, by id."""
     num_tokens: int = 0
     """Drawn for this rank."""
+    last_token: float = float("-inf")
+    """Time (monotonic) of the last token for this rank."""
     recomputed_tokens: int = 0
     """Of rows that it lost, which others computed again."""
     restarts: int = 0

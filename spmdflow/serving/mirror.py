@@ -205,7 +205,7 @@ class SharedMirror:
             self._mirror.commit(version)
 
     @contextmanager
-    def reading(self) -> Iterator[WeightMirror]:
+    def lock_mirror(self) -> Iterator[WeightMirror]:
         """The mirror, which does not change inside the block."""
         with self._lock:
             yield self._mirror

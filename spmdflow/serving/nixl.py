@@ -244,7 +244,7 @@ class NixlReceiver:
     """
 
     def __init__(self, facts: Mapping[str, Any], *, num_bytes: int, seconds: float) -> None:
-        """num_bytes: of all boxes. A delta has fewer (update.WHOLE_ABOVE), at 2 bytes or more."""
+        """num_bytes: of all boxes. A delta has fewer (update.FULL_ABOVE), at 2 bytes or more."""
         self._seconds = seconds
         self._rank = str(facts["agent"])
         self._arrived: set[bytes] = set()
@@ -311,7 +311,7 @@ def _installed_package() -> str:
     raise WeightSyncError.of(
         "weights of a generation server",
         "actor.rollout.server.transport=nixl without the package nixl",
-        "NIXL beside the server and beside the trainer",
+        "NIXL on the node of the server and on the trainer's",
         f"{install_command('nixl')}, or set actor.rollout.server.transport=gloo",
     )
 

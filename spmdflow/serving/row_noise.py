@@ -106,9 +106,9 @@ class RowNoiseSampler(nn.Module):
         positions = getattr(lengths, "gpu", lengths)[: len(names)].long()
         for sampling, rows, facts in self._groups:
             seeds, prompts, drawn = facts
-            place = (positions[rows] - prompts).clamp(min=0) + drawn
+            draw_positions = (positions[rows] - prompts).clamp(min=0) + drawn
             is_all = len(rows) == len(names)
-            chosen = draw(logits if is_all else logits[rows], sampling, seeds, place)
+            chosen = draw(logits if is_all else logits[rows], sampling, seeds, draw_positions)
             tokens[rows], log_probs[rows] = chosen
         return self._merge(tokens, log_probs, stock, sampling_metadata.max_num_logprobs)
 

@@ -1,4 +1,4 @@
-"""What a server process of this package is told by its environment. See serving.start."""
+"""What a generation server and its clients agree on, and what its process reads as variables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 
 from spmdflow.errors import ConfigError
 
+GENERATE = "/inference/v1/generate"
+"""vLLM's route for token ids in and out."""
+VERSION_HEADER = "x-spmdflow-version"
+"""Header of a request to generate: the run and the version of the weights that it wants."""
 SERVED = "SPMDFLOW_SERVED"
 """Set in a vLLM server that draws row noise and takes weights from runs."""
 KEY_FILE = "SPMDFLOW_SERVER_KEY_FILE"

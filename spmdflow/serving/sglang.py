@@ -33,7 +33,7 @@ from spmdflow.serving.client import (
     parse_tokens,
     show_value,
 )
-from spmdflow.serving.identity import model_hash, tokenizer_hash
+from spmdflow.serving.identity import config_hash, tokenizer_hash
 
 _VERSION = re.compile(r"([0-9a-f]{1,32}):(\d{1,12})")
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -86,7 +86,7 @@ class SglangClient(ServerClient):
         return ServerFacts.of(
             {
                 "instance": self._instance,
-                "model": await _hash_folder(model_hash, model.get("model_path")),
+                "model": await _hash_folder(config_hash, model.get("model_path")),
                 "tokenizer": await _hash_folder(tokenizer_hash, model.get("tokenizer_path")),
                 "dtype": _DTYPES.get(str(dtype), dtype),
                 "row_noise": False,

@@ -262,10 +262,10 @@ def allowed_checksums(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
 def _expected(shared: SharedMirror, version: int, names: Sequence[str]) -> dict[str, list[str]]:
     """The checksums that a server with this version may have, by its names of tensors.
 
-    {} if the mirror has a newer version by now. Tensors that the run does not send are left out.
+    {} if the mirror has a newer version by now. Tensors that the run does not send are skipped.
     WrongAnswer if there is none that it sends.
     """
-    with shared.reading() as mirror:
+    with shared.lock_mirror() as mirror:
         if mirror.version != version:
             return {}
         boxes = _boxes_of(mirror)
@@ -286,7 +286,7 @@ def _expected(shared: SharedMirror, version: int, names: Sequence[str]) -> dict[
 def _pack(shared: SharedMirror, since: int) -> tuple[int, bool, list[TensorBucket]]:
     """Return the version, whether all is sent, and copies of what changed after `since`."""
     result = []
-    with shared.reading() as mirror:
+    with shared.lock_mirror() as mirror:
         boxes = _boxes_of(mirror)
         is_full = since == NEVER or not mirror.has_changes_since(since)
         changed = {update.index for update in mirror.updates(boxes, since=since)}

@@ -79,7 +79,7 @@ class ServerOptions:
         return [*words, *self.others]
 
     def to_environment(self, *, on_cpu: bool) -> dict[str, str]:
-        """Variables that the server needs, besides those of its parent."""
+        """Variables that the server needs, in addition to those of its parent."""
         variables = _ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {})
         return variables | {SERVED: "1", KEY_FILE: self.key_file}
 

@@ -53,11 +53,11 @@ class OwnServer:
         self, options: ServerOptions, *, log_path: Path, variables: Mapping[str, str]
     ) -> None:
         """Start the server. options: its port is 0, and is chosen here. variables: environment of
-        the server besides this process's."""
+        the server in addition to this process's."""
         self._options = replace(options, port=free_port(options.host))
         self._log_path = log_path
         self._variables = dict(variables)
-        self._is_wanted = True
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         self.num_starts = 0
         self._popen: subprocess.Popen[bytes] | None = None
@@ -74,7 +74,7 @@ class OwnServer:
     def close(self) -> None:
         """End the server and everything that it has started; wait for that, at most 8 s."""
         with self._lock:
-            self._is_wanted = False
+            self._closing.set()
             self._end()
         self._thread.join()
 
@@ -82,8 +82,7 @@ class OwnServer:
         """Start the server again when it has ended, with pauses that grow; runs in a thread."""
         pause = _FIRST_PAUSE
         began = time.monotonic()
-        while self._is_wanted:
-            time.sleep(_LOOK_SECONDS)
+        while not self._closing.wait(_LOOK_SECONDS):
             if self._popen is None or self._popen.poll() is None:
                 continue
             status = self._popen.returncode
@@ -91,13 +90,17 @@ class OwnServer:
                 pause = _FIRST_PAUSE
             text = "warning: generation server %s ended with status %d; it starts again (log: %s)"
             logger.warning(text, self.url, status, self._log_path)
-            time.sleep(pause)
+            self._closing.wait(pause)
             pause = min(2 * pause, _MOST_PAUSE)
             with self._lock:
-                if self._is_wanted:
-                    self._end()
-                    began = time.monotonic()
+                if self._closing.is_set():
+                    return
+                self._end()
+                began = time.monotonic()
+                try:
                     self._start()
+                except OSError as err:  # no memory or descriptors now: the next round tries again
+                    logger.warning("warning: generation server %s: %s", self.url, err)
 
     def _start(self) -> None:
         """Start the keeper, which starts the server."""

@@ -10,7 +10,6 @@ the other one within the limit. Host memory only.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -20,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdflow.errors import ConfigError, WeightSyncError
-from spmdflow.requirement import install_command
+from spmdflow.errors import WeightSyncError
 from spmdflow.serving.connection import address_towards
 from spmdflow.serving.update import PackedMessage
 
@@ -84,19 +82,6 @@ def open_receiver(
     module = import_module("spmdflow.serving.nixl")
     receiver: UpdateReceiver = module.NixlReceiver(facts, num_bytes=num_bytes, seconds=seconds)
     return receiver
-
-
-def check_transport(transport: str) -> None:
-    """ConfigError if the package of a transport is not installed."""
-    if transport != "nixl":
-        return
-    if not any(map(importlib.util.find_spec, ("nixl_cu12", "nixl_cu13"))):
-        raise ConfigError.of(
-            "actor.rollout.server.transport",
-            "nixl without the package nixl",
-            "NIXL for one-sided writes",
-            f"{install_command('nixl')}, or set actor.rollout.server.transport=gloo",
-        )
 
 
 class GlooSender:

@@ -30,14 +30,14 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.errors import WeightSyncError
 
-WHOLE_ABOVE = 3
+FULL_ABOVE = 3
 """The whole box is sent if more than one in so many of its elements changed. At 2 bytes an element,
 a delta of exactly a third has as many bytes as the box."""
 POSITION_BYTES = 4
 MESSAGE_BYTES = 64 << 20
 """The most bytes of a message, unless a single box has more."""
-WHOLE = -1
-"""Number of positions that stands for a whole box."""
+FULL_BOX = -1
+"""Number of positions that means: all of the box."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_POSITION = 2**31 - 1
 _SLICE = 1 << 18
@@ -67,8 +67,8 @@ class BoxUpdate:
 
     @property
     def facts(self) -> tuple[int, int, int]:
-        """(index, number of positions or WHOLE, number of values), as plain data."""
-        count = WHOLE if self.positions is None else len(self.positions)
+        """(index, number of positions or FULL_BOX, number of values), as plain data."""
+        count = FULL_BOX if self.positions is None else len(self.positions)
         return self.index, count, len(self.values)
 
 
@@ -157,7 +157,7 @@ def positions_in_box(positions: Tensor, shape: Sequence[int], box: Box) -> tuple
 
 def is_too_many(num_changed: int, num_elements: int) -> bool:
     """Whether more than a third of the elements changed."""
-    return num_changed * WHOLE_ABOVE > num_elements
+    return num_changed * FULL_ABOVE > num_elements
 
 
 def is_sent_whole(num_changed: int, num_elements: int) -> bool:
@@ -257,7 +257,7 @@ class PackedMessage:
         value = 0
         for index, num_positions, num_values in facts:
             positions = None
-            if num_positions != WHOLE:
+            if num_positions != FULL_BOX:
                 positions = self.positions[position : position + num_positions]
                 position += num_positions
             values = self.values[value : value + num_values]
@@ -277,7 +277,7 @@ def check_facts(messages: object, box_sizes: Sequence[int]) -> str | None:
     """Return what is wrong with the facts of messages that came from another program, or None.
 
     box_sizes: elements of each of the receiver's boxes. Each message is a list of (index, number of
-    positions or WHOLE, number of values); a box is in one of them at most.
+    positions or FULL_BOX, number of values); a box is in one of them at most.
     """
     if not isinstance(messages, list):
         return f"messages of type {type(messages).__name__}"
@@ -292,8 +292,8 @@ def check_facts(messages: object, box_sizes: Sequence[int]) -> str | None:
             if not 0 <= index < len(box_sizes):
                 return f"box {index} of {len(box_sizes)}"
             size = box_sizes[index]
-            expected = size if num_positions == WHOLE else num_positions
-            if num_positions < WHOLE or num_positions > size or num_values != expected:
+            expected = size if num_positions == FULL_BOX else num_positions
+            if num_positions < FULL_BOX or num_positions > size or num_values != expected:
                 return f"{num_values} values at {num_positions} positions of {size}"
             if index in seen:
                 return f"box {index} twice"

@@ -39,7 +39,7 @@ class Rates:
     trained_prompts: float | None
     trained_responses: float | None
     failed: float | None
-    """Tokens of rows that updates left out, as their reward, cost or episode failed."""
+    """Tokens of rows that updates skipped, as their reward, cost or episode failed."""
     dropped: float | None
     """Prompt and response tokens that were generated and given to no update of the step."""
     dropped_responses: float | None

@@ -90,7 +90,7 @@ def _token_entries(summary: Summary) -> Iterator[tuple[str, str]]:
     if every.num_steps > rates.num_steps:
         yield "", f"{_rate_text(every.trained)} with evaluation and saving, {_steps_text(every)}"
     yield "not trained", f"generated and dropped: {_share_text(rates, rates.dropped)}"
-    yield "", f"left out as failed: {_share_text(rates, rates.failed)}"
+    yield "", f"skipped as failed: {_share_text(rates, rates.failed)}"
     if rates.stale is None:
         yield "stale", "none recorded, as the script has no flow.queue"
     else:

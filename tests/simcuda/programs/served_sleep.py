@@ -14,7 +14,7 @@ import torch
 
 from spmdflow.config.schema import RolloutConfig, ServerConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
-from spmdflow.rollout.generator import RunPlace, take_folder_weights
+from spmdflow.rollout.generator import RunContext, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.generator import ServedGenerator
 
@@ -44,7 +44,7 @@ def main() -> None:
         kv_cache_gib=1 / 16,
         server=server,
     )
-    generator = ServedGenerator(cfg, MODEL, device, RunPlace(Path(sys.argv[1])))
+    generator = ServedGenerator(cfg, MODEL, device, RunContext(Path(sys.argv[1])))
     take_folder_weights(generator, MODEL, verify=True)
     prompts = ragged_from_rows([torch.tensor([1, 5, 6, 13, 7]), torch.tensor([1, 9, 13, 4])])
     responses = []

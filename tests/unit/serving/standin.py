@@ -88,6 +88,8 @@ class StandInServer:
         self.seconds_per_token = seconds_per_token
         self.misbehaves: Callable[[dict[str, Any]], str | None] = lambda body: None
         """Called with each request; a text is sent instead of the response, "hang" waits."""
+        self.facts_seconds = 0.0
+        """How long it takes to say who it is."""
         self.num_requests = 0
         self.prompts: list[list[int]] = []
         """Prompts of all requests, in order."""
@@ -146,6 +148,10 @@ class StandInServer:
         async def do_nothing(**_: Any) -> None: ...
 
         async def is_paused() -> bool:
+            await asyncio.sleep(self.facts_seconds)
+            return False
+
+        async def is_sleeping() -> bool:
             return False
 
         return SimpleNamespace(
@@ -155,7 +161,7 @@ class StandInServer:
             resume_generation=do_nothing,
             reset_prefix_cache=do_nothing,
             is_paused=is_paused,
-            is_sleeping=is_paused,
+            is_sleeping=is_sleeping,
         )
 
 

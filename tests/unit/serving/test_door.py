@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from spmdflow.serving.door import GENERATE, Door
+from spmdflow.serving.door import Door
+from spmdflow.serving.settings import GENERATE
 
 KEY = "k" * 32
 GOOD = {"authorization": f"Bearer {KEY}"}

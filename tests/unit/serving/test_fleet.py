@@ -18,7 +18,7 @@ from spmdflow.rollout.generator import NEVER, Finished, Request
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.serving.client import ServerClient
 from spmdflow.serving.fleet import Fleet, FleetSettings, Identity
-from spmdflow.serving.identity import model_hash, tokenizer_hash
+from spmdflow.serving.identity import config_hash, tokenizer_hash
 from spmdflow.serving.link import ServerLink
 from spmdflow.serving.mirror import WeightMirror
 from spmdflow.serving.roster import RosterEntry
@@ -58,7 +58,7 @@ class Rank:
         self.mirror = WeightMirror({NAME: SHAPE}, torch.float32)
         self.fleet = Fleet(
             [RosterEntry(server.url, "", "run", 0) for server in servers],
-            Identity(model_hash(MODEL), tokenizer_hash(MODEL), "float32", 64),
+            Identity(config_hash(MODEL), tokenizer_hash(MODEL), "float32", 64),
             self.mirror,
             FleetSettings(**settings | limits),
             find_others=others,
@@ -258,6 +258,23 @@ def test_a_server_without_tokens_for_the_limit_loses_its_rows(start: Callable[..
 
     assert responses == {seed: expected_tokens(seed) for seed in SEEDS}
     assert rank.fleet.counters.moved_rows > 0
+
+
+def test_a_busy_server_that_sends_tokens_keeps_its_rows_though_it_does_not_say_who_it_is(
+    start: Callable[..., Any],
+) -> None:
+    (server,) = servers_of(start, 1, seconds_per_token=0.1)
+    rank = start(Rank, [server], health_seconds=0.5)
+    rank.sync()
+    rank.wait(lambda: rank.states == ["ready"])
+    server.facts_seconds = 3600.0
+    seed = next(each for each in range(300, 400) if len(expected_tokens(each)) == MOST_TOKENS)
+
+    responses = rank.generate([seed])
+
+    assert responses == {seed: expected_tokens(seed)}
+    assert rank.fleet.counters.moved_rows == 0
+    rank.wait(lambda: rank.states == ["dead"])  # no tokens, no answer
 
 
 def test_a_lost_update_is_found_by_its_hash_and_the_server_gets_everything(

@@ -25,7 +25,7 @@ from spmdflow.serving.client import (
     WrongVersion,
 )
 from spmdflow.serving.fleet import FleetSettings, Identity
-from spmdflow.serving.identity import model_hash, tokenizer_hash
+from spmdflow.serving.identity import config_hash, tokenizer_hash
 from spmdflow.serving.sglang import RowReader, SglangClient, read_version
 from spmdflow.serving.sglang_link import allowed_checksums
 from tests.algos.runs import ROOT
@@ -103,8 +103,8 @@ def test_row_has_the_models_log_probabilities_after_the_temperature(
     server: StandIn, is_incremental: bool, temperature: float
 ) -> None:
     server.is_incremental = is_incremental
-    lengths = set()
-    for _ in range(4):
+    longest = 0
+    for number in range(100):
         parts = parts_of(server, Sampling(40, temperature))
 
         tokens = [token for part in parts for token in part.tokens]
@@ -112,8 +112,10 @@ def test_row_has_the_models_log_probabilities_after_the_temperature(
         assert log_probs == pytest.approx(expected_log_probs(tokens, temperature), abs=1e-5)
         assert parts[-1].finish == ("stop" if tokens[-1] == END else "length")
         assert END not in tokens[:-1]
-        lengths.add(len(parts))
-    assert max(lengths) > 1 or not is_incremental
+        longest = max(longest, len(parts))
+        if number >= 3 and (longest > 1 or not is_incremental):
+            break
+    assert longest > 1 or not is_incremental  # a short row is one part, a hundred are not
     body = server.bodies[-1]
     assert body["sampling_params"]["stop_token_ids"] == [END]
     assert "ignore_eos" not in body["sampling_params"]  # it would ignore stop_token_ids too
@@ -132,7 +134,7 @@ def test_greedy_row_is_the_likeliest_one(server: StandIn) -> None:
 def test_facts_are_hashes_of_the_folders_that_the_server_names(server: StandIn) -> None:
     facts = facts_of(server)
 
-    assert facts.model == model_hash(MODEL)
+    assert facts.model == config_hash(MODEL)
     assert facts.tokenizer == tokenizer_hash(MODEL)
     assert (facts.dtype, facts.row_noise, facts.num_workers) == ("float32", False, 1)
     assert (facts.max_model_len, facts.max_num_seqs, facts.prefix_caching) == (58, 8, True)
@@ -177,7 +179,7 @@ def test_folder_that_the_rank_cannot_read_is_a_fault(
 
 
 def test_quantized_server_and_a_server_without_row_noise_are_told_apart(server: StandIn) -> None:
-    own = Identity(model_hash(MODEL), tokenizer_hash(MODEL), "float32", 58)
+    own = Identity(config_hash(MODEL), tokenizer_hash(MODEL), "float32", 58)
     settings = {"health_seconds": 1.0, "stall_seconds": 1.0, "transfer_seconds": 1.0}
     others = {"wait_seconds": 1.0, "transport": "gloo", "is_exact": False}
     row = FleetSettings(**settings, **others, takes_any_sampler=False)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from spmdflow.blocks.box import Box
 from spmdflow.errors import WeightSyncError
 from spmdflow.serving import update as module
 from spmdflow.serving.update import (
-    WHOLE,
+    FULL_BOX,
     BoxUpdate,
     PackedMessage,
     TensorChanges,
@@ -325,7 +325,7 @@ def is_well_formed(messages: object) -> bool:
                 return False
             size = SIZES[facts[0]]
             deltas = [[count, count] for count in range(size + 1)]
-            if facts[1:] not in [*deltas, [WHOLE, size]]:
+            if facts[1:] not in [*deltas, [FULL_BOX, size]]:
                 return False
             indices.append(facts[0])
     return len(set(indices)) == len(indices)
@@ -349,9 +349,9 @@ def test_facts_of_another_program_are_taken_only_if_they_fit_the_boxes(messages:
         ([[[-1, 1, 1]]], "box -1 of 3"),
         ([[[0, 5, 5]]], "5 values at 5 positions of 4"),
         ([[[0, -2, 4]]], "4 values at -2 positions of 4"),
-        ([[[0, WHOLE, 3]]], "3 values at -1 positions of 4"),
-        ([[[0, 1, 1]], [[0, WHOLE, 4]]], "box 0 twice"),
-        ([[[0, WHOLE, 4], [1, WHOLE, 0]], [[2, 9, 9]]], None),
+        ([[[0, FULL_BOX, 3]]], "3 values at -1 positions of 4"),
+        ([[[0, 1, 1]], [[0, FULL_BOX, 4]]], "box 0 twice"),
+        ([[[0, FULL_BOX, 4], [1, FULL_BOX, 0]], [[2, 9, 9]]], None),
         ([], None),
     ],
 )

@@ -159,7 +159,7 @@ def test_block_shows_everything_that_a_claim_needs(
         "203 trained (prompts 40.5, responses 162), over 20 steps in 39.5 s",
         "50.6 per device (4 ranks)",
         "generated and dropped: 50.6 tokens/s, 25.0% of the trained ones",
-        "left out as failed: 20.3 tokens/s, 10.0% of the trained ones",
+        "skipped as failed: 20.3 tokens/s, 10.0% of the trained ones",
         "rows begun with older weights: 40.5 tokens/s, 20.0% of the trained ones; age of tokens: "
         "mean 0.25, at most 1",
         "prompts mean 10.0, p50 10, p90 10, p99 10, max 10 tokens (160 trained rows)",
