@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -108,10 +109,28 @@ def mutate(data: bytes, draw: random.Random) -> bytes:
     return bytes(made)
 
 
-def memory() -> float:
-    """MB of this process."""
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition("VmRSS:")[2].split()[0]) / 1024
+class _MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns: ten counts, of which uordblks are the bytes in use."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def memory() -> tuple[int, int]:
+    """Python's blocks in use, and the bytes that C libraries hold in all of malloc's arenas.
+
+    Both count what is held, and not what the allocators have from the system: that depends on
+    how threads took turns.
+    """
+    gc.collect()
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocInfo
+    return sys.getallocatedblocks(), mallinfo().uordblks
 
 
 class Session:
@@ -190,14 +209,11 @@ class Session:
         raise AssertionError(f"no {kind.name} came")
 
 
-def _storm(session: Session, stranger: RankSocket, number: int, draw: random.Random) -> float:
-    """Send so many; MB by which this process grew after the first tenth."""
+def _storm(session: Session, stranger: RankSocket, number: int, draw: random.Random) -> None:
+    """Send so many messages and wait until the io thread has handled them."""
     good = samples(session.envelopes, NAMES)
     start = session.handled
-    before = 0.0
     for sent in range(number):
-        if sent == number // 10:
-            before = memory()
         data = draw.randbytes(draw.randrange(200)) if sent % 5 == 0 else draw.choice(good)
         stranger.send(data if sent % 7 == 0 else mutate(data, draw))
         while sent - (session.handled - start) > 1000:  # its own queue is in this process too
@@ -206,7 +222,20 @@ def _storm(session: Session, stranger: RankSocket, number: int, draw: random.Ran
     while session.handled < start + number and time.monotonic() < limit:
         time.sleep(0.01)
     assert session.handled >= start + number
-    return memory() - before
+
+
+def _growth(
+    session: Session, stranger: RankSocket, number: int, draw: random.Random
+) -> tuple[int, int]:
+    """Python's blocks and malloc's bytes that this process holds more after so many messages.
+
+    A tenth of them goes before, for what is made once.
+    """
+    _storm(session, stranger, number // 10, draw)
+    blocks, held = memory()
+    _storm(session, stranger, number - number // 10, draw)
+    later_blocks, later_held = memory()
+    return later_blocks - blocks, later_held - held
 
 
 def test_messages_from_no_member_or_before_a_member_joined_change_nothing(
@@ -217,20 +246,23 @@ def test_messages_from_no_member_or_before_a_member_joined_change_nothing(
     # with the key: the worst case
     early = session.connect(1)
     unknown = session.connect(7)
-    grown = _storm(session, early, NUMBER // 2, draw)
+    before_joining = _growth(session, early, NUMBER // 2, draw)
     early.close()
     session.wait_until_gone(1)
     session.join()
-    grown += _storm(session, unknown, NUMBER // 2, draw)
+    from_no_member = _growth(session, unknown, NUMBER // 2, draw)
     answers = [session.round_trip(turn) for turn in range(1, 51)]
     session.end()
     unknown.close()
     with capsys.disabled():
-        sys.stdout.write(f"\n{NUMBER} messages: {grown:.1f} MB more\n")
+        sys.stdout.write(f"\n{NUMBER} messages: {before_joining}, {from_no_member} more\n")
 
     assert answers == [{0: {"rank": 0}, 1: {"rank": 1}}] * 50
     assert not session.io.has_failed
-    assert grown < 8
+    for blocks, held in (before_joining, from_no_member):
+        # one block or 20 bytes of each message
+        assert blocks < NUMBER // 20
+        assert held < 20 * NUMBER // 2
     assert not list(tmp_path.iterdir())
 
 
