@@ -70,15 +70,24 @@ class Chain:
 
 
 def start_run(
-    chain: Chain, run_dir: Path, urls: list[str], key_file: Path, others: Sequence[str] = ()
+    chain: Chain,
+    run_dir: Path,
+    urls: list[str],
+    key_file: Path,
+    others: Sequence[str] = (),
+    *,
+    num_trainers: int = 2,
+    num_generators: int = 1,
 ) -> subprocess.Popen[bytes]:
     """Start the run of a chain; return its process, which leads a session of its own.
 
     urls: of servers that run already; the run starts its own without any. others: further words.
+    num_trainers and num_generators: ranks of the two pools.
     """
+    num_ranks = num_trainers + num_generators
     words = [
-        "placement={a: {roles: [actor, reference, reward], ranks: [0, 1]}, "
-        "b: {roles: [generator], ranks: [2]}}",
+        f"placement={{a: {{roles: [actor, reference, reward], ranks: {[*range(num_trainers)]}}}, "
+        f"b: {{roles: [generator], ranks: {[*range(num_trainers, num_ranks)]}}}}}",
         f"run.dir={run_dir}",
         "run.seed=7",
         f"total_steps={chain.steps}",
@@ -104,7 +113,7 @@ def start_run(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-port", str(port), "-m", "spmdflow.run", str(SCRIPT)]
     command += [str(ROOT / "algos" / "grpo_async.yaml"), *words, *others]
     with (run_dir.parent / f"{run_dir.name}.log").open("ab") as log:

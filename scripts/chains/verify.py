@@ -99,7 +99,7 @@ def verify_exact(run_dir: Path, reference: Path) -> Verdict:
             same = torch.equal(actual, value) if isinstance(value, Tensor) else actual == value
             if not same:
                 verdict.problems.append(f"row {row}: {name} differs")
-    verdict.problems += _different_metrics(run_dir, reference)
+    verdict.problems += different_metrics(run_dir, reference)
     for file in sorted((reference / "export").rglob("*.safetensors")):
         other = run_dir / file.relative_to(reference)
         if not other.is_file() or other.read_bytes() != file.read_bytes():
@@ -223,18 +223,18 @@ def _folder_of_version(run_dir: Path, model: str, version: int) -> Path:
     return folder
 
 
-def _different_metrics(run_dir: Path, reference: Path) -> list[str]:
+def different_metrics(run_dir: Path, reference: Path) -> list[str]:
     """Metrics, but times and those of servers, that differ."""
     problems = []
-    for ours, theirs in zip(_metrics_of(run_dir), _metrics_of(reference), strict=False):
+    for ours, theirs in zip(metrics_of(run_dir), metrics_of(reference), strict=False):
         for key in sorted(ours.keys() | theirs.keys()):
             if not key.startswith(_TIMES) and ours.get(key) != theirs.get(key):
                 problems.append(f"step {ours['step']}: {key} differs")
-    if len(_metrics_of(run_dir)) != len(_metrics_of(reference)):
+    if len(metrics_of(run_dir)) != len(metrics_of(reference)):
         problems.append("another number of steps")
     return problems
 
 
-def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]

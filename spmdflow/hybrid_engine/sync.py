@@ -311,6 +311,7 @@ class WeightSender(_CrossPoolCopy):
         The header has the tensors' hashes in the first call and every verify_every-th after it (0:
         never). Returns metrics.
         """
+        started = time.perf_counter()
         header = [self._engine.weights_version]
         if self._every > 0 and self._count % self._every == 0:
             hashes = self._engine.shard_hashes(self._dtype)
@@ -320,7 +321,10 @@ class WeightSender(_CrossPoolCopy):
         gathered = self._engine.gathered_bytes
         self._stream.run(self._engine.blocks(), ())
         received = self._engine.gathered_bytes - gathered
-        return {"rollout/synced_bytes": Sum(float(received))}
+        return {
+            "rollout/synced_bytes": Sum(float(received)),
+            "time/weight_sync_seconds": Max(time.perf_counter() - started),
+        }
 
 
 class WeightReceiver(_CrossPoolCopy):
@@ -345,9 +349,10 @@ class WeightReceiver(_CrossPoolCopy):
         The generator gets the policy's version. If the header has hashes, they are compared;
         WeightSyncError if one differs, and the generator then counts as never synced.
         """
-        started = time.perf_counter()
         generator = self._generator
         version, verify, *hashes = self._broadcast_header()
+        # begins here: before the header comes, this rank may wait for a policy that still trains
+        started = time.perf_counter()
         generator.weights_version = NEVER
         received = self._stream.run((), generator.blocks())
         generator.renew(version)

@@ -40,7 +40,7 @@ from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.sampling import Sampling
 from spmdflow.router import ROUTES
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.folder import HuggingFaceFolder, folder_tensors
+from spmdflow.weights.folder import folder_tensors, trained_tensors_reader
 from spmdflow.weights.move import Block, copy_box
 from spmdflow.worker_api.metric import Metric
 
@@ -543,7 +543,7 @@ def take_folder_weights(generator: Generator, path: str, *, verify: bool) -> int
     a generation replica call it together.
     """
     if not getattr(generator, "has_folder_weights", True):
-        read = HuggingFaceFolder(path, Architecture.from_folder(path)).read
+        read = trained_tensors_reader(path)
         with torch.no_grad():
             for name, view, box in generator.blocks():
                 copy_box(view, name, box, read)

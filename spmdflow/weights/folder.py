@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from math import prod
@@ -410,6 +410,31 @@ def causal_lm_on_meta(path: str | Path) -> Any:
     import transformers
 
     return empty_module(transformers.AutoModelForCausalLM, path, torch.float32)
+
+
+def trained_tensors_reader(path: str | Path) -> Callable[[str, Box], Tensor]:
+    """Return `read(name, box)` for the tensors that a policy of this folder's model sends.
+
+    Names are those of a weight sync: the table's, or for models without one those of transformers'
+    module. If transformers converts tensors while it loads them, the model is loaded whole.
+    """
+    if Architecture.sizes_from_folder(path).is_dense_with_table:
+        return HuggingFaceFolder(path, Architecture.from_folder(path)).read
+    folder = folder_of(causal_lm_on_meta(path), path)
+    if folder is not None:
+        return folder.read
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    module = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, **attention_of(config)
+    )
+    tensors = dict(module.named_parameters())
+
+    def read(name: str, box: Box) -> Tensor:
+        return tensors[name].detach()[box.slices()]
+
+    return read
 
 
 def with_tensors(architecture: Architecture, path: str | Path) -> Architecture:

@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "distributed" / "programs" / "served.py"
 SECONDS = 600
+NUM_ROWS = 40
 ENDS_SECONDS = 10.0
 
 pytestmark = [
@@ -85,6 +86,20 @@ def test_servers_on_two_ranks_draw_the_same_tokens_but_for_near_ties(
         if is_same:
             gaps.append(float((ours - theirs).abs().max()))
     assert max(gaps) < 1e-5  # float32: sums over two ranks are rounded otherwise
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_servers_with_models_of_other_families_draw_as_vllm_in_process(
+    tmp_path: Path, family: str
+) -> None:
+    (tmp_path / "in-process").mkdir()
+    in_process = generate(tmp_path / "in-process", "in-process", "1", "1", "gloo", family)
+    (tmp_path / "served").mkdir()
+    served = generate(tmp_path / "served", "served", "1", "1", "gloo", family)
+
+    for name, rows in in_process.items():
+        assert all(map(torch.equal, served[name], rows)), name
+    assert len({tuple(row.tolist()) for row in served["responses"]}) > NUM_ROWS // 2
 
 
 def processes_with(mark: str) -> list[int]:

@@ -1,6 +1,9 @@
 """Generates the same rows with vLLM in process or on servers, and writes them to a file.
 
-Usage: served.py in-process|served OUTPUT.pt TP_SIZE MAX_BATCH_SIZE [TRANSPORT]
+Usage: served.py in-process|served OUTPUT.pt TP_SIZE MAX_BATCH_SIZE [TRANSPORT] [FAMILY]
+
+FAMILY: of scripts/families, whose tiny model is made next to OUTPUT.pt; without one, the bundled
+model of sums.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from pathlib import Path
 
 import torch
 
+from scripts.families.run import SIZES_FOR_VLLM
+from scripts.families.tiny import save_tiny_model
 from spmdflow.config.schema import RolloutConfig, ServerConfig
 from spmdflow.data.ragged import ragged_from_rows, rows_of
 from spmdflow.rollout.generator import Replica, RunContext, take_folder_weights
 from spmdflow.rollout.sampling import Sampling
 
 ROOT = Path(__file__).parents[3]
-MODEL = str(ROOT / "algos" / "arithmetic" / "model")
+MODEL = ROOT / "algos" / "arithmetic" / "model"
 NUM_ROWS = 40
 
 
@@ -27,6 +32,10 @@ def main() -> None:
     server = ServerConfig(exact=is_exact, tp_size=int(tp_size), transfer_seconds=60.0)
     if sys.argv[5:]:
         server.transport = sys.argv[5]
+    model = str(MODEL)
+    if sys.argv[6:]:
+        folder = Path(output).parent / "model"
+        model = str(save_tiny_model(sys.argv[6], folder, tokenizer=MODEL, sizes=SIZES_FOR_VLLM))
     cfg = RolloutConfig(
         engine="served" if kind == "served" else "vllm",
         dtype="float32",
@@ -39,12 +48,12 @@ def main() -> None:
     if kind == "served":
         from spmdflow.serving.generator import ServedGenerator
 
-        generator = ServedGenerator(cfg, MODEL, device, RunContext(Path(output).parent))
+        generator = ServedGenerator(cfg, model, device, RunContext(Path(output).parent))
     else:
         from spmdflow.rollout.vllm import VllmGenerator
 
-        generator = VllmGenerator(cfg, MODEL, device, Replica.alone())
-    take_folder_weights(generator, MODEL, verify=True)
+        generator = VllmGenerator(cfg, model, device, Replica.alone())
+    take_folder_weights(generator, model, verify=model == str(MODEL))
     torch.manual_seed(0)
     sizes = torch.randint(2, 12, (NUM_ROWS,)).tolist()
     prompts = ragged_from_rows([torch.randint(3, 16, (size,)) for size in sizes])
