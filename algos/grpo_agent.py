@@ -28,7 +28,7 @@ def main(flow: Flow, cfg: GRPOAgentConfig) -> None:
 
     for step in flow.steps(cfg.total_steps):
         # Stage 1: generation
-        batch = actor.run_episodes(next(prompts))
+        batch = actor.run_episodes(next(prompts)).segments()
         # Stage 2: preparation
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)

@@ -35,10 +35,21 @@ class EpisodeConfig:
     )
     max_failed_fraction: float = setting(MAX_FAILED_DOC, 0.1, at_least=0, at_most=1)
     segments: str = setting(
-        "A request that does not extend the recorded conversation: one: is refused; longest: "
-        "starts another segment, and the longest of an episode is its row.",
-        "one",
-        one_of=("one", "longest"),
+        "A request that does not extend the recorded conversation: one: is refused; all: starts "
+        "another segment, and batch.segments() makes a row of each; longest: the longest segment "
+        "of an episode is its row.",
+        "all",
+        one_of=("all", "one", "longest"),
+    )
+    credit: str = setting(
+        "Reward of a segment: episode: the episode's score, and n segments weigh 1/n each; "
+        "segment: its own score, compared with segments of the same name; discounted: its own "
+        "score plus those of later segments, discounted.",
+        "episode",
+        one_of=("episode", "segment", "discounted"),
+    )
+    credit_discount: float = setting(
+        "Discount of a later segment's score, of credit=discounted.", 0.9, at_least=0, at_most=1
     )
     tool_parser: str | None = setting(
         "vLLM's parser of tool calls in replies, such as hermes, llama3_json or mistral; null: the "

@@ -162,13 +162,15 @@ def assign_mini_batches(
     lengths: np.ndarray | None,
     seed: int,
     step: int,
+    row_shares: np.ndarray | None = None,
 ) -> Assignment:
     """Assign the rows of an update to ranks, and to the mini-batches of its optimizer steps.
 
     A rank gets each row of its share once; its mini-batches are positions in these rows.
     parents (B,): the group of each row. present: positions that each rank of the target already
     has, which stay there if the shares remain even. lengths (B,): tokens of each row. seed, step:
-    determine the order of the rows.
+    determine the order of the rows. row_shares (B,): how much each row counts in the size of a
+    mini-batch; None: 1.
     """
     layout = target.layout
     limit = target.limit
@@ -180,7 +182,15 @@ def assign_mini_batches(
         if rank in share_of:
             holder[positions] = share_of[rank]
     minis = plan_mini_batches(
-        parents, holder, num_shares, target.settings.update, limit, lengths, seed=seed, step=step
+        parents,
+        holder,
+        num_shares,
+        target.settings.update,
+        limit,
+        lengths,
+        seed=seed,
+        step=step,
+        row_shares=row_shares,
     )
     shares = []
     for share in range(num_shares):
@@ -213,6 +223,7 @@ def plan_mini_batches(
     *,
     seed: int,
     step: int,
+    row_shares: np.ndarray | None = None,
 ) -> list[MiniBatchPlan]:
     """Return every optimizer step of one update call, over all epochs, in order.
 
@@ -220,13 +231,14 @@ def plan_mini_batches(
     over the shares: evenly by rows, with few rows moved, or by cost (cfg.balance_tokens, with
     lengths).
     parents (B,): the group of each row. holder (B,): the share that has each row, or -1.
+    row_shares: see `cut_mini_batches`.
     """
     minis = []
     for epoch in range(cfg.num_epochs):
         order = np.arange(len(parents))
         if cfg.shuffle:
             order = permutation(parents, seed=seed, step=step, epoch=epoch)
-        for positions in cut_mini_batches(parents, order, cfg.mini_batch_size):
+        for positions in cut_mini_batches(parents, order, cfg.mini_batch_size, row_shares):
             shares = share_near(positions, holder, num_shares)
             if cfg.balance_tokens and lengths is not None:
                 shares = even_costs(shares, limit.costs_of(lengths))
@@ -234,9 +246,15 @@ def plan_mini_batches(
     return minis
 
 
-def takes_one_step(parents: np.ndarray, cfg: UpdateConfig) -> bool:
-    """Whether an update of rows with these parents is one optimizer step."""
-    fits = len(parents) <= cfg.mini_batch_size or len(np.unique(parents)) == 1
+def takes_one_step(
+    parents: np.ndarray, cfg: UpdateConfig, row_shares: np.ndarray | None = None
+) -> bool:
+    """Whether an update of rows with these parents is one optimizer step.
+
+    row_shares: see `cut_mini_batches`.
+    """
+    size = len(parents) if row_shares is None else round(float(row_shares.sum()), 6)
+    fits = size <= cfg.mini_batch_size or len(np.unique(parents)) == 1
     return cfg.num_epochs == 1 and fits
 
 
@@ -250,20 +268,26 @@ def permutation(parents: np.ndarray, *, seed: int, step: int, epoch: int) -> np.
     return np.concatenate([_NONE, *(groups[i] for i in generator.permutation(len(groups)))])
 
 
-def cut_mini_batches(parents: np.ndarray, order: np.ndarray, size: int) -> list[np.ndarray]:
+def cut_mini_batches(
+    parents: np.ndarray, order: np.ndarray, size: int, row_shares: np.ndarray | None = None
+) -> list[np.ndarray]:
     """Cut the positions `order` into mini-batches of at most `size` rows; never split a group.
+
+    row_shares (B,): how much each row counts; None: 1. The n segments of an episode count 1 / n.
 
     Takes groups (equal parents) in the order of their first rows, and starts a new mini-batch where
     the next group would exceed size. A group larger than size is a mini-batch on its own.
     """
     batches: list[list[np.ndarray]] = [[]]
-    filled = 0
+    filled = 0.0
     for group in _groups(parents[order]):
-        if filled and filled + len(group) > size:
+        positions = order[group]
+        length = float(len(group) if row_shares is None else row_shares[positions].sum())
+        if filled and round(filled + length, 6) > size:
             batches.append([])
-            filled = 0
-        batches[-1].append(order[group])
-        filled += len(group)
+            filled = 0.0
+        batches[-1].append(positions)
+        filled += length
     mini_batches = []
     for batch in batches:
         if batch:

@@ -16,8 +16,22 @@ from torch import Tensor
 
 from spmdflow.controller.result import Ref, RowResult
 from spmdflow.data.ragged import VALID, is_ragged
-from spmdflow.data.row_id import Ids, RowIds
+from spmdflow.data.row_id import Ids, RowIds, named_group_ids, segment_ids
 from spmdflow.errors import ColumnError, ProtocolError, RowError
+from spmdflow.objectives import segments
+from spmdflow.router import ROUTES
+
+_TAKEN: Mapping[str, Callable[..., Any]] = {
+    segments.LENGTHS: segments.take_segments,
+    segments.VERSIONS: segments.take_segment_versions,
+    segments.SEGMENT_ROUTES: segments.take_segment_routes,
+}
+"""Column of episodes -> the map function that makes rows of segments of it."""
+_OF_EPISODES = {
+    *segments.SEGMENTS,
+    *segments.OF_A_SEGMENT,
+    *(segments.NAMES, segments.VERSIONS, segments.SEGMENT_ROUTES, "token_versions", ROUTES),
+}
 
 
 class BatchCaller(Protocol):
@@ -61,6 +75,9 @@ class Batch:
     """(B,): rows with the same parent are samples of one prompt."""
     refs: Mapping[str, Ref]
     """Where each column lives."""
+    shares: np.ndarray | None = None
+    """(B,) float64: how much each row counts in the size of a mini-batch; None: 1. The segments of
+    an episode count as one row together."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -110,14 +127,15 @@ class Batch:
 
     def _with(self, columns: Mapping[str, Ref]) -> Batch:
         """The same rows with other columns."""
-        return Batch(self.caller, self.ids, self.parents, columns)
+        return Batch(self.caller, self.ids, self.parents, columns, self.shares)
 
     def _at(self, indices: np.ndarray, ids: Ids, parents: Ids) -> Batch:
         """Return the rows at `indices` (n,), with `ids` and `parents` (n,) in place of theirs."""
         columns = {}
         for name, ref in self.refs.items():
             columns[name] = ref.at(indices)
-        return Batch(self.caller, ids, parents, columns)
+        shares = None if self.shares is None else self.shares[indices]
+        return Batch(self.caller, ids, parents, columns, shares)
 
     def __getitem__(self, rows: slice) -> Batch:
         """A slice of the rows; ids stay."""
@@ -225,7 +243,7 @@ class Batch:
             where = "aligned_with"
             got = f"{len(self)} rows for a batch of {len(other)}"
             raise RowError.of(where, got, "as many", "draw as many rows, or select")
-        return Batch(self.caller, other.ids, other.parents, self.refs)
+        return Batch(self.caller, other.ids, other.parents, self.refs, other.shares)
 
     def first_samples(self) -> Batch:
         """The first row of each group (samples of one prompt), in order; ids stay."""
@@ -356,6 +374,51 @@ class Batch:
         """(B,) int64: rows with the same parent have the same number, counted from 0."""
         return np.unique(self.parents, return_inverse=True)[1].astype(np.int64)
 
+    def row_shares(self) -> np.ndarray:
+        """(B,) float64: how much each row counts in the size of a mini-batch."""
+        return np.ones(len(self)) if self.shares is None else self.shares
+
+    def segments(self) -> Batch:
+        """Return a row for each segment of each episode (`run_episodes`), with new row ids.
+
+        Waits for the episodes. An episode of n segments becomes n rows: its conversations, as far
+        as they were not continued from one another. Rows of one episode are in the group of the
+        episode; with rollout.episode.credit=segment, segments of different names are in groups of
+        their own. All segments of an episode count as one row in mini-batches. The columns of
+        `run_episodes` are those of the segment, row_weights says how much it counts, and columns of
+        data files are those of its episode. The batch itself with rollout.episode.segments=one.
+        ColumnError for a batch that has no episodes.
+        """
+        self.column("num_turns")
+        if segments.LENGTHS not in self.refs:
+            return self
+        counts = self.lengths(segments.LENGTHS)
+        episodes = np.repeat(np.arange(len(self)), counts)
+        numbers = np.arange(len(episodes)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids = segment_ids(self.ids[episodes], numbers)
+        rows = self._at(episodes, ids, self.ids[episodes])
+        columns = {}
+        for name, ref in rows.refs.items():
+            if name not in _OF_EPISODES:
+                columns[name] = ref
+        for source, function in _TAKEN.items():
+            if source in self.refs:
+                columns |= rows.map(function).refs
+        parents = self.parents[episodes]
+        if segments.NAMES in self.refs:
+            parents = self._parents_by_name(parents)
+        return Batch(self.caller, ids, parents, columns, (1 / counts)[episodes])
+
+    def _parents_by_name(self, parents: Ids) -> Ids:
+        """Return new parents (n,) for the n segments of these episodes: one for each pair of a
+        group and a segment's name.
+
+        parents (n,): the group of each segment's episode. Fetches the numbers of the names.
+        """
+        names = self.fetch_for("segments", segments.NAMES)[segments.NAMES]
+        assert isinstance(names, Tensor)
+        return named_group_ids(parents, names.values().numpy())
+
     def lengths(self, name: str) -> np.ndarray:
         """(B,) int64: items of each row of a ragged column; waits for the producer."""
         return self.caller.lengths(self.column(name))
@@ -392,7 +455,10 @@ def concatenate(batches: Iterable[Batch]) -> Batch:
     parts = {}
     for name in first.columns:
         parts[name] = [batch.column(name) for batch in filled]
-    return Batch(first.caller, ids, parents, first.caller.join(parts, ids))
+    shares = None
+    if any(batch.shares is not None for batch in whole):
+        shares = np.concatenate([batch.row_shares() for batch in whole])
+    return Batch(first.caller, ids, parents, first.caller.join(parts, ids), shares)
 
 
 def _indices_of(ids: Ids, others: Ids) -> np.ndarray:

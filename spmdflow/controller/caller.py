@@ -190,7 +190,7 @@ class Caller:
                 columns[name] = batch.column(other)
         else:
             self.old_log_probs.omit(target, batch, self.num_updates[target.name])
-        return Batch(self, batch.ids, batch.parents, columns)
+        return Batch(self, batch.ids, batch.parents, columns, batch.shares)
 
     def _update(
         self, target: Target, method: Method, batch: Batch, arguments: Mapping[str, Any]
@@ -284,7 +284,7 @@ class Caller:
             columns[name] = ColumnRef(result, batch.ids, name)
         if extends is not None:
             columns = carried_columns(extends, batch) | columns
-        answer = Batch(self, batch.ids, batch.parents, columns)
+        answer = Batch(self, batch.ids, batch.parents, columns, batch.shares)
         if "response_text" in call.writes and "prompt_text" in batch.refs:
             self.scored[self.phase] = answer | batch.drop(*set(call.writes) & set(batch.refs))
         return answer

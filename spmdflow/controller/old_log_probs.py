@@ -125,7 +125,9 @@ class OldLogProbs:
         setting = _setting_of(target)
         if setting != AUTO:
             return setting
-        if not self._readers and takes_one_step(batch.parents, target.settings.update):
+        if not self._readers and takes_one_step(
+            batch.parents, target.settings.update, batch.shares
+        ):
             why = "a batch is one optimizer step and no setting reads them before it"
             return self._choose(target, OWN, why)
         why_not = self._why_not_rollout(target, spec, batch)
@@ -201,7 +203,7 @@ class OldLogProbs:
         before = self._updates_before(target.name, batch.ids)
         if (before < 0).any():
             return False
-        is_one_step = takes_one_step(batch.parents, target.settings.update)
+        is_one_step = takes_one_step(batch.parents, target.settings.update, batch.shares)
         if is_one_step and (before == num_updates).all():
             return True
         key = f"{target.name}.update.old_log_probs"

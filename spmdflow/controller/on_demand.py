@@ -124,7 +124,7 @@ class OnDemand:
         columns = {}
         for name in method.spec.writes:
             columns[name] = PostponedRef(rows, batch.ids, name)
-        return Batch(batch.caller, batch.ids, batch.parents, columns)
+        return Batch(batch.caller, batch.ids, batch.parents, columns, batch.shares)
 
     def omitted_metrics(self) -> dict[str, str]:
         """Return metric that is missing because of models that are not built -> what to change."""

@@ -420,7 +420,14 @@ def _assign_rows(
     widest = _widest(inputs, target.layout.ranks)
     owned = {} if widest is None else _positions_held(widest)
     return assign_mini_batches(
-        rules, target, batch.parents, owned, lengths=lengths, seed=context.seed, step=context.step
+        rules,
+        target,
+        batch.parents,
+        owned,
+        lengths=lengths,
+        seed=context.seed,
+        step=context.step,
+        row_shares=batch.shares,
     )
 
 

@@ -105,6 +105,8 @@ def take_rows(values: Tensor, lengths: Tensor, index: Tensor) -> tuple[Tensor, T
     return values[torch.arange(total, device=shift.device) + shift], chosen
 
 
+ROW_WEIGHTS = "row_weights"
+"""Column (B,) float32: how much a row counts in baselines and losses. Without it: 1."""
 VALID = ("valid", "cost_valid")
 """Dense bool columns: False for a row whose reward or cost function failed. Such a row stays in the
 batch, so that the number of rows does not change, but it is in no loss, baseline or metric."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmdflow.errors import ConfigError
+from spmdflow.errors import ColumnError, ConfigError, RowError
 from spmdflow.renamed import warn_renamed
 
 Ids = np.ndarray
@@ -23,6 +23,10 @@ Ids = np.ndarray
 
 _FIRST_HELD_OUT = 1 << 62
 _MOST_SAMPLES = 1 << 20
+_FIRST_SEGMENT = 1 << 61
+_FIRST_NAMED_GROUP = 1 << 60
+_MOST_PARTS = 1 << 12
+_MOST_WHOLES = 1 << 48
 
 
 class RowIds:
@@ -57,6 +61,42 @@ def held_out_ids(rows: np.ndarray, num_samples: int) -> tuple[Ids, Ids]:
     first = _FIRST_HELD_OUT + rows.astype(np.int64) * _MOST_SAMPLES
     ids = first[:, None] + np.arange(num_samples, dtype=np.int64)
     return ids.reshape(-1), np.repeat(first, num_samples)
+
+
+def segment_ids(episodes: Ids, segments: np.ndarray) -> Ids:
+    """Return ids (n,) int64 for segments of episodes; no other row has them.
+
+    episodes (n,): row ids of training. segments (n,) int64: number of each segment in its episode,
+    below 4096. An id depends on these two alone, and takes none from the rows that are drawn later.
+    RowError for held-out rows and for too many segments.
+    """
+    return _ids_of_parts(_FIRST_SEGMENT, episodes, segments)
+
+
+def named_group_ids(groups: Ids, names: np.ndarray) -> Ids:
+    """Return ids (n,) int64 for groups of rows with the same name; no other group has them.
+
+    groups (n,): ids of the groups. names (n,) int64: a number for each row's name. Rows with the
+    same group and name get the same id. RowError for more than 4096 names in a group.
+    """
+    result = np.zeros_like(groups)
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        _, index = np.unique(names[rows], return_inverse=True)
+        result[rows] = _ids_of_parts(_FIRST_NAMED_GROUP, groups[rows], index.reshape(-1))
+    return result
+
+
+def _ids_of_parts(first: int, wholes: Ids, parts: np.ndarray) -> Ids:
+    largest = int(wholes.max(initial=0))
+    if largest >= _MOST_WHOLES or int(parts.max(initial=0)) >= _MOST_PARTS:
+        raise RowError.of(
+            "segments",
+            f"row id {largest} with {int(parts.max(initial=0)) + 1} parts",
+            f"a row of training with at most {_MOST_PARTS} parts",
+            "take segments of rows that are trained, and lower actor.rollout.episode.max_turns",
+        )
+    return first + wholes * _MOST_PARTS + parts
 
 
 def is_held_out(row_id: int) -> bool:
@@ -95,6 +135,9 @@ class RowGroups:
     """(B,) int64: which row of its group each row is, from 0; other ranks have the others."""
     largest: int = 0
     """Rows of the largest group."""
+    weights: Tensor | None = None
+    """(B,) float64: how much each row counts in sums, sizes and means; None: 1. The segments of an
+    episode count as one row together."""
 
     @property
     def place(self) -> Tensor | None:
@@ -110,26 +153,41 @@ class RowGroups:
     def sums(self, x: Tensor) -> Tensor:
         """Return, for each row, the float64 sum of x over its group, including rows on other ranks.
 
-        (B, ...) -> (B, ...). All ranks that share the batch call it together, also ranks without
-        rows.
+        (B, ...) -> (B, ...). Each row counts with its weight. All ranks that share the batch call
+        it together, also ranks without rows.
         """
         index = self.index.to(x.device)
+        values = x.double()
+        if self.weights is not None:
+            values = values * self.weights.view(-1, *[1] * (x.dim() - 1)).to(x.device)
         totals = x.new_zeros((self.count, *x.shape[1:]), dtype=torch.float64)
-        totals.index_add_(0, index, x.double())
+        totals.index_add_(0, index, values)
         return self.reduce(totals)[index]
 
     def sizes(self) -> Tensor:
-        """Return (B,) float64: the number of rows in each row's group, as `sums` of ones."""
-        return self.sums(torch.ones_like(self.index, dtype=torch.float64))
+        """Return (B,) float64: the number of rows in each row's group, as `sums` of ones.
+
+        With weights it is rounded to six digits: three segments of one third each are one episode.
+        """
+        sizes = self.sums(torch.ones_like(self.index, dtype=torch.float64))
+        return sizes if self.weights is None else sizes.round(decimals=6)
 
     def members(self, x: Tensor) -> Tensor:
         """Return, for each row, x of all rows of its whole group: (B,) -> (B, largest) float64.
 
         The rows of a group, including those on other ranks, are in the order of `position`, and
         smaller groups are padded with nan. All ranks that share the batch call it together. Needs
-        `position`.
+        `position`. ColumnError if rows have weights other than 1, because values of whole groups
+        would then count the segments of an episode as samples.
         """
         assert self.position is not None, "made without positions"
+        if self.weights is not None and bool((self.weights != 1).any()):
+            raise ColumnError.of(
+                "advantages that compare each row with all rows of its group",
+                "episodes of several segments (row_weights)",
+                "one row for each episode",
+                "choose another advantage.estimator, such as grpo or rloo",
+            )
         index = self.index.to(x.device)
         position = self.position.to(x.device)
         table = x.new_zeros((2, self.count, self.largest), dtype=torch.float64)

@@ -3,9 +3,9 @@
 Messages are lines of JSON. In: {"functions": [[name, arguments]]}, then {"run": number, "seconds":
 limit, "row": {...}, "base_url": ..., "model": ..., "api_key": ...} or {"cancel": number}. Out:
 {"ready": [file:line]}, {"refused": text} or {"broken": [name, text]}; then for each episode
-{"ended": number} with "scores", "failed", or neither if the environment returned None, and
-{"forked": number} from a child process that an environment forked and that kept running the event
-loop. Imports the user's module and little else: no torch.
+{"ended": number} with "scores" and "parts" (parts.py), with "failed", or neither if the environment
+returned None, and {"forked": number} from a child process that an environment forked and that kept
+running the event loop. Imports the user's module and little else: no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from spmdflow.episodes.parts import parts_of
 from spmdflow.errors import ConfigError
 from spmdflow.rewards.child import (
     InvalidScore,
@@ -151,7 +152,9 @@ async def _run(
     try:
         async with limit:
             value = await function(row, **call)
-        answer: dict[str, Any] = {} if value is None else {"scores": scores_of(value)}
+        answer: dict[str, Any] = {}
+        if value is not None:
+            answer = {"scores": scores_of(value), "parts": parts_of(value)}
     except InvalidScore as err:
         answer = {"failed": str(err)}
     except BaseException as err:  # SystemExit and a cancelled task too

@@ -21,7 +21,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from spmdflow.episodes.connections import (
     MOST_OF_EPISODE,
@@ -80,6 +82,10 @@ class GenerationRequest(NamedTuple):
     """Id of the episode."""
     ids: list[int]
     turn: int
+    speaker: str
+    """Name in the URL. Empty: none."""
+    turn_of_speaker: int
+    """Number of earlier turns of the episode with this name."""
     max_new_tokens: int
     done: Callable[[VersionedResponse | None], None]
     """Call it, from any thread, with the generated response, or None if it was aborted."""
@@ -273,11 +279,11 @@ class Endpoint:
         kind = "application/json"
         episode: _RunningEpisode | None = None
         try:
-            name, route = _parse_path(path)
+            name, speaker, route = _parse_path(path)
             episode = self._find_episode(name, fields.get("authorization", ""))
             self._claim(connection, episode)
             body = await self._read_body(reader, fields)
-            reply, kind = await self._answer(episode, method, route, body, reader)
+            reply, kind = await self._answer(episode, speaker, method, route, body, reader)
             status = 200
         except Refusal as err:
             reply = write_error(err)
@@ -362,6 +368,7 @@ class Endpoint:
     async def _answer(
         self,
         episode: _RunningEpisode,
+        speaker: str,
         method: str,
         route: str,
         body: bytes,
@@ -391,7 +398,8 @@ class Endpoint:
         episode.under_way += 1
         try:
             async with episode.turn:
-                return await self._generate(episode, route == "chat/completions", body, reader)
+                is_chat = route == "chat/completions"
+                return await self._generate(episode, speaker, is_chat, body, reader)
         except (Refusal, _Disconnected):
             raise
         except _UNREADABLE as err:
@@ -414,7 +422,12 @@ class Endpoint:
         return Refusal(text, status=500, code="internal_error")
 
     async def _generate(
-        self, episode: _RunningEpisode, chat: bool, body: bytes, reader: asyncio.StreamReader
+        self,
+        episode: _RunningEpisode,
+        speaker: str,
+        chat: bool,
+        body: bytes,
+        reader: asyncio.StreamReader,
     ) -> tuple[bytes, str]:
         """Has a reply generated and recorded, and returns (body, content type) of the answer.
 
@@ -423,6 +436,7 @@ class Endpoint:
         the request is invalid or does not fit the episode. _NotAdded if the generator rejects it.
         """
         ask = parse_request(json.loads(body), chat=chat, warned_fields=self._warned_fields)
+        ask = replace(ask, name=speaker)
         turn = episode.recorder.begin(ask)
         future: asyncio.Future[VersionedResponse | None] = self._loop.create_future()
 
@@ -443,6 +457,8 @@ class Endpoint:
                 name=episode.name,
                 ids=ids,
                 turn=turn.number,
+                speaker=turn.name,
+                turn_of_speaker=turn.number_of_name,
                 max_new_tokens=turn.max_new_tokens,
                 done=done,
                 fail=fail,
@@ -452,18 +468,25 @@ class Endpoint:
         if drawn is None or reader.at_eof():
             raise _Disconnected
         message, response, reason = episode.recorder.finish(ask, turn, drawn)
+        reply_id = f"turn-{turn.number}"
+        episode.recorder.turn_of_reply[reply_id] = turn.number
         pieces = [self._tokenizer.decode([i]) for i in response.tokens.tolist()] * ask.log_probs
         reply = Reply(message, reason, ids, response, pieces)
-        return write_answer(ask, reply, number=f"turn-{turn.number}", model=MODEL)
+        return write_answer(ask, reply, number=reply_id, model=MODEL)
 
 
-def _parse_path(path: str) -> tuple[str, str]:
-    """Returns (ID, ROUTE) of a path /episodes/ID/v1/ROUTE; Refusal (404) for any other path.
+def _parse_path(path: str) -> tuple[str, str, str]:
+    """Returns (ID, NAME, ROUTE) of a path /episodes/ID/v1/ROUTE or /episodes/ID/as/NAME/v1/ROUTE.
 
-    A query (?...) is ignored. ROUTE may contain slashes.
+    Without a name, NAME is empty. Refusal (404) for any other path. A query (?...) is ignored.
+    ROUTE may contain slashes.
     """
     parts = path.partition("?")[0].strip("/").split("/")
+    name = ""
+    if len(parts) > 4 and parts[2] == "as":
+        name = unquote(parts[3])
+        parts = [*parts[:2], *parts[4:]]
     if len(parts) < 4 or parts[0] != "episodes" or parts[2] != "v1":
-        expected = "/episodes/ID/v1/..."
+        expected = "/episodes/ID/v1/... or /episodes/ID/as/NAME/v1/..."
         raise Refusal(f"got another path, expected {expected}", status=404, code="not_found")
-    return parts[1], "/".join(parts[3:])
+    return parts[1], name, "/".join(parts[3:])

@@ -83,6 +83,8 @@ class Ask:
     """Whether a stream ends with the token counts."""
     log_probs: bool
     token_ids: bool
+    name: str = ""
+    """Of the request's URL: a player or a subagent. Empty: none."""
 
 
 def parse_request(body: object, *, chat: bool, warned_fields: set[str]) -> Ask:

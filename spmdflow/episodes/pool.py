@@ -14,10 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spmdflow.config.episode import EpisodeConfig, environment_of
 from spmdflow.config.reward import RewardTerm
+from spmdflow.episodes.parts import are_parts
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.rewards.process import WorkerProcess, are_scores, are_texts, wrote_to_channel
 
@@ -37,6 +39,8 @@ class EndedEpisode(NamedTuple):
     """Score and other numbers. None: it failed, or the environment returned None."""
     cause: str = ""
     """Why it failed. Empty: it did not fail."""
+    parts: Mapping[str, Any] = MappingProxyType({})
+    """Scores of its segments, turns and tokens (`parts.parts_of`)."""
 
 
 class _Process(WorkerProcess):
@@ -62,6 +66,7 @@ class _Process(WorkerProcess):
         if "ended" in message:
             is_known = isinstance(message["ended"], int) and message["ended"] in self.running
             is_scored = "scores" not in message or are_scores(message["scores"])
+            is_scored = is_scored and are_parts(message.get("parts", {}))
             return is_known and is_scored and isinstance(message.get("failed", ""), str)
         if message.keys() == {"forked"}:
             return True
@@ -207,7 +212,12 @@ class EnvironmentPool:
         name = self._term.function
         if "ended" in message:
             process.running.pop(message["ended"], None)
-            self._end_episode(message["ended"], message.get("scores"), message.get("failed", ""))
+            self._end_episode(
+                message["ended"],
+                message.get("scores"),
+                message.get("failed", ""),
+                message.get("parts", {}),
+            )
         elif "forked" in message:
             self._blame_fork(process, message["forked"])
         elif "refused" in message:
@@ -235,7 +245,13 @@ class EnvironmentPool:
         else:
             logger.warning("environment %r %s", self._term.function, cause)
 
-    def _end_episode(self, number: int, scores: dict[str, Any] | None, cause: str) -> None:
+    def _end_episode(
+        self,
+        number: int,
+        scores: dict[str, Any] | None,
+        cause: str,
+        parts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Adds an episode to self._ended; does nothing if it has ended before.
 
         A cause recorded by `_fail` replaces `cause`. With a cause, the scores are dropped, and the
@@ -252,7 +268,7 @@ class EnvironmentPool:
                 f'with "score" or None; fix the environment\n'
                 f"row: {_shorten(json.dumps(call.row))}\n{trace.rstrip()}"
             )
-        self._ended.append(EndedEpisode(number, None if cause else scores, cause))
+        self._ended.append(EndedEpisode(number, None if cause else scores, cause, dict(parts)))
 
     def _lose_process(self, process: _Process, what: str) -> None:
         """Kills a process, handles its episodes, and starts a new process.

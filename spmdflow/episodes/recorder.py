@@ -2,12 +2,14 @@
 
 A segment is a conversation that only grows. Its first prompt is the row's prompt; sampled tokens
 and the tokens between them are the row's response. A request that does not extend a segment starts
-another one (a subagent, an edited history), if the settings allow it. The row of the episode is the
-segment with the most sampled tokens.
+another one, if the settings allow it: a subagent, a compacted or edited history. If it continues an
+earlier reply of a segment (a second try, a branch), the prompt of the new segment has the recorded
+tokens up to that reply. So every sampled token is learnt in exactly one segment.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +30,20 @@ from spmdflow.rollout.vllm_tools import CallReader
 
 Call = list[str]
 """A tool call: name and arguments as JSON."""
+
+
+class RecordedReply(NamedTuple):
+    """A reply of a segment."""
+
+    turn: int
+    """Number of the turn in the episode."""
+    start: int
+    stop: int
+    """Its tokens are tokens[start:stop] of the segment."""
+    num_messages: int
+    """Messages of the chat up to it, itself included; 0 for a completion."""
+    text: str
+    """For a chat, the rendered messages before it."""
 
 
 @dataclass
@@ -51,6 +67,9 @@ class Segment:
     """Tool calls of each reply."""
     routes: np.ndarray | None = None
     """The experts of all tokens, as the last turn used them (`Finished.routes`)."""
+    name: str = ""
+    """Of the requests' URL: a player or a subagent. Empty: they have none."""
+    replies: list[RecordedReply] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -74,6 +93,10 @@ class Turn(NamedTuple):
     number: int
     """Number of earlier turns of the episode."""
     max_new_tokens: int
+    name: str = ""
+    """Of the request."""
+    number_of_name: int = 0
+    """Number of earlier turns of the episode with this name."""
 
     @property
     def ids(self) -> list[int]:
@@ -114,6 +137,9 @@ class Recorder:
         self.segments: list[Segment] = []
         self.num_turns = 0
         """Number of turns that have started."""
+        self.turn_of_reply: dict[str, int] = {}
+        """Id of a reply, as its client knows it -> number of the turn."""
+        self._turns_of_name: Counter[str] = Counter()
 
     def begin(self, ask: Ask) -> Turn:
         """Returns the turn of a request, which extends a segment or starts a new one.
@@ -134,18 +160,21 @@ class Recorder:
         segment, new_ids, text = (
             self._match_chat(ask) if ask.messages else self._match_completion(ask)
         )
+        is_first = not any(each.name == ask.name for each in self.segments)
         if segment is None and self.segments and not self._limits.may_fork:
             raise Refusal(
                 "got a conversation that does not extend the recorded one; expected the earlier "
-                "messages as they were; set actor.rollout.episode.segments=longest to allow it",
+                "messages as they were; set actor.rollout.episode.segments=all to allow it",
                 code="not_append_only",
             )
         self._refuse_unknown_tokens(new_ids)
         room = self._limits.max_new_tokens
         if segment is not None:
             room -= len(segment.tokens) + len(new_ids)
-        elif len(new_ids) > self._limits.max_prompt_tokens:
+        elif is_first and len(new_ids) > self._limits.max_prompt_tokens:
             room = self._limits.max_prompt_tokens - len(new_ids)
+        else:  # a branch, or a compacted history: its prompt has tokens of earlier turns
+            room = min(room, room + self._limits.max_prompt_tokens - len(new_ids))
         if room < 1 or not new_ids and segment is None:
             raise Refusal(
                 f"got a conversation of {len(new_ids) + len(segment.ids if segment else [])} "
@@ -154,9 +183,12 @@ class Recorder:
                 f"{self._limits.max_new_tokens} after the first prompt",
                 code="context_length_exceeded",
             )
+        number = self.num_turns
+        number_of_name = self._turns_of_name[ask.name]
         self.num_turns += 1
-        number = self.num_turns - 1
-        return Turn(segment, new_ids, text, number, min(ask.max_tokens or room, room))
+        self._turns_of_name[ask.name] += 1
+        max_new_tokens = min(ask.max_tokens or room, room)
+        return Turn(segment, new_ids, text, number, max_new_tokens, ask.name, number_of_name)
 
     def _refuse_unknown_tokens(self, ids: list[int]) -> None:
         """Refusal unless the model has all these tokens."""
@@ -177,7 +209,8 @@ class Recorder:
         dropped, and the message's text ends before the stop string. reason: "tool_calls" if the
         message has calls, "stop" after an end token or a stop string, otherwise "length". A segment
         that grows is replaced by a new object, which has the new ids (mask False) and the reply
-        (mask True).
+        (mask True). If another reply has extended the segment meanwhile, this one starts a segment
+        whose prompt has the tokens that the model has read.
         """
         tokens = drawn.tokens.tolist()
         reason = "length"
@@ -208,8 +241,13 @@ class Recorder:
         )
         if message.get("tool_calls"):
             reason = "tool_calls"
-        old = turn.segment or Segment(turn.fresh, tools=ask.tools)
-        new_ids = turn.fresh if turn.segment else []
+        extends = any(each is turn.segment for each in self.segments)
+        if extends and turn.segment is not None:
+            old = turn.segment
+            new_ids = turn.fresh
+        else:
+            old = Segment(turn.ids, tools=ask.tools, name=ask.name)
+            new_ids = []
         called = []
         for entry in message.get("tool_calls", ()):
             called.append(entry["function"])
@@ -224,13 +262,21 @@ class Recorder:
             old.tools,
             [*old.calls, [[entry["name"], entry["arguments"]] for entry in called]],
             routes,
+            old.name,
+            [*old.replies, self._reply_record(ask, turn, len(old.tokens) + len(new_ids), size)],
         )
         # replaced, never modified: another thread reads it if the episode ends meanwhile
         segments = []
         for entry in self.segments:
             segments.append(new if entry is old else entry)
-        self.segments = segments if turn.segment else [*segments, new]
+        self.segments = segments if extends else [*segments, new]
         return message, response, reason
+
+    def _reply_record(self, ask: Ask, turn: Turn, start: int, size: int) -> RecordedReply:
+        """The record of a reply whose `size` tokens begin at `start` behind the prompt."""
+        num_messages = len(ask.messages) + 1 if ask.messages else 0
+        text = turn.text if ask.messages else ""
+        return RecordedReply(turn.number, start, start + size, num_messages, text)
 
     def longest(self) -> Segment | None:
         """The first segment with the most sampled tokens. None: the model has not replied."""
@@ -239,30 +285,45 @@ class Recorder:
     def _match_chat(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
         """Returns (segment that a chat extends or None, its new ids, its rendered text).
 
-        A segment fits if it has the same tools and its messages, with the last reply, are the first
-        messages of the chat. Segments with most messages come first. Refusal if there is no chat
-        template, or if the template changes earlier turns and may_fork is not set. None: the ids
-        are those of the complete chat. None too if no message follows the reply.
+        A recorded reply fits if its segment has the same name and tools, and its messages up to the
+        reply are the first messages of the chat. Replies behind most messages come first, the
+        newest of several. If it is the last of its segment, the chat extends the segment. If not,
+        the chat is a branch: None, and the ids are the recorded ones up to the reply and the new
+        ones. If none fits: None, and the ids are those of the complete chat. So too if no message
+        follows the reply. Refusal if there is no chat template, or if the template changes earlier
+        turns and may_fork is not set.
         """
         if not self._tokenizer.chat_template:
             raise Refusal("got messages, but the tokenizer has no chat template; use completions")
         messages = to_template_messages(ask.messages)
         text = self._template.text(messages, ask.tools)
-        for segment in sorted(self.segments, key=lambda each: -len(each.messages)):
-            last = len(segment.messages) - 1
-            extends = last >= 0 and ask.tools == segment.tools
-            if not extends or not _are_equal(segment.messages, ask.messages[: last + 1]):
+        for segment, reply in self._replies_of_chats(ask.name):
+            last = reply.num_messages - 1
+            recorded = segment.messages[: last + 1]
+            if ask.tools != segment.tools or not _are_equal(recorded, ask.messages[: last + 1]):
                 continue
             if len(messages) == last + 1:
                 break  # the model would continue its own reply
             try:
-                tail = self._template.tail(segment.text, messages, last, ask.tools)
+                tail = self._template.tail(reply.text, messages, last, ask.tools)
             except NotAppendOnly as err:
                 if self._limits.may_fork:
                     break
                 raise Refusal(str(err), code="not_append_only") from err
-            return segment, self._ids_after_reply(segment, tail), text
+            new_ids = self._ids_after_reply(segment.tokens[reply.stop - 1], tail)
+            if reply is segment.replies[-1]:
+                return segment, new_ids, text
+            return None, segment.prompt + segment.tokens[: reply.stop] + new_ids, text
         return None, self._template.ids(text), text
+
+    def _replies_of_chats(self, name: str) -> list[tuple[Segment, RecordedReply]]:
+        """All replies of chats with this name: those behind most messages first, of these the
+        newest."""
+        found = []
+        for segment in self.segments:
+            if segment.name == name:
+                found += [(segment, reply) for reply in segment.replies if reply.num_messages]
+        return sorted(found, key=lambda each: (-each[1].num_messages, -each[1].turn))
 
     def _match_completion(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
         """Returns (segment that a prompt extends or None, its new ids, its text).
@@ -272,6 +333,8 @@ class Recorder:
         ids are those of the complete prompt.
         """
         for segment in sorted(self.segments, key=lambda each: -len(each.ids)):
+            if segment.name != ask.name:
+                continue
             size = len(segment.ids)
             if isinstance(ask.prompt, list):
                 if ask.prompt[:size] == segment.ids:
@@ -283,13 +346,12 @@ class Recorder:
             return None, ask.prompt, ""
         return None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt
 
-    def _ids_after_reply(self, segment: Segment, tail: str) -> list[int]:
-        """Returns the token ids of `tail`, the text after the segment's last reply; [] for no text.
+    def _ids_after_reply(self, last: int, tail: str) -> list[int]:
+        """Returns the token ids of `tail`, the text after a reply; [] for no text.
 
-        If the reply ends with an end token, that token's text at the start of tail is dropped,
-        because the token is already recorded.
+        last: the reply's last token. If it is an end token, that token's text at the start of tail
+        is dropped, because the token is already recorded.
         """
-        last = segment.tokens[-1]
         if last in self._ends:
             end = self._tokenizer.decode([last])
             start = len(tail) - len(tail.lstrip())

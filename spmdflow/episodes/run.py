@@ -20,11 +20,13 @@ import numpy as np
 import torch
 
 from spmdflow.config.episode import EpisodeConfig
+from spmdflow.data.row_id import seed_of
 from spmdflow.datasets.chat import ChatTemplate
+from spmdflow.episodes.credit import CreditedSegment, CreditRule, credit_segments
 from spmdflow.episodes.endpoint import Endpoint, EpisodeFault, GenerationRequest
 from spmdflow.episodes.pool import EndedEpisode, EnvironmentPool
 from spmdflow.episodes.recorder import Call, Limits, Recorder, Segment
-from spmdflow.errors import ColumnError
+from spmdflow.errors import ColumnError, DataError
 from spmdflow.parallel.group import broadcast_plain
 from spmdflow.rollout.generator import Replica, Request
 from spmdflow.rollout.resumable import ResumableRequests, VersionedResponse
@@ -33,6 +35,24 @@ from spmdflow.rollout.vllm_tools import vllm_call_reader
 
 _IDLE_SECONDS = 1.0
 """Longest wait without a request. Then the other ranks of the replica get a sign of life."""
+
+
+class SegmentRow(NamedTuple):
+    """A segment that is trained. Prompt to routes are as in `Segment`."""
+
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+    mask: list[bool]
+    log_probs: list[float]
+    versions: list[int]
+    calls: list[list[Call]]
+    routes: np.ndarray | None
+    score: float
+    weight: float
+    """How much it counts in baselines and losses."""
+    rewards: list[float]
+    """Of each of the tokens."""
 
 
 class Episode(NamedTuple):
@@ -55,6 +75,9 @@ class Episode(NamedTuple):
     """Tool calls of each reply."""
     routes: np.ndarray | None = None
     """See `Segment.routes`."""
+    segments: tuple[SegmentRow, ...] = ()
+    """All its trained segments, in the order of their last replies. Empty if they are not recorded
+    (segments is not "all"), and for an episode without a score."""
 
 
 class EpisodeRunner:
@@ -88,7 +111,8 @@ class EpisodeRunner:
         if replica.replica_rank == 0:
             pool = EnvironmentPool(cfg)
             endpoint = Endpoint(tokenizer)
-            self._leader = _ReplicaLeader(pool, endpoint, self._new_recorder, self._check)
+            rule = CreditRule(cfg.credit, cfg.credit_discount) if cfg.segments == "all" else None
+            self._leader = _ReplicaLeader(pool, endpoint, self._new_recorder, self._check, rule)
 
     def run(
         self,
@@ -141,8 +165,10 @@ class EpisodeRunner:
         for number in numbers:
             del self._seeds_of_episode[number]
         self._requests.forget(numbers)
-        own_results = [tuple(fields) for fields in leader.take_results(numbers)] if leader else None
-        return [Episode(*fields) for fields in self._broadcast(own_results)]
+        own_results = None
+        if leader:
+            own_results = [_to_plain(episode) for episode in leader.take_results(numbers)]
+        return [_from_plain(fields) for fields in self._broadcast(own_results)]
 
     def run_until(self, is_over: Callable[[], bool], *, greedy: bool = False) -> None:
         """Generates replies for the episodes until is_over() is true on the replica's first rank.
@@ -210,7 +236,8 @@ class EpisodeRunner:
         ColumnError for no tokens or a token id beyond the vocabulary, ConfigError if it is too
         long.
         """
-        request = self._request_of_turn(draw.number, draw.ids, draw.turn, draw.max_new_tokens)
+        turn = _turn_of_seed(draw)
+        request = self._request_of_turn(draw.number, draw.ids, turn, draw.max_new_tokens)
         known = range(self._limits.vocab_size)
         foreign = []
         for token in draw.ids:
@@ -241,6 +268,26 @@ class EpisodeRunner:
         return broadcast_plain(mine if mine is None else list(mine), group)
 
 
+def _to_plain(episode: Episode) -> tuple[Any, ...]:
+    return tuple(episode._replace(segments=tuple(map(tuple, episode.segments))))
+
+
+def _from_plain(fields: Sequence[Any]) -> Episode:
+    episode = Episode(*fields)
+    return episode._replace(segments=tuple(SegmentRow(*each) for each in episode.segments))
+
+
+def _turn_of_seed(draw: GenerationRequest) -> int:
+    """Return the number that the seed of a reply is derived from.
+
+    Without a name it is the turn's number in the episode. With one it is derived from the name and
+    the number of its turn, so that it does not depend on the requests of other names.
+    """
+    if not draw.speaker:
+        return draw.turn
+    return seed_of(draw.turn_of_speaker, "speaker", name=draw.speaker)
+
+
 class StepChanges(NamedTuple):
     """What changes before a step of the generator."""
 
@@ -261,8 +308,11 @@ class _ReplicaLeader:
         endpoint: Endpoint,
         new_recorder: Callable[[], Recorder],
         check: Callable[[GenerationRequest], None],
+        rule: CreditRule | None,
     ) -> None:
-        """check: raises an error if a request is invalid."""
+        """check: raises an error if a request is invalid. rule: rewards of segments; None: only the
+        longest segment of an episode is returned."""
+        self._rule = rule
         self._pool = pool
         self._endpoint = endpoint
         self._new_recorder = new_recorder
@@ -309,7 +359,7 @@ class _ReplicaLeader:
                 item.fail(err)
                 continue
             self._unconfirmed.append(item)
-            added.append((item.number, item.ids, item.turn, item.max_new_tokens))
+            added.append((item.number, item.ids, _turn_of_seed(item), item.max_new_tokens))
         aborted = self._aborted
         self._aborted = []
         ended_episodes = self._ended
@@ -402,18 +452,32 @@ class _ReplicaLeader:
     def _record_end(self, ended: EndedEpisode) -> None:
         """Closes an episode that has ended, and stores its result in self._episodes.
 
-        The result has the segment with the most sampled tokens, or an empty one. scores is None if
-        nothing was sampled. A failure is remembered for strict runs.
+        The result has the trained segment with the most sampled tokens, or an empty one. scores is
+        None if nothing was sampled. The episode also fails if the scores of its parts do not fit
+        what was recorded. A failure is remembered for strict runs.
         """
         self._close_episode(ended.number)
         recorder = self._recorders.pop(ended.number)
-        segment = recorder.longest() or Segment([])
-        scores = ended.scores if segment.num_sampled else None
-        self._fails |= bool(ended.cause)
+        scores = ended.scores if recorder.longest() else None
+        cause = ended.cause
+        credited: list[CreditedSegment] = []
+        if scores is not None and (self._rule is not None or ended.parts):
+            rule = self._rule or CreditRule("episode", 1.0)
+            try:
+                credited = credit_segments(
+                    recorder.segments, recorder.turn_of_reply, scores["score"], ended.parts, rule
+                )
+            except DataError as err:
+                cause = str(err)
+            if not credited:
+                scores = None
+        longest = max((x.segment for x in credited), key=lambda x: x.num_sampled, default=None)
+        segment = longest or recorder.longest() or Segment([])
+        self._fails |= bool(cause)
         self._episodes[ended.number] = Episode(
             ended.number,
             scores,
-            ended.cause,
+            cause,
             recorder.num_turns,
             len(recorder.segments),
             segment.prompt,
@@ -423,4 +487,22 @@ class _ReplicaLeader:
             segment.versions,
             segment.calls,
             segment.routes,
+            tuple(_row_of(each) for each in credited) if self._rule is not None else (),
         )
+
+
+def _row_of(credited: CreditedSegment) -> SegmentRow:
+    segment = credited.segment
+    return SegmentRow(
+        segment.name,
+        segment.prompt,
+        segment.tokens,
+        segment.mask,
+        segment.log_probs,
+        segment.versions,
+        segment.calls,
+        segment.routes,
+        credited.score,
+        credited.weight,
+        credited.rewards,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.data.ragged import VALID, without_failed
+from spmdflow.data.ragged import ROW_WEIGHTS, VALID, without_failed
 from spmdflow.models.base import EngineWorker
 from spmdflow.objectives.log_prob import ScalarOutput
 from spmdflow.objectives.policy import ValueLoss
@@ -43,7 +43,7 @@ class CriticWorker(EngineWorker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask", "values", "returns"),
-        optional=VALID,
+        optional=(ROW_WEIGHTS, *VALID),
         minibatches=True,
     )
     def update_critic(self, batch: TensorDict) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class CostCriticWorker(CriticWorker):
     @register(
         transfer_mode="3D_PROTO",
         reads=("prompts", "responses", "response_mask", "cost_values", "cost_returns"),
-        optional=VALID,
+        optional=(ROW_WEIGHTS, *VALID),
         minibatches=True,
     )
     def update_cost_critic(self, batch: TensorDict) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class CostCriticWorker(CriticWorker):
         Takes one optimizer step for each mini-batch. The metrics are means over the steps, and
         their names get the prefix "cost_".
         """
-        known = ("prompts", "responses", "response_mask", *VALID)
+        known = ("prompts", "responses", "response_mask", ROW_WEIGHTS, *VALID)
         shared_columns = {}
         for name in known:
             if name in batch.keys():

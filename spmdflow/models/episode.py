@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import nan
 from typing import Any
@@ -25,10 +25,11 @@ from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import eos_token_id, load_tokenizer
 from spmdflow.episodes.conversation import check_template
 from spmdflow.episodes.recorder import Limits
-from spmdflow.episodes.run import Episode, EpisodeRunner
+from spmdflow.episodes.run import Episode, EpisodeRunner, SegmentRow
 from spmdflow.errors import ConfigError, RewardError
 from spmdflow.models.reward import average_terms, count_dropped, put_at_last_token
 from spmdflow.models.turn import written_routes
+from spmdflow.objectives import segments
 from spmdflow.rollout.forward import end_tokens, vocab_size
 from spmdflow.rollout.generator import Generator, Replica, RequestGenerator
 from spmdflow.rollout.resumable import ResumableRequests
@@ -41,20 +42,9 @@ from spmdflow.worker_api.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-EPISODE_COLUMNS = (
-    "prompts",
-    "prompt_text",
-    "responses",
-    "response_text",
-    "response_mask",
-    "rollout_log_probs",
-    "scores",
-    "token_level_rewards",
-    "valid",
-    "num_turns",
-    "tool_calls",
-    "weights_version",
-)
+EPISODE_COLUMNS = segments.OF_A_SEGMENT
+ENDED = ("token_versions", segments.VERSIONS)
+"""Columns of `finish_episodes` that `run_episodes` does not have."""
 _MOST_LOGGED = 3
 """Failures of one call that a rank logs in full."""
 
@@ -81,6 +71,39 @@ def requests_of(generator: Generator, model_path: str, what: str) -> ResumableRe
     return ResumableRequests(generator, end_tokens(model_path))
 
 
+def written_by_episodes(settings: Any) -> tuple[str, ...]:
+    """Return the columns that episodes have with these settings, beside `EPISODE_COLUMNS`."""
+    episode = getattr(settings.rollout, "episode", None)
+    routes = written_routes(settings)
+    if not isinstance(episode, EpisodeConfig) or episode.segments != "all":
+        return routes
+    names = (segments.NAMES,) if episode.credit == "segment" else ()
+    return (*routes, *segments.SEGMENTS, *names, *((segments.SEGMENT_ROUTES,) if routes else ()))
+
+
+def written_by_ended_episodes(settings: Any) -> tuple[str, ...]:
+    """Return the columns of `finish_episodes` beside `EPISODE_COLUMNS` and token_versions."""
+    written = written_by_episodes(settings)
+    return (*written, segments.VERSIONS) if segments.LENGTHS in written else written
+
+
+def _whole_episode(episode: Episode) -> SegmentRow:
+    """Return the only segment of an episode that failed or has no score."""
+    return SegmentRow(
+        "",
+        episode.prompt,
+        episode.tokens,
+        episode.mask,
+        episode.log_probs,
+        episode.versions,
+        episode.calls,
+        episode.routes,
+        nan,
+        1.0,
+        [0.0] * (len(episode.tokens) - 1) + [nan],
+    )
+
+
 class EpisodeWorker(Worker):
     """The call that runs episodes. A role adds the generator."""
 
@@ -94,7 +117,7 @@ class EpisodeWorker(Worker):
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts", "prompt_text", "row"),
         writes=EPISODE_COLUMNS,
-        also_writes=written_routes,
+        also_writes=written_by_episodes,
         draws=True,
         check=check_environment,
     )
@@ -108,7 +131,9 @@ class EpisodeWorker(Worker):
         that the policy did not sample; their rollout_log_probs are 0. valid (B,): False where the
         episode failed or the environment returned None; then the score is nan, and the mask False.
         num_turns (B,): number of replies. tool_calls: the calls of each reply, as JSON: [[[name,
-        arguments]], ...]. RewardError if too many episodes failed (rollout.episode.on_error).
+        arguments]], ...]. With rollout.episode.segments=all also the columns of all segments, which
+        `Batch.segments` makes rows of; the other columns are then those of the longest segment that
+        is trained. RewardError if too many episodes failed (rollout.episode.on_error).
         greedy: take the likeliest tokens. prefix: of the score's metrics.
         """
         self.request_generator("run_episodes")
@@ -118,7 +143,7 @@ class EpisodeWorker(Worker):
             partial(self._turn_seed, self.call),
             strict=self._is_strict(),
         )
-        return self.episode_columns(batch, episodes, prefix).exclude("token_versions")
+        return self.episode_columns(batch, episodes, prefix).exclude(*ENDED)
 
     @property
     def runner(self) -> EpisodeRunner:
@@ -332,7 +357,77 @@ class EpisodeWorker(Worker):
         columns.set_non_tensor("prompt_text", decode([episode.prompt for episode in filled]))
         columns.set_non_tensor("response_text", decode([episode.tokens for episode in filled]))
         columns.set_non_tensor("tool_calls", [json.dumps(episode.calls) for episode in filled])
+        if self.cfg.rollout.episode.segments == "all":
+            rows = [episode.segments or (_whole_episode(episode),) for episode in filled]
+            columns.update(self._segment_columns(rows, with_routes=routes is not None))
         return columns
+
+    def _segment_columns(
+        self, episodes: Sequence[Sequence[SegmentRow]], *, with_routes: bool
+    ) -> TensorDict:
+        """Return the columns of all segments of each episode (`objectives.segments`)."""
+        decode = load_tokenizer(self.cfg.rollout.tokenizer_path).batch_decode
+        device = self.context.device
+        counts = torch.tensor([len(rows) for rows in episodes], dtype=torch.int64)
+
+        def of_segments(find: Callable[[SegmentRow], Any], dtype: torch.dtype) -> Tensor:
+            """A ragged column with one item for each segment."""
+            values = [find(row) for rows in episodes for row in rows]
+            return ragged(torch.tensor(values, dtype=dtype), counts).to(device)
+
+        def of_tokens(find: Callable[[SegmentRow], list[Any]], dtype: torch.dtype) -> Tensor:
+            """A ragged column with the items of all segments of an episode."""
+            parts = [torch.tensor([x for row in rows for x in find(row)]) for rows in episodes]
+            return ragged_from_rows([part.to(dtype) for part in parts]).to(device)
+
+        columns = TensorDict(
+            {
+                "segment_prompt_lengths": of_segments(lambda row: len(row.prompt), torch.int64),
+                segments.LENGTHS: of_segments(lambda row: len(row.tokens), torch.int64),
+                "segment_tokens": of_tokens(lambda row: row.prompt + row.tokens, torch.int64),
+                "segment_mask": of_tokens(lambda row: row.mask, torch.bool),
+                "segment_log_probs": of_tokens(lambda row: row.log_probs, torch.float32),
+                "segment_rewards": of_tokens(lambda row: row.rewards, torch.float32),
+                "segment_scores": of_segments(lambda row: row.score, torch.float32),
+                "segment_weights": of_segments(lambda row: row.weight, torch.float32),
+                "segment_turns": of_segments(lambda row: len(row.calls), torch.int64),
+                segments.VERSIONS: of_tokens(lambda row: row.versions, torch.int32),
+            },
+            batch_size=[len(episodes)],
+        )
+        if self.cfg.rollout.episode.credit == "segment":
+            columns[segments.NAMES] = of_segments(
+                lambda row: seed_of(0, "segment", name=row.name), torch.int64
+            )
+        if with_routes:
+            columns[segments.SEGMENT_ROUTES] = self._routes_of_segments(episodes).to(device)
+        texts = []
+        for rows in episodes:
+            prompts = decode([row.prompt for row in rows])
+            responses = decode([row.tokens for row in rows])
+            calls = [json.dumps(row.calls) for row in rows]
+            texts.append(json.dumps(list(zip(prompts, responses, calls, strict=True))))
+        columns.set_non_tensor("segment_texts", texts)
+        return columns
+
+    def _routes_of_segments(self, episodes: Sequence[Sequence[SegmentRow]]) -> Tensor:
+        """Return the ragged column of routed experts of all segments of each episode."""
+        rows = []
+        for segments_of_episode in episodes:
+            rows.append(torch.cat([self._routes_of_row(row) for row in segments_of_episode]))
+        return ragged_from_rows(rows)
+
+    def _routes_of_row(self, row: SegmentRow | Episode) -> Tensor:
+        """Return the routed experts of a row's tokens, (n, layers, k).
+
+        A row without tokens of the generator gets routes that the trainer selects.
+        """
+        if row.routes is not None:
+            return torch.from_numpy(row.routes)
+        assert isinstance(self.generator, RequestGenerator)
+        own = self.generator.own_routes(1)
+        assert own is not None, "its generator returns routes"
+        return own.repeat(len(row.prompt) + len(row.tokens), 1, 1)
 
     def _routes_of(self, episodes: Sequence[Episode]) -> Tensor | None:
         """Return the column of routed experts of these episodes; None: none are returned.
@@ -343,10 +438,4 @@ class EpisodeWorker(Worker):
         own = generator.own_routes(1) if isinstance(generator, RequestGenerator) else None
         if own is None:
             return None
-        rows = []
-        for episode in episodes:
-            if episode.routes is None:
-                rows.append(own.repeat(len(episode.prompt) + len(episode.tokens), 1, 1))
-            else:
-                rows.append(torch.from_numpy(episode.routes))
-        return ragged_from_rows(rows)
+        return ragged_from_rows([self._routes_of_row(episode) for episode in episodes])

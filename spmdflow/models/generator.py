@@ -32,6 +32,7 @@ from spmdflow.models.episode import (
     EpisodeWorker,
     check_environment,
     requests_of,
+    written_by_ended_episodes,
 )
 from spmdflow.models.turn import RESPONSE, ContinuedRows, replays_routes, written_routes
 from spmdflow.parallel.layout import Layout
@@ -406,7 +407,7 @@ class GeneratorWorker(SamplingWorker):
         transfer_mode="3D_ALL_MICRO_DP",
         reads=("prompts",),
         writes=(*EPISODE_COLUMNS, "token_versions"),
-        also_writes=written_routes,
+        also_writes=written_by_ended_episodes,
         finishes=True,
     )
     def finish_episodes(self, batch: TensorDict, *, version: int) -> TensorDict:

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmdflow.config.schema import ActorConfig
-from spmdflow.data.ragged import VALID, pad, sampled_mask, without_failed
+from spmdflow.data.ragged import ROW_WEIGHTS, VALID, pad, sampled_mask, without_failed
 from spmdflow.errors import ColumnError, ProtocolError
 from spmdflow.hybrid_engine.factory import hybrid_of, storage_of, sync_mode
 from spmdflow.hybrid_engine.sync import WeightSender
@@ -41,7 +41,10 @@ from spmdflow.workers.engine import Part
 from spmdflow.workers.micro_batch import MicroBatch
 
 UPDATE_READS = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
-UPDATE_MAY = ("ref_log_probs", "rollout_weights", "covariant", "pretrain_ids", ROUTES, *VALID)
+UPDATE_MAY = (
+    *("ref_log_probs", "rollout_weights", "covariant", "pretrain_ids"),
+    *(ROUTES, ROW_WEIGHTS, *VALID),
+)
 """Columns of `update_actor`: those it needs, and those it uses if they are there."""
 INSTEAD = {"old_log_probs": "rollout_log_probs"}
 """Column that may replace old_log_probs (controller/old_log_probs.py)."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from spmdflow.config.algorithm import LagrangeConfig, OverlongConfig
 from spmdflow.config.objective import AdvantageConfig
 from spmdflow.data.ragged import (
+    ROW_WEIGHTS,
     VALID,
     is_ragged,
     lengths_of,
@@ -67,7 +69,7 @@ def _columns_of_advantages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 @map_function(
     reads=("response_mask", "token_level_rewards"),
     reads_for=_columns_of_advantages,
-    optional=("old_log_probs", "ref_log_probs", "rollout_weights", *VALID),
+    optional=("old_log_probs", "ref_log_probs", "rollout_weights", ROW_WEIGHTS, *VALID),
     writes=("advantages", "returns"),
     groups=True,
 )
@@ -85,7 +87,7 @@ def compute_advantages(
     The estimator gets the rewards r_t = token_level_reward_t - kl_coef * KL_t. Its advantages are
     whitened over the global batch if cfg.whiten. Rows that failed (valid is False) get 0 and are in
     no baseline, whitening or metric. A row also gets 0 if its baseline is missing because other
-    rows failed.
+    rows failed. With row_weights (`Batch.segments`) a row counts that much in its baseline.
 
     Reports reward/penalised_mean and, if the columns are there, the KL to the reference (k1):
     actor/reference_kl in nats per token, ..._per_response in nats per response. Raises ConfigError
@@ -95,6 +97,8 @@ def compute_advantages(
     # (B, R), (B,)
     mask = sampled_mask(batch)
     valid = valid_rows(batch)
+    if ROW_WEIGHTS in batch.keys():
+        groups = replace(groups, weights=batch[ROW_WEIGHTS].double())
     columns = numbers_of(batch, valid)
     columns["token_level_rewards"] = columns["token_level_rewards"] - weighted_kl(
         columns, mask, cfg
@@ -160,7 +164,8 @@ def _find_comparable_rows(
         valid = valid & ~columns["baseline_scores"].isnan()
     if groups is None:
         return valid
-    drawn, left = groups.sums(torch.stack([torch.ones_like(valid), valid], -1)).unbind(-1)
+    counts = groups.sums(torch.stack([torch.ones_like(valid), valid], -1))
+    drawn, left = counts.round(decimals=6).unbind(-1)  # thirds of an episode add up to one
     return valid & ~((drawn > 1) & (left <= 1))
 
 

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from spmdflow.data.ragged import pad
+from spmdflow.data.ragged import ROW_WEIGHTS, pad
 from spmdflow.errors import ProtocolError
 from spmdflow.kind.registry import Registry
 from spmdflow.worker_api.metric import Metric
@@ -62,10 +62,11 @@ class Loss(Protocol):
     def denominators(self, batch: TensorDict) -> dict[str, float]:
         """Denominators over this rank's rows of the mini-batch; the engine sums them over ranks.
 
-        By default "tokens" and "sequences" of response_mask. If all denominators are 0 on all
-        ranks, there is nothing to learn: the loss is not called and no optimizer step is taken.
+        By default "tokens" and "sequences" of response_mask, with row_weights if the batch has
+        them. If all denominators are 0 on all ranks, there is nothing to learn: the loss is not
+        called and no optimizer step is taken.
         """
-        return mask_totals(pad(batch["response_mask"]).sum(-1))
+        return mask_totals(pad(batch["response_mask"]).sum(-1), batch.get(ROW_WEIGHTS))
 
     def __call__(
         self, output: Any, micro: Micro, totals: Mapping[str, float]
@@ -162,17 +163,34 @@ AGGREGATIONS |= {
 }
 
 
-def aggregate(x: Tensor, mask: Tensor, totals: Mapping[str, float], mode: str) -> Tensor:
+def aggregate(
+    x: Tensor,
+    mask: Tensor,
+    totals: Mapping[str, float],
+    mode: str,
+    row_weights: Tensor | None = None,
+) -> Tensor:
     """This part's share of the global mean of x (B, R) -> scalar; shares add up to the mean.
 
     totals: global "tokens" and "sequences" (`mask_totals` summed over all ranks), and "budget" for
-    the mode that divides by it. mode: a name in AGGREGATIONS.
+    the mode that divides by it. mode: a name in AGGREGATIONS. row_weights (B,): how much each row
+    counts, as in totals; None: 1.
     """
     chosen = AGGREGATIONS.find(mode)
-    total = 1.0 if chosen.total is None else max(totals[chosen.total], 1.0)
-    return (zero_outside(x, mask) * chosen.weights(mask)).sum() / total
+    total = 1.0 if chosen.total is None else totals[chosen.total]
+    if row_weights is None:
+        return (zero_outside(x, mask) * chosen.weights(mask)).sum() / max(total, 1.0)
+    weights = chosen.weights(mask) * row_weights[:, None]
+    return (zero_outside(x, mask) * weights).sum() / (total or 1.0)
 
 
-def mask_totals(row_sums: Tensor) -> dict[str, float]:
-    """Local denominators from the number of masked tokens of each row, (B,)."""
-    return {"tokens": float(row_sums.sum()), "sequences": float((row_sums > 0).sum())}
+def mask_totals(row_sums: Tensor, row_weights: Tensor | None = None) -> dict[str, float]:
+    """Local denominators from the number of masked tokens of each row, (B,).
+
+    row_weights (B,): how much each row counts; None: 1.
+    """
+    if row_weights is None:
+        return {"tokens": float(row_sums.sum()), "sequences": float((row_sums > 0).sum())}
+    weights = row_weights.double()
+    tokens = (row_sums * weights).sum()
+    return {"tokens": float(tokens), "sequences": float(weights[row_sums > 0].sum())}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdflow.config.objective import PolicyLossConfig, ValueLossConfig
+from spmdflow.data.ragged import ROW_WEIGHTS
 from spmdflow.errors import ColumnError, ConfigError
 from spmdflow.objectives.kl import KL_ESTIMATORS, kl_estimate
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
@@ -86,7 +87,8 @@ class PolicyLoss(Loss):
 
     Reads old_log_probs and advantages, ref_log_probs if kl_coef is not 0, and covariant if the loss
     is one of `surrogate.MARKED`. If there are rollout_weights, each token's policy loss is
-    multiplied by its weight. Without old_log_probs the detached log-probs replace them, which is
+    multiplied by its weight. If there are row_weights, a row counts that much in all means (1
+    without them). Without old_log_probs the detached log-probs replace them, which is
     exact if a batch is a single optimizer step.
 
     `truncates`: old_log_probs are the generator's, so the ratio is an importance weight. It is
@@ -141,7 +143,8 @@ class PolicyLoss(Loss):
                 columns["rollout_weights"], mask
             )
         ratio = terms.ratio.detach().double()  # float64: E[r^2] - E[r]^2 cancels near r = 1
-        loss = aggregate(token_losses, mask, totals, self.cfg.chosen_aggregation)
+        weights = columns.get(ROW_WEIGHTS)
+        loss = aggregate(token_losses, mask, totals, self.cfg.chosen_aggregation, weights)
         metrics = {"actor/pg_loss": loss.detach()}
         means |= {
             "actor/clip_fraction": terms.clipped.float(),
@@ -150,7 +153,8 @@ class PolicyLoss(Loss):
             "actor/ratio_mean": ratio,
             "actor/ratio_square": ratio.square(),
         }
-        metrics |= {name: aggregate(x, mask, totals, "token-mean") for name, x in means.items()}
+        for name, x in means.items():
+            metrics[name] = aggregate(x, mask, totals, "token-mean", weights)
         entropy = self._entropy(entropies, micro, totals, metrics)
         kl_loss = self._kl_loss(log_probs, micro, totals, metrics)
         return loss - self.cfg.entropy_coef * entropy + self.cfg.kl_coef * kl_loss, metrics
@@ -212,8 +216,9 @@ class PolicyLoss(Loss):
         if entropy is None or self.cfg.entropy_coef == 0:
             return torch.zeros((), device=micro.response_mask.device)
         mask = micro.response_mask
-        metrics["actor/entropy"] = aggregate(entropy.detach(), mask, totals, "token-mean")
-        return aggregate(entropy, mask, totals, self.cfg.chosen_aggregation)
+        weights = micro.columns.get(ROW_WEIGHTS)
+        metrics["actor/entropy"] = aggregate(entropy.detach(), mask, totals, "token-mean", weights)
+        return aggregate(entropy, mask, totals, self.cfg.chosen_aggregation, weights)
 
     def _kl_loss(
         self,
@@ -238,7 +243,8 @@ class PolicyLoss(Loss):
             )
         ref_log_probs = zero_outside(columns["ref_log_probs"], mask)
         kl = kl_estimate(self.cfg.kl_estimator, log_probs, ref_log_probs)
-        kl_loss = aggregate(kl, mask, totals, self.cfg.chosen_aggregation)
+        weights = columns.get(ROW_WEIGHTS)
+        kl_loss = aggregate(kl, mask, totals, self.cfg.chosen_aggregation, weights)
         metrics["actor/kl_loss"] = kl_loss.detach()
         return kl_loss
 
@@ -280,7 +286,8 @@ class ValueLoss(Loss):
         )
         values = micro.spread(output.at(micro.predicting))
         losses, clipped = clipped_value_loss(values, old_values, returns, self.cfg.clip_range)
-        loss = aggregate(losses, micro.response_mask, totals, self.cfg.aggregation)
+        weights = micro.columns.get(ROW_WEIGHTS)
+        loss = aggregate(losses, micro.response_mask, totals, self.cfg.aggregation, weights)
         error = (returns - old_values).double()
         target = returns.double()
         means = {
@@ -292,7 +299,7 @@ class ValueLoss(Loss):
             "critic/error_square": error.square(),
         }
         metrics = {"critic/loss": loss.detach()} | {
-            name: aggregate(x, micro.response_mask, totals, "token-mean")
+            name: aggregate(x, micro.response_mask, totals, "token-mean", weights)
             for name, x in means.items()
         }
         return loss, metrics
