@@ -169,8 +169,11 @@ class RowGroups:
 
         With weights it is rounded to six digits: three segments of one third each are one episode.
         """
-        sizes = self.sums(torch.ones_like(self.index, dtype=torch.float64))
+        sizes = self._total_weights()
         return sizes if self.weights is None else sizes.round(decimals=6)
+
+    def _total_weights(self) -> Tensor:
+        return self.sums(torch.ones_like(self.index, dtype=torch.float64))
 
     def members(self, x: Tensor) -> Tensor:
         """Return, for each row, x of all rows of its whole group: (B,) -> (B, largest) float64.
@@ -201,7 +204,8 @@ class RowGroups:
 
         All ranks that share the batch call it together, also ranks without rows.
         """
-        return self.sums(x) / self.sizes()
+        # not by rounded sizes: equal values must have exactly this mean, whatever the weights are
+        return self.sums(x) / self._total_weights()
 
 
 def positions_in_groups(groups: np.ndarray) -> tuple[np.ndarray, int]:

@@ -12,7 +12,7 @@ import asyncio
 import json
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 
 class EndpointError(Exception):
@@ -23,6 +23,15 @@ class EndpointError(Exception):
         self.code = code
 
 
+def named_url(base_url: str, name: str) -> str:
+    """Return the base URL under which the requests of a player or a subagent have this name.
+
+    Conversations of different names are segments of their own, and an environment can return a
+    score for each name (docs/EPISODES.md). Any client takes this URL in place of base_url.
+    """
+    return f"{base_url.rstrip('/').removesuffix('/v1')}/as/{quote(name, safe='')}/v1"
+
+
 class ChatClient:
     """A client with one connection, for use in `async with`."""
 
@@ -30,9 +39,9 @@ class ChatClient:
     _writer: asyncio.StreamWriter | None = None
     """None if not connected. The endpoint closes connections that send nothing at first."""
 
-    def __init__(self, base_url: str, *, model: str, api_key: str) -> None:
-        """Does not connect yet."""
-        url = urlsplit(base_url)
+    def __init__(self, base_url: str, *, model: str, api_key: str, name: str = "") -> None:
+        """Does not connect yet. name: of a player or a subagent, see `named_url`."""
+        url = urlsplit(named_url(base_url, name) if name else base_url)
         self._host = url.hostname
         self._port = url.port
         self._path = url.path.rstrip("/")

@@ -3,14 +3,16 @@
     environment: spmdflow.envs.textarena:episode(game='TowerOfHanoi-v0')
 
 A row may set its own "game" and "seed". Without a seed, it is derived from the prompt. All players
-are the policy, each with a separate conversation, so games of more than one player need
-actor.rollout.episode.segments=longest. The score is the first player's reward.
+are the policy, and each one's conversation is a segment with its own reward as score. Games of
+more than one player need actor.rollout.episode.credit=segment: a player is then compared with the
+same player of other games. The score of the episode is the first player's reward.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
+from contextlib import AsyncExitStack
 from importlib import import_module
 from typing import Any
 
@@ -26,10 +28,11 @@ async def episode(
     game: str = "TowerOfHanoi-v0",
     num_players: int = 1,
     max_tokens: int | None = None,
-) -> dict[str, float]:
-    """Play one game and return its score, the first player's reward, and the number of turns.
+) -> dict[str, Any]:
+    """Play one game; return its score, the score of each player, and the number of turns.
 
-    All players are the policy, each with a separate conversation. If the context is full or the
+    All players are the policy, each with a separate conversation named player-0, player-1, ... The
+    score is the first player's. If the context is full or the
     turns are used up, the game ends early with score 0; any other EndpointError is raised.
     row: "game" overrides `game`; "seed" seeds it, by default a checksum of the prompt.
     """
@@ -42,7 +45,11 @@ async def episode(
     turns = 0
     done = False
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-    async with ChatClient(base_url, model=model, api_key=api_key) as client:
+    async with AsyncExitStack() as stack:
+        clients = []
+        for player in range(num_players):
+            client = ChatClient(base_url, model=model, api_key=api_key, name=f"player-{player}")
+            clients.append(await stack.enter_async_context(client))
         while not done:
             with noise:
                 player, observation = env.get_observation()
@@ -50,7 +57,7 @@ async def episode(
             # some wrappers show the complete game each time, others only the new part
             messages.append({"role": "user", "content": _new_part(messages, str(observation))})
             try:
-                reply = await client.chat(messages, **limit)
+                reply = await clients[player].chat(messages, **limit)
             except EndpointError as err:
                 if err.code in ("context_length_exceeded", "max_turns"):
                     break
@@ -59,8 +66,15 @@ async def episode(
             with noise:
                 done, _ = env.step(action=str(reply["content"]))
             turns += 1
-    rewards = env.close()[0] if done else {}
-    return {"score": float((rewards or {}).get(0, 0.0)), "turns": float(turns)}
+    rewards = (env.close()[0] if done else None) or {}
+    scores = {}
+    for player in conversations:
+        scores[f"player-{player}"] = float(rewards.get(player, 0.0))
+    return {
+        "score": scores.get("player-0", 0.0),
+        "turns": float(turns),
+        "segment_scores": scores,
+    }
 
 
 def _new_part(messages: list[dict[str, Any]], observation: str) -> str:

@@ -56,9 +56,16 @@ def credit_segments(
     """Return the trained segments of an episode with their rewards, in the order of last replies.
 
     turn_of_reply: number of the turn of each reply's id. parts: see `parts.parts_of`. DataError for
-    a key that is neither a name nor the id of a reply, and for another number of token scores than
-    the reply has tokens.
+    a key that is neither a name nor the id of a reply, for another number of token scores than the
+    reply has tokens, and for scores of segments that the rule `episode` would ignore.
     """
+    if rule.name == "episode" and parts.get("segment_scores"):
+        raise DataError.of(
+            "the environment",
+            "segment_scores with actor.rollout.episode.credit=episode",
+            "a rule that uses them",
+            "set it to segment (players, subagents) or discounted, or return only a score",
+        )
     trained = _trained_segments(segments, parts)
     own = _scores_of_segments(segments, turn_of_reply, parts)
     names = Counter(segment.name for segment in trained)

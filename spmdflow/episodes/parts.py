@@ -7,7 +7,7 @@ Beside "score", an environment may return
     "token_scores": {REPLY: [number for each token of the reply]}
     "trained": [NAME, ...]            whose segments are trained; without it all are
 
-A name is the one in the URL of a request (`spmdflow.envs.client.url_of`); requests without one
+A name is the one in the URL of a request (`spmdflow.envs.client.named_url`); requests without one
 have the name "policy".
 """
 

@@ -308,7 +308,7 @@ class _ReplicaLeader:
         endpoint: Endpoint,
         new_recorder: Callable[[], Recorder],
         check: Callable[[GenerationRequest], None],
-        rule: CreditRule | None,
+        rule: CreditRule | None = None,
     ) -> None:
         """check: raises an error if a request is invalid. rule: rewards of segments; None: only the
         longest segment of an episode is returned."""

@@ -115,7 +115,7 @@ def compute_advantages(
     names = ("advantages", "returns")
     advantages, returns = check_returned(where, estimates, names, mask.shape)
     if cfg.whiten:
-        advantages = whiten(advantages, mask, reduce)
+        advantages = whiten(advantages, mask, reduce, batch.get(ROW_WEIGHTS))
     return _make_ragged({"advantages": advantages, "returns": returns}, lengths)
 
 

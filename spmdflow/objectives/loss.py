@@ -116,16 +116,20 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return zero_outside(x, mask).sum()
 
 
-def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, reduce: Reduce, row_weights: Tensor | None = None) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the mask of all ranks; 0 outside it.
 
     mean = sum x / n and the unbiased var = sum (x - mean)^2 / (n - 1) are taken in float64 over
-    every rank (two calls of reduce). A single masked entry whitens to 0.
+    every rank (two calls of reduce). A single masked entry whitens to 0. row_weights (B,): how much
+    the entries of a row count in n and in the sums; None: 1.
     """
     values = zero_outside(x, mask).double()
-    count, total = reduce(torch.stack([mask.sum().double(), values.sum()]))
+    weights = mask.double()
+    if row_weights is not None:
+        weights = weights * row_weights.double()[:, None]
+    count, total = reduce(torch.stack([weights.sum(), (weights * values).sum()]))
     centred = zero_outside(values - total / count.clamp(min=1), mask)
-    variance = reduce(centred.square().sum()) / (count - 1).clamp(min=1)
+    variance = reduce((weights * centred.square()).sum()) / (count - 1).clamp(min=1)
     return (centred * torch.rsqrt(variance + 1e-8)).to(x.dtype)
 
 

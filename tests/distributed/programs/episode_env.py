@@ -91,3 +91,35 @@ async def faulty(row: dict[str, Any], *, base_url: str, model: str, api_key: str
                 ask = [*ask, reply, {"role": "user", "content": "guess"}]
                 reply = await client.chat(ask, max_tokens=1)
     return {"score": 1.0, "torch": float("torch" in sys.modules)}
+
+
+async def several(
+    row: dict[str, Any], *, base_url: str, model: str, api_key: str, by_segment: bool = True
+) -> Any:
+    """A main conversation with a second try and a branch, two subagents at once, a summary.
+
+    The score of the main conversation depends on what was said in its second try; that of a
+    subagent on the row.
+    """
+    arguments = {"model": model, "api_key": api_key}
+
+    async def ask_helper(number: int) -> None:
+        messages = [{"role": "user", "content": "digit"}]
+        async with ChatClient(base_url, name=f"helper-{number}", **arguments) as helper:
+            for told in ("higher", "lower"):
+                reply = await helper.chat(messages, max_tokens=1 + number)
+                messages += [reply, {"role": "user", "content": told}]
+
+    async with ChatClient(base_url, **arguments) as client:
+        messages = [{"role": "user", "content": "guess"}]
+        await client.chat(messages, max_tokens=2)
+        reply = await client.chat(messages, max_tokens=2)
+        messages += [reply, {"role": "user", "content": said(row["digit"], 0)}]
+        await asyncio.gather(ask_helper(0), ask_helper(1))
+        await client.chat(messages, max_tokens=2)
+        messages[-1] = {"role": "user", "content": said(row["digit"], 1)}
+        await client.chat(messages, max_tokens=2)
+        await client.chat([{"role": "user", "content": "digit 7 guess"}], max_tokens=3)
+    score = float(sum(map(ord, str(reply["content"]))) % 5)
+    scores = {"policy": score, "helper-0": 0.5, "helper-1": score * 2 - row["digit"] % 3}
+    return {"score": score, **({"segment_scores": scores} if by_segment else {})}

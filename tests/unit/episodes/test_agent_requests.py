@@ -120,4 +120,4 @@ def test_program_that_retells_a_reply_is_told_to_allow_segments(name: str) -> No
     (first, _), (second, body) = replay(name)[0]
 
     assert (first, second) == (200, 400)
-    assert "actor.rollout.episode.segments=longest" in json.loads(body)["error"]["message"]
+    assert "actor.rollout.episode.segments=all" in json.loads(body)["error"]["message"]
