@@ -1,11 +1,12 @@
 """GRPO on episodes: many turns with an environment, which scores them (Shao et al. 2024).
 
-`grpo.py` with two other lines: `run_episodes` generates and scores, so no reward is called.
+`grpo.py` with two other lines: `run_episodes` generates and scores, so no reward is called, and
+`segments` makes a row of each of an episode's conversations.
 Departures from the paper are those of `grpo.py`, and:
 1. tokens that the environment said are read, never learnt (response_mask);
 2. an episode that failed, or that the environment left out, is in no group's baseline.
 
-KL to the reference: none (grpo_agent.yaml, grpo_agent_calculator.yaml).
+KL to the reference: none (grpo_agent.yaml, grpo_agent_calculator.yaml, grpo_agent_race.yaml).
 
     torchrun --nproc-per-node 2 -m spmdflow.run algos/grpo_agent.py
 """

@@ -282,11 +282,25 @@ REAL_MODEL_ENTRIES = (
     ),
 )
 
+GAMES_ENTRIES = (
+    Entry(
+        "race",
+        "games",
+        "grpo_agent",
+        settings=("eval_every=10",),
+        metric="eval/first_side",
+        target=0.5,
+        drawn=(("eval/second_side", None),),
+        yaml="grpo_agent_race",
+    ),
+)
+
 ENTRIES: tuple[Entry, ...] = (
     *BUNDLED_ENTRIES,
     *MIXTURE_ENTRIES,
     *STORIES_ENTRIES,
     *CONSTRAINED_ENTRIES,
     *OFFLINE_ENTRIES,
+    *GAMES_ENTRIES,
     *REAL_MODEL_ENTRIES,
 )

@@ -29,7 +29,7 @@ async def episode(
     num_players: int = 1,
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Play one game; return its score, the score of each player, and the number of turns.
+    """Play one game; return its score, the score of each of several players, and its turns.
 
     All players are the policy, each with a separate conversation named player-0, player-1, ... The
     score is the first player's. If the context is full or the
@@ -67,14 +67,13 @@ async def episode(
                 done, _ = env.step(action=str(reply["content"]))
             turns += 1
     rewards = (env.close()[0] if done else None) or {}
-    scores = {}
+    scores: dict[str, float] = {}
     for player in conversations:
         scores[f"player-{player}"] = float(rewards.get(player, 0.0))
-    return {
-        "score": scores.get("player-0", 0.0),
-        "turns": float(turns),
-        "segment_scores": scores,
-    }
+    result: dict[str, Any] = {"score": scores.get("player-0", 0.0), "turns": float(turns)}
+    if num_players > 1:
+        result["segment_scores"] = scores
+    return result
 
 
 def _new_part(messages: list[dict[str, Any]], observation: str) -> str:

@@ -14,6 +14,8 @@ the fields and the limits.
 | fields | the same | fields of a request, and the answer in OpenAI's form |
 | conversation | the same | messages -> token ids that extend the recorded ones; the chat template |
 | recorder | the same | one episode's segments: ids, mask and log-probabilities |
+| credit | the compute lane | rewards and weights of an episode's segments |
+| parts | all of them | scores of parts of an episode, as an environment returns them |
 | pool | the compute lane | worker processes: assignment of episodes, time limits, blame |
 | child | a worker process | runs the coroutines of the environment; imports no torch |
 

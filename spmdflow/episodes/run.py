@@ -269,7 +269,8 @@ class EpisodeRunner:
 
 
 def _to_plain(episode: Episode) -> tuple[Any, ...]:
-    return tuple(episode._replace(segments=tuple(map(tuple, episode.segments))))
+    segments: Any = tuple(tuple(each) for each in episode.segments)
+    return tuple(episode._replace(segments=segments))
 
 
 def _from_plain(fields: Sequence[Any]) -> Episode:

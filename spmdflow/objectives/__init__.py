@@ -15,6 +15,7 @@ Settings select these functions by name: advantages (`@advantage`) and losses (`
 | estimator, advantage | advantage estimators by name; the map functions that apply them |
 | surrogate, policy | policy losses by name; the loss of an update |
 | covariance | tokens marked for kl_cov and clip_cov |
+| segments | rows of an episode's segments, cut from the columns of the episode |
 | kl | KL estimates, an adaptive weight, importance weights |
 | preference, supervised | losses of pairs and labels; cross-entropy of given text |
 | balance | how evenly the experts of a mixture are used; the loss that evens them |

@@ -33,17 +33,21 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
-def run(environment: str, rows: list[dict[str, Any]], *, model: Path = MODEL) -> list[Any]:
+def run(
+    environment: str, rows: list[dict[str, Any]], *, model: Path = MODEL, **settings: Any
+) -> list[Any]:
     long = Limits(
         max_turns=64,
         max_prompt_tokens=1000,
         max_new_tokens=1000,
-        may_fork=False,
+        may_fork=settings.get("segments", "one") != "one",
         vocab_size=vocab_size(str(model)),
     )
     limits = LIMITS if model == MODEL else long
     generator = new_generator(max_batch_size=1, model=model)
-    runner = new_runner("", generator, environment=environment, seconds=600.0, limits=limits)
+    runner = new_runner(
+        "", generator, environment=environment, seconds=600.0, limits=limits, **settings
+    )
     try:
         return runner.run(rows, SAMPLING, seed_of_turn)
     finally:
@@ -125,6 +129,26 @@ def test_games_of_textarena_run_unmodified_and_the_same_twice(patient: Path, gam
     assert [episode.cause for episode in one] == [""] * 3
     assert [tuple(episode) for episode in one] == [tuple(episode) for episode in two]
     assert all(episode.num_turns >= 1 for episode in one)
+
+
+@needs("textarena")
+def test_each_player_of_a_game_of_two_is_trained_with_its_own_reward(patient: Path) -> None:
+    found = run(
+        "spmdflow.envs.textarena:episode(game='TicTacToe-v0', num_players=2, max_tokens=1)",
+        [{"seed": n} for n in range(3)],
+        model=patient,
+        segments="all",
+        credit="segment",
+    )
+
+    assert [episode.cause for episode in found] == [""] * 3
+    for episode in found:
+        scores = {segment.name: segment.score for segment in episode.segments}
+        assert scores["player-0"] == episode.scores["score"]
+        assert scores["player-0"] == -scores.get("player-1", 1.0) != 0.0
+        assert {segment.weight for segment in episode.segments} == {1.0}
+        for segment in episode.segments:
+            assert segment.rewards[-1] == segment.score and sum(segment.mask) > 0
 
 
 @needs("reasoning_gym")
