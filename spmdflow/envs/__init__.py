@@ -5,6 +5,8 @@ actor.rollout.episode.environment like a custom one. They run in worker processe
 library only when it is used. This package does not know tokens or ranks.
 
   client    a client of an OpenAI-compatible endpoint that needs only the standard library
+  mcp       tools of MCP servers
+  openenv   environments of OpenEnv, behind a URL
   reasoning tasks of reasoning-gym, and their reward
   textarena games of TextArena
   tools     a class with `reset(**row)`, public methods as tools and `get_reward()`

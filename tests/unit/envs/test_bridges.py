@@ -1,0 +1,120 @@
+"""Bridges to tools of MCP servers and to OpenEnv's environments; both servers are real."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdflow.envs.mcp import episode as play_mcp
+from spmdflow.envs.openenv import action_of, text_of
+from spmdflow.envs.openenv import episode as play_openenv
+from tests.unit.envs.scripted_server import call, say, serve_replies
+
+HERE = Path(__file__).parent
+SECONDS = 120
+CALLER = {"model": "policy", "api_key": "k"}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+def count_messages(row: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, float]:
+    """The score of a conversation: its number of tool results."""
+    results = [each["content"] for each in messages if each["role"] == "tool"]
+    return {"score": float(len(results)), "right": float(results[-1] == str(row["answer"]))}
+
+
+@contextmanager
+def started(script: str) -> Iterator[int]:
+    """A server of this folder that listens at the port that it gives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    process = subprocess.Popen([sys.executable, str(HERE / script), str(port)])
+    try:
+        end = time.monotonic() + SECONDS
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def play_sums(server: str) -> tuple[Any, list[dict[str, Any]]]:
+    replies = [call("nothing"), call("fail"), call("add", a=2, b=3), say("5")]
+    async with serve_replies(replies) as policy:
+        score = await play_mcp(
+            {"prompt": "2 + 3", "answer": 5},
+            base_url=policy.url,
+            server=server,
+            score=f"{__file__}:count_messages",
+            **CALLER,
+        )
+        return score, policy.requests
+
+
+def check_sums(score: Any, requests: list[dict[str, Any]]) -> None:
+    assert score == {"score": 3.0, "right": 1.0}
+    names = [tool["function"]["name"] for tool in requests[0]["tools"]]
+    assert names == ["add", "fail"]
+    assert requests[0]["tools"][0]["function"]["parameters"]["required"] == ["a", "b"]
+    results = [each["content"] for each in requests[-1]["messages"] if each["role"] == "tool"]
+    assert results[0].startswith("error: ") and "nothing" in results[0]
+    assert results[1].startswith("error: ") and results[2] == "5"
+
+
+@needs("mcp")
+def test_the_policy_calls_tools_of_an_mcp_server_that_is_started_for_it() -> None:
+    check_sums(*asyncio.run(play_sums(f"{sys.executable} {HERE / 'mcp_tools.py'}")))
+
+
+@needs("mcp")
+@pytest.mark.drill
+def test_the_policy_calls_tools_of_an_mcp_server_behind_a_url() -> None:
+    with started("mcp_tools.py") as port:
+        check_sums(*asyncio.run(play_sums(f"http://127.0.0.1:{port}/mcp")))
+
+
+@needs("openenv")
+def test_the_policy_plays_an_environment_of_openenv_in_a_session_of_its_own() -> None:
+    async def play(url: str, seed: int, replies: list[str]) -> dict[str, float]:
+        async with serve_replies([say(text) for text in replies]) as policy:
+            row = {"seed": seed}
+            return await play_openenv(row, base_url=policy.url, url=url, text="text", **CALLER)
+
+    async def play_two(url: str) -> list[dict[str, float]]:
+        return await asyncio.gather(
+            play(url, 4, ["8", "10", "12"]), play(url, 20, ["40", "no", "44"])
+        )
+
+    with started("openenv_game.py") as port:
+        one, two = asyncio.run(play_two(f"http://127.0.0.1:{port}"))
+
+    assert one == {"score": 3.0, "turns": 3.0}
+    assert two == {"score": 2.0, "turns": 3.0}
+
+
+def test_observations_are_shown_and_replies_become_actions() -> None:
+    assert text_of({"text": "a", "round": 1}, "") == "a"
+    assert text_of({"text": "a", "other": "b"}, "other") == "b"
+    assert text_of({"text": "a", "other": "b"}, "") == '{"text": "a", "other": "b"}'
+    assert action_of("go", "message") == {"message": "go"}
+    assert action_of('I say {"x": {"y": 1}} now', "json") == {"x": {"y": 1}}
+    assert action_of("{no", "json") == {"message": "{no"}
