@@ -9,20 +9,17 @@ segment with the most sampled tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
-from spmdflow.episodes.conversation import (
-    AppendOnlyTemplate,
-    Message,
-    NotAppendOnly,
-    reply_of,
-    to_template_messages,
-)
+from spmdflow.episodes.conversation import AppendOnlyTemplate, NotAppendOnly
 from spmdflow.episodes.fields import Ask, Refusal
+from spmdflow.episodes.message_form import Message
+from spmdflow.episodes.reply import ReplyReader, Sampled, calls_of, cut_at_stop
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import CallReader
 
@@ -44,8 +41,11 @@ class Segment:
     """Version of the weights that sampled the token; -1 where the mask is False."""
     messages: list[Message] = field(default_factory=list)
     """Messages of a chat, up to the model's last reply."""
+    replies: list[int] = field(default_factory=list)
+    """Indices of the model's replies among the messages."""
     text: str = ""
-    """For a chat, the rendered messages before that reply. For a completion, prompt and reply."""
+    """For a chat, what the template wrote around the replies (`Continuation.written`). For a
+    completion, prompt and reply."""
     tools: list[Any] | None = None
     calls: list[list[Call]] = field(default_factory=list)
     """Tool calls of each reply."""
@@ -105,12 +105,12 @@ class Recorder:
         limits: Limits,
         read_calls: CallReader | None = None,
     ) -> None:
-        """read_calls: parses tool calls in replies. None: see `reply_of`."""
+        """read_calls: parses tool calls in replies. None: see `ReplyReader`."""
         self._tokenizer = chat.tokenizer
-        self._template = AppendOnlyTemplate(chat)
+        self._template = AppendOnlyTemplate(chat, end_tokens)
+        self._reader = ReplyReader(chat, read_calls)
         self._ends = end_tokens
         self._limits = limits
-        self._read_calls = read_calls
         self.segments: list[Segment] = []
         self.num_turns = 0
         """Number of turns that have started."""
@@ -197,22 +197,14 @@ class Recorder:
         (text,) = response_texts(self._tokenizer, [turn.ids], [tokens])
         if tokens[-1] in self._ends:
             reason = "stop"
-        visible_text = _cut_at_stop(text, ask.stop)
-        spoken_ids = tokens[:-1] if tokens[-1] in self._ends else tokens
-        if self._read_calls:
-            raw = _cut_at_stop(self._tokenizer.decode(spoken_ids), ask.stop)
-        else:
-            raw = ""
-        message = reply_of(
-            visible_text, ask.tools, self._tokenizer, raw=raw, read_calls=self._read_calls
-        )
+        spoken = tokens[:-1] if tokens[-1] in self._ends else tokens
+        raw = cut_at_stop(self._tokenizer.decode(spoken), ask.stop)
+        sampled = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
+        message = self._reader.read(sampled, ask.tools, partial(_call_id, turn.number))
         if message.get("tool_calls"):
             reason = "tool_calls"
         old = turn.segment or Segment(turn.fresh, tools=ask.tools)
         new_ids = turn.fresh if turn.segment else []
-        called = []
-        for entry in message.get("tool_calls", ()):
-            called.append(entry["function"])
         new = Segment(
             old.prompt,
             old.tokens + new_ids + tokens,
@@ -220,9 +212,10 @@ class Recorder:
             old.log_probs + [0.0] * len(new_ids) + response.log_probs.tolist(),
             old.versions + [-1] * len(new_ids) + response.versions.tolist(),
             [*ask.messages, message] if ask.messages else [],
+            [*old.replies, len(ask.messages)],
             turn.text if ask.messages else turn.text + text,
             old.tools,
-            [*old.calls, [[entry["name"], entry["arguments"]] for entry in called]],
+            [*old.calls, calls_of(message)],
             routes,
         )
         # replaced, never modified: another thread reads it if the episode ends meanwhile
@@ -237,7 +230,7 @@ class Recorder:
         return max(self.segments, key=lambda segment: segment.num_sampled, default=None)
 
     def _match_chat(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
-        """Returns (segment that a chat extends or None, its new ids, its rendered text).
+        """Returns (segment that a chat extends or None, its new ids, the text around its replies).
 
         A segment fits if it has the same tools and its messages, with the last reply, are the first
         messages of the chat. Segments with most messages come first. Refusal if there is no chat
@@ -246,23 +239,25 @@ class Recorder:
         """
         if not self._tokenizer.chat_template:
             raise Refusal("got messages, but the tokenizer has no chat template; use completions")
-        messages = to_template_messages(ask.messages)
-        text = self._template.text(messages, ask.tools)
         for segment in sorted(self.segments, key=lambda each: -len(each.messages)):
-            last = len(segment.messages) - 1
-            extends = last >= 0 and ask.tools == segment.tools
-            if not extends or not _are_equal(segment.messages, ask.messages[: last + 1]):
+            size = len(segment.messages)
+            extends = size > 0 and ask.tools == segment.tools
+            if not extends or not self._reader.are_equal(segment.messages, ask.messages[:size]):
                 continue
-            if len(messages) == last + 1:
+            if len(ask.messages) == size:
                 break  # the model would continue its own reply
             try:
-                tail = self._template.tail(segment.text, messages, last, ask.tools)
+                after = self._template.extend(
+                    segment.text, ask.messages, segment.replies, ask.tools
+                )
             except NotAppendOnly as err:
                 if self._limits.may_fork:
                     break
                 raise Refusal(str(err), code="not_append_only") from err
-            return segment, self._ids_after_reply(segment, tail), text
-        return None, self._template.ids(text), text
+            new_ids = self._template.ids_after(segment.tokens[-1], after.text)
+            return segment, new_ids, after.written
+        first = self._template.begin(ask.messages, ask.tools)
+        return None, self._template.ids(first.text), first.written
 
     def _match_completion(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
         """Returns (segment that a prompt extends or None, its new ids, its text).
@@ -283,56 +278,7 @@ class Recorder:
             return None, ask.prompt, ""
         return None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt
 
-    def _ids_after_reply(self, segment: Segment, tail: str) -> list[int]:
-        """Returns the token ids of `tail`, the text after the segment's last reply; [] for no text.
 
-        If the reply ends with an end token, that token's text at the start of tail is dropped,
-        because the token is already recorded.
-        """
-        last = segment.tokens[-1]
-        if last in self._ends:
-            end = self._tokenizer.decode([last])
-            start = len(tail) - len(tail.lstrip())
-            if tail[start:].startswith(end):
-                tail = tail[start + len(end) :]
-        if tail:
-            return self._template.ids(tail)
-        return []
-
-
-def _are_equal(recorded: list[Message], repeated: list[Message]) -> bool:
-    """Whether a client's messages equal the recorded ones, except for white space around texts."""
-    return len(recorded) == len(repeated) and all(map(_is_equal, recorded, repeated))
-
-
-def _is_equal(recorded: Message, repeated: Message) -> bool:
-    return _comparison_key(recorded) == _comparison_key(repeated)
-
-
-def _comparison_key(message: Message) -> tuple[Any, ...]:
-    """Returns (role, stripped text, [(name, arguments)] of the tool calls) of a message.
-
-    Two messages are equal if these are.
-    """
-    (plain,) = to_template_messages([message])
-    calls = []
-    for call in plain.get("tool_calls") or ():
-        calls.append(call["function"])
-    names = []
-    for call in calls:
-        names.append((call.get("name"), call.get("arguments")))
-    return plain.get("role"), plain["content"].strip(), names
-
-
-def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """Returns the text before the first stop string in it, or the complete text without one.
-
-    Clients do not see stop strings.
-    """
-    positions = []
-    for string in stop:
-        if string in text:
-            positions.append(text.index(string))
-    if positions:
-        return text[: min(positions)]
-    return text
+def _call_id(turn: int, index: int) -> str:
+    """The id of a tool call, unique in the episode: nine letters and digits, as Mistral wants."""
+    return f"call{turn:03d}{index:02d}"
