@@ -113,6 +113,27 @@ class ChatTemplate:
             return text
         return _PLACEHOLDERS.sub(lambda match: self._special[int(match[1])], text)
 
+    def leading_special(self, text: str) -> str:
+        """Return the special token with which a text begins; "" if there is none."""
+        match = self._pattern.match(text) if self._pattern else None
+        return match[0] if match else ""
+
+    def remove_special(self, text: str) -> str:
+        """Return the text without the texts of special tokens."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub("", text)
+
+    def strip_special(self, text: str) -> str:
+        """Return the text without special tokens and white space at its end."""
+        end = len(text.rstrip())
+        if self._pattern is None:
+            return text[:end]
+        special_ends = {match.end(): match.start() for match in self._pattern.finditer(text)}
+        while end in special_ends:
+            end = len(text[: special_ends[end]].rstrip())
+        return text[:end]
+
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of texts of `render`, or of parts of them, in order.
 

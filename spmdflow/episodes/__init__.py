@@ -13,6 +13,8 @@ the fields and the limits.
 | connections | the same | which connections are open, their owners, and which must be closed |
 | fields | the same | fields of a request, and the answer in OpenAI's form |
 | conversation | the same | messages -> token ids that extend the recorded ones; the chat template |
+| message_form | the same | the form of messages that a chat template takes; marks of thoughts |
+| reply | the same | sampled tokens -> message: thought, text and tool calls |
 | recorder | the same | one episode's segments: ids, mask and log-probabilities |
 | credit | the compute lane | rewards and weights of an episode's segments |
 | parts | all of them | scores of parts of an episode, as an environment returns them |

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
-from spmdflow.episodes.conversation import (
-    AppendOnlyTemplate,
-    Message,
-    NotAppendOnly,
-    reply_of,
-    to_template_messages,
-)
+from spmdflow.episodes.conversation import AppendOnlyTemplate, NotAppendOnly
 from spmdflow.episodes.fields import Ask, Refusal
+from spmdflow.episodes.message_form import Message
+from spmdflow.episodes.reply import ReplyReader, Sampled, calls_of, cut_at_stop
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import CallReader
 
@@ -40,10 +37,11 @@ class RecordedReply(NamedTuple):
     start: int
     stop: int
     """Its tokens are tokens[start:stop] of the segment."""
-    num_messages: int
-    """Messages of the chat up to it, itself included; 0 for a completion."""
+    positions: tuple[int, ...]
+    """For a chat, the indices among its messages of all recorded replies up to this one. Empty for
+    a completion."""
     text: str
-    """For a chat, the rendered messages before it."""
+    """For a chat, what the template wrote around the replies before it (`Continuation.written`)."""
 
 
 @dataclass
@@ -61,7 +59,8 @@ class Segment:
     messages: list[Message] = field(default_factory=list)
     """Messages of a chat, up to the model's last reply."""
     text: str = ""
-    """For a chat, the rendered messages before that reply. For a completion, prompt and reply."""
+    """For a chat, what the template wrote around the replies (`Continuation.written`). For a
+    completion, prompt and reply."""
     tools: list[Any] | None = None
     calls: list[list[Call]] = field(default_factory=list)
     """Tool calls of each reply."""
@@ -82,6 +81,19 @@ class Segment:
         return sum(self.mask)
 
 
+class Match(NamedTuple):
+    """What a request continues, and its new ids."""
+
+    segment: Segment | None
+    """None: it starts a new one."""
+    new_ids: list[int]
+    text: str
+    """For a chat, what the template wrote around the recorded replies. For a completion, its
+    text."""
+    positions: tuple[int, ...] = ()
+    """Indices of the recorded replies among the chat's messages."""
+
+
 class Turn(NamedTuple):
     """A request for which a reply can be generated."""
 
@@ -93,6 +105,8 @@ class Turn(NamedTuple):
     number: int
     """Number of earlier turns of the episode."""
     max_new_tokens: int
+    positions: tuple[int, ...] = ()
+    """Indices of the recorded replies among the chat's messages."""
     name: str = ""
     """Of the request."""
     number_of_name: int = 0
@@ -128,12 +142,12 @@ class Recorder:
         limits: Limits,
         read_calls: CallReader | None = None,
     ) -> None:
-        """read_calls: parses tool calls in replies. None: see `reply_of`."""
+        """read_calls: parses tool calls in replies. None: see `ReplyReader`."""
         self._tokenizer = chat.tokenizer
-        self._template = AppendOnlyTemplate(chat)
+        self._template = AppendOnlyTemplate(chat, end_tokens)
+        self._reader = ReplyReader(chat, read_calls)
         self._ends = end_tokens
         self._limits = limits
-        self._read_calls = read_calls
         self.segments: list[Segment] = []
         self.num_turns = 0
         """Number of turns that have started."""
@@ -157,9 +171,9 @@ class Recorder:
                 status=429,
                 code="max_turns",
             )
-        segment, new_ids, text = (
-            self._match_chat(ask) if ask.messages else self._match_completion(ask)
-        )
+        match = self._match_chat(ask) if ask.messages else self._match_completion(ask)
+        segment = match.segment
+        new_ids = match.new_ids
         is_first = not any(each.name == ask.name for each in self.segments)
         if segment is None and self.segments and not self._limits.may_fork:
             raise Refusal(
@@ -188,7 +202,16 @@ class Recorder:
         self.num_turns += 1
         self._turns_of_name[ask.name] += 1
         max_new_tokens = min(ask.max_tokens or room, room)
-        return Turn(segment, new_ids, text, number, max_new_tokens, ask.name, number_of_name)
+        return Turn(
+            segment,
+            new_ids,
+            match.text,
+            number,
+            max_new_tokens,
+            match.positions,
+            ask.name,
+            number_of_name,
+        )
 
     def _refuse_unknown_tokens(self, ids: list[int]) -> None:
         """Refusal unless the model has all these tokens."""
@@ -230,15 +253,10 @@ class Recorder:
         (text,) = response_texts(self._tokenizer, [turn.ids], [tokens])
         if tokens[-1] in self._ends:
             reason = "stop"
-        visible_text = _cut_at_stop(text, ask.stop)
-        spoken_ids = tokens[:-1] if tokens[-1] in self._ends else tokens
-        if self._read_calls:
-            raw = _cut_at_stop(self._tokenizer.decode(spoken_ids), ask.stop)
-        else:
-            raw = ""
-        message = reply_of(
-            visible_text, ask.tools, self._tokenizer, raw=raw, read_calls=self._read_calls
-        )
+        spoken = tokens[:-1] if tokens[-1] in self._ends else tokens
+        raw = cut_at_stop(self._tokenizer.decode(spoken), ask.stop)
+        sampled = Sampled(cut_at_stop(text, ask.stop), raw, tokens, turn.ids)
+        message = self._reader.read(sampled, ask.tools, partial(_call_id, turn.number))
         if message.get("tool_calls"):
             reason = "tool_calls"
         extends = any(each is turn.segment for each in self.segments)
@@ -248,9 +266,6 @@ class Recorder:
         else:
             old = Segment(turn.ids, tools=ask.tools, name=ask.name)
             new_ids = []
-        called = []
-        for entry in message.get("tool_calls", ()):
-            called.append(entry["function"])
         new = Segment(
             old.prompt,
             old.tokens + new_ids + tokens,
@@ -260,7 +275,7 @@ class Recorder:
             [*ask.messages, message] if ask.messages else [],
             turn.text if ask.messages else turn.text + text,
             old.tools,
-            [*old.calls, [[entry["name"], entry["arguments"]] for entry in called]],
+            [*old.calls, calls_of(message)],
             routes,
             old.name,
             [*old.replies, self._reply_record(ask, turn, len(old.tokens) + len(new_ids), size)],
@@ -274,16 +289,18 @@ class Recorder:
 
     def _reply_record(self, ask: Ask, turn: Turn, start: int, size: int) -> RecordedReply:
         """The record of a reply whose `size` tokens begin at `start` behind the prompt."""
-        num_messages = len(ask.messages) + 1 if ask.messages else 0
-        text = turn.text if ask.messages else ""
-        return RecordedReply(turn.number, start, start + size, num_messages, text)
+        stop = start + size
+        if not ask.messages:
+            return RecordedReply(turn.number, start, stop, (), "")
+        positions = (*turn.positions, len(ask.messages))
+        return RecordedReply(turn.number, start, stop, positions, turn.text)
 
     def longest(self) -> Segment | None:
         """The first segment with the most sampled tokens. None: the model has not replied."""
         return max(self.segments, key=lambda segment: segment.num_sampled, default=None)
 
-    def _match_chat(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
-        """Returns (segment that a chat extends or None, its new ids, its rendered text).
+    def _match_chat(self, ask: Ask) -> Match:
+        """Returns the segment that a chat extends, or None, and its new ids.
 
         A recorded reply fits if its segment has the same name and tools, and its messages up to the
         reply are the first messages of the chat. Replies behind most messages come first, the
@@ -295,26 +312,28 @@ class Recorder:
         """
         if not self._tokenizer.chat_template:
             raise Refusal("got messages, but the tokenizer has no chat template; use completions")
-        messages = to_template_messages(ask.messages)
-        text = self._template.text(messages, ask.tools)
         for segment, reply in self._replies_of_chats(ask.name):
-            last = reply.num_messages - 1
-            recorded = segment.messages[: last + 1]
-            if ask.tools != segment.tools or not _are_equal(recorded, ask.messages[: last + 1]):
+            size = reply.positions[-1] + 1
+            recorded = segment.messages[:size]
+            if ask.tools != segment.tools or not self._reader.are_equal(
+                recorded, ask.messages[:size]
+            ):
                 continue
-            if len(messages) == last + 1:
+            if len(ask.messages) == size:
                 break  # the model would continue its own reply
             try:
-                tail = self._template.tail(reply.text, messages, last, ask.tools)
+                after = self._template.extend(reply.text, ask.messages, reply.positions, ask.tools)
             except NotAppendOnly as err:
                 if self._limits.may_fork:
                     break
                 raise Refusal(str(err), code="not_append_only") from err
-            new_ids = self._ids_after_reply(segment.tokens[reply.stop - 1], tail)
+            new_ids = self._template.ids_after(segment.tokens[reply.stop - 1], after.text)
             if reply is segment.replies[-1]:
-                return segment, new_ids, text
-            return None, segment.prompt + segment.tokens[: reply.stop] + new_ids, text
-        return None, self._template.ids(text), text
+                return Match(segment, new_ids, after.written, reply.positions)
+            recorded_ids = segment.prompt + segment.tokens[: reply.stop]
+            return Match(None, recorded_ids + new_ids, after.written, reply.positions)
+        first = self._template.begin(ask.messages, ask.tools)
+        return Match(None, self._template.ids(first.text), first.written)
 
     def _replies_of_chats(self, name: str) -> list[tuple[Segment, RecordedReply]]:
         """All replies of chats with this name: those behind most messages first, of these the
@@ -322,11 +341,11 @@ class Recorder:
         found = []
         for segment in self.segments:
             if segment.name == name:
-                found += [(segment, reply) for reply in segment.replies if reply.num_messages]
-        return sorted(found, key=lambda each: (-each[1].num_messages, -each[1].turn))
+                found += [(segment, reply) for reply in segment.replies if reply.positions]
+        return sorted(found, key=lambda each: (-each[1].positions[-1], -each[1].turn))
 
-    def _match_completion(self, ask: Ask) -> tuple[Segment | None, list[int], str]:
-        """Returns (segment that a prompt extends or None, its new ids, its text).
+    def _match_completion(self, ask: Ask) -> Match:
+        """Returns the segment that a prompt extends, or None, and its new ids.
 
         A prompt of token ids must begin with the segment's ids. A prompt of text must begin with
         the text of a segment of completions. The longest segment that fits is chosen. None: the new
@@ -338,63 +357,15 @@ class Recorder:
             size = len(segment.ids)
             if isinstance(ask.prompt, list):
                 if ask.prompt[:size] == segment.ids:
-                    return segment, ask.prompt[size:], segment.text
+                    return Match(segment, ask.prompt[size:], segment.text)
             elif not segment.messages and ask.prompt.startswith(segment.text):
                 more = ask.prompt[len(segment.text) :]
-                return segment, self._template.ids(more) if more else [], ask.prompt
+                return Match(segment, self._template.ids(more) if more else [], ask.prompt)
         if isinstance(ask.prompt, list):
-            return None, ask.prompt, ""
-        return None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt
-
-    def _ids_after_reply(self, last: int, tail: str) -> list[int]:
-        """Returns the token ids of `tail`, the text after a reply; [] for no text.
-
-        last: the reply's last token. If it is an end token, that token's text at the start of tail
-        is dropped, because the token is already recorded.
-        """
-        if last in self._ends:
-            end = self._tokenizer.decode([last])
-            start = len(tail) - len(tail.lstrip())
-            if tail[start:].startswith(end):
-                tail = tail[start + len(end) :]
-        if tail:
-            return self._template.ids(tail)
-        return []
+            return Match(None, ask.prompt, "")
+        return Match(None, plain_ids(self._tokenizer, [ask.prompt])[0], ask.prompt)
 
 
-def _are_equal(recorded: list[Message], repeated: list[Message]) -> bool:
-    """Whether a client's messages equal the recorded ones, except for white space around texts."""
-    return len(recorded) == len(repeated) and all(map(_is_equal, recorded, repeated))
-
-
-def _is_equal(recorded: Message, repeated: Message) -> bool:
-    return _comparison_key(recorded) == _comparison_key(repeated)
-
-
-def _comparison_key(message: Message) -> tuple[Any, ...]:
-    """Returns (role, stripped text, [(name, arguments)] of the tool calls) of a message.
-
-    Two messages are equal if these are.
-    """
-    (plain,) = to_template_messages([message])
-    calls = []
-    for call in plain.get("tool_calls") or ():
-        calls.append(call["function"])
-    names = []
-    for call in calls:
-        names.append((call.get("name"), call.get("arguments")))
-    return plain.get("role"), plain["content"].strip(), names
-
-
-def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """Returns the text before the first stop string in it, or the complete text without one.
-
-    Clients do not see stop strings.
-    """
-    positions = []
-    for string in stop:
-        if string in text:
-            positions.append(text.index(string))
-    if positions:
-        return text[: min(positions)]
-    return text
+def _call_id(turn: int, index: int) -> str:
+    """The id of a tool call, unique in the episode: nine letters and digits, as Mistral wants."""
+    return f"call{turn:03d}{index:02d}"

@@ -15,8 +15,8 @@ from spmdflow.rollout.vllm_process import preserve_process_state
 
 KEY = "actor.rollout.episode.tool_parser"
 CallReader = Callable[[str, list[Any]], tuple[str, list[dict[str, Any]]]]
-"""(text with special tokens, offered tools) -> (text outside of calls, calls with name and
-arguments)."""
+"""(text with special tokens, offered tools) -> (text outside of calls, calls with name, arguments
+and id). An id that is not in the text was made up by the parser."""
 
 
 def vllm_call_reader(name: str, tokenizer: Any) -> CallReader:
@@ -43,7 +43,7 @@ def vllm_call_reader(name: str, tokenizer: Any) -> CallReader:
             raise ConfigError.of(KEY, got, "a parser for its tokens", do) from err
 
     def read(text: str, tools: list[Any]) -> tuple[str, list[dict[str, Any]]]:
-        """Returns (text outside of calls, calls as {"name": ..., "arguments": ...}).
+        """Returns (text outside of calls, calls as {"name": ..., "arguments": ..., "id": ...}).
 
         Without a call, returns the unchanged text and [].
         """
@@ -52,7 +52,11 @@ def vllm_call_reader(name: str, tokenizer: Any) -> CallReader:
         parsed = parser(tokenizer, request.tools).extract_tool_calls(text, request)
         if not parsed.tools_called:
             return text, []
-        calls = [call.function for call in parsed.tool_calls]
-        return parsed.content or "", [{"name": f.name, "arguments": f.arguments} for f in calls]
+        calls = []
+        for call in parsed.tool_calls:
+            function = call.function
+            fields = {"name": function.name, "arguments": function.arguments, "id": call.id}
+            calls.append(fields)
+        return parsed.content or "", calls
 
     return read

@@ -76,7 +76,7 @@ def tokenizer_of(name: str) -> Any:
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special[1:-1])})
     tokenizer.add_tokens(list(family.plain))
-    tokenizer.chat_template = _template(family.template)
+    tokenizer.chat_template = template_of(family.template)
     return tokenizer
 
 
@@ -93,16 +93,18 @@ def byte_level_bpe() -> str:
 
 
 @cache
-def _template(name: str) -> str:
+def template_of(name: str) -> str:
+    """A template by the name of TRL's file, or mistral; skips without its package."""
     if name == "mistral":
-        return _mistral_template()
+        return mistral_template()
     trl = find_spec("trl")  # its package is not imported
     if trl is None or trl.origin is None:
         pytest.skip("trl, whose chat templates are tested, is not installed")
     return (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def _mistral_template() -> str:
+def mistral_template() -> str:
+    """What mistral_common writes for its tokenizers of version 3."""
     if find_spec("mistral_common") is None:
         pytest.skip("mistral_common, which writes Mistral's chat templates, is not installed")
     templates = importlib.import_module("mistral_common.integrations.chat_templates.chat_templates")

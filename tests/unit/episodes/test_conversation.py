@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spmdflow.datasets.chat import ChatTemplate
-from spmdflow.episodes.conversation import check_template, reply_of
+from spmdflow.episodes.conversation import check_template
 from spmdflow.episodes.fields import Ask, Refusal, parse_request
 from spmdflow.episodes.recorder import Limits, Recorder
+from spmdflow.episodes.reply import ReplyReader, Sampled
 from spmdflow.errors import ConfigError
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import vllm_call_reader
@@ -136,12 +137,23 @@ def test_sampled_ids_are_kept_where_their_text_has_other_ids() -> None:
     assert reason == "stop" and turn.ids[3:5] == [9, end]
 
 
-@pytest.mark.parametrize(("template", "place"), [(NO_THOUGHTS, 2), (COUNTS, 2)])
-def test_template_that_changes_an_earlier_turn_is_refused_with_the_turn(
-    template: str, place: int
+LAST_ONLY = CHATML.replace("in messages %}", "in messages[-1:] %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        (COUNTS, r"changes what stands before message 2 \(assistant\) .* '1 .*' becomes '3 .*'"),
+        (LAST_ONLY, r"does not write message 2 \(assistant\) once later messages follow"),
+        ("{{ raise_exception('no turns') }}", "refuses the messages .no turns"),
+    ],
+)
+def test_template_that_changes_earlier_text_is_refused_with_the_cause(
+    template: str, cause: str
 ) -> None:
-    check_template(ChatTemplate(tokenizer_with(CHATML)))
-    with pytest.raises(ConfigError, match=rf"segments: got .* renders message {place} of 3"):
+    for good in (CHATML, NO_THOUGHTS):
+        check_template(ChatTemplate(tokenizer_with(good)))
+    with pytest.raises(ConfigError, match=rf"segments: got a tokenizer where .*{cause}"):
         check_template(ChatTemplate(tokenizer_with(template)))
 
 
@@ -184,17 +196,24 @@ def test_reply_ends_at_a_stop_string_and_at_the_limit() -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
+def read(text: str, tools: list[Any] | None) -> dict[str, Any]:
+    """The message that the text of a reply becomes."""
+    reader = ReplyReader(ChatTemplate(tokenizer_with()))
+    return reader.read(Sampled(text, text, [], []), tools, "call{}".format)
+
+
 def test_tool_calls_are_read_back() -> None:
     text = 'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    tokenizer = tokenizer_with()
 
-    message = reply_of(text, [{"type": "function"}], tokenizer)
+    message = read(text, [{"type": "function"}])
 
     assert message["content"] == "so"
-    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert reply_of(text, None, tokenizer) == {"role": "assistant", "content": text}
+    (call,) = message["tool_calls"]
+    assert call["id"] == "call0"
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert read(text, None) == {"role": "assistant", "content": text}
     for broken in ("<tool_call>{no}</tool_call>", '<tool_call>{"a": 1}</tool_call>'):
-        assert "tool_calls" not in reply_of(broken, [{}], tokenizer)
+        assert read(broken, [{}]) == {"role": "assistant", "content": broken}
 
 
 ADD = {"a": {"type": "integer"}, "b": {"type": "string"}}

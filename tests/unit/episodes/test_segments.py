@@ -33,7 +33,7 @@ def segment(name: str, turns: Sequence[int], *, tokens_each: int = 2) -> Segment
         start = len(tokens)
         tokens += list(range(tokens_each))
         mask += [True] * tokens_each
-        replies.append(RecordedReply(turn, start, len(tokens), 0, ""))
+        replies.append(RecordedReply(turn, start, len(tokens), (), ""))
         tokens.append(9)
         mask.append(False)
     tokens.pop()
