@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from spmdflow.config.leaf import setting
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engines_with_adapters
 from spmdflow.kind.generator import generator_kind, generators_with_adapters
-from spmdflow.weights.adapter import Adapters
+from spmdflow.weights.adapter import Adapters, adapter_scale
+from spmdflow.weights.peft_settings import read_peft_settings
 
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16")
@@ -48,25 +49,45 @@ class ModelConfig(Precise):
 
 @dataclass
 class LoRAConfig:
-    """Adapters: y = W x + alpha / rank B A x; only A and B are trained (Hu et al. 2021)."""
+    """Adapters: y = W x + scale B A x; only A and B are trained (Hu et al. 2021)."""
 
     rank: int = setting("Rows of A and columns of B.", 16, at_least=1)
-    alpha: float = setting("Adapters are scaled by alpha / rank.", 32.0, above=0)
+    alpha: float = setting(
+        "Adapters are scaled by alpha / rank, with rslora by alpha / sqrt(rank).", 32.0, above=0
+    )
     targets: list[str] = setting(
         "Linear layers that get one, by the ends of their names, such as q_proj; all-linear: all "
         "those of the decoder's layers.",
         ["all-linear"],
     )
+    adapter: str | None = setting(
+        "Start from this adapter: a folder in peft's format, a name on the hub, or a RUN_DIR or "
+        "checkpoint with adapters. Its files give the values of all other settings of this section.",
+        None,
+    )
+    rslora: bool = setting("Scale adapters by alpha / sqrt(rank) (Kalajdzievski 2023).", False)
+    dropout: float = setting(
+        "Probability that an element of an adapter's input is dropped in updates. "
+        "Log-probabilities and generation are without dropout.",
+        0.0,
+        at_least=0,
+        below=1,
+    )
+    modules_to_save: list[str] = setting(
+        "Modules that are trained whole next to the adapters, by the ends of their names, such as "
+        "lm_head or embed_tokens.",
+        [],
+    )
 
     @property
     def adapters(self) -> Adapters:
-        """Which weights have them."""
-        return Adapters(self.rank, tuple(self.targets))
+        """Which weights have them, and which are trained whole."""
+        return Adapters(self.rank, tuple(self.targets), tuple(self.modules_to_save))
 
     @property
     def scale(self) -> float:
         """What B A x is multiplied by."""
-        return self.alpha / self.rank
+        return adapter_scale(self.rank, self.alpha, rslora=self.rslora)
 
 
 @dataclass
@@ -76,6 +97,35 @@ class PolicyModelConfig(ModelConfig):
     lora: LoRAConfig | None = setting(
         "Train adapters of this rank and leave the weights as they are.", None
     )
+
+
+def take_adapter_settings(key: str, lora: LoRAConfig, given: Collection[str]) -> None:
+    """Set the values of adapter_config.json in the folder lora.adapter, in place.
+
+    ConfigError for a setting that contradicts it: one in `given`, or one without its default.
+    key: of the section, such as actor.model.lora. given: keys that a file or a word has set.
+    """
+    folder = lora.adapter
+    assert folder is not None
+    settings = read_peft_settings(f"{key}.adapter", folder)
+    default = LoRAConfig()
+    for field in fields(settings):
+        name = field.name
+        value = getattr(settings, name)
+        if isinstance(value, tuple):
+            value = list(value)
+        own = getattr(lora, name)
+        is_set = f"{key}.{name}" in given or own != getattr(default, name)
+        if is_set and _comparable(own) != _comparable(value):
+            expected = f"{value}, as in {folder}/adapter_config.json"
+            do = f"remove {key}.{name}, or {key}.adapter"
+            raise ConfigError.of(f"{key}.{name}", own, expected, do)
+        setattr(lora, name, value)
+
+
+def _comparable(value: Any) -> Any:
+    """A value of a setting, with the items of a list in order: names of layers have none."""
+    return sorted(value) if isinstance(value, list) else value
 
 
 def check_adapters(role: str, part: Any) -> None:

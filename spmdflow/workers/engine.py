@@ -151,6 +151,13 @@ class TrainEngine(ABC):
         """Inside the block, forward passes use the model without adapters, as in its folder."""
         return nullcontext()
 
+    def adapter_dropout(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """Inside the block, passes of this micro-batch drop inputs of adapters, as in training."""
+        dropout = self.model.dropout
+        if dropout is None or self.optimizer is None:
+            return nullcontext()
+        return dropout.on(micro, self.optimizer.steps_done)
+
     @abstractmethod
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """The result of fn for each micro-batch; [] before the last pipeline stage."""
