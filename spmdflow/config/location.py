@@ -33,9 +33,9 @@ from typing import Any
 
 import yaml
 
+from spmdflow.config.adapter import take_adapter_settings
 from spmdflow.config.data_source import split_location, with_locations
 from spmdflow.config.leaf import parts_of, plain_tree
-from spmdflow.config.model import take_adapter_settings
 from spmdflow.config.model_folder import Form, exported_folder, names_newest_step
 from spmdflow.config.schema import DataSettings, LoRAConfig, ModelConfig, RunConfig
 from spmdflow.errors import ConfigError

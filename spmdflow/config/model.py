@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from spmdflow.config.leaf import setting
-from spmdflow.errors import ConfigError
-from spmdflow.kind.engine import engines_with_adapters
-from spmdflow.kind.generator import generator_kind, generators_with_adapters
 from spmdflow.weights.adapter import Adapters, adapter_scale
-from spmdflow.weights.peft_settings import read_peft_settings
 
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16")
@@ -62,7 +56,7 @@ class LoRAConfig:
     )
     adapter: str | None = setting(
         "Start from this adapter: a folder in peft's format, a name on the hub, or a RUN_DIR or "
-        "checkpoint with adapters. Its files give the values of all other settings of this section.",
+        "checkpoint with adapters. It gives the values of all other settings of this section.",
         None,
     )
     rslora: bool = setting("Scale adapters by alpha / sqrt(rank) (Kalajdzievski 2023).", False)
@@ -97,94 +91,3 @@ class PolicyModelConfig(ModelConfig):
     lora: LoRAConfig | None = setting(
         "Train adapters of this rank and leave the weights as they are.", None
     )
-
-
-def take_adapter_settings(key: str, lora: LoRAConfig, given: Collection[str]) -> None:
-    """Set the values of adapter_config.json in the folder lora.adapter, in place.
-
-    ConfigError for a setting that contradicts it: one in `given`, or one without its default.
-    key: of the section, such as actor.model.lora. given: keys that a file or a word has set.
-    """
-    folder = lora.adapter
-    assert folder is not None
-    settings = read_peft_settings(f"{key}.adapter", folder)
-    default = LoRAConfig()
-    for field in fields(settings):
-        name = field.name
-        value = getattr(settings, name)
-        if isinstance(value, tuple):
-            value = list(value)
-        own = getattr(lora, name)
-        is_set = f"{key}.{name}" in given or own != getattr(default, name)
-        if is_set and _comparable(own) != _comparable(value):
-            expected = f"{value}, as in {folder}/adapter_config.json"
-            do = f"remove {key}.{name}, or {key}.adapter"
-            raise ConfigError.of(f"{key}.{name}", own, expected, do)
-        setattr(lora, name, value)
-
-
-def _comparable(value: Any) -> Any:
-    """A value of a setting, with the items of a list in order: names of layers have none."""
-    return sorted(value) if isinstance(value, list) else value
-
-
-def check_adapters(role: str, part: Any) -> None:
-    """Raise ConfigError if a role has adapters that its engine cannot train.
-
-    Also if its rollout is to get adapters alone (rollout.weights=adapter) without model.lora. part:
-    the role's settings (Any: its class).
-    """
-    lora = getattr(part.model, "lora", None)
-    rollout = getattr(part, "rollout", None)
-    engines = engines_with_adapters()
-    if lora is not None and part.engine.kind not in engines:
-        got = f"adapters with {role}.engine.kind={part.engine.kind}"
-        expected = f"an engine that trains adapters: {', '.join(engines)}"
-        do = f"choose one of these, or remove {role}.model.lora"
-        raise ConfigError.of(f"{role}.model.lora", got, expected, do)
-    if rollout is not None and rollout.weights == "adapter" and lora is None:
-        key = f"{role}.rollout.weights"
-        got = f"adapter without {role}.model.lora"
-        do = f"set {role}.rollout.weights=auto"
-        raise ConfigError.of(key, got, "a policy that trains adapters", do)
-
-
-def check_adapter_sync(role: str, part: Any) -> None:
-    """Raise ConfigError if rollout.weights=adapter with a generator that knows no adapters.
-
-    part: settings of a role that generates (Any: its class).
-    """
-    rollout = part.rollout
-    if rollout.weights == "adapter" and not generator_kind(rollout.generator).adapters:
-        key = f"{role}.rollout.weights"
-        got = f"adapter with {role}.rollout.engine={rollout.generator}"
-        expected = f"a generator that computes with them: {', '.join(generators_with_adapters())}"
-        do = f"set {role}.rollout.weights=auto, which merges them into the weights"
-        raise ConfigError.of(key, got, expected, do)
-
-
-def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError unless the actor with its adapters off can serve as the reference.
-
-    That needs actor.model.lora, one model path for both, a pool that has both roles, and a
-    reference engine of a kind that trains adapters.
-    cfg: the script's settings; pools: the roles of each pool.
-    """
-    actor = cfg.actor
-    reference = cfg.reference
-    key = "reference.shares"
-    do = "remove reference.shares"
-    if getattr(actor.model, "lora", None) is None:
-        got = "actor without actor.model.lora"
-        raise ConfigError.of(key, got, "an actor whose own weights stay as they are", do)
-    if reference.model.path != actor.model.path:
-        got = f"actor of {actor.model.path} for a reference of {reference.model.path}"
-        raise ConfigError.of(key, got, "one model", f"set one path, or {do}")
-    if not any({"actor", "reference"} <= set(roles) for roles in pools):
-        got = "actor on other ranks"
-        expected = "both on the same ranks"
-        raise ConfigError.of(key, got, expected, f"put both into one pool, or {do}")
-    if reference.engine.kind not in engines_with_adapters():
-        got = f"actor with reference.engine.kind={reference.engine.kind}"
-        expected = "rows divided as the actor's are"
-        raise ConfigError.of(key, got, expected, "remove reference.engine.kind")

@@ -178,7 +178,10 @@ class Model:
     weights_from: str | None = None
     """For a separate generator: the model whose weights it receives once a step."""
     adapters: int = 0
-    """Number of weights of its adapters, which alone are trained; 0: it has none."""
+    """Number of weights that are trained with adapters: theirs, and those of modules to save; 0: it
+    has no adapters."""
+    divided_adapters: int = 0
+    """Those of them that tensor-parallel ranks divide. Each rank has all others."""
     shares: str = ""
     """The model on the same ranks whose weights it uses; empty: it has its own."""
 

@@ -4,8 +4,8 @@ One declarative table per architecture family (`architecture` for the difference
 `table` for the tensors) and one function per engine (`ranks`), which says for a rank which box of
 which Hugging Face tensor fills which part of which local tensor. Loading, export, resharding and
 checksums read these tables; no other code knows how a weight is cut. All modules but `move`,
-`numbered`, `direct`, `file`, `folder` and `peft_folder` handle integers only. No module uses processes, Megatron
-or vLLM.
+`numbered`, `direct`, `file`, `folder` and `peft_folder` handle integers only. No module uses
+processes, Megatron or vLLM.
 
 | file | what |
 |---|---|

@@ -39,7 +39,7 @@ _WITHOUT_EFFECT = {
     "runtime_config",
     "task_type",
 }
-"""Keys that do not change what a loaded LoRA adapter computes, or that are checked by themselves."""
+"""Keys that do not change what a loaded LoRA adapter computes."""
 _KEEP_WEIGHTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model's weights stay as they are."""
 
@@ -98,7 +98,9 @@ def _refuse_other_settings(key: str, file: Path, config: Mapping[str, Any]) -> N
     init = config.get("init_lora_weights", True)
     if init not in _KEEP_WEIGHTS:
         got = f"{file} with init_lora_weights {init!r}, which changes the weights of the base model"
-        do = "save it with path_initial_model_for_weight_conversion, which converts it to plain LoRA"
+        do = (
+            "save it with path_initial_model_for_weight_conversion, which converts it to plain LoRA"
+        )
         raise ConfigError.of(key, got, f"one of {_KEEP_WEIGHTS}", do)
     for name, value in config.items():
         is_known = name in _READ or name in _WITHOUT_EFFECT or name == "init_lora_weights"

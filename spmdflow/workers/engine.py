@@ -36,7 +36,7 @@ from spmdflow.weights.move import Block, Storages, own_parts
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.context_group import RING, ULYSSES, ContextGroup
-from spmdflow.workers.lora import add_adapters
+from spmdflow.workers.lora import adapt_source, add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import CountedRead, LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
@@ -151,12 +151,16 @@ class TrainEngine(ABC):
         """Inside the block, forward passes use the model without adapters, as in its folder."""
         return nullcontext()
 
-    def adapter_dropout(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        """Inside the block, passes of this micro-batch drop inputs of adapters, as in training."""
-        dropout = self.model.dropout
-        if dropout is None or self.optimizer is None:
-            return nullcontext()
-        return dropout.on(micro, self.optimizer.steps_done)
+    def start_dropout(self, micro: MicroBatch) -> None:
+        """Drop inputs of adapters in the next passes, which train on this micro-batch."""
+        if self.model.dropout is not None:
+            assert self.optimizer is not None
+            self.model.dropout.start(micro, self.optimizer.steps_done)
+
+    def stop_dropout(self) -> None:
+        """Drop nothing in the next passes."""
+        if self.model.dropout is not None:
+            self.model.dropout.stop()
 
     @abstractmethod
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
@@ -490,8 +494,9 @@ def engine_of(
         counted = CountedRead(model.read)
         model = replace(model, read=counted)
     if lora is not None:
-        assert kind.adapters and isinstance(model, LoadedModel), kind.name
-        model = add_adapters(model, lora, seed=context.seed, key=f"{context.name}.model.lora")
+        assert kind.adapters, kind.name
+        add = add_adapters if isinstance(model, LoadedModel) else adapt_source
+        model = add(model, lora, seed=context.seed, key=f"{context.name}.model.lora")
     engine: TrainEngine = engine_class(
         model,
         cfg.engine,

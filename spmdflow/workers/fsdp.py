@@ -142,11 +142,12 @@ class FSDPEngine(TrainEngine):
         counted_loss = routed or loss
         for number, micro in enumerate(micros):
             set_last_micro_batch(self._module, self.sharding, last=number == len(micros) - 1)
-            with self.adapter_dropout(micro):
-                value, metrics = self._module(
-                    micro, lambda output, rows: counted_loss(output, rows, totals)
-                )
-                value.backward()
+            self.start_dropout(micro)
+            value, metrics = self._module(
+                micro, lambda output, rows: counted_loss(output, rows, totals)
+            )
+            value.backward()
+            self.stop_dropout()
             for name, x in {**metrics, "loss": value}.items():
                 sums[name] = sums.get(name, 0.0) + x.detach().double()
         if routed is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,11 +22,12 @@ from spmdflow.config.model import LoRAConfig
 from spmdflow.cpu.product import Linear
 from spmdflow.data.row_id import seed_of
 from spmdflow.errors import ConfigError
-from spmdflow.weights.adapter import adapter_names, is_adapter, is_target
+from spmdflow.weights.adapter import ALL_LINEAR, adapter_names, is_adapter, is_b, is_target
 from spmdflow.weights.move import Read
 from spmdflow.weights.peft_folder import PeftFolder
+from spmdflow.weights.table import shapes_by_name
 from spmdflow.workers.lora_dropout import AdapterDropout
-from spmdflow.workers.model import LoadedModel
+from spmdflow.workers.model import LoadedModel, ModelSource
 
 
 class LoRALinear(Linear):
@@ -67,14 +68,7 @@ def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) ->
         is_saved = is_target(name, cfg.modules_to_save)
         if type(part) is Linear and id(part) in inside and not is_saved:
             linear[name] = part
-    for target in cfg.targets or [""]:
-        if not any(is_target(name, [target]) for name in linear):
-            ends = sorted({name.rpartition(".")[2] for name in linear})
-            expected = f"all-linear or some of {', '.join(ends)}"
-            got = repr(target)
-            if target in _names_of_experts(model.module):
-                got += ", which is a tensor of experts and takes no adapters"
-            raise ConfigError.of(f"{key}.targets", got, expected, "choose some of these")
+    check_targets(cfg.targets, linear, experts=_names_of_experts(model.module), key=key)
     tensors = dict(model.module.named_parameters(remove_duplicate=False))
     tied = tensors.keys() - dict(model.module.named_parameters()).keys()
     check_modules_to_save(cfg.modules_to_save, tensors, tied, key=key)
@@ -94,6 +88,46 @@ def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) ->
             if name in start.shapes:
                 parameter.copy_(start.read(name, Box.of_shape(parameter.shape)))
     return replace(model, lora=cfg, dropout=dropout)
+
+
+def adapt_source(model: ModelSource, cfg: LoRAConfig, *, seed: int, key: str) -> ModelSource:
+    """Return the source of a model with lora=cfg, whose reader also has the first values of what is
+    trained.
+
+    The engine adds the adapters to its modules. Arguments and errors: as in `add_adapters`.
+    """
+    architecture = replace(model.architecture, adapters=cfg.adapters)
+    weights = shapes_by_name(model.architecture)
+    shapes = shapes_by_name(architecture)
+    every = replace(cfg.adapters, targets=(ALL_LINEAR,)).shapes(weights)
+    linear = [name.rsplit(".", 2)[0] for name in every if is_b(name)]  # x.q_proj.lora_B.weight
+    check_targets(cfg.targets, linear, experts=(), key=key)
+    tied = ["lm_head.weight"] if model.architecture.tied else []
+    check_modules_to_save(cfg.modules_to_save, [*weights, *tied], tied, key=key)
+    trained = {name: x for name, x in shapes.items() if cfg.adapters.is_trained(name)}
+    start = first_values(cfg, trained, seed=seed, key=key)
+    assert model.read is not None
+    dropout = AdapterDropout(cfg.dropout, seed)
+    return replace(model, lora=cfg, dropout=dropout, read=start.read_before(model.read))
+
+
+def check_targets(
+    targets: Sequence[str], linear: Iterable[str], *, experts: Collection[str], key: str
+) -> None:
+    """Raise ConfigError unless each target is the end of a linear layer's name.
+
+    linear: names of the layers that can have an adapter. experts: names of tensors of experts. key:
+    as in `add_adapters`.
+    """
+    names = list(linear)
+    for target in targets or [""]:
+        if not any(is_target(name, [target]) for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            expected = f"all-linear or some of {', '.join(ends)}"
+            got = repr(target)
+            if target in experts:
+                got += ", which is a tensor of experts and takes no adapters"
+            raise ConfigError.of(f"{key}.targets", got, expected, "choose some of these")
 
 
 def check_modules_to_save(

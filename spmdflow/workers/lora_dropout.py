@@ -1,17 +1,14 @@
 """Dropout of the inputs of adapters, whose masks are a function of the text, not of the layout.
 
-An element of a layer's input is dropped or not by a hash of: the run's seed, the number of optimizer
-steps, the layer's name, the number of the element, and the tokens of the row up to this one. So the
-same run gives the same masks on any number of ranks, in any micro-batches, packed or padded, with
-recomputation, and after a resume. Rows with the same prompt have the same masks in it, because a
-prompt that rows share may be computed once. The hash is the finalizer of MurmurHash3 (Appleby), in
-32 bits. Knows no ranks.
+Whether an element of a layer's input is dropped follows from a hash of the run's seed, the number
+of optimizer steps, the layer's name, the number of the element, and the tokens of the row up to
+this one. So a run has the same masks on any number of ranks, in any micro-batches, packed or
+padded, with recomputation, and after a resume. Rows with the same prompt have the same masks in it,
+because a prompt that rows share may be computed once. The hash is the finalizer of MurmurHash3
+(Appleby), in 32 bits. Knows no ranks.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,7 +25,7 @@ _ODD_32 = (-2048144789, -1028477387)
 
 
 class AdapterDropout:
-    """The dropout of all adapters of a model. Off, unless inside `on`."""
+    """The dropout of all adapters of a model. Off before `start` and after `stop`."""
 
     def __init__(self, probability: float, seed: int) -> None:
         """probability: that an element is dropped, at least 0 and below 1. seed: of the run."""
@@ -36,19 +33,20 @@ class AdapterDropout:
         self._seed = seed
         self._keys: Tensor | None = None
 
-    @contextmanager
-    def on(self, micro: MicroBatch, step: int) -> Iterator[None]:
-        """Drop elements in forward and backward passes of a micro-batch inside the with block.
+    def start(self, micro: MicroBatch, step: int) -> None:
+        """Drop elements in the next forward and backward passes, which are of this micro-batch.
 
         step: number of optimizer steps that are done. Nothing is dropped with probability 0.
         """
         if self.probability:
             assert micro.shard is None, "prefixes need whole rows"
-            self._keys = _mix_64(prefix_hashes(micro) + seed_of(self._seed, "adapter_dropout", step))
-        try:
-            yield
-        finally:
-            self._keys = None
+            self._keys = _mix_64(
+                prefix_hashes(micro) + seed_of(self._seed, "adapter_dropout", step)
+            )
+
+    def stop(self) -> None:
+        """Drop nothing any more."""
+        self._keys = None
 
     def drop(self, x: Tensor, name: str, *, first: int = 0, tokens_first: bool = False) -> Tensor:
         """Return x with elements dropped, and the others divided by 1 - probability.

@@ -10,6 +10,8 @@ queries, keys and values in this project's attention. Knows no roles: what an ou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,13 +33,23 @@ from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.group import all_gather_plain
+from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.move import Block, Blocks, blocks, fill, own_parts
 from spmdflow.weights.ranks import megatron_tables, part_name
-from spmdflow.weights.table import EMBEDDING, parameters
+from spmdflow.weights.table import EMBEDDING, ShardTable, parameters
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_layers import PackedParams
+from spmdflow.workers.megatron_lora import (
+    StageAdapters,
+    check_adapted_stage,
+    freeze_base,
+    merged_blocks,
+    separate_blocks,
+    start_gradients_at_embedding,
+    without_adapters,
+)
 from spmdflow.workers.megatron_model import (
     build_model,
     leave_padding_untrained,
@@ -60,6 +72,7 @@ class MegatronEngine(TrainEngine):
 
     model: ModelSource
     optimizer: StageOptimizer | None = None
+    _adapters: StageAdapters | None = None
 
     def __init__(
         self,
@@ -78,14 +91,17 @@ class MegatronEngine(TrainEngine):
         holders = self.layout.axis_group(self.rank, "copy")
         self.weight_group = self.groups.get(holders)
         # ConfigError if the model cannot be divided in this way
-        tables_of_ranks = megatron_tables(model.architecture, self.layout)
+        self._architecture = model.architecture
+        if model.lora is not None:
+            check_adapted_stage(self.name, model.architecture, self.layout, cfg.options)
+            self._architecture = replace(model.architecture, adapters=model.lora.adapters)
+        tables_of_ranks = megatron_tables(self._architecture, self.layout)
         self._table = tables_of_ranks[self.rank]
-        # norms, small biases and a tied copy are on several ranks, and count once
-        tables = ([p for x in tables_of_ranks[rank].values() for p in x.pieces] for rank in holders)
-        boxes_of_ranks = []
-        for table in tables:
-            boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in table))
-        self._counted = own_boxes(boxes_of_ranks, holders.index(self.rank))
+        tables = [tables_of_ranks[rank] for rank in holders]
+        self._counted = _counted_boxes(tables, holders.index(self.rank))
+        self._counted_weights = _counted_boxes(
+            [without_adapters(table) for table in tables], holders.index(self.rank)
+        )
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             num_parts = self.layout.virtual_size
@@ -109,6 +125,9 @@ class MegatronEngine(TrainEngine):
             if optimizer is None:
                 for parameter in self._parameters.values():
                     parameter.requires_grad_(False)
+            elif model.lora is not None:
+                key = f"{self.name}.model.lora"
+                freeze_base(self._parameters, self._table, model.lora.adapters, key=key)
             differ = self._parameters.keys() ^ self._table.keys()
             assert not differ, f"table and model differ: {differ}"
             for name, described in self._table.items():
@@ -143,14 +162,25 @@ class MegatronEngine(TrainEngine):
                 part=part,
                 num_parts=num_parts,
                 divides_rows=self.context_group is not None,
+                has_adapters=model.lora is not None,
             )
             if padding_token is not None:
                 row = padding_token % model.architecture.vocab_size  # -1: the last
                 leave_padding_untrained(built, row, groups.tp)
+            if model.lora is not None:
+                assert model.dropout is not None
+                self._adapters = StageAdapters(
+                    built, self._table, model.lora, dropout=model.dropout, group=groups.tp
+                )
+                start_gradients_at_embedding(built)
             result.append(built)
         return result
 
     # -- running ------------------------------------------------------------------------------
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """See `TrainEngine.without_adapters`."""
+        return nullcontext() if self._adapters is None else self._adapters.off()
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """Run forward on each micro-batch, and return the results of fn.
@@ -188,6 +218,7 @@ class MegatronEngine(TrainEngine):
             self._start_routers(micros)
             self.optimizer.zero_gradients()
             metrics_of_micros = self._run_micros(self.optimizer.ddps, micros, terms, train=True)
+            self.stop_dropout()
             if self._routers is not None:
                 statistics = self._routers.end(self._sum_over_pool)
                 self.router_metrics = statistics.metrics() | self._traffic_metrics()
@@ -264,23 +295,48 @@ class MegatronEngine(TrainEngine):
                 self.optimizer.gather()
 
     def blocks(self) -> Iterator[Block]:
-        """(Hugging Face name, live view, its box of the complete tensor) of this rank's tensors."""
+        """(Hugging Face name, live view, its box of the complete tensor) of this rank's tensors.
+
+        Merged adapters are in new tensors, not in live ones; otherwise B is multiplied by scale, in
+        new tensors too.
+        """
         self.settle()
-        return blocks(self._parameters, self._table)
+        lora = self.model.lora
+        every = blocks(self._parameters, self._table)
+        if lora is None:
+            return every
+        if not self.merges_adapters:
+            return separate_blocks(every, lora)
+        adapters = Blocks(block for block in every if is_adapter(block[0]))
+        weights = blocks(self._parameters, without_adapters(self._table))
+        return merged_blocks(weights, adapters, self.trained_shapes, lora)
 
     def own_blocks(self) -> Iterator[Block]:
         """See `TrainEngine.own_blocks`."""
+        if self.model.lora is not None and self.merges_adapters:
+            return own_parts(self.blocks(), self._counted_weights)
         return own_parts(self.blocks(), self._counted)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each complete tensor of the model by Hugging Face name.
 
-        Also tensors that other ranks have.
+        Also tensors that other ranks have. Adapters are included only if they are not merged.
         """
+        architecture = self.model.architecture if self.merges_adapters else self._architecture
         result = {}
-        for each in parameters(self.model.architecture):
+        for each in parameters(architecture):
             result[each.name] = torch.Size(each.shape)
+        return result
+
+    @property
+    def trained_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the tensors that are trained and saved, also those of other ranks."""
+        lora = self.model.lora
+        result = {}
+        for each in parameters(self._architecture):
+            if lora is None or lora.adapters.is_trained(each.name):
+                result[each.name] = torch.Size(each.shape)
         return result
 
     # -- state --------------------------------------------------------------------------------
@@ -393,6 +449,8 @@ class MegatronEngine(TrainEngine):
                 packed = PackedParams.of(micro.packed, positions[0], fused=fused, shard=micro.shard)
             if self._routers is not None:
                 self._routers.begin(micro)
+            if train:
+                self.start_dropout(micro)
             output = model(ids, positions, None, packed_seq_params=packed)
             return output, lambda output, non_loss_data=False: fn(
                 self._output_of(output, micro), micro
@@ -544,6 +602,19 @@ class _StageMessages(P2PCommunicator):
     ) -> tuple[list[int], list[int]]:
         before = next(self._activations) if recv_prev else [0, 0, 0]
         return before, next(self._gradients) if recv_next else [0, 0, 0]
+
+
+def _counted_boxes(tables: Sequence[ShardTable], index: int) -> list[list[Box]]:
+    """Return the boxes of each piece of a rank's table that this rank counts.
+
+    Norms, small biases and a tied copy are on several ranks, and count once. tables: of the ranks
+    that together have one copy. index: of the rank among them.
+    """
+    boxes_of_ranks = []
+    for table in tables:
+        pieces = (piece for tensor in table.values() for piece in tensor.pieces)
+        boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in pieces))
+    return own_boxes(boxes_of_ranks, index)
 
 
 def _check_options(name: str, cfg: EngineConfig) -> None:

@@ -66,7 +66,7 @@ class _Exported:
     source: Path
     """The model's folder. An export contains its tokenizer files."""
     lora: LoRAConfig | None = None
-    """Its adapters (`lora.add_adapters`). If set, only they and lora.modules_to_save are trained."""
+    """Its adapters (`lora.add_adapters`). If set, only what lora.adapters names is trained."""
     dropout: AdapterDropout | None = None
     """Of its adapters; None without them."""
 
