@@ -28,11 +28,13 @@ from spmdflow.weights.folder import (
     write_other_files,
 )
 from spmdflow.weights.peft_settings import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from spmdflow.weights.table import LocalTensor
+from spmdflow.weights.table import EMBEDDING, LocalTensor
 
 _LEAST_FILE_BYTES = 64 << 20
 _MOST_FILE_BYTES = 4 << 30
 _SLAB_ELEMENTS = 1 << 24
+_TIED_HEAD = "lm_head.weight"
+"""What peft calls the embedding a second time, in a model whose head it is."""
 
 
 def plan_files(
@@ -91,6 +93,8 @@ class ModelExport:
         facts = []
         for n, x in {**_unchanged_tensors(shapes, self._form), **_shapes_of(self._form)}.items():
             facts.append(TensorInfo(prefix + n, dtype_by_name.get(n, self._dtype), x))
+        if self._lora and _is_tied(self._model) and EMBEDDING in shapes:
+            facts.append(TensorInfo(prefix + _TIED_HEAD, self._dtype, shapes[EMBEDDING]))
         files = [facts] if self._lora else plan_files(facts, count)
         names = [PEFT_WEIGHTS] if self._lora else file_names(len(files))
         self._files = dict(zip(names, files, strict=True))
@@ -228,8 +232,15 @@ def _read_by_rows(
             yield values
             continue
         saved = name.removeprefix(PEFT_PREFIX)
+        if name != saved and saved not in state.plain["shapes"]:
+            saved = EMBEDDING  # peft wants both
         for box in state.slabs(saved, shape):
             yield state.read(saved, box).to(dtype)
+
+
+def _is_tied(model: Mapping[str, Any]) -> bool:
+    """Whether the head is the embedding. model: JSON data of the model."""
+    return bool(model["config"].get("tie_word_embeddings"))
 
 
 def _peft_config(lora: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +248,6 @@ def _peft_config(lora: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str,
 
     A checkpoint of an earlier version lacks some settings of lora, which it did not have.
     """
-    is_tied = bool(model["config"].get("tie_word_embeddings"))
     modules = lora.get("modules_to_save") or None
     return {
         "peft_type": "LORA",
@@ -249,7 +259,7 @@ def _peft_config(lora: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str,
         "lora_dropout": lora.get("dropout", 0.0),
         "use_rslora": lora.get("rslora", False),
         "modules_to_save": modules,
-        "ensure_weight_tying": bool(modules) and is_tied,
+        "ensure_weight_tying": bool(modules) and _is_tied(model),
         "bias": "none",
         "inference_mode": True,
     }

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from spmdflow.blocks.box import Box
 from spmdflow.errors import ConfigError
 from spmdflow.weights.folder import check_finite
 from spmdflow.weights.peft_settings import PEFT_PREFIX, PEFT_WEIGHTS
+from spmdflow.weights.table import EMBEDDING
+
+_HEAD = "lm_head.weight"
 
 
 class PeftFolder:
@@ -39,9 +43,15 @@ class PeftFolder:
             result[name.removeprefix(PEFT_PREFIX)] = tuple(shape)
         return result
 
-    def check(self, wanted: Mapping[str, Sequence[int]]) -> None:
-        """Raise ConfigError unless the file has exactly these tensors, in these shapes."""
+    def check(self, wanted: Mapping[str, Sequence[int]], *, is_tied: bool) -> None:
+        """Raise ConfigError unless the file has exactly these tensors, in these shapes.
+
+        is_tied: the model's head is its embedding. peft writes both, and they must be equal.
+        """
         own = self.shapes()
+        if is_tied and EMBEDDING in wanted:
+            self._check_tied_head(own)
+            del own[_HEAD]
         for name in sorted(own.keys() | wanted.keys()):
             shape = None if name not in wanted else tuple(wanted[name])
             if own.get(name) != shape:
@@ -51,6 +61,15 @@ class PeftFolder:
                 raise ConfigError.of(
                     self._key, f"{has} for {name} in {self._file}", f"{needs}, by the model", do
                 )
+
+    def _check_tied_head(self, own: Mapping[str, object]) -> None:
+        """Raise ConfigError unless the file has a head that equals its embedding."""
+        names = [EMBEDDING, _HEAD]
+        tensors = [self._open.get_tensor(PEFT_PREFIX + name) for name in names if name in own]
+        if len(tensors) < len(names) or not torch.equal(*tensors):
+            got = f"{self._file} with an embedding that is not the head's weight"
+            do = "train the adapter with ensure_weight_tying=True in peft"
+            raise ConfigError.of(self._key, got, "one weight, as in the model", do)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, on the host, in the precision of the file.

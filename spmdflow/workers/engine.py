@@ -495,8 +495,11 @@ def engine_of(
         model = replace(model, read=counted)
     if lora is not None:
         assert kind.adapters, kind.name
-        add = add_adapters if isinstance(model, LoadedModel) else adapt_source
-        model = add(model, lora, seed=context.seed, key=f"{context.name}.model.lora")
+        key = f"{context.name}.model.lora"
+        if isinstance(model, LoadedModel):
+            model = add_adapters(model, lora, seed=context.seed, key=key)
+        else:
+            model = adapt_source(model, lora, seed=context.seed, key=key)
     engine: TrainEngine = engine_class(
         model,
         cfg.engine,

@@ -80,7 +80,7 @@ def add_adapters(model: LoadedModel, cfg: LoRAConfig, *, seed: int, key: str) ->
     for name, parameter in model.module.named_parameters():
         if cfg.adapters.is_trained(name):
             shapes[name] = tuple(parameter.shape)
-    start = first_values(cfg, shapes, seed=seed, key=key)
+    start = first_values(cfg, shapes, is_tied=bool(tied), seed=seed, key=key)
     if model.read is not None:
         return replace(model, lora=cfg, dropout=dropout, read=start.read_before(model.read))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def adapt_source(model: ModelSource, cfg: LoRAConfig, *, seed: int, key: str) ->
     tied = ["lm_head.weight"] if model.architecture.tied else []
     check_modules_to_save(cfg.modules_to_save, [*weights, *tied], tied, key=key)
     trained = {name: x for name, x in shapes.items() if cfg.adapters.is_trained(name)}
-    start = first_values(cfg, trained, seed=seed, key=key)
+    start = first_values(cfg, trained, is_tied=bool(tied), seed=seed, key=key)
     assert model.read is not None
     dropout = AdapterDropout(cfg.dropout, seed)
     return replace(model, lora=cfg, dropout=dropout, read=start.read_before(model.read))
@@ -190,17 +190,17 @@ class FirstValues:
 
 
 def first_values(
-    cfg: LoRAConfig, shapes: Mapping[str, tuple[int, ...]], *, seed: int, key: str
+    cfg: LoRAConfig, shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool, seed: int, key: str
 ) -> FirstValues:
     """Return the initial values of what is trained with adapters.
 
     All are those of cfg.adapter, if that is set. Otherwise A and B are new, and modules to save
-    begin with the model's weights. shapes: of all trained tensors. seed: of the run. key: as in
-    `add_adapters`. ConfigError if cfg.adapter has other tensors.
+    begin with the model's weights. shapes: of all trained tensors. is_tied: the head is the
+    embedding. seed: of the run. key: as in `add_adapters`. ConfigError if cfg.adapter has other tensors.
     """
     if cfg.adapter is not None:
         folder = PeftFolder(f"{key}.adapter", cfg.adapter)
-        folder.check(shapes)
+        folder.check(shapes, is_tied=is_tied)
         return FirstValues(shapes, folder.read)
     new = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     return FirstValues(new, lambda name, box: _new_values(name, new[name], seed)[box.slices()])
