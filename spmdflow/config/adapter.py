@@ -152,8 +152,9 @@ def check_adapter_sync(role: str, part: Any) -> None:
 def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
     """Raise ConfigError unless the actor with its adapters off can serve as the reference.
 
-    That needs actor.model.lora, one model path for both, a pool that has both roles, and a
-    reference engine of a kind that trains adapters.
+    That needs actor.model.lora without modules to save, one model path for both, a pool that has
+    both roles, and a reference engine that divides rows as the actor's does: of a kind that trains
+    adapters and, if either divides the model, of the actor's kind and layout.
     cfg: the script's settings; pools: the roles of each pool.
     """
     actor = cfg.actor
@@ -178,3 +179,11 @@ def check_shares(cfg: Any, pools: Sequence[Sequence[str]]) -> None:
         got = f"actor with reference.engine.kind={reference.engine.kind}"
         expected = "rows divided as the actor's are"
         raise ConfigError.of(key, got, expected, "remove reference.engine.kind")
+    of_reference = f"{reference.engine.kind} {reference.engine.layout}"
+    of_actor = f"{actor.engine.kind} {actor.engine.layout}"
+    cuts = any(engine_kind(part.engine.kind).cuts_model for part in (actor, reference))
+    if cuts and of_reference != of_actor:
+        got = f"actor on {of_actor} with reference.engine {of_reference}"
+        do = f"set reference.engine.kind={actor.engine.kind} and "
+        do += f"reference.engine.layout={actor.engine.layout}"
+        raise ConfigError.of(key, got, "rows divided as the actor's are", do)

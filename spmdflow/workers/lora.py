@@ -196,7 +196,8 @@ def first_values(
 
     All are those of cfg.adapter, if that is set. Otherwise A and B are new, and modules to save
     begin with the model's weights. shapes: of all trained tensors. is_tied: the head is the
-    embedding. seed: of the run. key: as in `add_adapters`. ConfigError if cfg.adapter has other tensors.
+    embedding. seed: of the run. key: as in `add_adapters`. ConfigError if cfg.adapter has other
+    tensors.
     """
     if cfg.adapter is not None:
         folder = PeftFolder(f"{key}.adapter", cfg.adapter)
