@@ -135,7 +135,7 @@ def test_adapter_that_peft_wrote_for_a_tied_embedding_is_read(tmp_path: Path) ->
     )
     theirs: Any = peft.get_peft_model(load(model), config)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for parameter in theirs.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.ones_like(parameter))
     theirs.save_pretrained(tmp_path / "adapter")
@@ -175,9 +175,7 @@ def test_embedding_that_is_not_the_head_is_refused_in_a_tied_model(tmp_path: Pat
 def test_module_to_save_that_the_model_lacks_is_refused(
     module: str, words: str, tmp_path: Path
 ) -> None:
-    model = load_model(
-        ModelConfig(path=str(write_model(tmp_path, tied=True))), head="causal_lm"
-    )
+    model = load_model(ModelConfig(path=str(write_model(tmp_path, tied=True))), head="causal_lm")
 
     with pytest.raises(ConfigError, match=rf"lora\.modules_to_save: got {words}"):
         add_adapters(model, LoRAConfig(modules_to_save=[module]), seed=0, key="actor.model.lora")
