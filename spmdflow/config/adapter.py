@@ -13,7 +13,7 @@ from typing import Any
 from spmdflow.config.model import LoRAConfig
 from spmdflow.config.parallel import sizes_of
 from spmdflow.errors import ConfigError
-from spmdflow.kind.engine import engine_kind, engines_with_adapters
+from spmdflow.kind.engine import engine_kind, engine_names, engines_with_adapters
 from spmdflow.kind.generator import generator_kind, generators_with_adapters
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.peft_settings import read_peft_settings
@@ -117,7 +117,7 @@ def check_adapted_architecture(role: str, arch: Architecture, *, tp_size: int) -
     key = f"{role}.model.lora"
     if arch.num_experts:
         got = "adapters of a mixture of experts under Megatron"
-        do = f"set {role}.engine.kind=fsdp, which adapts its attention"
+        do = f"set {role}.engine.kind={engine_names()[0]}, which adapts its attention"
         raise ConfigError.of(key, got, "a dense model", do)
     if arch.num_kv_heads and arch.num_kv_heads % tp_size:
         got = f"adapters of {arch.num_kv_heads} key-value heads on {tp_size} tensor-parallel ranks"

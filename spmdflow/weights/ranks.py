@@ -31,10 +31,10 @@ table of tensors here (`rollout.vllm_derived`). Typical for a dense family:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from spmdflow.blocks.box import Box
+from spmdflow.blocks.box import Box, describe_boxes, own_boxes
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
 from spmdflow.kind.generator import GeneratorKind
@@ -186,6 +186,19 @@ def megatron_tables(
         return result
 
     return _build_tables(coordinates, table)
+
+
+def counted_boxes(tables: Sequence[ShardTable], index: int) -> list[list[Box]]:
+    """Return the boxes of each piece of a rank's table that this rank counts.
+
+    Norms, small biases and a tied copy are on several ranks, and count once. tables: of the ranks
+    that together have one copy. index: of the rank among them.
+    """
+    boxes_of_ranks = []
+    for table in tables:
+        pieces = (piece for tensor in table.values() for piece in tensor.pieces)
+        boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in pieces))
+    return own_boxes(boxes_of_ranks, index)
 
 
 def part_name(part: int, name: str, num_parts: int) -> str:

@@ -19,24 +19,21 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from spmdflow.blocks.box import Box, describe_boxes, own_boxes
+from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.group import all_gather_plain
-from spmdflow.weights.adapter import is_adapter
 from spmdflow.weights.move import Block, Blocks, blocks, fill, own_parts
-from spmdflow.weights.ranks import megatron_tables, part_name
-from spmdflow.weights.table import EMBEDDING, ShardTable, parameters
+from spmdflow.weights.ranks import counted_boxes, megatron_tables, part_name
+from spmdflow.weights.table import EMBEDDING, parameters
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
@@ -50,6 +47,7 @@ from spmdflow.workers.megatron_lora import (
     start_gradients_at_embedding,
     without_adapters,
 )
+from spmdflow.workers.megatron_messages import StageMessages
 from spmdflow.workers.megatron_model import (
     build_model,
     leave_padding_untrained,
@@ -88,20 +86,7 @@ class MegatronEngine(TrainEngine):
         class."""
         super().__init__(model, cfg, context)
         _check_options(self.name, cfg)
-        holders = self.layout.axis_group(self.rank, "copy")
-        self.weight_group = self.groups.get(holders)
-        # ConfigError if the model cannot be divided in this way
-        self._architecture = model.architecture
-        if model.lora is not None:
-            check_adapted_stage(self.name, model.architecture, self.layout, cfg.options)
-            self._architecture = replace(model.architecture, adapters=model.lora.adapters)
-        tables_of_ranks = megatron_tables(self._architecture, self.layout)
-        self._table = tables_of_ranks[self.rank]
-        tables = [tables_of_ranks[rank] for rank in holders]
-        self._counted = _counted_boxes(tables, holders.index(self.rank))
-        self._counted_weights = _counted_boxes(
-            [without_adapters(table) for table in tables], holders.index(self.rank)
-        )
+        self._divide_weights(model)
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             num_parts = self.layout.virtual_size
@@ -112,9 +97,9 @@ class MegatronEngine(TrainEngine):
             self._run = get_forward_backward_func(
                 groups.pp.size(), num_parts if num_parts > 1 else None
             )
-            self._stages: _StageMessages | None = None
+            self._stages: StageMessages | None = None
             if groups.pp.size() > 1:
-                self._stages = _StageMessages(groups.pp, self._config)
+                self._stages = StageMessages(groups.pp, self._config)
             named = []
             for n, m in enumerate(self._modules):
                 for x in m.named_parameters():
@@ -145,6 +130,25 @@ class MegatronEngine(TrainEngine):
                     undecayed=self._undecayed_by(optimizer),
                 )
         self._read(model)
+
+    def _divide_weights(self, model: ModelSource) -> None:
+        """Set which parts of the weights this rank has, and which of them it counts.
+
+        ConfigError if the model cannot be divided as the layout requires.
+        """
+        holders = self.layout.axis_group(self.rank, "copy")
+        self.weight_group = self.groups.get(holders)
+        self._architecture = model.architecture
+        if model.lora is not None:
+            check_adapted_stage(self.name, model.architecture, self.layout, self.cfg.options)
+            self._architecture = replace(model.architecture, adapters=model.lora.adapters)
+        tables_of_ranks = megatron_tables(self._architecture, self.layout)
+        self._table = tables_of_ranks[self.rank]
+        tables = [tables_of_ranks[rank] for rank in holders]
+        weights = [without_adapters(table) for table in tables]
+        index = holders.index(self.rank)
+        self._counted = counted_boxes(tables, index)
+        self._counted_weights = counted_boxes(weights, index)
 
     def _build_parts(
         self, model: ModelSource, groups: ProcessGroupCollection, options: Collection[str]
@@ -302,14 +306,10 @@ class MegatronEngine(TrainEngine):
         """
         self.settle()
         lora = self.model.lora
-        every = blocks(self._parameters, self._table)
         if lora is None:
-            return every
-        if not self.merges_adapters:
-            return separate_blocks(every, lora)
-        adapters = Blocks(block for block in every if is_adapter(block[0]))
-        weights = blocks(self._parameters, without_adapters(self._table))
-        return merged_blocks(weights, adapters, self.trained_shapes, lora)
+            return blocks(self._parameters, self._table)
+        form = merged_blocks if self.merges_adapters else separate_blocks
+        return form(self._parameters, self._table, lora)
 
     def own_blocks(self) -> Iterator[Block]:
         """See `TrainEngine.own_blocks`."""
@@ -555,66 +555,6 @@ class MegatronEngine(TrainEngine):
             for moment, flat in tensors.items():
                 for block in flat_blocks(self._table[name], flat, start):
                     yield moment, block
-
-
-class _StageMessages(P2PCommunicator):
-    """Megatron's messages between stages, without a preceding message with the shape.
-
-    Every stage has every micro-batch and therefore knows the shapes. In 1F1B order, activations
-    arrive from the previous stage in the order of micro-batches, and gradients from the next stage
-    too.
-    """
-
-    def expect(self, micros: list[MicroBatch]) -> None:
-        """Set the shapes of the messages that this stage receives in the next pass.
-
-        A shape is (T, b, H), with T divided by tp under sequence parallelism. Without virtual
-        stages they are in the order of micro-batches. With virtual stages they are in the order of
-        Megatron's schedule; the first stage receives no activations for its first part, and the
-        last stage no gradients for its last part.
-        """
-        config = self.config
-        if config.sequence_parallel:
-            parts = config.tensor_model_parallel_size
-        else:
-            parts = 1
-        sizes = [micro.input_ids.shape for micro in micros]
-        shapes = []
-        for rows, length in sizes:
-            shapes.append([length // parts, rows, config.hidden_size])
-        num_parts = config.virtual_pipeline_model_parallel_size
-        inner = outer = shapes
-        if num_parts is not None:
-            size = config.microbatch_group_size_per_vp_stage
-            order = get_schedule_table(len(micros), num_parts, size)
-            inner = [shapes[micro] for micro, _ in order]
-            outer = []
-            for micro, part in order:
-                if part < num_parts - 1:
-                    outer.append(shapes[micro])
-        stage = self.pp_group.rank()
-        last = self.pp_group.size() - 1
-        self._activations = iter(outer if stage == 0 else inner)
-        self._gradients = iter(outer if stage == last else inner)
-
-    def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> tuple[list[int], list[int]]:
-        before = next(self._activations) if recv_prev else [0, 0, 0]
-        return before, next(self._gradients) if recv_next else [0, 0, 0]
-
-
-def _counted_boxes(tables: Sequence[ShardTable], index: int) -> list[list[Box]]:
-    """Return the boxes of each piece of a rank's table that this rank counts.
-
-    Norms, small biases and a tied copy are on several ranks, and count once. tables: of the ranks
-    that together have one copy. index: of the rank among them.
-    """
-    boxes_of_ranks = []
-    for table in tables:
-        pieces = (piece for tensor in table.values() for piece in tensor.pieces)
-        boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in pieces))
-    return own_boxes(boxes_of_ranks, index)
 
 
 def _check_options(name: str, cfg: EngineConfig) -> None:

@@ -31,10 +31,11 @@ from spmdflow.config.adapter import check_adapted_architecture, check_megatron_a
 from spmdflow.config.model import LoRAConfig
 from spmdflow.cpu.product import trained_linear
 from spmdflow.errors import ConfigError
+from spmdflow.kind.engine import engine_names
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.adapter import Adapters, adapter_names, is_adapter, is_b
 from spmdflow.weights.architecture import Architecture
-from spmdflow.weights.move import Block, Blocks
+from spmdflow.weights.move import Block, Blocks, blocks
 from spmdflow.weights.ranks import adapter_local_name
 from spmdflow.weights.table import LocalTensor, ShardTable
 from spmdflow.workers.lora_dropout import AdapterDropout
@@ -220,7 +221,7 @@ def freeze_base(
             part = next(each for each, is_trained in trained.items() if is_trained)
             got = f"{_last(part.rpartition('.')[0])}, which is a part of a tensor of Megatron"
             names = sorted({_last(each.rpartition(".")[0]) for each in trained})
-            do = f"name all of {', '.join(names)}, or choose engine.kind=fsdp"
+            do = f"name all of {', '.join(names)}, or choose engine.kind={engine_names()[0]}"
             raise ConfigError.of(f"{key}.modules_to_save", got, "a tensor of its own", do)
         parameter.requires_grad_(any(trained.values()))
 
@@ -245,25 +246,30 @@ def start_gradients_at_embedding(model: GPTModel) -> None:
 
 
 def merged_blocks(
-    blocks: Iterator[Block], adapters: Blocks, adapted: Mapping[str, object], cfg: LoRAConfig
+    parameters: Mapping[str, nn.Parameter], table: ShardTable, cfg: LoRAConfig
 ) -> Iterator[Block]:
     """Yield (name, values, box) of every weight, with its adapter merged: W + scale B A.
 
     Needs no messages: a rank has the rows of B and the columns of A of its part of W. The sums are
-    float32, rounded once to the precision of W. adapted: the names of all As and Bs.
+    float32, rounded once to the precision of W. parameters, table: by local name.
     """
-    for name, view, box in blocks:
+    every = list(blocks(parameters, table))
+    adapters = Blocks(block for block in every if is_adapter(block[0]))
+    adapted = {name for name, _, _ in every if is_adapter(name)}
+    for name, view, box in every:
         a, b = adapter_names(name)
-        if a not in adapted:
+        if a in adapted:
+            rows, columns = box.bounds
+            of_a = adapters.read(a, Box(((0, cfg.rank), columns))).float()
+            of_b = adapters.read(b, Box((rows, (0, cfg.rank)))).float()
+            yield name, torch.add(view.float(), of_b @ of_a, alpha=cfg.scale).to(view.dtype), box
+        elif not is_adapter(name):
             yield name, view, box
-            continue
-        rows, columns = box.bounds
-        of_a = adapters.read(a, Box(((0, cfg.rank), columns))).float()
-        of_b = adapters.read(b, Box((rows, (0, cfg.rank)))).float()
-        yield name, torch.add(view.float(), of_b @ of_a, alpha=cfg.scale).to(view.dtype), box
 
 
-def separate_blocks(blocks: Iterator[Block], cfg: LoRAConfig) -> Iterator[Block]:
+def separate_blocks(
+    parameters: Mapping[str, nn.Parameter], table: ShardTable, cfg: LoRAConfig
+) -> Iterator[Block]:
     """Yield every weight and A as it is, and scale B: the form that generators add."""
-    for name, view, box in blocks:
+    for name, view, box in blocks(parameters, table):
         yield name, view * cfg.scale if is_b(name) else view, box
