@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdflow.blocks.box import Box
 from spmdflow.checkpoint.state import StateFiles
 from spmdflow.errors import CheckpointError
-from spmdflow.weights.adapter import adapter_names
+from spmdflow.weights.adapter import adapter_names, adapter_scale
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.file import TensorInfo, write_file
 from spmdflow.weights.folder import (
@@ -27,14 +27,14 @@ from spmdflow.weights.folder import (
     folder_form,
     write_other_files,
 )
-from spmdflow.weights.table import LocalTensor
+from spmdflow.weights.peft_settings import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from spmdflow.weights.table import EMBEDDING, LocalTensor
 
 _LEAST_FILE_BYTES = 64 << 20
 _MOST_FILE_BYTES = 4 << 30
 _SLAB_ELEMENTS = 1 << 24
-_PEFT = "base_model.model."
-_PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""Names of peft's files; `_PEFT` is their prefix of a tensor's name."""
+_TIED_HEAD = "lm_head.weight"
+"""What peft calls the embedding a second time, in a model whose head it is."""
 
 
 def plan_files(
@@ -89,12 +89,14 @@ class ModelExport:
             dtype_by_name[n] = torch.float32
         shapes = plain["shapes"]
         self._form = _folder_form(self._model["config"], shapes)
-        prefix = _PEFT if self._lora else ""
+        prefix = PEFT_PREFIX if self._lora else ""
         facts = []
         for n, x in {**_unchanged_tensors(shapes, self._form), **_shapes_of(self._form)}.items():
             facts.append(TensorInfo(prefix + n, dtype_by_name.get(n, self._dtype), x))
+        if self._lora and _is_tied(self._model) and EMBEDDING in shapes:
+            facts.append(TensorInfo(prefix + _TIED_HEAD, self._dtype, shapes[EMBEDDING]))
         files = [facts] if self._lora else plan_files(facts, count)
-        names = _PEFT_FILES[:1] if self._lora else file_names(len(files))
+        names = [PEFT_WEIGHTS] if self._lora else file_names(len(files))
         self._files = dict(zip(names, files, strict=True))
         shares = zip(self._files.items(), range(0, len(files) * count, count), strict=True)
         self.mine = dict(file for file, number in shares if number // len(files) == index)
@@ -122,9 +124,9 @@ class ModelExport:
             source = files_from or Path(self._model["source"])
             write_other_files(folder, weights, config=config, source=source)
             if self._lora:
-                config = _peft_config(self._lora, self._model["source"])
+                config = _peft_config(self._lora, self._model)
                 (folder / "config.json").unlink()
-                (folder / _PEFT_FILES[1]).write_text(json.dumps(config, indent=2))
+                (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2))
 
 
 class MergedState:
@@ -139,8 +141,10 @@ class MergedState:
         self._base = HuggingFaceFolder(source, {})
         self._lora = adapters.plain["model"]["lora"]
         shapes = self._base.shapes()
-        self._adapted = {n for n in shapes if adapter_names(n)[0] in adapters.plain["shapes"]}
-        if 2 * len(self._adapted) != len(adapters.plain["shapes"]):
+        trained = adapters.plain["shapes"]
+        self._adapted = {n for n in shapes if adapter_names(n)[0] in trained}
+        self._saved = {n for n in shapes if n in trained}
+        if 2 * len(self._adapted) + len(self._saved) != len(trained):
             got = f"{source} without some of the weights that have adapters"
             expected = "the model that was trained"
             do = "give the folder that the run had"
@@ -168,10 +172,13 @@ class MergedState:
         return [Box(((n, min(n + rows, shape[0])), *inner)) for n in starts] or [full_box]
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of values, on the host: W + alpha / rank * B A if W has an adapter, else W.
+        """Return a box of values, on the host: W + scale B A if W has an adapter, else W.
 
-        The sum is float32; without an adapter the dtype is that of the base model's file.
+        W is the trained one of a module to save. The sum is float32; without an adapter the dtype
+        is that of the file.
         """
+        if name in self._saved:
+            return self._adapters.read(name, box)
         values = self._base.read(name, box)
         if name not in self._adapted:
             return values
@@ -179,7 +186,9 @@ class MergedState:
         a, b = adapter_names(name)
         wide = self._adapters.read(a, Box(((0, rank), box.bounds[1])))
         tall = self._adapters.read(b, Box((box.bounds[0], (0, rank))))
-        return torch.add(values.float(), tall @ wide, alpha=self._lora["alpha"] / rank)
+        rslora = self._lora.get("rslora", False)
+        scale = adapter_scale(rank, self._lora["alpha"], rslora=rslora)
+        return torch.add(values.float(), tall @ wide, alpha=scale)
 
 
 def _folder_form(
@@ -222,20 +231,35 @@ def _read_by_rows(
                 piece.view(values).copy_(state.read(piece.name, piece.box))
             yield values
             continue
-        saved = name.removeprefix(_PEFT)
+        saved = name.removeprefix(PEFT_PREFIX)
+        if name != saved and saved not in state.plain["shapes"]:
+            saved = EMBEDDING  # peft wants both
         for box in state.slabs(saved, shape):
             yield state.read(saved, box).to(dtype)
 
 
-def _peft_config(lora: dict[str, Any], source: str) -> dict[str, Any]:
+def _is_tied(model: Mapping[str, Any]) -> bool:
+    """Whether the head is the embedding. model: JSON data of the model."""
+    return bool(model["config"].get("tie_word_embeddings"))
+
+
+def _peft_config(lora: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return adapter_config.json. model: JSON data of the model, with its config and source.
+
+    A checkpoint of an earlier version lacks some settings of lora, which it did not have.
+    """
+    modules = lora.get("modules_to_save") or None
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": source,
+        "base_model_name_or_path": model["source"],
         "r": lora["rank"],
         "lora_alpha": lora["alpha"],
         "target_modules": lora["targets"],
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.get("dropout", 0.0),
+        "use_rslora": lora.get("rslora", False),
+        "modules_to_save": modules,
+        "ensure_weight_tying": bool(modules) and _is_tied(model),
         "bias": "none",
         "inference_mode": True,
     }

@@ -22,6 +22,7 @@ or the bundled files. A bundled script or YAML is found by its name.
 | resolve | the passes that give `auto` its meaning, place the run and check it |
 | episode | settings of episodes, and an actor that has them |
 | guard | conditions on the metrics of a step (run.guards) |
+| adapter | adapters of a policy: what a folder says of one, and what fits together |
 | location | models and data by path, checkpoint or name on the hub -> folders |
 | placement | preset or map -> pools of ranks |
 | parallel | layouts and the batch algebra, as integers and as the first lines of a run |

@@ -14,6 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spmdflow.config import model_folder, parallel
+from spmdflow.config.adapter import (
+    check_adapted_model,
+    check_adapter_sync,
+    check_adapters,
+    check_shares,
+)
 from spmdflow.config.algorithm import TextConfig
 from spmdflow.config.data_check import check_form, check_tokenizer, preference_rules
 from spmdflow.config.data_source import SOURCE_COLUMN, check_sources, data_sources
@@ -27,7 +33,6 @@ from spmdflow.config.leaf import (
     leaves,
     parts_of,
 )
-from spmdflow.config.model import check_adapter_sync, check_adapters, check_shares
 from spmdflow.config.model_folder import CAUSAL_LM, SCORER, ModelFacts
 from spmdflow.config.objective import (
     AdvantageConfig,
@@ -439,6 +444,7 @@ def _check_model(
         sizes = parallel.training_sizes(role, part.engine)
         parallel.check_model_sizes(f"{role}.engine.layout", facts, sizes)
         parallel.check_context(role, part.engine, facts, sizes)
+        check_adapted_model(role, part, facts.arch)
         if is_known(getattr(part, "rollout", None)):
             sizes = parallel.generation_sizes(role, part)
             parallel.check_model_sizes(f"{role}.rollout.layout", facts, sizes)

@@ -30,7 +30,15 @@ TRL = (
     ForeignName("temperature", ("actor.rollout.temperature",)),
     ForeignName("top_p", ("actor.rollout.top_p",)),
     ForeignName("weight_decay", ("actor.optimizer.weight_decay",)),
-    ForeignName("peft_config", ("actor.model.lora.rank",), "with lora.alpha and lora.targets"),
+    ForeignName(
+        "peft_config",
+        ("actor.model.lora.rank",),
+        "with alpha, targets, rslora, dropout and modules_to_save of the same section",
+    ),
+    ForeignName("lora_r", ("actor.model.lora.rank",)),
+    ForeignName("lora_target_modules", ("actor.model.lora.targets",)),
+    ForeignName("lora_modules_to_save", ("actor.model.lora.modules_to_save",)),
+    ForeignName("use_rslora", ("actor.model.lora.rslora",)),
     ForeignName("report_to", ("run.trackers",)),
     ForeignName("log_completions", ("run.sample_every",), "steps between samples"),
     ForeignName("learning_rate", ("actor.optimizer.lr", "reward_model.optimizer.lr")),
@@ -124,6 +132,7 @@ VERL = (
     ForeignName("model.lora_rank", ("actor.model.lora.rank",)),
     ForeignName("model.lora_alpha", ("actor.model.lora.alpha",)),
     ForeignName("model.target_modules", ("actor.model.lora.targets",)),
+    ForeignName("model.lora_adapter_path", ("actor.model.lora.adapter",)),
     ForeignName("actor.strategy", ("actor.engine.kind",)),
     ForeignName("actor.optim.lr", ("actor.optimizer.lr",)),
     ForeignName("optim.lr_warmup_steps", ("actor.optimizer.warmup_steps",)),
@@ -223,6 +232,8 @@ OPENRLHF = (
     ForeignName("use_wandb", ("run.trackers",), "[wandb]"),
     ForeignName("lora_rank", ("actor.model.lora.rank",)),
     ForeignName("lora_alpha", ("actor.model.lora.alpha",)),
+    ForeignName("lora_dropout", ("actor.model.lora.dropout",)),
+    ForeignName("target_modules", ("actor.model.lora.targets",)),
 )
 
 ALMOST_OURS = (

@@ -99,7 +99,8 @@ def load(
         with errors.collecting():
             _set(tree, assignment.key, assignment.value, assignment.source, known)
     cfg = _resolve(tree, known, errors)
-    resolve_paths(cfg, download=download, weights=weights)
+    given = {assignment.key for assignment in assignments}
+    resolve_paths(cfg, download=download, weights=weights, given=given)
     follow(cfg)
     return Loaded(cfg, script, assume, _changed_settings(assignments, known, tree), warnings)
 

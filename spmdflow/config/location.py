@@ -25,7 +25,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,28 +33,38 @@ from typing import Any
 
 import yaml
 
+from spmdflow.config.adapter import take_adapter_settings
 from spmdflow.config.data_source import split_location, with_locations
 from spmdflow.config.leaf import parts_of, plain_tree
-from spmdflow.config.model_folder import exported_folder, names_newest_step
-from spmdflow.config.schema import DataSettings, ModelConfig, RunConfig
+from spmdflow.config.model_folder import Form, exported_folder, names_newest_step
+from spmdflow.config.schema import DataSettings, LoRAConfig, ModelConfig, RunConfig
 from spmdflow.errors import ConfigError
 
 
-def resolve_paths(cfg: Any, *, download: bool, weights: bool = True) -> None:
+def resolve_paths(
+    cfg: Any, *, download: bool, weights: bool = True, given: Collection[str] = ()
+) -> None:
     """Replace every model, tokenizer and data set path of a settings object by a local folder.
 
     Changes `cfg` in place. A checkpoint or RUN_DIR becomes its model's folder, a name on the hub
-    its folder in the cache. ConfigError for a name or a checkpoint that cannot be found; a missing
-    path is left to `check`.
+    its folder in the cache. An adapter to start from also gives its settings. ConfigError for a
+    name or a checkpoint that cannot be found, and for settings that contradict an adapter's; a
+    missing path is left to `check`.
     download: whether a name that the hub's cache lacks may be downloaded (HF_HUB_OFFLINE forbids
     it); if not, a model's config.json is enough and data may be missing.
     weights: whether a model needs its weights. If not, its config.json is enough, and only that and
     its tokenizer are downloaded.
+    given: keys of the settings that a file or a word has set.
     """
     model_files = MODEL if download and weights else SIZES
     find = _Finder(next((part for _, part in parts_of(cfg, RunConfig)), RunConfig()), download)
     for key, part in parts_of(cfg, ModelConfig):
         part.path = find.model(f"{key}.path", part.path, model_files)
+    adapter_files = ADAPTER if download and weights else ADAPTER_SETTINGS
+    for key, lora in parts_of(cfg, LoRAConfig):
+        if lora.adapter is not None:
+            lora.adapter = find.adapter(f"{key}.adapter", lora.adapter, adapter_files)
+            take_adapter_settings(key, lora, given)
     sections: Iterable[tuple[str, Any]] = parts_of(cfg, object)
     for key, part in sections:  # after the models: a model's folder has its tokenizer
         if "tokenizer_path" in plain_tree(part):
@@ -167,6 +177,11 @@ MODEL = Wanted(("config.json", "*.safetensors"), (*TOKENIZER.files, *TOKENIZER.m
 SIZES = Wanted(("config.json",), TOKENIZER.more, TOKENIZER.ignored)
 """What is read of a model whose weights are not used, as in a plan."""
 
+ADAPTER = Wanted(("adapter_config.json", "adapter_model.safetensors"), ignored=("*/*",))
+"""Files of an adapter in peft's format."""
+ADAPTER_SETTINGS = Wanted(("adapter_config.json",), ignored=("*/*",))
+"""What a plan reads of it."""
+
 
 def hub_name_of(text: str, kind: str = "model") -> HubName | None:
     """Return the name that a text owner/name[@revision] is; None for any other text.
@@ -198,11 +213,19 @@ class _Finder:
         the step that it began with.
         key: the setting, for messages.
         """
-        folder = exported_folder(key, path)
+        return self._folder_of(key, path, wanted, form="model")
+
+    def adapter(self, key: str, path: str, wanted: Wanted) -> str:
+        """Return the folder of an adapter in peft's format, found as `model` finds a model's."""
+        return self._folder_of(key, path, wanted, form="adapter")
+
+    def _folder_of(self, key: str, path: str, wanted: Wanted, *, form: Form) -> str:
+        """See `model` and `adapter`."""
+        folder = exported_folder(key, path, form=form)
         if folder != path and names_newest_step(path):
             step = str(Path(folder).parents[1])
             if self.steps.setdefault(path, step) != step:  # the other run has saved meanwhile
-                folder = exported_folder(key, self.steps[path])
+                folder = exported_folder(key, self.steps[path], form=form)
             folder = self._step_as_before(key, folder)
         path = folder
         name = hub_name_of(path)

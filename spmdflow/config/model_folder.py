@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from spmdflow.config.objective import UpdateConfig
 from spmdflow.errors import ConfigError
@@ -23,6 +23,7 @@ from spmdflow.kind.generator import generator_kind, generator_names, generators_
 from spmdflow.weights.architecture import Architecture, read_config, read_json
 from spmdflow.weights.index import read_index
 from spmdflow.weights.own_code import refuse_own_code
+from spmdflow.weights.peft_settings import PEFT_CONFIG, is_peft_folder
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """Endings of architectures that generate."""
@@ -56,6 +57,9 @@ def read_model_folder(key: str, path: str, *, weights: bool = True) -> ModelFact
             f"{key}: no folder {path} in {Path.cwd()}, expected a Hugging Face folder; "
             f"download the model and give its folder"
         )
+    if is_peft_folder(folder):
+        do = f"set {_adapter_setting(key)}={path}, and {key} to the model that it was trained on"
+        raise ConfigError.of(key, f"{path} with an adapter alone", "a whole model", do)
     config = read_config(folder, key=key)
     refuse_own_code(key, folder)
     if weights and not any(folder.glob("*.safetensors")) and not (folder / ".metadata").is_file():
@@ -241,18 +245,30 @@ def check_vocabulary(facts: ModelFacts, tokenizer: Path, vocabulary: dict[str, i
     raise ConfigError.of(facts.key, got, expected, "give a model with that tokenizer")
 
 
+def _adapter_setting(key: str) -> str:
+    """The setting that takes an adapter, for an error about a model's path."""
+    section = key.rpartition(".")[0]
+    if not section.endswith("model"):
+        section = "actor.model"
+    return f"{section}.lora.adapter"
+
+
 _MANIFEST = "manifest.json"
 _EXPORT = "hugging_face"
 _LATEST = "latest"
 _STEP = re.compile(r"step-\d+(\.\d+)?")
 
 
-def exported_folder(key: str, path: str) -> str:
+Form = Literal["model", "adapter"]
+"""What a setting names: a whole model, or an adapter in peft's format."""
+
+
+def exported_folder(key: str, path: str, *, form: Form = "model") -> str:
     """Return the Hugging Face folder in a checkpoint or RUN_DIR; any other path unchanged.
 
     A RUN_DIR means its newest step. Of several models the one of the setting's role is chosen, then
-    the actor's, then the only one. ConfigError if the checkpoint has no such model or only
-    adapters, or if a file of the model does not have the size in the manifest.
+    the actor's, then the only one. ConfigError if the checkpoint has no such model, if that has the
+    other form, or if a file of the model does not have the size in the manifest.
     key: the setting, such as "actor.model.path", whose first word is the role.
     """
     step = _step_folder(key, Path(path))
@@ -268,9 +284,14 @@ def exported_folder(key: str, path: str) -> str:
             f"{step / (roles[0] if roles else 'actor') / _EXPORT}"
         )
     role = wanted[0] if wanted else roles[0]
-    if f"{role}/{_EXPORT}/adapter_config.json" in sizes:
-        do = f"python -m spmdflow.export {step} --to FOLDER merges them: give that folder"
+    has_adapters = f"{role}/{_EXPORT}/{PEFT_CONFIG}" in sizes
+    if has_adapters and form == "model":
+        do = f"python -m spmdflow.export {step} --to FOLDER merges them: give that folder, or give "
+        do += f"the model that was trained, and {_adapter_setting(key)}={step}"
         raise ConfigError.of(key, f"{step} with adapters alone", "a whole model", do)
+    if form == "adapter" and not has_adapters:
+        do = f"give it as {key.removesuffix('.lora.adapter')}.path"
+        raise ConfigError.of(key, f"{step} with a whole model", "a run that trains adapters", do)
     for name in [name for name in sizes if name.startswith(f"{role}/{_EXPORT}/")]:
         file = step / name
         size = sizes[name]

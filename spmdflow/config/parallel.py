@@ -258,6 +258,8 @@ def obstacle_to_shared_weights(part: Any, *, has_virtual_stages: bool, nests: bo
     part: the role's settings. nests: whether every generation replica is inside one training
     replica.
     """
+    if getattr(part.model, "lora", None) is not None:
+        return "adapters are merged into copies of the weights"
     if not engine_kind(part.engine.kind).shares_storage:
         return f"engine.kind={part.engine.kind} stores weights in another layout than generation"
     if not generator_kind(part.rollout.generator).shares_storage:

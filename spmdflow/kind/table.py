@@ -118,6 +118,7 @@ register_engine(
                 sharding=Sharding(optimizer=False, reductions=2),
             ),
         },
+        adapters=True,
         float32_weights=False,
         keeps_gradients=True,
         attention_copies=3,  # fused, rotated, and as the attention kernel's inputs and outputs

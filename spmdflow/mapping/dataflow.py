@@ -178,7 +178,10 @@ class Model:
     weights_from: str | None = None
     """For a separate generator: the model whose weights it receives once a step."""
     adapters: int = 0
-    """Number of weights of its adapters, which alone are trained; 0: it has none."""
+    """Number of weights that are trained with adapters: theirs, and those of modules to save; 0: it
+    has no adapters."""
+    divided_adapters: int = 0
+    """Those of them that tensor-parallel ranks divide. Each rank has all others."""
     shares: str = ""
     """The model on the same ranks whose weights it uses; empty: it has its own."""
 
@@ -439,8 +442,9 @@ def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int
     """Yield the (tp, pp) pairs that a model may train with.
 
     (1, 1) for a data-parallel engine; the layout if it is fixed; otherwise all pairs of
-    `tensor_sizes` and `pipeline_sizes` that `layouts` allows. Raises ConfigError for a fixed tp
-    that does not divide the heads, or for more stages than layers.
+    `tensor_sizes` and `pipeline_sizes` that `layouts` allows. A model with adapters has one stage.
+    Raises ConfigError for a fixed tp that does not divide the heads, or for more stages than
+    layers.
     """
     engine = model.engine
     if not engine.facts.cuts_model:
@@ -457,6 +461,8 @@ def _training_sizes(model: Model, hardware: Hardware) -> Iterator[tuple[int, int
     else:
         for tp in tensor_sizes(model, hardware):
             for pp in pipeline_sizes(model.shape.num_layers):
+                if model.adapters and (pp > 1 or model.shape.num_kv_heads % tp):
+                    continue  # config.adapter refuses them
                 if engine.layouts is None or (tp, pp) in engine.layouts:
                     yield tp, pp
 

@@ -99,7 +99,7 @@ def state_bytes(model: Model, cut: Strategy) -> Parts:
     else:
         parts["parameters"] = size * resident
     if model.trained and engine.facts.keeps_gradients:
-        parts["gradients"] = local * 4
+        parts["gradients"] = trained * 4
     if model.trained:
         second_copy = 4 if size < 4 else 0
         bytes_per_weight = 4 * engine.moments + second_copy

@@ -41,6 +41,7 @@ from spmdflow.mapping.share import (
     share_of,
     stage_parameters,
     stepped_parameters,
+    trained_parameters,
     weights_of_replica,
 )
 from spmdflow.mapping.shared_prompt import (
@@ -308,7 +309,7 @@ def _weight_traffic(model: Model, cut: Strategy, hw: Hardware) -> tuple[Array, A
     in_float32 = engine.facts.float32_weights and not engine.sharding.parameters
     weight_bytes = GRADIENT_BYTES if in_float32 else engine.element_bytes
     size = engine.shard_size or cut.weight_ranks
-    trained = model.adapters if model.adapters else local
+    trained = trained_parameters(model, cut) if model.adapters else local
     gradients = trained * GRADIENT_BYTES
     copies = cut.weight_ranks / size
     copies_in_node = np.maximum(per_node / size, 1)

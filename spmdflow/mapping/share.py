@@ -44,9 +44,11 @@ def resident_parameters(model: Model, cut: Strategy) -> Array:
 
 
 def trained_parameters(model: Model, cut: Strategy) -> Array:
-    """Trained weights of a rank: those of `local_parameters`, or only its adapters."""
+    """Trained weights of a rank: those of `local_parameters`, or only its adapters and modules to
+    save."""
     if model.adapters:
-        return model.adapters + 0.0 * cut.dp
+        divided = model.divided_adapters
+        return model.adapters - divided + divided / cut.tp + 0.0 * cut.dp
     return local_parameters(model, cut)
 
 

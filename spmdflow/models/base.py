@@ -34,7 +34,7 @@ from spmdflow.kind.engine import engine_kind, engines_of
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.layout import Layout
 from spmdflow.tracking.metric import merge
-from spmdflow.weights.adapter import ALL_LINEAR
+from spmdflow.weights.adapter import ALL_LINEAR, is_adapter
 from spmdflow.weights.architecture import Architecture
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import Worker, WorkerContext, any_layout
@@ -432,7 +432,8 @@ class EngineWorker(Worker):
         if buffers and model.lora is None:
             facts["float32"] = sorted(buffers)  # a balance bias is too coarse in bfloat16
         if model.lora is not None:
-            layers = {name.rsplit(".", 3)[1] for name in self._shapes}  # x.q_proj.lora_A.weight
+            adapters = filter(is_adapter, self._shapes)
+            layers = {name.rsplit(".", 3)[1] for name in adapters}  # x.q_proj.lora_A.weight
             every = ALL_LINEAR in model.lora.targets
             targets = sorted(layers) if every else model.lora.targets
             facts["lora"] = {**asdict(model.lora), "targets": targets}

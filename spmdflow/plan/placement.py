@@ -183,12 +183,13 @@ def _open(model: Model, cfg: Any) -> Model:
         engine = replace(engine, layout=_sizes(key, part.engine.layout, EngineConfig.layout))
     if hasattr(cfg, model.name):
         sizes = sizes_of(f"{model.name}.engine.layout", part.engine.layout)
+        is_open = part.engine.layout == EngineConfig.layout
         engine = replace(
             engine,
             shard_size=sizes.shard,
             virtual_size=sizes.virtual,
-            context_size=0 if part.engine.layout == EngineConfig.layout else sizes.cp,
-            expert_size=0 if part.engine.layout == EngineConfig.layout else sizes.ep,
+            context_size=0 if is_open and not _has_dropout(part) else sizes.cp,
+            expert_size=0 if is_open else sizes.ep,
             may_move=part.engine.offload is None,
         )
     if rollout is not None and not rollout.facts.fixed_cache:
@@ -200,6 +201,12 @@ def _open(model: Model, cfg: Any) -> Model:
         if not hasattr(cfg, model.name):  # a separate generator has its generation layout
             engine = replace(engine, layout=cut)
     return replace(model, engine=engine, rollout=rollout)
+
+
+def _has_dropout(part: Any) -> bool:
+    """Whether a role drops inputs of adapters, which needs whole rows. part: its settings."""
+    lora = getattr(part.model, "lora", None)
+    return lora is not None and lora.dropout > 0
 
 
 def _sizes(key: str, text: str, default: str) -> tuple[int, int] | None:

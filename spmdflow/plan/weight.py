@@ -273,7 +273,8 @@ def _merge_messages(policy: TracedModel) -> Iterator[_Sent]:
     cfg = policy.settings
     layout = policy.layout
     lora = getattr(cfg.model, "lora", None)
-    if lora is None or cfg.rollout.weights == "adapter":
+    has_parts = engine_kind(cfg.engine.kind).cuts_model  # of A and B that fit those of the weight
+    if lora is None or cfg.rollout.weights == "adapter" or has_parts:
         return
     architecture = replace(Architecture.from_folder(cfg.model.path), adapters=lora.adapters)
     boxes_by_rank = boxes_of(training_tables(architecture, layout, kind=cfg.engine.kind))

@@ -36,6 +36,7 @@ from spmdflow.models.preference import PairWorker
 from spmdflow.parallel.device import CPU, own_device
 from spmdflow.plan.record import Key, Tokens, Trace, TracedModel
 from spmdflow.runtime.call import Call
+from spmdflow.weights.adapter import is_adapter, is_b
 from spmdflow.weights.architecture import Architecture, Head
 from spmdflow.weights.table import shapes_by_name
 
@@ -190,20 +191,47 @@ def _model(traced: TracedModel, *, weights_from: str | None) -> Model:
         rollout=_rollout(traced) if traced.generates else None,
         weights_from=weights_from,
         adapters=0 if traced.only_generates else adapter_parameters(model),
+        divided_adapters=0 if traced.only_generates else divided_adapter_parameters(model),
         shares=getattr(cfg, "shares", None) or "",
     )
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters that LoRA adapters add to a whole model.
+    """Return the number of parameters that are trained with LoRA adapters.
 
-    0 without adapters, or if the project has no table of weights for the architecture.
+    Those of modules to save are included. 0 without adapters, or if the project has no table of
+    weights for the architecture.
     """
+    return sum(map(prod, _trained_shapes(model).values()))
+
+
+def divided_adapter_parameters(model: ModelConfig) -> int:
+    """Return the number of those of `adapter_parameters` that tensor-parallel ranks divide.
+
+    These are the B of a layer whose rows are divided and the A of one whose columns are, and
+    matrices of modules to save.
+    """
+    divided = 0
+    for name, shape in _trained_shapes(model).items():
+        has_columns = any(end in name for end in _COLUMN_LAYERS)
+        is_divided = is_b(name) != has_columns if is_adapter(name) else len(shape) > 1
+        if is_divided:
+            divided += prod(shape)
+    return divided
+
+
+_COLUMN_LAYERS = (".o_proj.", ".down_proj.")
+"""Layers of a dense family whose columns tensor-parallel ranks divide; of others the rows."""
+
+
+def _trained_shapes(model: ModelConfig) -> dict[str, Sequence[int]]:
+    """Name -> shape of what is trained with adapters; {} as `adapter_parameters` says."""
     arch = Architecture.sizes_from_folder(model.path)
     lora = getattr(model, "lora", None)
     if lora is None or arch.obstacle:
-        return 0
-    return sum(map(prod, lora.adapters.shapes(shapes_by_name(arch)).values()))
+        return {}
+    shapes = shapes_by_name(replace(arch, adapters=lora.adapters))
+    return {name: shape for name, shape in shapes.items() if lora.adapters.is_trained(name)}
 
 
 def _rollout(traced: TracedModel) -> Rollout:

@@ -4,8 +4,8 @@ One declarative table per architecture family (`architecture` for the difference
 `table` for the tensors) and one function per engine (`ranks`), which says for a rank which box of
 which Hugging Face tensor fills which part of which local tensor. Loading, export, resharding and
 checksums read these tables; no other code knows how a weight is cut. All modules but `move`,
-`numbered`, `direct`, `file` and `folder` handle integers only. No module uses processes, Megatron
-or vLLM.
+`numbered`, `direct`, `file`, `folder` and `peft_folder` handle integers only. No module uses
+processes, Megatron or vLLM.
 
 | file | what |
 |---|---|
@@ -22,6 +22,8 @@ or vLLM.
 | `index` | which file of a folder holds which tensor |
 | `own_code` | Python files of a model folder: never run, refused where they are needed |
 | `adapter` | the names of LoRA adapters |
+| `peft_settings` | the settings of an adapter in peft's format |
+| `peft_folder` | a reader of the weights of an adapter in peft's format |
 | `dcp` | a reader of boxes over a folder of torch.distributed.checkpoint |
 | `folder` | a reader of boxes over safetensors files, and the writing of such a folder |
 

@@ -15,6 +15,7 @@ Megatron (megatron-core 0.16 to 0.19, its local layer specification):
 - Layers over stages: `table.stage_layers`, numbered from 0 in each stage. The last stage of a tied
   model has a copy of the embedding as its output layer if there is more than one stage.
 - A scalar head is the output layer: one row, on every rank of the last stage.
+- Adapters: of a part of a weight, B has the rows and A the columns; see `workers.megatron_lora`.
 
 vLLM, by its parameter names: rows for each family, recorded from vLLM's own loader (`recorded`). In
 a run, the loader says again where it puts the weights of mixtures and of families that have no
@@ -30,16 +31,16 @@ table of tensors here (`rollout.vllm_derived`). Typical for a dense family:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from spmdflow.blocks.box import Box
+from spmdflow.blocks.box import Box, describe_boxes, own_boxes
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_names
 from spmdflow.kind.generator import GeneratorKind
 from spmdflow.kind.registry import Reference, resolve
 from spmdflow.parallel.layout import Layout, divisors
-from spmdflow.weights.adapter import Adapters, adapter_names
+from spmdflow.weights.adapter import Adapters, adapter_names, is_b
 from spmdflow.weights.architecture import Architecture
 from spmdflow.weights.recorded import rows_of_family
 from spmdflow.weights.table import (
@@ -187,6 +188,19 @@ def megatron_tables(
     return _build_tables(coordinates, table)
 
 
+def counted_boxes(tables: Sequence[ShardTable], index: int) -> list[list[Box]]:
+    """Return the boxes of each piece of a rank's table that this rank counts.
+
+    Norms, small biases and a tied copy are on several ranks, and count once. tables: of the ranks
+    that together have one copy. index: of the rank among them.
+    """
+    boxes_of_ranks = []
+    for table in tables:
+        pieces = (piece for tensor in table.values() for piece in tensor.pieces)
+        boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in pieces))
+    return own_boxes(boxes_of_ranks, index)
+
+
 def part_name(part: int, name: str, num_parts: int) -> str:
     """Name of a parameter in one of the parts of the model on a rank."""
     if num_parts == 1:
@@ -301,7 +315,35 @@ def megatron_shards(
             table["output_layer.weight"] = cut.vocabulary(["lm_head.weight"])
         elif pp_size > 1:
             table["output_layer.weight"] = cut.vocabulary([EMBEDDING])
+    if arch.adapters is not None:
+        table |= _megatron_adapters(table, arch.adapters)
     return table
+
+
+def _megatron_adapters(table: ShardTable, adapters: Adapters) -> dict[str, LocalTensor]:
+    """Return the local As and Bs of a rank's weights, by `adapter_local_name`.
+
+    B has the rows of the rank's part of the weight in the order in which that has them, A has its
+    columns.
+    """
+    boxes: dict[str, list[tuple[str, Box]]] = {}
+    for name, tensor in table.items():
+        layer = name.removesuffix(".weight")
+        for piece in tensor.pieces:
+            for adapter, box in adapter_boxes(piece, adapters).items():
+                parts = boxes.setdefault(adapter_local_name(layer, adapter), [])
+                if is_b(adapter) or not parts:  # all pieces of a weight have the same columns
+                    parts.append((adapter, box))
+    return {name: stack(parts) for name, parts in boxes.items()}
+
+
+def adapter_local_name(layer: str, adapter: str) -> str:
+    """Name of an A or a B in a Megatron model.
+
+    layer: the name of the Megatron layer. adapter: the Hugging Face name of the A or B.
+    """
+    _, part, matrix, _ = adapter.rsplit(".", 3)  # x.q_proj.lora_A.weight
+    return f"{layer}.adapters.{part}.{matrix}"
 
 
 def default_vocab_multiple(tp_size: int) -> int:

@@ -28,9 +28,11 @@ the last pipeline stage. Without pp every rank is on the last one.
 | partial_attention | attention over some of the keys that a query sees |
 | divided_experts | experts that are on different ranks, for FSDP and ZeRO |
 | optimizer, schedule | AdamW and others over shards; the learning rate |
-| lora | linear layers with an adapter |
+| lora, lora_dropout | linear layers with an adapter; which of their inputs are dropped |
 | megatron | the Megatron engine |
 | megatron_runtime | process groups of Megatron, and its CUDA names on a CPU |
+| megatron_messages | messages between stages, whose shapes both ends know |
+| megatron_lora | adapters whose A and B are divided as their layer is |
 | megatron_experts | its routers: experts of each token, replay, auxiliary loss |
 | megatron_model, megatron_layers | what a pipeline stage computes |
 | megatron_optimizer | gradients and AdamW of Megatron |

@@ -36,7 +36,7 @@ from spmdflow.weights.move import Block, Storages, own_parts
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.context_group import RING, ULYSSES, ContextGroup
-from spmdflow.workers.lora import add_adapters
+from spmdflow.workers.lora import adapt_source, add_adapters
 from spmdflow.workers.micro_batch import MicroBatch, join_answers, micro_batches
 from spmdflow.workers.model import CountedRead, LoadedModel, ModelSource, load_model, open_model
 from spmdflow.workers.optimizer import Scheduled
@@ -150,6 +150,17 @@ class TrainEngine(ABC):
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside the block, forward passes use the model without adapters, as in its folder."""
         return nullcontext()
+
+    def start_dropout(self, micro: MicroBatch) -> None:
+        """Drop inputs of adapters in the next passes, which train on this micro-batch."""
+        if self.model.dropout is not None:
+            assert self.optimizer is not None
+            self.model.dropout.start(micro, self.optimizer.steps_done)
+
+    def stop_dropout(self) -> None:
+        """Drop nothing in the next passes."""
+        if self.model.dropout is not None:
+            self.model.dropout.stop()
 
     @abstractmethod
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
@@ -483,8 +494,12 @@ def engine_of(
         counted = CountedRead(model.read)
         model = replace(model, read=counted)
     if lora is not None:
-        assert kind.adapters and isinstance(model, LoadedModel), kind.name
-        model = add_adapters(model, lora, seed=context.seed, key=f"{context.name}.model.lora")
+        assert kind.adapters, kind.name
+        key = f"{context.name}.model.lora"
+        if isinstance(model, LoadedModel):
+            model = add_adapters(model, lora, seed=context.seed, key=key)
+        else:
+            model = adapt_source(model, lora, seed=context.seed, key=key)
     engine: TrainEngine = engine_class(
         model,
         cfg.engine,

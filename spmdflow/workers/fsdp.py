@@ -142,10 +142,12 @@ class FSDPEngine(TrainEngine):
         counted_loss = routed or loss
         for number, micro in enumerate(micros):
             set_last_micro_batch(self._module, self.sharding, last=number == len(micros) - 1)
+            self.start_dropout(micro)
             value, metrics = self._module(
                 micro, lambda output, rows: counted_loss(output, rows, totals)
             )
             value.backward()
+            self.stop_dropout()
             for name, x in {**metrics, "loss": value}.items():
                 sums[name] = sums.get(name, 0.0) + x.detach().double()
         if routed is not None:
@@ -278,7 +280,7 @@ class FSDPEngine(TrainEngine):
 
     @property
     def trained_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the tensors that are saved: all of them, or only the adapters.
+        """Return the shapes of the tensors that are saved: all of them, or those that are trained.
 
         With all of them, also the buffers of the model's files.
         """
@@ -357,12 +359,12 @@ class FSDPEngine(TrainEngine):
         return result
 
     def _trained_shards(self) -> dict[str, Shard]:
-        """Return all shards by name or, if the model has adapters, only those of the adapters."""
-        only = self.model.lora is not None
+        """Return the shards of all tensors that are trained, by name."""
+        lora = self.model.lora
         shards_by_name = self._shards()
         result = {}
         for name, shard in shards_by_name.items():
-            if is_adapter(name) or not only:
+            if lora is None or lora.adapters.is_trained(name):
                 result[name] = shard
         return result
 
@@ -440,15 +442,15 @@ def _check_layout(context: WorkerContext, kind: str) -> None:
 def _freeze(model: LoadedModel, *, is_trained: bool) -> None:
     """Disable gradients and store the weights in the compute precision, in place.
 
-    float32_modules stay in float32. is_trained: the adapters are trained, so they are left as they
-    are.
+    float32_modules stay in float32. is_trained: the adapters and the modules to save are trained,
+    so they are left as they are.
     """
     exact = set()
     for part in model.float32_modules:
         for p in part.parameters():
             exact.add(id(p))
     for name, parameter in model.module.named_parameters():
-        if is_trained and is_adapter(name):
+        if is_trained and model.lora is not None and model.lora.adapters.is_trained(name):
             continue
         parameter.requires_grad_(False)
         if id(parameter) not in exact:

@@ -10,6 +10,8 @@ queries, keys and values in this project's attention. Knows no roles: what an ou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +19,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from spmdflow.blocks.box import Box, describe_boxes, own_boxes
+from spmdflow.blocks.box import Box
 from spmdflow.config.schema import EngineConfig, OptimizerConfig
 from spmdflow.errors import ConfigError
 from spmdflow.kind.engine import engine_kind
@@ -32,12 +32,22 @@ from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.objectives.loss import Loss
 from spmdflow.parallel.group import all_gather_plain
 from spmdflow.weights.move import Block, Blocks, blocks, fill, own_parts
-from spmdflow.weights.ranks import megatron_tables, part_name
+from spmdflow.weights.ranks import counted_boxes, megatron_tables, part_name
 from spmdflow.weights.table import EMBEDDING, parameters
 from spmdflow.worker_api.metric import Metric
 from spmdflow.worker_api.worker import WorkerContext
 from spmdflow.workers.engine import ForwardFn, Part, Place, TrainEngine
 from spmdflow.workers.megatron_layers import PackedParams
+from spmdflow.workers.megatron_lora import (
+    StageAdapters,
+    check_adapted_stage,
+    freeze_base,
+    merged_blocks,
+    separate_blocks,
+    start_gradients_at_embedding,
+    without_adapters,
+)
+from spmdflow.workers.megatron_messages import StageMessages
 from spmdflow.workers.megatron_model import (
     build_model,
     leave_padding_untrained,
@@ -60,6 +70,7 @@ class MegatronEngine(TrainEngine):
 
     model: ModelSource
     optimizer: StageOptimizer | None = None
+    _adapters: StageAdapters | None = None
 
     def __init__(
         self,
@@ -75,17 +86,7 @@ class MegatronEngine(TrainEngine):
         class."""
         super().__init__(model, cfg, context)
         _check_options(self.name, cfg)
-        holders = self.layout.axis_group(self.rank, "copy")
-        self.weight_group = self.groups.get(holders)
-        # ConfigError if the model cannot be divided in this way
-        tables_of_ranks = megatron_tables(model.architecture, self.layout)
-        self._table = tables_of_ranks[self.rank]
-        # norms, small biases and a tied copy are on several ranks, and count once
-        tables = ([p for x in tables_of_ranks[rank].values() for p in x.pieces] for rank in holders)
-        boxes_of_ranks = []
-        for table in tables:
-            boxes_of_ranks.append(describe_boxes((piece.name, piece.box) for piece in table))
-        self._counted = own_boxes(boxes_of_ranks, holders.index(self.rank))
+        self._divide_weights(model)
         with megatron_runtime():
             groups = self._megatron_groups = process_groups(self.layout, self.rank, self.groups)
             num_parts = self.layout.virtual_size
@@ -96,9 +97,9 @@ class MegatronEngine(TrainEngine):
             self._run = get_forward_backward_func(
                 groups.pp.size(), num_parts if num_parts > 1 else None
             )
-            self._stages: _StageMessages | None = None
+            self._stages: StageMessages | None = None
             if groups.pp.size() > 1:
-                self._stages = _StageMessages(groups.pp, self._config)
+                self._stages = StageMessages(groups.pp, self._config)
             named = []
             for n, m in enumerate(self._modules):
                 for x in m.named_parameters():
@@ -109,6 +110,9 @@ class MegatronEngine(TrainEngine):
             if optimizer is None:
                 for parameter in self._parameters.values():
                     parameter.requires_grad_(False)
+            elif model.lora is not None:
+                key = f"{self.name}.model.lora"
+                freeze_base(self._parameters, self._table, model.lora.adapters, key=key)
             differ = self._parameters.keys() ^ self._table.keys()
             assert not differ, f"table and model differ: {differ}"
             for name, described in self._table.items():
@@ -127,6 +131,25 @@ class MegatronEngine(TrainEngine):
                 )
         self._read(model)
 
+    def _divide_weights(self, model: ModelSource) -> None:
+        """Set which parts of the weights this rank has, and which of them it counts.
+
+        ConfigError if the model cannot be divided as the layout requires.
+        """
+        holders = self.layout.axis_group(self.rank, "copy")
+        self.weight_group = self.groups.get(holders)
+        self._architecture = model.architecture
+        if model.lora is not None:
+            check_adapted_stage(self.name, model.architecture, self.layout, self.cfg.options)
+            self._architecture = replace(model.architecture, adapters=model.lora.adapters)
+        tables_of_ranks = megatron_tables(self._architecture, self.layout)
+        self._table = tables_of_ranks[self.rank]
+        tables = [tables_of_ranks[rank] for rank in holders]
+        weights = [without_adapters(table) for table in tables]
+        index = holders.index(self.rank)
+        self._counted = counted_boxes(tables, index)
+        self._counted_weights = counted_boxes(weights, index)
+
     def _build_parts(
         self, model: ModelSource, groups: ProcessGroupCollection, options: Collection[str]
     ) -> list[GPTModel]:
@@ -143,14 +166,25 @@ class MegatronEngine(TrainEngine):
                 part=part,
                 num_parts=num_parts,
                 divides_rows=self.context_group is not None,
+                has_adapters=model.lora is not None,
             )
             if padding_token is not None:
                 row = padding_token % model.architecture.vocab_size  # -1: the last
                 leave_padding_untrained(built, row, groups.tp)
+            if model.lora is not None:
+                assert model.dropout is not None
+                self._adapters = StageAdapters(
+                    built, self._table, model.lora, dropout=model.dropout, group=groups.tp
+                )
+                start_gradients_at_embedding(built)
             result.append(built)
         return result
 
     # -- running ------------------------------------------------------------------------------
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """See `TrainEngine.without_adapters`."""
+        return nullcontext() if self._adapters is None else self._adapters.off()
 
     def outputs(self, micros: list[MicroBatch], fn: ForwardFn) -> list[Mapping[str, Tensor]]:
         """Run forward on each micro-batch, and return the results of fn.
@@ -188,6 +222,7 @@ class MegatronEngine(TrainEngine):
             self._start_routers(micros)
             self.optimizer.zero_gradients()
             metrics_of_micros = self._run_micros(self.optimizer.ddps, micros, terms, train=True)
+            self.stop_dropout()
             if self._routers is not None:
                 statistics = self._routers.end(self._sum_over_pool)
                 self.router_metrics = statistics.metrics() | self._traffic_metrics()
@@ -264,23 +299,44 @@ class MegatronEngine(TrainEngine):
                 self.optimizer.gather()
 
     def blocks(self) -> Iterator[Block]:
-        """(Hugging Face name, live view, its box of the complete tensor) of this rank's tensors."""
+        """(Hugging Face name, live view, its box of the complete tensor) of this rank's tensors.
+
+        Merged adapters are in new tensors, not in live ones; otherwise B is multiplied by scale, in
+        new tensors too.
+        """
         self.settle()
-        return blocks(self._parameters, self._table)
+        lora = self.model.lora
+        if lora is None:
+            return blocks(self._parameters, self._table)
+        form = merged_blocks if self.merges_adapters else separate_blocks
+        return form(self._parameters, self._table, lora)
 
     def own_blocks(self) -> Iterator[Block]:
         """See `TrainEngine.own_blocks`."""
+        if self.model.lora is not None and self.merges_adapters:
+            return own_parts(self.blocks(), self._counted_weights)
         return own_parts(self.blocks(), self._counted)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each complete tensor of the model by Hugging Face name.
 
-        Also tensors that other ranks have.
+        Also tensors that other ranks have. Adapters are included only if they are not merged.
         """
+        architecture = self.model.architecture if self.merges_adapters else self._architecture
         result = {}
-        for each in parameters(self.model.architecture):
+        for each in parameters(architecture):
             result[each.name] = torch.Size(each.shape)
+        return result
+
+    @property
+    def trained_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the tensors that are trained and saved, also those of other ranks."""
+        lora = self.model.lora
+        result = {}
+        for each in parameters(self._architecture):
+            if lora is None or lora.adapters.is_trained(each.name):
+                result[each.name] = torch.Size(each.shape)
         return result
 
     # -- state --------------------------------------------------------------------------------
@@ -393,6 +449,8 @@ class MegatronEngine(TrainEngine):
                 packed = PackedParams.of(micro.packed, positions[0], fused=fused, shard=micro.shard)
             if self._routers is not None:
                 self._routers.begin(micro)
+            if train:
+                self.start_dropout(micro)
             output = model(ids, positions, None, packed_seq_params=packed)
             return output, lambda output, non_loss_data=False: fn(
                 self._output_of(output, micro), micro
@@ -497,53 +555,6 @@ class MegatronEngine(TrainEngine):
             for moment, flat in tensors.items():
                 for block in flat_blocks(self._table[name], flat, start):
                     yield moment, block
-
-
-class _StageMessages(P2PCommunicator):
-    """Megatron's messages between stages, without a preceding message with the shape.
-
-    Every stage has every micro-batch and therefore knows the shapes. In 1F1B order, activations
-    arrive from the previous stage in the order of micro-batches, and gradients from the next stage
-    too.
-    """
-
-    def expect(self, micros: list[MicroBatch]) -> None:
-        """Set the shapes of the messages that this stage receives in the next pass.
-
-        A shape is (T, b, H), with T divided by tp under sequence parallelism. Without virtual
-        stages they are in the order of micro-batches. With virtual stages they are in the order of
-        Megatron's schedule; the first stage receives no activations for its first part, and the
-        last stage no gradients for its last part.
-        """
-        config = self.config
-        if config.sequence_parallel:
-            parts = config.tensor_model_parallel_size
-        else:
-            parts = 1
-        sizes = [micro.input_ids.shape for micro in micros]
-        shapes = []
-        for rows, length in sizes:
-            shapes.append([length // parts, rows, config.hidden_size])
-        num_parts = config.virtual_pipeline_model_parallel_size
-        inner = outer = shapes
-        if num_parts is not None:
-            size = config.microbatch_group_size_per_vp_stage
-            order = get_schedule_table(len(micros), num_parts, size)
-            inner = [shapes[micro] for micro, _ in order]
-            outer = []
-            for micro, part in order:
-                if part < num_parts - 1:
-                    outer.append(shapes[micro])
-        stage = self.pp_group.rank()
-        last = self.pp_group.size() - 1
-        self._activations = iter(outer if stage == 0 else inner)
-        self._gradients = iter(outer if stage == last else inner)
-
-    def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> tuple[list[int], list[int]]:
-        before = next(self._activations) if recv_prev else [0, 0, 0]
-        return before, next(self._gradients) if recv_next else [0, 0, 0]
 
 
 def _check_options(name: str, cfg: EngineConfig) -> None:

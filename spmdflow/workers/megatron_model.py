@@ -65,6 +65,7 @@ def build_model(
     part: int,
     num_parts: int,
     divides_rows: bool,
+    has_adapters: bool = False,
 ) -> GPTModel:
     """Build one of this rank's parts of the model, with undefined weights.
 
@@ -72,7 +73,8 @@ def build_model(
     The first has the embedding, the last the head. options: engine.options. The vocabulary is
     padded to a multiple that tp divides. The last part returns hidden states instead of logits.
     divides_rows: ranks divide the tokens of rows, so attention is this project's, and the rotary
-    embedding takes positions.
+    embedding takes positions. has_adapters: the layers are Megatron's local ones on every device,
+    because TransformerEngine's fuse a norm into the linear layer, whose input an adapter needs.
     With tied embeddings all ranks of a pipeline call it together.
     """
     tp_size = groups.tp.size()
@@ -81,6 +83,7 @@ def build_model(
     stage = part * pp_size + pp_rank
     num_stages = pp_size * num_parts
     num_layers = len(stage_layers(architecture.num_layers, pp_size=num_stages, pp_rank=stage))
+    uses_te = HAVE_TE and torch.cuda.is_available() and not has_adapters
     config = _transformer_config(
         architecture,
         num_layers * num_parts,
@@ -90,6 +93,7 @@ def build_model(
         pp_size=pp_size,
         ep_size=groups.ep.size(),
         num_parts=num_parts,
+        uses_te=uses_te,
     )
     if divides_rows:
         config.apply_rope_fusion = False
@@ -98,7 +102,7 @@ def build_model(
     multiple = default_vocab_multiple(tp_size)
     model = GPTModel(
         config,
-        _stage_spec(config, num_layers, own_attention=divides_rows),
+        _stage_spec(config, num_layers, own_attention=divides_rows, uses_te=uses_te),
         vocab_size=-(-architecture.vocab_size // multiple) * multiple,
         max_sequence_length=architecture.max_positions,
         pre_process=stage == 0,
@@ -175,6 +179,7 @@ def _transformer_config(
     pp_size: int,
     ep_size: int,
     num_parts: int,
+    uses_te: bool,
 ) -> TransformerConfig:
     """Return Megatron's settings of one stage with num_layers decoder layers in all its parts."""
     recompute = "recompute" in options
@@ -222,7 +227,7 @@ def _transformer_config(
         embedding_init_method=_leave,
         masked_softmax_fusion=False,  # attention is TransformerEngine's or torch's: no scores
         persist_layer_norm=False,
-        **fusions(options, on_cuda=HAVE_TE and torch.cuda.is_available()),
+        **fusions(options, on_cuda=uses_te),
     )
 
 
@@ -297,17 +302,17 @@ def _leave(tensor: Tensor) -> Tensor:
 
 
 def _stage_spec(
-    config: TransformerConfig, num_layers: int, *, own_attention: bool
+    config: TransformerConfig, num_layers: int, *, own_attention: bool, uses_te: bool
 ) -> TransformerBlockSubmodules:
     """Return Megatron's description of num_layers decoder layers and a final norm.
 
-    They are TransformerEngine's layers if it is installed and CUDA is available, otherwise
-    Megatron's local ones with `RMSNorm`. own_attention: `CausalAttention` in both.
+    uses_te: they are TransformerEngine's layers, otherwise Megatron's local ones with `RMSNorm`.
+    own_attention: `CausalAttention` in both.
     """
     qk_norm = config.qk_layernorm
     has_experts = config.num_moe_experts is not None
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
-    if HAVE_TE and torch.cuda.is_available():
+    if uses_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm, **experts)

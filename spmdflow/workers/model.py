@@ -51,6 +51,7 @@ from spmdflow.workers.attention import (
     rotate,
 )
 from spmdflow.workers.context_parallel import TokenShard, context_attention
+from spmdflow.workers.lora_dropout import AdapterDropout
 from spmdflow.workers.micro_batch import MicroBatch
 
 
@@ -65,7 +66,9 @@ class _Exported:
     source: Path
     """The model's folder. An export contains its tokenizer files."""
     lora: LoRAConfig | None = None
-    """Its adapters (`lora.add_adapters`). If set, only they are trained."""
+    """Its adapters (`lora.add_adapters`). If set, only what lora.adapters names is trained."""
+    dropout: AdapterDropout | None = None
+    """Of its adapters; None without them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,6 +122,119 @@ def test_exported_adapter_in_peft_and_exported_merged_model_are_one(
     assert (tmp_path / "merged/tokenizer.json").exists()
 
 
+@pytest.mark.drill
+def test_reference_that_shares_a_megatron_actor_gives_the_same_run(
+    whole: Path, tmp_path: Path
+) -> None:
+    words = ["total_steps=2", "actor.engine.kind=megatron", "actor.engine.layout=t2"]
+    words += ["reference.engine.kind=megatron", "reference.engine.layout=t2"]
+
+    run_ranks(tmp_path / "two", *words, num_ranks=2, script=SCRIPT, small=SMALL)
+
+    for one, two in zip(steps_of(whole), steps_of(tmp_path / "two"), strict=False):
+        assert two["reward/mean"] == one["reward/mean"]
+        assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
+    check_prediction(tmp_path / "two")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that peft wrote: rslora, dropout, a head that is trained whole."""
+    folder = tmp_path_factory.mktemp("lora") / "theirs"
+    base = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
+        use_rslora=True,
+        lora_dropout=0.1,
+        modules_to_save=["lm_head"],
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=1e-3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def from_theirs(folder: Path) -> list[str]:
+    return [
+        "actor.model.lora.rank=4",
+        f"actor.model.lora.adapter={folder}",
+        "reference.shares=null",
+    ]
+
+
+@pytest.fixture(scope="module")
+def started(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps from that adapter without a break."""
+    run_dir = tmp_path_factory.mktemp("lora") / "started"
+    assert run(run_dir, 3, from_theirs(theirs)) == 0
+    return run_dir
+
+
+def test_run_from_an_adapter_with_dropout_goes_on_bit_for_bit(
+    started: Path, theirs: Path, tmp_path: Path
+) -> None:
+    words = from_theirs(theirs)
+
+    assert run(tmp_path, 2, words) == run(tmp_path, 3, words) == 0
+
+    assert numbers_of(tmp_path) == numbers_of(started)
+
+
+def test_adapter_that_was_trained_further_loads_in_peft_as_the_merged_model(
+    started: Path, theirs: Path, tmp_path: Path
+) -> None:
+    assert export.main([str(started), "--to", str(tmp_path / "merged")]) == 0
+
+    auto = transformers.AutoModelForCausalLM
+    ids = torch.arange(14).view(2, 7)
+    ours = peft.PeftModel.from_pretrained(auto.from_pretrained(MODEL), started / "export/actor")
+    begun = peft.PeftModel.from_pretrained(auto.from_pretrained(MODEL), theirs)
+    merged = auto.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        logits = [model.eval()(ids).logits for model in (ours, merged, begun)]
+    assert float((logits[0] - logits[1]).abs().max()) < 1e-4  # of logits that reach 30
+    assert float((logits[0] - logits[2]).abs().max()) > 1e-2
+    config = peft.LoraConfig.from_pretrained(started / "export/actor")
+    assert config.use_rslora and config.lora_dropout == 0.1 and config.lora_alpha == 8
+    assert config.modules_to_save == ["lm_head"] and len(config.target_modules) == 4
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("actor.engine.kind=fsdp", "actor.engine.micro_batch_rows=3"),
+        ("actor.engine.kind=megatron", "actor.engine.layout=t1"),
+        ("actor.engine.kind=megatron", "actor.engine.layout=t2"),
+    ],
+    ids=["fsdp", "megatron t1", "megatron t2"],
+)
+def test_other_engines_take_the_same_steps_with_the_same_dropout(
+    layout: tuple[str, ...], started: Path, theirs: Path, tmp_path: Path
+) -> None:
+    words = ["total_steps=2", *from_theirs(theirs), *layout]
+
+    run_ranks(tmp_path / "two", *words, num_ranks=2, script=SCRIPT, small=SMALL)
+
+    for one, two in zip(steps_of(started), steps_of(tmp_path / "two"), strict=False):
+        assert two["reward/mean"] == one["reward/mean"]
+        assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
+        assert two["rollout/weights_verified"] == 1
+    check_prediction(tmp_path / "two")
+    shutil.copytree(tmp_path / "two", tmp_path / "one", symlinks=True)
+    assert run(tmp_path / "one", 3, from_theirs(theirs)) == 0  # under FSDP on one rank
+    expected = steps_of(started)[-1]
+    found = steps_of(tmp_path / "one")[-1]
+    assert found["step"] == 3 and found["reward/mean"] == expected["reward/mean"]
+    assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-2)
+
+
 def test_folder_of_adapters_is_refused_as_a_model_with_what_to_do(whole: Path) -> None:
     words = [*SMALL, f"actor.model.path={whole}"]
     with pytest.raises(ConfigError, match=r"step-3 with adapters alone.*spmdflow\.export"):

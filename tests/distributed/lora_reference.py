@@ -20,14 +20,21 @@ _PREFIX = "base_model.model."
 
 def merged_model(folder: Path, adapters: Mapping[str, Tensor], lora: LoRAConfig) -> Any:
     """The transformers model with these adapters merged in by peft."""
-    return peft_model(folder, adapters, rank=lora.rank, alpha=lora.alpha).merge_and_unload()
+    return peft_model(folder, adapters, lora).merge_and_unload()
 
 
-def peft_model(folder: Path, adapters: Mapping[str, Tensor], *, rank: int, alpha: float) -> Any:
-    """peft's model of a folder, whose A and B have these values."""
+def peft_model(folder: Path, adapters: Mapping[str, Tensor], lora: LoRAConfig) -> Any:
+    """peft's model of a folder, whose trained tensors have these values. Without dropout."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    layers = sorted({name.rsplit(".", 3)[1] for name in adapters})
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, lora_dropout=0.0)
+    layers = sorted({name.rsplit(".", 3)[1] for name in adapters if ".lora_" in name})
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=layers,
+        use_rslora=lora.rslora,
+        modules_to_save=list(lora.modules_to_save) or None,
+        ensure_weight_tying=bool(lora.modules_to_save) and base.config.tie_word_embeddings,
+    )
     model = peft.get_peft_model(base, config).eval()
     found = adapters_of(model)
     assert found.keys() == adapters.keys(), set(found) ^ set(adapters)
@@ -40,7 +47,9 @@ def peft_model(folder: Path, adapters: Mapping[str, Tensor], *, rank: int, alpha
 def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """What peft trains, named as here."""
     return {
-        name.removeprefix(_PREFIX).replace(".default.", "."): parameter
+        name.removeprefix(_PREFIX)
+        .replace(".modules_to_save.default.", ".")
+        .replace(".default.", "."): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

@@ -33,8 +33,17 @@ PROGRAMS = str(Path(__file__).parent / "programs")
 RANK = 4
 ALPHA = 8.0
 LR = 1e-3
-SOME = (("fsdp", 1), ("fsdp", 4), ("zero1", 2))
-OTHERS = (("fsdp", 2), ("fsdp", 3), ("fsdp-s2", 4), ("zero1", 4), ("zero2", 3))
+SAVING = {
+    "fsdp-head": ("fsdp", "untied", "lm_head"),
+    "zero2-table": ("zero2", "tied", "embed_tokens"),
+    "zero1-norm": ("zero1", "untied", "model.norm"),
+}
+"""Pools with rslora and a module that is trained whole: engine, model, module."""
+SOME = (("fsdp", 1), ("fsdp", 4), ("zero1", 2), ("fsdp-head", 2))
+OTHERS = (
+    *(("zero2-table", 2), ("zero1-norm", 3)),
+    *(("fsdp", 2), ("fsdp", 3), ("fsdp-s2", 4), ("zero1", 4), ("zero2", 3)),
+)
 """Drills."""
 ADAPTED = 2 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 48) * 3)
 """Of two layers: in + out of q and o, k and v, the three of the feed-forward network."""
@@ -80,7 +89,11 @@ class Case:
         self.kind = kind
         self.layout_of = dp
         self.rank = dist.get_rank()
+        self.model = "tied"
         self.lora = LoRAConfig(rank=lora_rank, alpha=ALPHA) if lora_rank else None
+        if kind in SAVING:
+            self.kind, self.model, module = SAVING[kind]
+            self.lora = LoRAConfig(RANK, ALPHA, rslora=True, modules_to_save=[module])
         self.batch = make_batch(5)
         self.share, self.parts = split(self.batch, dp, self.rank, 2, None)
 
@@ -90,7 +103,7 @@ class Case:
         place = layout, self.rank, self.groups
         context = WorkerContext("actor", *place, torch.device("cpu"), seed=3)
         model = load_model(
-            ModelConfig(path=str(self.folder / "tied"), dtype=dtype), head="causal_lm"
+            ModelConfig(path=str(self.folder / self.model), dtype=dtype), head="causal_lm"
         )
         if self.lora is not None:
             model = add_adapters(model, self.lora, seed=3, key="actor.model.lora")
@@ -123,9 +136,8 @@ class Case:
         from tests.distributed.lora_reference import peft_model, peft_step
 
         names = [name for name in start if name.endswith(".weight")]
-        model = peft_model(
-            self.folder / "tied", {n: start[n] for n in names}, rank=RANK, alpha=ALPHA
-        )
+        assert self.lora is not None
+        model = peft_model(self.folder / self.model, {n: start[n] for n in names}, self.lora)
         gradients, weights = peft_step(model, self.batch, lr=LR)
         plain = dict(model.merge_and_unload().named_parameters())
         return {
@@ -134,7 +146,8 @@ class Case:
             "moved": min(float((state[n] - start[n]).abs().max()) for n in names),
             "merged": largest(merged, plain) if merged.keys() == plain.keys() else None,
             "hashed": hashed,
-            "off": same_off and not torch.equal(*before),
+            # a module to save has no other weights to go back to
+            "off": same_off == (not self.lora.modules_to_save) and not torch.equal(*before),
             "first": {name: float(x.double().sum()) for name, x in first.items()},
         }
 

@@ -16,15 +16,18 @@ import torch
 import torch.distributed as dist
 
 from spmdflow.config.model import LoRAConfig
+from spmdflow.config.objective import PolicyLossConfig
 from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from spmdflow.hybrid_engine.sync import BoxSync
+from spmdflow.objectives.policy import PolicyLoss
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.rollout.generator import Replica, generator_of
 from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.engine import TrainEngine
 from spmdflow.workers.fsdp import FSDPEngine
-from spmdflow.workers.lora import add_adapters
-from spmdflow.workers.model import load_model
+from spmdflow.workers.lora import adapt_source, add_adapters
+from spmdflow.workers.model import load_model, open_model
 
 pytestmark = pytest.mark.drill
 
@@ -36,32 +39,54 @@ CPU = torch.device("cpu")
 
 
 def measure(
-    folder: str, generator: str, weights: str, targets: list[str], gen_tp: int = 1
+    folder: str,
+    generator: str,
+    weights: str,
+    targets: list[str],
+    gen_tp: int = 1,
+    kind: str = "fsdp",
+    saved: str = "",
 ) -> dict[str, Any] | None:
     """Three updates, each with a sync and greedy responses; then faults. None: an idle rank.
 
-    gen_tp: ranks that generate together, with the same prompts.
+    gen_tp: ranks that generate together, with the same prompts. kind: of the engine; megatron is
+    t2. saved: a module that is trained whole; rslora then.
     """
     sys.path.insert(0, str(Path(__file__).parent / "programs"))
     import rollout_sync
-    from rollout_sync import GREEDY, POOL, VOCABULARY, World, faulty, message, update
+    from rollout_sync import GREEDY, POOL, VOCABULARY, World, faulty, make_batch, message
 
     from tests.distributed.lora_reference import merged_model
+    from tests.distributed.test_lora_engine import whole
     from tests.rollout_reference import END, disagreements, num_close, reference, write_llama
 
     rank = dist.get_rank()
     world = World(rank, GroupTable(rank, timeout_seconds=600), Path(folder))
-    world.groups.make([GroupSpec(POOL, "compute", "gloo")])
+    members = [POOL, *((rank,) for rank in POOL)]
+    world.groups.make([GroupSpec(ranks, "compute", "gloo") for ranks in members])
     if rank == 0:
-        write_llama(world.folder / "untied", vocab_size=VOCABULARY, max_position_embeddings=512)
+        changes = {"num_key_value_heads": 2} if kind == "megatron" else {}
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+        write_llama(world.folder / "untied", **sizes, **changes)
     dist.barrier()
     if rank not in POOL:
         return None
     path = str(world.folder / "untied")
     lora = LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)
+    if saved:
+        lora = replace(lora, rslora=True, modules_to_save=[saved])
     layout = replace(Layout.data_parallel(POOL), gen_tp_size=gen_tp)
+    if kind == "megatron":
+        layout = Layout(POOL, tp_size=2, gen_tp_size=gen_tp)
+    dp_rank = layout.coordinate(rank).dp
+
+    def update(engine: TrainEngine, seed: int) -> None:
+        """One optimizer step on random rows, other ones on each data-parallel rank."""
+        batch = make_batch(5, seed=10 * seed + dp_rank)
+        engine.train_step(batch, PolicyLoss(PolicyLossConfig(), 1.0), num_micro_batches=1)
+
     context = WorkerContext("actor", layout, rank, world.groups, CPU, seed=0)
-    engine = engine_of(path, lora, context)
+    engine = (engine_of if kind == "fsdp" else megatron_of)(path, lora, context)
     engine.merges_adapters = weights != "adapter"
     rollout = RolloutConfig(engine=generator, weights=weights, lora=lora)
     replica = Replica.of(layout, rank, world.groups) if gen_tp > 1 else Replica.alone()
@@ -74,7 +99,7 @@ def measure(
         update(engine, 2 * number + 1)
         found["bytes"].append(hybrid.sync()["rollout/synced_bytes"].total)  # type: ignore[union-attr]
         answer = hybrid.generate(world.prompts(), GREEDY, world.seeds)
-        state = {n: x.full_tensor() for n, x in engine._trained_shards().items()}
+        state = whole(engine, engine.own_state_blocks(), engine.trained_shapes)
         fresh = merged_model(Path(path), state, lora)
         expected = reference(fresh, world.prompts(), GREEDY, world.seeds, (END,))
         found["faults"] += disagreements(answer, expected, tolerance=1e-5)
@@ -103,6 +128,17 @@ def engine_of(path: str, lora: LoRAConfig, context: WorkerContext) -> FSDPEngine
     model = load_model(ModelConfig(path=path), head="causal_lm")
     model = add_adapters(model, lora, seed=0, key="actor.model.lora")
     return FSDPEngine(model, EngineConfig(), context, optimizer=OptimizerConfig(lr=0.02))
+
+
+def megatron_of(path: str, lora: LoRAConfig, context: WorkerContext) -> TrainEngine:
+    """The same under Megatron."""
+    from spmdflow.workers.megatron import MegatronEngine
+
+    model = adapt_source(
+        open_model(ModelConfig(path=path), head="causal_lm"), lora, seed=0, key="actor.model.lora"
+    )
+    cfg = EngineConfig(kind="megatron")
+    return MegatronEngine(model, cfg, context, optimizer=OptimizerConfig(lr=0.02))
 
 
 def judge(ranks: list[dict[str, Any] | None], *, victim: str) -> list[dict[str, Any]]:
@@ -159,3 +195,44 @@ def test_adapters_of_a_model_that_vllm_cuts_over_two_ranks_generate_the_same(
     pytest.importorskip("vllm", reason="vLLM is not installed")
     words = str(tmp_path), "vllm", "adapter", ["all-linear"], 2
     judge(spawn_ranks(measure, 3, *words), victim=VICTIM)
+
+
+def test_merged_adapters_of_two_tensor_parallel_ranks_generate_the_same(
+    spawn_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron", reason="the megatron extra is not installed")
+    targets = ["q_proj", "k_proj", "down_proj"]
+    words = str(tmp_path), "builtin", "copy", targets, 1, "megatron"
+    judge(spawn_ranks(measure, 3, *words), victim=WHOLE)
+
+
+def test_modules_to_save_reach_the_generator_with_merged_adapters(
+    spawn_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    words = str(tmp_path), "builtin", "copy", ["all-linear"], 1, "fsdp", "lm_head"
+    judge(spawn_ranks(measure, 3, *words), victim=WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "kind", "saved", "gen_tp"),
+    [
+        ("copy", "megatron", "lm_head", 2),
+        ("copy", "fsdp", "lm_head", 1),
+        ("adapter", "megatron", "", 1),
+        ("adapter", "megatron", "", 2),
+    ],
+)
+def test_vllm_generates_the_same_from_megatron_and_with_modules_to_save(
+    spawn_ranks: Callable[..., list[Any]],
+    tmp_path: Path,
+    weights: str,
+    kind: str,
+    saved: str,
+    gen_tp: int,
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    pytest.importorskip("megatron", reason="the megatron extra is not installed")
+    words = str(tmp_path), "vllm", weights, ["all-linear"], gen_tp, kind, saved
+    victim = VICTIM if weights == "adapter" else WHOLE
+    judge(spawn_ranks(measure, 3, *words), victim=victim)

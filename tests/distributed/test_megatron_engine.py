@@ -186,6 +186,55 @@ def test_what_cannot_work_is_refused_with_got_expected_and_do(
     assert words in results[case], results[case]
 
 
+def require_adapters(results: dict[str, Any], count: int) -> None:
+    found = {name: x for name, x in results.items() if name.startswith("adapters ")}
+    assert len(found) == count
+    for name, x in found.items():
+        assert x["logits"] <= 1e-5 and x["gradient"] <= 1e-6 and x["norm"] <= 1e-6, (name, x)
+        assert x["step"] <= 1e-6 and x["moved"] > 5e-4, (name, x)  # the rate is 1e-3
+        assert x["merged"] <= 1e-6 and x["hashed"] and x["separate"] <= 1e-6, (name, x)
+        assert x.get("off", 0) <= 1e-5, (name, x)
+
+
+def test_a_step_of_adapters_and_their_merged_weights_equal_peft(results: dict) -> None:
+    require_adapters(results, 3)
+
+
+@pytest.mark.drill
+def test_more_steps_of_adapters_equal_peft(more: dict) -> None:
+    require_adapters(more, 4)
+
+
+def test_adapters_go_on_in_other_layouts_and_engines_with_the_same_dropout(results: dict) -> None:
+    found = results["adapter layouts"]
+
+    assert found["t1"] <= 1e-6 and found["fsdp"] <= 1e-6
+    assert found["without"] > 1e-3  # dropout does change the step
+
+
+def test_adapters_start_from_a_folder_of_peft(results: dict) -> None:
+    assert results["adapter start"] == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("stages", "got adapters on 2 pipeline stages, expected one stage (t and d alone); remove"),
+        ("sequence", "with llama.engine.options=[sequence_parallel], expected tensor-parallel"),
+        ("heads", "got adapters of 2 key-value heads on 4 tensor-parallel ranks, expected a size"),
+        ("target", "lora.targets: got 'nothing', expected all-linear or some of down_proj, gate"),
+        ("part", "got k_proj, which is a part of a tensor of Megatron, expected a tensor of its"),
+        ("module", "got 'nothing', expected some of down_proj, embed_tokens, gate_proj, input_"),
+        ("tied", "got 'lm_head', whose weight is that of the embedding, expected a module with"),
+        ("adapter", "adapter: got shape (48, 4) for model.layers.0.self_attn.q_proj.lora_B.weight"),
+    ],
+)
+def test_adapters_that_cannot_work_are_refused_with_got_expected_and_do(
+    results: dict, case: str, words: str
+) -> None:
+    assert words in results[f"adapter refused {case}"], results[f"adapter refused {case}"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_family_in_every_layout_with_every_option_equals_hugging_face(

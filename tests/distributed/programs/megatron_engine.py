@@ -25,6 +25,14 @@ from engine_state import (
 )
 from engine_world import loss_of, message
 from fsdp_reference import make_batch
+from megatron_adapters import MORE as MORE_ADAPTERS
+from megatron_adapters import SOME as ADAPTERS
+from megatron_adapters import (
+    check_adapter_layouts,
+    check_adapter_start,
+    check_adapters,
+    check_more_adapters,
+)
 from megatron_reference import FAMILIES, load, outputs_of, write_models
 from megatron_world import Case, World, largest, whole_outputs
 from torch import Tensor
@@ -77,7 +85,8 @@ def main(folder: Path, part: str) -> None:
     world = World(rank, dist.get_world_size(), GroupTable(rank, timeout_seconds=600), folder)
     ranks.OVERLAP_BUCKET = 4000  # elements: several buckets in a tiny model
     cases = {"some": SOME, "more": MORE, "all": ALL}[part]
-    world.make_groups([case.layout for case in cases])
+    more = ADAPTERS + MORE_ADAPTERS if part != "all" else ()
+    world.make_groups([case.layout for case in (*cases, *(case for case, _ in more))])
     if rank == 0:
         write_models(folder)
     dist.barrier()
@@ -398,8 +407,11 @@ CHECKS = (
     check_critic,
     check_adopted_storage,
     check_refusals,
+    check_adapters,
+    check_adapter_layouts,
+    check_adapter_start,
 )
-MORE_CHECKS = (check_options, check_parts, check_two_models)
+MORE_CHECKS = (check_options, check_parts, check_two_models, check_more_adapters)
 """Drills."""
 
 if __name__ == "__main__":

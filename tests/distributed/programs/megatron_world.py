@@ -17,12 +17,13 @@ from fsdp_reference import make_batch
 from megatron_reference import Reference, reference_step
 from torch import Tensor
 
-from spmdflow.config.schema import EngineConfig, ModelConfig, OptimizerConfig
+from spmdflow.config.schema import EngineConfig, LoRAConfig, ModelConfig, OptimizerConfig
 from spmdflow.objectives.log_prob import CausalOutput, ScalarOutput
 from spmdflow.parallel.group import GroupSpec, GroupTable
 from spmdflow.parallel.layout import Layout
 from spmdflow.weights.folder import folder_tensors
 from spmdflow.worker_api.worker import WorkerContext
+from spmdflow.workers.lora import adapt_source
 from spmdflow.workers.megatron import MegatronEngine
 from spmdflow.workers.micro_batch import MicroBatch
 from spmdflow.workers.model import open_model
@@ -100,6 +101,7 @@ class World:
         dtype: str = "float32",
         trains: bool = True,
         adopt: Any = None,
+        lora: LoRAConfig | None = None,
         **optimizer: Any,
     ) -> MegatronEngine | None:
         """The case's engine; betas[0] = 0 keeps the gradient in exp_avg. None outside the pool."""
@@ -112,6 +114,8 @@ class World:
         head = head or ("scalar" if case.model == "reward" else "causal_lm")
         settings = {"lr": LR, "betas": [0.0, 0.95], "weight_decay": 0.1, "clip_norm": 1e9}
         model = open_model(source, head=head)
+        if lora is not None:
+            model = adapt_source(model, lora, seed=3, key="actor.model.lora")
         self.read = model.read
         return MegatronEngine(
             model,

@@ -198,9 +198,15 @@ ADAPTERS: dict[str, Parts] = {
     ),
     "actor.model.lora.rank=8 reference.shares=actor reference.engine.kind=megatron": (
         "reference.shares",
-        "actor",
-        "reference.engine.kind=megatron",
-        "reference.engine.kind",
+        "actor on fsdp t1",
+        "reference.engine megatron t1",
+        "set reference.engine.kind=fsdp and reference.engine.layout=t1",
+    ),
+    "actor.model.lora.rank=8 actor.engine.kind=megatron actor.engine.layout=p2": (
+        "actor.model.lora",
+        "adapters on 2 pipeline stages",
+        "one stage",
+        "remove p2 from actor.engine.layout",
     ),
 }
 PLACEMENTS: dict[str, Parts] = {

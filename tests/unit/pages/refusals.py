@@ -395,11 +395,11 @@ PARTS: dict[str, dict[str, Parts]] = {
         "actor.model.path=odd": ("actor.model.path", "3", "64", "odd/config.json"),
         "critic.model.path=small": ("critic.model.path", "3", "4", "tokenizer"),
         "critic.model.path=foreign": ("critic.model.path", "'c' is 4", "None", "tokenizer"),
-        "actor.model.lora.rank=8 actor.engine.kind=megatron": (
+        "actor.model.lora.rank=8 actor.engine.kind=megatron actor.engine.layout=p2": (
             "actor.model.lora",
-            "actor.engine.kind=megatron",
-            "fsdp",
-            "actor.model.lora",
+            "adapters on 2 pipeline stages",
+            "one stage",
+            "actor.engine.layout",
         ),
         "actor.model.lora.rank=8 actor.rollout.weights=adapter": (
             "actor.rollout.weights",
