@@ -15,6 +15,7 @@ import numpy as np
 
 from spmdflow.datasets.chat import ChatTemplate
 from spmdflow.datasets.tokenizer import StopStrings, plain_ids, response_texts
+from spmdflow.episodes.ask import Ask, Refusal
 from spmdflow.episodes.conversation import (
     AppendOnlyTemplate,
     Message,
@@ -22,7 +23,7 @@ from spmdflow.episodes.conversation import (
     reply_of,
     to_template_messages,
 )
-from spmdflow.episodes.fields import Ask, Refusal
+from spmdflow.episodes.ids import call_id
 from spmdflow.rollout.resumable import VersionedResponse
 from spmdflow.rollout.vllm_tools import CallReader
 
@@ -114,6 +115,8 @@ class Recorder:
         self.segments: list[Segment] = []
         self.num_turns = 0
         """Number of turns that have started."""
+        self.id_seed = 0
+        """Seed of the ids of replies and calls; see `episodes.ids`."""
 
     def begin(self, ask: Ask) -> Turn:
         """Returns the turn of a request, which extends a segment or starts a new one.
@@ -128,7 +131,6 @@ class Recorder:
             raise Refusal(
                 f"got request {self.num_turns + 1} of an episode, expected at most "
                 f"actor.rollout.episode.max_turns={self._limits.max_turns}",
-                status=429,
                 code="max_turns",
             )
         segment, new_ids, text = (
@@ -158,6 +160,22 @@ class Recorder:
         number = self.num_turns - 1
         return Turn(segment, new_ids, text, number, min(ask.max_tokens or room, room))
 
+    def count_tokens(self, ask: Ask) -> int:
+        """Number of tokens of a chat's prompt, encoded from scratch. Records nothing."""
+        text = self._template.text(to_template_messages(ask.messages), ask.tools)
+        return len(self._template.ids(text))
+
+    def stop_of(self, ask: Ask, turn: Turn, response: VersionedResponse) -> str | None:
+        """The stop string that ended a response; None if none did."""
+        if not ask.stop:
+            return None
+        (text,) = response_texts(self._tokenizer, [turn.ids], [response.tokens.tolist()])
+        places = []
+        for string in ask.stop:
+            if string in text:
+                places.append((text.index(string), string))
+        return min(places)[1] if places else None
+
     def _refuse_unknown_tokens(self, ids: list[int]) -> None:
         """Refusal unless the model has all these tokens."""
         known = range(self._limits.vocab_size)
@@ -181,8 +199,8 @@ class Recorder:
         """
         tokens = drawn.tokens.tolist()
         reason = "length"
-        if ask.stop:
-            (end,) = StopStrings(self._tokenizer, ask.stop).first_ends([(turn.ids, tokens, 0)])
+        if ask.ends:
+            (end,) = StopStrings(self._tokenizer, ask.ends).first_ends([(turn.ids, tokens, 0)])
             tokens, reason = (tokens[:end], "stop") if end is not None else (tokens, reason)
         size = len(tokens)
         response = VersionedResponse(
@@ -190,6 +208,7 @@ class Recorder:
             drawn.tokens[:size],
             drawn.log_probs[:size],
             versions=drawn.versions[:size],
+            notes=None if drawn.notes is None else drawn.notes.cut(size),
         )
         routes = None
         if drawn.routes is not None:
@@ -206,19 +225,21 @@ class Recorder:
         message = reply_of(
             visible_text, ask.tools, self._tokenizer, raw=raw, read_calls=self._read_calls
         )
-        if message.get("tool_calls"):
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            call["id"] = call_id(self.id_seed, turn.number, index)
             reason = "tool_calls"
         old = turn.segment or Segment(turn.fresh, tools=ask.tools)
         new_ids = turn.fresh if turn.segment else []
         called = []
         for entry in message.get("tool_calls", ()):
             called.append(entry["function"])
+        sampled, log_probs, versions = _sampled_columns(response)
         new = Segment(
             old.prompt,
             old.tokens + new_ids + tokens,
-            old.mask + [False] * len(new_ids) + [True] * len(tokens),
-            old.log_probs + [0.0] * len(new_ids) + response.log_probs.tolist(),
-            old.versions + [-1] * len(new_ids) + response.versions.tolist(),
+            old.mask + [False] * len(new_ids) + sampled,
+            old.log_probs + [0.0] * len(new_ids) + log_probs,
+            old.versions + [-1] * len(new_ids) + versions,
             [*ask.messages, message] if ask.messages else [],
             turn.text if ask.messages else turn.text + text,
             old.tools,
@@ -298,6 +319,25 @@ class Recorder:
         if tail:
             return self._template.ids(tail)
         return []
+
+
+def _sampled_columns(response: VersionedResponse) -> tuple[list[bool], list[float], list[int]]:
+    """(mask, log-probabilities, versions) of a response.
+
+    A token that a grammar forced was not chosen by the model: it counts as one that the model did
+    not sample.
+    """
+    log_probs = response.log_probs.tolist()
+    versions = response.versions.tolist()
+    if response.notes is None:
+        return [True] * len(log_probs), log_probs, versions
+    sampled = []
+    for place, is_forced in enumerate(response.notes.forced):
+        sampled.append(not is_forced)
+        if is_forced:
+            log_probs[place] = 0.0
+            versions[place] = -1
+    return sampled, log_probs, versions
 
 
 def _are_equal(recorded: list[Message], repeated: list[Message]) -> bool:

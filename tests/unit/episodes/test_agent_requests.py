@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def called(answer: tuple[int, str]) -> tuple[str, dict[str, Any]]:
     """Name and arguments of the call in an answer."""
     (choice,) = json.loads(answer[1])["choices"]
     (call,) = choice["message"]["tool_calls"]
-    assert answer[0] == 200 and choice["finish_reason"] == "tool_calls" and call["id"] == "call_0"
+    assert answer[0] == 200 and choice["finish_reason"] == "tool_calls"
+    assert re.fullmatch("[0-9a-zA-Z]{9}", call["id"])
     return call["function"]["name"], json.loads(call["function"]["arguments"])
 
 
